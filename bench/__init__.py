@@ -1,0 +1,1 @@
+"""Timing kernels against their peers, after checking them."""

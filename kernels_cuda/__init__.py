@@ -1,0 +1,1 @@
+"""CUDA C++ kernels: one folder an op, each with a `KERNELS` tuple."""

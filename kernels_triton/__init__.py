@@ -1,0 +1,1 @@
+"""Triton kernels: one folder an op, each with a `KERNELS` tuple."""

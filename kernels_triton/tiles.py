@@ -1,0 +1,105 @@
+"""What the elementwise Triton kernels share: a tile a program, its legality, masked access."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, ceil_div
+
+
+@dataclass(frozen=True)
+class TileConfig(Config):
+    """A tile_m×tile_n tile of the output for each program of `warps` warps."""
+
+    tile_m: int = 32
+    tile_n: int = 128
+    warps: int = 4
+
+
+TILE_SPACE: dict[str, Sequence[Any]] = {
+    "tile_m": (32, 64, 128, 256),
+    "tile_n": (32, 64, 128, 256, 512, 1024),
+    "warps": (1, 2, 4, 8, 16),
+}
+
+
+def device_reason(device: Device) -> str | None:
+    """Why Triton kernels do not run on a device, or None."""
+    if device.kind == "cpu":
+        return None if device.interpreted else "needs a CUDA device, or TRITON_INTERPRET=1"
+    if device.capability is not None and device.capability < (8, 0):
+        return f"needs sm_80 or newer, this is sm_{device.capability[0]}{device.capability[1]}"
+    return None
+
+
+def tile_reason(
+    m: int, n: int, block: int, config: TileConfig, device: Device, most: int = 64
+) -> str | None:
+    """Why a tile config is illegal for an m×n problem, or None; `most` elements a thread."""
+    if (reason := device_reason(device)) is not None:
+        return reason
+    for name in ("tile_m", "tile_n"):
+        size = getattr(config, name)
+        if size % block or size & (size - 1):
+            return f"{name}={size}: expected a power of two that is a multiple of block={block}"
+    if config.warps not in TILE_SPACE["warps"]:
+        return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
+    per_thread = config.tile_m * config.tile_n // (32 * config.warps)
+    if not 1 <= per_thread <= most:
+        return f"{per_thread} elements a thread: expected 1 to {most}"
+    if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**31:
+        return "more than 2^31 tiles: expected larger tiles"
+    return None
+
+
+@triton.jit
+def tile_origin(N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """First row and column of this program's tile, tiles numbered along rows."""
+    across = tl.cdiv(N, TILE_N)
+    pid = tl.program_id(0)
+    return pid // across * TILE_M, pid % across * TILE_N
+
+
+@triton.jit
+def load_tile(ptr, row0, col0, M, N, stride, R: tl.constexpr, C: tl.constexpr):
+    """The R×C tile at (row0, col0) of an M×N matrix, zeros beyond its edges; 64-bit offsets."""
+    rows = row0 + tl.arange(0, R)
+    cols = col0 + tl.arange(0, C)
+    offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    return tl.load(ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0)
+
+
+@triton.jit
+def store_tile(ptr, tile, row0, col0, M, N, stride):
+    """Write the part of a tile at (row0, col0) that lies within an M×N matrix."""
+    rows = row0 + tl.arange(0, tile.shape[0])
+    cols = col0 + tl.arange(0, tile.shape[1])
+    offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    tl.store(ptr + offsets, tile, mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def store_quantised(
+    q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's codes and scales, their transposes, or both, as LAYOUT (q, qt, both) says.
+
+    Outputs are contiguous.
+    """
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    if LAYOUT != "qt":
+        store_tile(q_ptr, q, row0, col0, M, N, N)
+        store_tile(scale_ptr, scale, row0 // BLOCK, col0 // BLOCK, blocks_m, blocks_n, blocks_n)
+    if LAYOUT != "q":
+        store_tile(qt_ptr, tl.trans(q), col0, row0, N, M, M)
+        store_tile(
+            scale_t_ptr, tl.trans(scale), col0 // BLOCK, row0 // BLOCK, blocks_n, blocks_m,
+            blocks_m,
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Operations: each pairs a reference with its kernels.
+
+`names` and `get` find an op by its module's name; `kernels` finds its kernels by folder, so adding
+either touches nothing here. The functions that a model calls (`int8_gemm`, `int8_quantize`, …) are
+defined by their op and found here too; importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.errors import UsageError
+
+if TYPE_CHECKING:
+    from jetfire.ops.op import Kernel, Op
+
+# What an op is made of, beside the ops themselves.
+_SHARED = {"check", "data", "device", "errors", "functional", "op", "peers", "run", "workloads"}
+_BACKENDS = ("kernels_cpu", "kernels_triton", "kernels_cuda")
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every op, by name."""
+    found = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(sorted(set(found) - _SHARED))
+
+
+@cache
+def get(name: str) -> Op:
+    """The op of a name; dashes may stand for underscores.
+
+    Raises:
+        UsageError: there is no such op.
+    """
+    stem = name.replace("-", "_")
+    if stem not in names():
+        raise UsageError(f"no op {name!r}: expected one of {', '.join(names())}")
+    return importlib.import_module(f"jetfire.ops.{stem}").OP
+
+
+@cache
+def kernels(op: str) -> dict[str, Kernel]:
+    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name."""
+    root = Path(__file__).parent.parent
+    found: dict[str, Kernel] = {}
+    for backend in _BACKENDS:
+        if (root / backend / op / "__init__.py").exists():
+            module = importlib.import_module(f"jetfire.{backend}.{op}")
+            found.update({kernel.name: kernel for kernel in module.KERNELS})
+    return found
+
+
+def get_kernel(op: str, name: str) -> Kernel:
+    """One kernel of an op.
+
+    Raises:
+        UsageError: the op has no such kernel.
+    """
+    known = kernels(op)
+    if name not in known:
+        raise UsageError(f"{op} has no kernel {name!r}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("int8_"):
+        return getattr(importlib.import_module("jetfire.ops.functional"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,163 @@
+"""Comparisons of a kernel's outputs with the reference's.
+
+Three strengths: `exact` (equal bits), `floats` (a bound on the relative error), and `codes`, for
+quantised outputs of functions that no two fp32 implementations round alike: there every code must
+be one that the exact value allows, within a stated slack in units of a code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from jetfire.ops.op import Check
+
+# fp32 evaluation of a function of unit condition errs by a few 2^-24; 127 codes make that 1e-4 of
+# a code, and full-row sums of 50257 terms stay within ten times that.
+CODE_SLACK = 2e-3
+SCALE_RTOL = 1e-5
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖out − expected‖ / ‖expected‖ in float64, over chunks so that memory stays bounded.
+
+    NaN where both hold NaN counts as equal; NaN in one alone gives infinity.
+    """
+    difference = norm = 0.0
+    rows = max(1, (1 << 26) // max(1, out.shape[-1] if out.dim() else 1))
+    for o, e in zip(out.split(rows), expected.split(rows), strict=True):
+        o64, e64 = o.double(), e.double()
+        nan = torch.isnan(o64)
+        if not torch.equal(nan, torch.isnan(e64)):
+            return math.inf
+        difference += float((o64 - e64)[~nan].square().sum())
+        norm += float(e64[~nan].square().sum())
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return math.sqrt(difference / norm)
+
+
+def _first(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
+    """Equal bits; NaN equals NaN."""
+    wrong = out != expected
+    if out.is_floating_point():
+        wrong &= ~(torch.isnan(out) & torch.isnan(expected))
+    count = int(wrong.sum())
+    if count == 0:
+        return Check(True, 0.0)
+    at = _first(wrong)
+    return Check(
+        False,
+        relative_error(out, expected),
+        f"{name}: {count} of {wrong.numel()} differ, first at {at}: "
+        f"{out[at].item()} where the reference has {expected[at].item()}",
+    )
+
+
+def floats(name: str, out: torch.Tensor, expected: torch.Tensor, rtol: float) -> Check:
+    """‖out − expected‖ ≤ rtol·‖expected‖, and no element off by rtol·(40 times the row's RMS)."""
+    error = relative_error(out, expected)
+    if not error <= rtol:
+        return Check(False, error, f"{name}: relative error {error:.3g}, accepted {rtol:.3g}")
+    difference = (out.double() - expected.double()).abs().nan_to_num(0.0)
+    rms = expected.double().nan_to_num(0.0).square().mean(dim=-1, keepdim=True).sqrt()
+    bound = rtol * (40 * rms + expected.double().abs().nan_to_num(0.0)) + 1e-30
+    wrong = difference > bound
+    if bool(wrong.any()):
+        at = _first(wrong)
+        return Check(
+            False,
+            error,
+            f"{name}: {int(wrong.sum())} elements off, first at {at}: "
+            f"{out[at].item():.6g} where the reference has {expected[at].item():.6g}",
+        )
+    return Check(True, error)
+
+
+def codes(
+    name: str,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    value: torch.Tensor,
+    expected_scale: torch.Tensor,
+    block: int,
+    u: torch.Tensor | None = None,
+    slack: float = CODE_SLACK,
+    rtol: float = SCALE_RTOL,
+) -> Check:
+    """Codes that quantising the exact values allows.
+
+    With t = value/scale + (u, or ½ for nearest), every code is in [floor(t − slack),
+    floor(t + slack)], and every scale within rtol of the reference's.
+
+    Args:
+        q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
+        value: the values before quantisation, m×n, at least fp32.
+        u: the stochastic rounding's draws in [0, 1), m×n.
+    """
+    from jetfire.reference.quantize import spread
+
+    m, n = q.shape
+    difference = norm = 0.0
+    scaled = floats(f"{name}'s scale", scale, expected_scale, rtol)
+    if not scaled.ok:
+        return scaled
+    rows = block * max(1, (1 << 24) // (n * block))
+    for top in range(0, m, rows):
+        part = slice(top, min(m, top + rows))
+        by_row = slice(top // block, -(-part.stop // block))
+        wide = spread(expected_scale[by_row], block, part.stop - top, n).double()
+        t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
+        add = 0.5 if u is None else u[part].double()
+        low = (t + add - slack).floor().clamp(-127, 127)
+        high = (t + add + slack).floor().clamp(-127, 127)
+        got = q[part].double()
+        # A tie may go either way once it is only nearly a tie, and to even when it is one.
+        wrong = (got < low) | (got > high)
+        rounded = (t + add).floor() if u is not None else t.round()
+        difference += float(((got - rounded) * wide).nan_to_num(0.0).square().sum())
+        norm += float((rounded * wide).nan_to_num(0.0).square().sum())
+        if bool(wrong.any()):
+            at = _first(wrong)
+            return Check(
+                False,
+                math.inf,
+                f"{name}: {int(wrong.sum())} codes off, first at {(at[0] + top, at[1])}: "
+                f"{int(got[at])} where {t[at].item():.6f} was to be rounded",
+            )
+    return Check(True, math.sqrt(difference / norm) if norm else 0.0)
+
+
+def every(checks: list[Check]) -> Check:
+    """All of them: the first failure's message, the largest error."""
+    failed = next((c for c in checks if not c.ok), None)
+    return Check(failed is None, max(c.rel_err for c in checks), failed.message if failed else "")
+
+
+def quantised(
+    outputs: dict[str, torch.Tensor],
+    value: torch.Tensor,
+    expected_scale: torch.Tensor,
+    block: int,
+    u: torch.Tensor | None = None,
+    slack: float = CODE_SLACK,
+    rtol: float = SCALE_RTOL,
+) -> Check:
+    """`codes` for whichever of (q, scale) and (qt, scale_t) there are; both must agree exactly."""
+    checks = []
+    if "q" in outputs:
+        checks.append(
+            codes("q", outputs["q"], outputs["scale"], value, expected_scale, block, u, slack, rtol)
+        )
+    if "qt" in outputs and "q" in outputs:
+        checks.append(exact("qt", outputs["qt"], outputs["q"].t()))
+        checks.append(exact("scale_t", outputs["scale_t"], outputs["scale"].t()))
+    elif "qt" in outputs:
+        q, scale = outputs["qt"].t(), outputs["scale_t"].t()
+        checks.append(codes("qt", q, scale, value, expected_scale, block, u, slack, rtol))
+    return every(checks)

@@ -1,0 +1,135 @@
+"""The device a kernel is asked to run on, as `legal`, the tuner and the bench see it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from jetfire.ops.errors import NoDeviceError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """One processor and the limits that decide which configs are legal on it.
+
+    Attributes:
+        kind: ``"cuda"``, or ``"cpu"``.
+        index: the CUDA ordinal (0 on the CPU).
+        name: the vendor's name, for instance ``"NVIDIA H200"``.
+        capability: compute capability as ``(major, minor)``; None on the CPU.
+        sms: streaming multiprocessors (cores on the CPU).
+        shared_bytes: shared memory a block may opt in to, in bytes.
+        l2_bytes: L2 cache size in bytes (0 where unknown).
+        interpreted: Triton kernels run on CPU tensors through Triton's interpreter.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    index: int = 0
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    sms: int = 1
+    shared_bytes: int = 0
+    l2_bytes: int = 0
+    interpreted: bool = False
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (CPU)" if self.kind == "cpu" else self.name
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Device:
+        """The device that holds a tensor."""
+        return _cuda(tensor.device.index or 0) if tensor.is_cuda else _cpu()
+
+    @classmethod
+    def parse(cls, text: str = "auto") -> Device:
+        """``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+
+        Raises:
+            UsageError: the text names no kind of device.
+            NoDeviceError: that device is not on this machine.
+        """
+        import torch
+
+        kind, _, index = text.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (
+            index and not (kind == "cuda" and index.isdigit())
+        ):
+            raise UsageError(f"device {text!r}: expected auto, cpu, cuda or cuda:N")
+        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+            return _cpu()
+        count = torch.cuda.device_count()
+        if int(index or 0) >= count:
+            raise NoDeviceError(f"device {text!r}: this machine has {count} CUDA devices")
+        return _cuda(int(index or 0))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _cpu() -> Device:
+    return Device(
+        kind="cpu",
+        name=_cpu_name(),
+        sms=os.cpu_count() or 1,
+        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+
+
+@cache
+def _cuda(index: int) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        index=index,
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        sms=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def target_device(capability: tuple[int, int]) -> Device:
+    """A device of an architecture that need not be present, for cross-compilation.
+
+    Shared memory is that of the architecture's data-centre part (CUDA C++ Programming Guide,
+    "Technical Specifications per Compute Capability").
+    """
+    shared_kib = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+    if capability not in shared_kib:
+        known = ", ".join(f"sm_{a}{b}" for a, b in shared_kib)
+        raise NoDeviceError(
+            f"architecture sm_{capability[0]}{capability[1]}: expected one of {known}"
+        )
+    return Device(
+        kind="cuda",
+        name=f"sm_{capability[0]}{capability[1]}",
+        capability=capability,
+        sms=132,
+        shared_bytes=shared_kib[capability] * 1024,
+        l2_bytes=50 << 20,
+    )

@@ -1,0 +1,141 @@
+"""Per-block INT8 GEMM: forward, dgrad and wgrad of a linear layer, all as one NT product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Mode,
+    Op,
+    Rounding,
+    Tensors,
+    float_dtype,
+    poison,
+    quantised_outputs,
+)
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """C (m×n) = A (m×k) · Bᵀ (B n×k), both K-contiguous.
+
+    ``out="int8"`` requantises C per block in the epilogue, with `rounding` and `layout`;
+    `accumulate` adds to what a float C holds.
+    """
+
+    k: int
+    block: Block = 32
+    out: Literal["bf16", "fp16", "fp32", "int8"] = "bf16"
+    rounding: Rounding = "nearest"
+    layout: Layout = "q"
+    bias: bool = False
+    accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulate and self.out == "int8":
+            raise UsageError("accumulate=true out=int8: expected out=fp32, bf16 or fp16")
+
+
+class Gemm(Op):
+    name = "gemm"
+    summary = "per-block INT8 GEMM, C = A·Bᵀ with a scale for each block×block tile"
+    Problem = Problem
+    dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+        """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32)."""
+        if mode == "fwd":
+            return [self.Problem.parse(fields)]
+        forward = self.Problem.parse(fields)
+        m, n, k = forward.m, forward.n, forward.k
+        dgrad = {**fields, "m": m, "n": k, "k": n, "bias": False, "accumulate": False}
+        wgrad = {**fields, "m": n, "n": k, "k": m, "bias": False, "out": "fp32"}
+        wgrad["accumulate"] = True
+        return [self.Problem.parse(dgrad), self.Problem.parse(wgrad)]
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        source = Source(data, device, seed)
+        a, a_scale = source.quantised(problem.m, problem.k, problem.block)
+        b, b_scale = source.quantised(problem.n, problem.k, problem.block)
+        inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
+        if problem.bias:
+            inputs["bias"] = source.normal(problem.n)
+        if problem.accumulate:
+            inputs["c"] = source.normal(problem.m, problem.n).to(float_dtype(problem.out))
+        if problem.rounding == "stochastic":
+            inputs["seed"] = source.seed()
+        return inputs
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        import torch
+
+        device = inputs["a"].device
+        if problem.out == "int8":
+            return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+        if problem.accumulate:
+            return {"c": inputs["c"].clone()}
+        dtype = float_dtype(problem.out)
+        return {"c": poison(torch.empty((problem.m, problem.n), dtype=dtype, device=device))}
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.gemm import gemm_float64
+        from jetfire.reference.philox import random_u16
+        from jetfire.reference.quantize import scales
+
+        c = gemm_float64(
+            inputs["a"], inputs["a_scale"], inputs["b"], inputs["b_scale"], problem.block
+        )
+        if problem.bias:
+            c += inputs["bias"].double()
+        if problem.accumulate:
+            c += inputs["c"].double()
+        expected = {"c": c}
+        if problem.out == "int8":
+            expected["scale"] = scales(c.float(), problem.block)[0]
+            if problem.rounding == "stochastic":
+                expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+        return expected
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        from jetfire.ops import check
+
+        if problem.out == "int8":
+            return check.quantised(
+                outputs, expected["c"], expected["scale"], problem.block, expected.get("u")
+            )
+        # Half a unit in the last place of the output; for fp32 the sums' own rounding.
+        rtol = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-6}[problem.out]
+        return check.floats("c", outputs["c"], expected["c"], rtol)
+
+    def flops(self, problem: Problem) -> float:
+        return 2.0 * problem.m * problem.n * problem.k
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        from jetfire.ops import peers
+
+        return peers.gemm(problem.m, problem.n, problem.k, inputs["a"].device)
+
+
+OP = Gemm()

@@ -1,0 +1,245 @@
+"""What an operation and a kernel are: the contract of `ops/`, `kernels_*`, bench and tuner."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+Block = Literal[32, 64, 128]
+FloatName = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["q", "qt", "both"]
+Mode = Literal["fwd", "bwd"]
+Rounding = Literal["nearest", "stochastic"]
+Tensors = dict[str, "torch.Tensor"]
+
+
+def float_dtype(name: FloatName) -> torch.dtype:
+    """The torch dtype of a float's short name."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def _parse_field(name: str, annotation: Any, value: Any) -> Any:
+    """One field's value, from itself or its text; UsageError says what is accepted."""
+    choices = get_args(annotation) if get_origin(annotation) is Literal else None
+    if choices is not None:
+        for choice in choices:
+            if value == choice or value == str(choice):
+                return choice
+        raise UsageError(f"{name}={value}: expected {' or '.join(str(c) for c in choices)}")
+    if annotation is bool:
+        text = str(value).lower()
+        if text in ("true", "1", "yes", "false", "0", "no"):
+            return text in ("true", "1", "yes")
+        raise UsageError(f"{name}={value}: expected true or false")
+    try:
+        number = annotation(value)
+    except (TypeError, ValueError):
+        kind = "an integer" if annotation is int else "a number"
+        raise UsageError(f"{name}={value}: expected {kind}") from None
+    if annotation is int and number < 1:
+        raise UsageError(f"{name}={value}: expected an integer of at least 1")
+    return number
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shape, dtypes, block and rounding of one call; each op derives its own.
+
+    ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape).
+    """
+
+    m: int
+    n: int
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _parse_field(field.name, hints[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Problem:
+        """A problem from texts or values; unknown and missing names are usage errors."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise UsageError(f"no problem field {name!r}: expected one of {', '.join(known)}")
+        for name, field in known.items():
+            if name not in fields and field.default is dataclasses.MISSING:
+                raise UsageError(f"problem field {name!r} is missing")
+        return cls(**fields)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of comparing a kernel's outputs with the reference's.
+
+    Attributes:
+        ok: within tolerance.
+        rel_err: the largest ‖out − ref‖/‖ref‖ over the outputs (codes are dequantised first).
+        message: empty, or one line that says which output is wrong, where and by how much.
+    """
+
+    ok: bool
+    rel_err: float
+    message: str = ""
+
+
+class Op(ABC):
+    """An operation: problem, inputs, reference, tolerance, costs and peers.
+
+    Tensors travel as dicts from name to tensor, the same names in the reference and every kernel.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    Problem: ClassVar[type[Problem]]
+    dims: ClassVar[tuple[str, ...]] = ("m", "n")
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
+
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Problem]:
+        """The problems of one shape in one mode; a GEMM's backward is two of them."""
+        if mode not in self.modes:
+            raise UsageError(
+                f"{self.name} has no mode {mode!r}: expected {' or '.join(self.modes)}"
+            )
+        extra = {"mode": mode} if len(self.modes) > 1 else {}
+        return [self.Problem.parse({**extra, **fields})]
+
+    @abstractmethod
+    def inputs(
+        self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Random inputs; `data` is a name of `ops.data.DISTRIBUTIONS`."""
+
+    @abstractmethod
+    def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
+        """Output tensors for `launch`, poisoned so that an unwritten element shows."""
+
+    @abstractmethod
+    def reference(self, problem: Any, inputs: Tensors) -> Tensors:
+        """What the outputs must be, under the same names, from `jetfire.reference`.
+
+        Keys that are no outputs hold what `check` needs besides.
+        """
+
+    @abstractmethod
+    def check(self, problem: Any, outputs: Tensors, expected: Tensors) -> Check:
+        """Compare a kernel's outputs with the reference's."""
+
+    @abstractmethod
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        """The op's shapes in one transformer block, as problem fields."""
+
+    def peers(self, problem: Any, inputs: Tensors) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """What a user would use instead: name → a factory that prepares operands, gives a thunk."""
+        return {}
+
+    def flops(self, problem: Any) -> float:
+        """Multiply-add operations of the matrix unit, two each; 0 for a memory-bound op."""
+        return 0.0
+
+    def bytes(self, problem: Any) -> int:
+        """The fewest bytes it must move: every input once, every output once."""
+        import torch
+
+        inputs = self.inputs(problem, torch.device("meta"))
+        outputs = self.outputs(problem, inputs)
+        return sum(t.nbytes for t in inputs.values()) + sum(t.nbytes for t in outputs.values())
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes, stages, warps: what the tuner may choose; each kernel derives its own."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Config:
+        """A config from texts or values; unknown names are usage errors."""
+        hints = get_type_hints(cls)
+        for name in fields:
+            if name not in hints:
+                raise UsageError(f"no config field {name!r}: expected one of {', '.join(hints)}")
+        return cls(**{k: _parse_field(k, hints[k], v) for k, v in fields.items()})
+
+
+class Kernel(ABC):
+    """An implementation of an op for some devices."""
+
+    op: ClassVar[str]
+    name: ClassVar[str]
+    Config: ClassVar[type[Config]]
+
+    @abstractmethod
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        """None where this runs and is right; else the reason for a no, in one line.
+
+        The only judge: the launcher, the tuner and the tests all ask here.
+        """
+
+    @abstractmethod
+    def default(self, problem: Any, device: Device) -> Any:
+        """The config to use where no profile knows better."""
+
+    @abstractmethod
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        """Config field → the values a tuner may try."""
+
+    @abstractmethod
+    def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
+        """Write `outputs` from `inputs` on the current stream, without synchronising."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
+    """The shape of the scales of an m×n tensor."""
+    return ceil_div(m, block), ceil_div(n, block)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no kernel writes: -128 for codes, NaN for floats."""
+    return tensor.fill_(math.nan if tensor.is_floating_point() else -128)
+
+
+def quantised_outputs(
+    problem: Any, device: torch.device, layout: Layout, m: int, n: int
+) -> Tensors:
+    """Poisoned ``q, scale`` (m×n) and/or ``qt, scale_t`` (n×m) as the layout asks."""
+    import torch
+
+    def empty(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return poison(torch.empty((rows, columns), dtype=dtype, device=device))
+
+    outputs: Tensors = {}
+    if layout in ("q", "both"):
+        outputs["q"] = empty(m, n, torch.int8)
+        outputs["scale"] = empty(*blocks_of(m, n, problem.block), torch.float32)
+    if layout in ("qt", "both"):
+        outputs["qt"] = empty(n, m, torch.int8)
+        outputs["scale_t"] = empty(*blocks_of(n, m, problem.block), torch.float32)
+    return outputs

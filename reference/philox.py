@@ -1,0 +1,73 @@
+"""Philox4x32, the counter-based generator behind stochastic rounding and dropout.
+
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+Seven rounds are the fewest that pass BigCrush (table 2); each costs two 32×32→64-bit products for
+eight elements, which is what stochastic kernels on an H200 have to spare.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDS = 7
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+# The fourth counter word keeps the uses of one seed apart.
+STREAM_ROUNDING = 0
+STREAM_DROPOUT = 1
+
+
+def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low words of a·b for 32-bit a, b held in int64, which the full product overflows."""
+    low = (a & 0xFFFF) * b
+    high = (a >> 16) * b + (low >> 16)
+    return high >> 16, ((high << 16) | (low & 0xFFFF)) & _MASK
+
+
+def philox4x32(
+    counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int = ROUNDS
+) -> tuple[torch.Tensor, ...]:
+    """Four random 32-bit words for each counter.
+
+    Args:
+        counter: four int64 tensors of one shape, values in [0, 2^32).
+        key: two ints in [0, 2^32).
+        rounds: 7 here; 10 in the paper's recommendation.
+
+    Returns:
+        Four int64 tensors of the counters' shape, values in [0, 2^32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def random_u16(
+    seed: torch.Tensor, m: int, n: int, stream: int = STREAM_ROUNDING, row0: int = 0
+) -> torch.Tensor:
+    """Sixteen random bits for every element of rows row0 … row0+m of an output with n columns.
+
+    Element (i, j) takes half-word j mod 8 (low halves first) of the words at counter
+    (j div 8, i, 0, stream): its bits depend on the seed and its place, on nothing else.
+
+    Args:
+        seed: int64, one element; its low and high words are the key.
+
+    Returns:
+        m×n int64 in [0, 65536), on the seed's device.
+    """
+    value = int(seed.item())
+    groups = -(-n // 8)
+    columns = torch.arange(groups, device=seed.device).expand(m, groups)
+    rows = torch.arange(row0, row0 + m, device=seed.device)[:, None].expand(m, groups)
+    zero = torch.zeros_like(columns)
+    words = philox4x32((columns, rows, zero, zero + stream), (value & _MASK, (value >> 32) & _MASK))
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, dim=-1).reshape(m, groups * 8)[:, :n]
