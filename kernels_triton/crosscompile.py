@@ -158,7 +158,7 @@ def audit(compiled: Any) -> Audit:
 
 
 def main(arguments: list[str]) -> None:
-    """``OP KERNEL ARCH [FIELD=VALUE…]`` (``config.FIELD=VALUE`` for the config): a JSON line each."""
+    """``OP KERNEL ARCH [FIELD=VALUE…]`` (config fields as ``config.FIELD=VALUE``): JSON lines."""
     op_name, kernel_name, arch, *fields = arguments
     pairs = dict(field.split("=", 1) for field in fields)
     chosen = {k.removeprefix("config."): pairs.pop(k) for k in list(pairs) if "config." in k}
