@@ -134,7 +134,16 @@ class Op(ABC):
 
     @abstractmethod
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Output tensors for `launch`, poisoned so that an unwritten element shows."""
+        """Output tensors for `launch`, uninitialised, but for a C to accumulate into."""
+
+    def poison(self, problem: Any, outputs: Tensors) -> Tensors:
+        """Fill outputs with what no kernel writes, so that an unwritten element shows.
+
+        An output that is also an input keeps its values.
+        """
+        for tensor in outputs.values():
+            poison(tensor)
+        return outputs
 
     @abstractmethod
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
@@ -229,11 +238,11 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 def quantised_outputs(
     problem: Any, device: torch.device, layout: Layout, m: int, n: int
 ) -> Tensors:
-    """Poisoned ``q, scale`` (m×n) and/or ``qt, scale_t`` (n×m) as the layout asks."""
+    """Uninitialised ``q, scale`` (m×n) and/or ``qt, scale_t`` (n×m) as the layout asks."""
     import torch
 
     def empty(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return poison(torch.empty((rows, columns), dtype=dtype, device=device))
+        return torch.empty((rows, columns), dtype=dtype, device=device)
 
     outputs: Tensors = {}
     if layout in ("q", "both"):

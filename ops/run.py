@@ -49,7 +49,7 @@ def verify(
     expected: Tensors | None = None,
 ) -> Check:  # fmt: skip
     """Run a kernel into poisoned outputs and compare them with the reference's."""
-    outputs = op.outputs(problem, inputs)
+    outputs = op.poison(problem, op.outputs(problem, inputs))
     launch(kernel, problem, config, inputs, outputs)
     if expected is None:
         expected = op.reference(problem, inputs)
