@@ -27,7 +27,9 @@ def _outlier(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 def _heavy(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Student's t with three degrees of freedom: finite variance, infinite kurtosis."""
-    chi2 = sum(_normal(shape, generator).square() for _ in range(3))
+    chi2 = _normal(shape, generator).square()
+    for _ in range(2):
+        chi2 += _normal(shape, generator).square()
     return _normal(shape, generator) / (chi2 / 3).sqrt()
 
 

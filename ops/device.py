@@ -108,7 +108,7 @@ def _cuda(index: int) -> Device:
         name=properties.name,
         capability=(properties.major, properties.minor),
         sms=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_block_optin,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         l2_bytes=properties.L2_cache_size,
     )
 

@@ -113,11 +113,11 @@ class Op(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    Problem: ClassVar[type[Problem]]
+    Problem: ClassVar[type[Any]]
     dims: ClassVar[tuple[str, ...]] = ("m", "n")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Problem]:
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """The problems of one shape in one mode; a GEMM's backward is two of them."""
         if mode not in self.modes:
             raise UsageError(
@@ -199,7 +199,7 @@ class Kernel(ABC):
 
     op: ClassVar[str]
     name: ClassVar[str]
-    Config: ClassVar[type[Config]]
+    Config: ClassVar[type[Any]]
 
     @abstractmethod
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:

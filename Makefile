@@ -1,0 +1,55 @@
+# One verb for each daily task. `make PY=python3 …` uses an environment you made yourself.
+
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+OP ?= gemm
+M ?= $(shell $(PY) -c 'import torch; print(4096 if torch.cuda.is_available() else 512)')
+
+# With PY set to another interpreter there is nothing to install.
+ifeq ($(PY),$(VENV)/bin/python)
+INSTALLED := $(STAMP)
+endif
+
+.PHONY: help bench test test-gpu lint format types audit results report clean
+
+help:  ## what each verb does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+bench: $(INSTALLED)  ## check and time every kernel of OP (default gemm) at M against its peers
+	$(PY) -m jetfire.cli bench $(OP) --m $(M)
+
+test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
+	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)
+
+test-gpu: $(INSTALLED)  ## only the tests that need a GPU
+	$(PY) -m pytest -q -m gpu
+
+lint: $(INSTALLED)  ## ruff: style and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(INSTALLED)  ## rewrite to the style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(INSTALLED)  ## mypy
+	$(PY) -m mypy
+
+audit: $(INSTALLED)  ## registers, spills and matrix instructions of every default config, by arch
+	$(PY) -m jetfire.cli audit
+
+results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its tables and plots
+	$(PY) -m jetfire.cli bench --suite results -o docs/results/h200.json
+	$(PY) -m jetfire.bench.report docs/results/h200.json
+
+report: $(INSTALLED)  ## tables and plots from docs/results/h200.json, without measuring
+	$(PY) -m jetfire.bench.report docs/results/h200.json
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
