@@ -21,8 +21,15 @@ def max_nan(a, b):
 
 @triton.jit
 def block_reduce_amax(x, BLOCK: tl.constexpr):
-    """max|x| of each BLOCK×BLOCK block of a tile: [R, C] → [R/BLOCK, C/BLOCK]."""
+    """max|x| of each BLOCK×BLOCK block of a tile: [R, C] → [R/BLOCK, C/BLOCK].
+
+    NaN or ∞ where a block holds NaN; `block_scales` treats them alike.
+    """
     blocks = tl.reshape(tl.abs(x), (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
+    if INTERPRETED:
+        # The interpreter's own max drops NaN, and any other reduction is a Python loop there.
+        blocks = tl.where(blocks == blocks, blocks, float("inf"))
+        return tl.max(tl.max(blocks, 3), 1)
     return tl.reduce(tl.reduce(blocks, 3, max_nan), 1, max_nan)
 
 
