@@ -4,7 +4,6 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 OP ?= gemm
-M ?= $(shell $(PY) -c 'import torch; print(4096 if torch.cuda.is_available() else 512)')
 
 # With PY set to another interpreter there is nothing to install.
 ifeq ($(PY),$(VENV)/bin/python)
@@ -21,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-bench: $(INSTALLED)  ## check and time every kernel of OP (default gemm) at M against its peers
-	$(PY) -m jetfire.cli bench $(OP) --m $(M)
+bench: $(INSTALLED)  ## check and time every kernel of OP (default gemm) against its peers; M sets the size
+	$(PY) -m jetfire.cli bench $(OP) $(if $(M),--m $(M))
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)

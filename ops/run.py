@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jetfire import ops
+from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Check, Kernel, Op, Problem, Tensors
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
-    """The first kernel that takes a problem on a device, with its default config.
+    """The first kernel that takes a problem on a device, with its tuned or default config.
 
     Raises:
         UsageError: none does; the message has each kernel's reason.
     """
     reasons = []
     for kernel in ops.kernels(op.name).values():
-        config = kernel.default(problem, device)
+        config, _ = profiles.lookup(kernel, problem, device)
         reason = kernel.legal(problem, config, device)
         if reason is None:
             return kernel, config
