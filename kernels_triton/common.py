@@ -78,6 +78,16 @@ def round_down(p):
 
 
 @triton.jit
+def to_float(x, dtype: tl.constexpr):
+    """An fp32 tensor as another float dtype, ties to even; the interpreter's own cast truncates."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
     """Sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
 

@@ -59,7 +59,8 @@ class Quantize(Op):
         return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
 
     def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
-        from jetfire.reference.quantize import quantize, transpose
+        from jetfire.reference.quantize import quantize
+        from jetfire.reference.transpose import transpose
 
         q, scale = quantize(inputs["x"], problem.block, problem.rounding, inputs.get("seed"))
         qt, scale_t = transpose(q, scale)
@@ -75,15 +76,29 @@ class Quantize(Op):
     def peers(
         self, problem: Problem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The same quantisation as plain torch writes it, in the input's own dtype."""
+        import torch
+
         from jetfire.ops import peers
-        from jetfire.reference.quantize import quantize
 
-        x = inputs["x"]
+        x, block = inputs["x"], problem.block
 
-        def nearest() -> Any:
-            return quantize(x, problem.block)
+        def eager() -> tuple[torch.Tensor, ...]:
+            m, n = x.shape
+            padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
+            tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+            scale = tiles.abs().amax(dim=(1, 3), keepdim=True).float() / 127
+            codes = tiles / scale
+            if problem.rounding == "stochastic":
+                codes = (codes + torch.rand_like(codes)).floor()
+            q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
+            scale = scale[:, 0, :, 0]
+            outputs = {"q": (q, scale), "qt": (q.t().contiguous(), scale.t().contiguous())}
+            if problem.layout == "both":
+                return outputs["q"] + outputs["qt"]
+            return outputs[problem.layout]
 
-        return peers.elementwise(nearest, self.bytes(problem), x.device)
+        return peers.elementwise(eager, self.bytes(problem), x.device)
 
 
 OP = Quantize()

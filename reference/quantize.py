@@ -79,8 +79,3 @@ def quantize(
     # Only a NaN or Inf element can make the product of a block with multiplier 0 other than 0.
     q = product.nan_to_num(0.0, 0.0, 0.0).clamp(-127, 127).to(torch.int8)
     return q, scale
-
-
-def transpose(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The quantised transpose: exact, because blocks are square."""
-    return q.t().contiguous(), scale.t().contiguous()

@@ -11,7 +11,8 @@ import torch
 from jetfire.ops.device import Device
 from jetfire.ops.op import Config as BaseConfig
 from jetfire.ops.op import Kernel, Tensors
-from jetfire.reference.quantize import quantize, spread, transpose
+from jetfire.reference.quantize import quantize, spread
+from jetfire.reference.transpose import transpose
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Transpose of codes and scales: one tile a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.tiles import (
+    TILE_SPACE,
+    TileConfig,
+    load_tile,
+    store_quantised,
+    tile_origin,
+    tile_reason,
+)
+from jetfire.ops.device import Device
+from jetfire.ops.op import Kernel, Tensors, ceil_div
+
+
+@triton.jit
+def transpose_kernel(
+    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
+    scale = load_tile(
+        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
+        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
+    )  # fmt: skip
+    store_quantised(q, scale, None, None, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, "qt")
+
+
+class TritonTranspose(Kernel):
+    op = "transpose"
+    name = "triton"
+    Config = TileConfig
+
+    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        return tile_reason(problem.m, problem.n, problem.block, config, device)
+
+    def default(self, problem: Any, device: Device) -> TileConfig:
+        return TileConfig(128, 128, 8)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return TILE_SPACE
+
+    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+        q, scale = inputs["q"], inputs["scale"]
+        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+        transpose_kernel[(tiles,)](
+            q, scale, outputs["qt"], outputs["scale_t"], problem.m, problem.n,
+            q.stride(0), scale.stride(0),
+            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
+            num_warps=config.warps,
+        )  # fmt: skip
+
+
+KERNELS = (TritonTranspose(),)

@@ -1,0 +1,78 @@
+"""Codes and scales back to floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import Block, Check, FloatName, Op, Tensors, float_dtype
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """(q, scale) of an m×n tensor to x (m×n, `out`)."""
+
+    block: Block = 32
+    out: FloatName = "bf16"
+
+
+class Dequantize(Op):
+    name = "dequantize"
+    summary = "per-block INT8 to float"
+    Problem = Problem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        widths = (model.width, 3 * model.width, model.hidden)
+        return [{"m": model.tokens, "n": width} for width in widths]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        source = Source(data, device, seed)
+        q, scale = source.quantised(problem.m, problem.n, problem.block)
+        return {"q": q, "scale": scale}
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        import torch
+
+        shape, dtype = (problem.m, problem.n), float_dtype(problem.out)
+        return {"x": torch.empty(shape, dtype=dtype, device=inputs["q"].device)}
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.dequantize import dequantize
+
+        dtype = float_dtype(problem.out)
+        return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        from jetfire.ops import check
+
+        return check.exact("x", outputs["x"], expected["x"])
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The same product written in torch: BF16 training has no such pass to compare with."""
+        import torch
+
+        from jetfire.ops import peers
+
+        q, scale, dtype = inputs["q"], inputs["scale"], float_dtype(problem.out)
+        rows = torch.arange(problem.m, device=q.device) // problem.block
+        cols = torch.arange(problem.n, device=q.device) // problem.block
+
+        def eager() -> torch.Tensor:
+            return (q.float() * scale[rows[:, None], cols[None, :]]).to(dtype)
+
+        return peers.elementwise(eager, self.bytes(problem), q.device)
+
+
+OP = Dequantize()

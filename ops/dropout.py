@@ -1,0 +1,96 @@
+"""Dropout of a quantised tensor, forward and backward; the mask is redrawn from the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Block, Check, Layout, Mode, Op, Tensors, quantised_outputs
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """(q, scale) of an m×n tensor, dropped with probability `p`, in the given layout.
+
+    Backward is the same map on the gradient: one seed gives both the same mask.
+    """
+
+    block: Block = 32
+    mode: Mode = "fwd"
+    p: float = 0.1
+    layout: Layout = "q"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.p < 1:
+            raise UsageError(f"p={self.p}: expected a probability in [0, 1)")
+
+
+class Dropout(Op):
+    name = "dropout"
+    summary = "dropout of per-block INT8, exact: zeroes codes and rescales blocks"
+    Problem = Problem
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": model.width}]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        source = Source(data, device, seed)
+        q, scale = source.quantised(problem.m, problem.n, problem.block)
+        return {"q": q, "scale": scale, "seed": source.seed()}
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        device = inputs["q"].device
+        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.dropout import dropout
+        from jetfire.reference.transpose import transpose
+
+        q, scale = dropout(inputs["q"], inputs["scale"], problem.p, inputs["seed"])
+        qt, scale_t = transpose(q, scale)
+        return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        from jetfire.ops import check
+
+        return check.every(
+            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
+        )
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""
+        import torch
+
+        from jetfire.ops import peers
+
+        x = inputs["q"].to(torch.bfloat16)
+
+        def forward() -> torch.Tensor:
+            return torch.nn.functional.dropout(x, problem.p)
+
+        if problem.mode == "fwd":
+            return peers.elementwise(forward, self.bytes(problem), x.device)
+        mask = torch.rand(x.shape, device=x.device) >= problem.p
+
+        def backward() -> torch.Tensor:
+            return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - problem.p))
+
+        return peers.elementwise(backward, self.bytes(problem), x.device)
+
+
+OP = Dropout()

@@ -1,0 +1,74 @@
+"""The quantised transpose: codes and scales of xᵀ from those of x, exact for square blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import Block, Check, Op, Tensors, quantised_outputs
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """(q, scale) of an m×n tensor to (qt, scale_t), n×m."""
+
+    block: Block = 32
+
+
+class Transpose(Op):
+    name = "transpose"
+    summary = "transpose of per-block INT8 codes and scales"
+    Problem = Problem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        widths = (model.width, 3 * model.width, model.hidden)
+        return [{"m": model.tokens, "n": width} for width in widths]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        source = Source(data, device, seed)
+        q, scale = source.quantised(problem.m, problem.n, problem.block)
+        return {"q": q, "scale": scale}
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        return quantised_outputs(problem, inputs["q"].device, "qt", problem.m, problem.n)
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.transpose import transpose
+
+        qt, scale_t = transpose(inputs["q"], inputs["scale"])
+        return {"qt": qt, "scale_t": scale_t}
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        from jetfire.ops import check
+
+        return check.every(
+            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
+        )
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The BF16 transpose that feeds a BF16 GEMM."""
+        import torch
+
+        from jetfire.ops import peers
+
+        x = inputs["q"].to(torch.bfloat16)
+
+        def eager() -> torch.Tensor:
+            return x.t().contiguous()
+
+        return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+OP = Transpose()
