@@ -1,0 +1,1 @@
+"""GPT-2: the model, its data, and a training loop that takes a recipe."""

@@ -1,0 +1,56 @@
+"""The fuzzer passes right kernels, catches planted bugs, and its cases replay."""
+
+import math
+
+import pytest
+
+from jetfire import ops
+from jetfire.fuzz import Case, fuzz, fuzz_kernel, replay, run_case
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError, WrongResultError
+
+
+@pytest.fixture(scope="module")
+def here() -> Device:
+    return Device.parse("auto")
+
+
+def test_right_kernels_pass(here):
+    assert fuzz(["quantize"], [], here, examples=12, largest=70) == []
+
+
+class _LastColumnUnwritten:
+    """The named kernel of quantize, but for one missing column of wide outputs."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getattr__(self, name):
+        return getattr(self._kernel, name)
+
+    def launch(self, problem, config, inputs, outputs):
+        self._kernel.launch(problem, config, inputs, outputs)
+        if problem.n > 40 and "q" in outputs:
+            outputs["q"][:, -1] = -128
+
+
+def test_a_planted_bug_is_caught_and_shrunk(here, monkeypatch):
+    right = ops.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
+    mutant = _LastColumnUnwritten(right)
+    monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
+    ran, failure = fuzz_kernel(ops.get("quantize"), mutant, here, 500, 1, 300, math.inf)
+    assert failure is not None
+    assert ran <= 500
+    assert 40 < failure.case.problem["n"] <= 64, "shrunk toward the smallest failing width"
+    assert "differ" in failure.message
+    with pytest.raises(WrongResultError):
+        replay(failure.case.as_json(), here)
+    monkeypatch.undo()
+    assert run_case(Case.from_json(failure.case.as_json()), here).ok
+
+
+def test_bad_requests(here):
+    with pytest.raises(UsageError, match="not a case"):
+        replay("{}", here)
+    with pytest.raises(UsageError, match="no kernel 'nope'"):
+        fuzz(["quantize"], ["nope"], here)

@@ -1,0 +1,154 @@
+"""The contract of ops: discovery, problems, inputs, workloads, devices."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.ops import workloads
+from jetfire.ops.data import DISTRIBUTIONS, Source
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import NoDeviceError, UsageError
+
+INT8_OPS = ("add", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize", "transpose")
+SMALL = {"m": 40, "n": 70, "k": 33}
+
+
+def small(op, **fields):
+    return {**{dim: SMALL[dim] for dim in op.dims}, **fields}
+
+
+def test_every_int8_op_is_found_with_triton_and_cpu_kernels():
+    assert set(INT8_OPS) <= set(ops.names())
+    for name in INT8_OPS:
+        found = ops.kernels(name)
+        assert "triton" in found
+        assert any(
+            kernel.legal(problem, kernel.default(problem, cpu), cpu) is None
+            for cpu in [Device(kind="cpu")]
+            for problem in [ops.get(name).Problem.parse(small(ops.get(name)))]
+            for kernel in found.values()
+        ), f"{name} has no kernel for the CPU"
+
+
+def test_names_and_get_import_no_torch():
+    code = "import sys, jetfire.ops as o; o.names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_names_say_what_is_accepted():
+    with pytest.raises(UsageError, match=r"no op .gem.: expected one of .*gemm"):
+        ops.get("gem")
+    with pytest.raises(UsageError, match=r"gemm has no kernel .cutlass.: expected one of .*triton"):
+        ops.get_kernel("gemm", "cutlass")
+    with pytest.raises(AttributeError):
+        _ = ops.no_such_function
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"m": -1}, "m=-1: expected an integer of at least 1"),
+        ({"m": 0}, "m=0: expected an integer of at least 1"),
+        ({"m": "ten"}, "m=ten: expected an integer"),
+        ({"block": 48}, "block=48: expected 32 or 64 or 128"),
+        ({"out": "fp64"}, "out=fp64: expected bf16 or fp16 or fp32 or int8"),
+        ({"bias": "maybe"}, "bias=maybe: expected true or false"),
+        ({"tile": 3}, "no problem field 'tile': expected one of m, n, k"),
+    ],
+)
+def test_problem_refuses_in_one_line(fields, message):
+    op = ops.get("gemm")
+    with pytest.raises(UsageError, match=message):
+        op.Problem.parse({**small(op), **fields})
+
+
+def test_problem_parses_text_and_round_trips():
+    op = ops.get("gemm")
+    problem = op.Problem.parse({"m": "4", "n": "5", "k": "6", "block": "64", "bias": "true"})
+    assert problem.as_dict()["block"] == 64
+    assert problem.bias is True
+    assert op.Problem.parse(problem.as_dict()) == problem
+    with pytest.raises(UsageError, match="'k' is missing"):
+        op.Problem.parse({"m": 4, "n": 5})
+
+
+@pytest.mark.parametrize("name", INT8_OPS)
+def test_bytes_count_every_input_and_output_once(name):
+    op = ops.get(name)
+    for mode in op.modes:
+        for problem in op.problems(mode, small(op)):
+            inputs = op.inputs(problem, torch.device("cpu"))
+            outputs = op.outputs(problem, inputs)
+            moved = sum(t.nbytes for t in [*inputs.values(), *outputs.values()])
+            assert op.bytes(problem) == moved
+
+
+@pytest.mark.parametrize("name", INT8_OPS)
+def test_inputs_repeat_from_a_seed_and_reference_covers_the_outputs(name):
+    op = ops.get(name)
+    for mode in op.modes:
+        problem = op.problems(mode, small(op))[0]
+        first, again, other = (
+            op.inputs(problem, torch.device("cpu"), seed=seed) for seed in (3, 3, 4)
+        )
+        assert all(torch.equal(first[k], again[k]) for k in first)
+        assert any(not torch.equal(first[k], other[k]) for k in first)
+        outputs = op.outputs(problem, first)
+        wrong = {k: torch.zeros_like(t) for k, t in outputs.items()}
+        assert not op.check(problem, wrong, op.reference(problem, first)).ok
+
+
+@pytest.mark.parametrize("data", DISTRIBUTIONS)
+def test_distributions_have_the_character_of_their_name(data):
+    x = Source(data, torch.device("cpu"), 0).floats(512, 512)
+    assert torch.isfinite(x).all()
+    columns, rows = x.square().mean(0).sqrt(), x.square().mean(1).sqrt()
+    kurtosis = float((x.double() ** 4).mean() / (x.double() ** 2).mean() ** 2)
+    if data == "normal":
+        assert 2.8 < kurtosis < 3.2
+    if data == "outlier":
+        assert columns.max() / columns.median() > 30
+    if data == "heavy":
+        assert kurtosis > 6
+    if data == "gradient":
+        assert (rows == 0).float().mean() > 0.03
+        assert rows.max() / rows[rows > 0].min() > 1e3
+
+
+def test_workloads_give_legal_problems_and_refuse_unknown_names():
+    for name in INT8_OPS:
+        op = ops.get(name)
+        for workload in workloads.names():
+            for problem in workloads.problems(op, workload, op.modes[0], {"block": 64}):
+                assert problem.block == 64
+    with pytest.raises(UsageError, match="no workload 'gpt5': expected one of gpt2-124m"):
+        workloads.problems(ops.get("gemm"), "gpt5", "fwd", {})
+
+
+def test_gemm_backward_is_dgrad_and_wgrad():
+    dgrad, wgrad = ops.get("gemm").problems("bwd", {"m": 10, "n": 20, "k": 30, "block": 32})
+    assert (dgrad.m, dgrad.n, dgrad.k) == (10, 30, 20)
+    assert (wgrad.m, wgrad.n, wgrad.k, wgrad.accumulate) == (20, 30, 10, True)
+
+
+def test_devices_are_parsed_or_refused():
+    assert Device.parse("cpu").kind == "cpu"
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N"):
+        Device.parse("tpu")
+    with pytest.raises(NoDeviceError, match="CUDA devices"):
+        Device.parse("cuda:99")
+    with pytest.raises(NoDeviceError, match="expected one of sm_80"):
+        target_device((7, 0))
+
+
+def test_legal_names_the_limit():
+    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    problem = op.Problem(64, 64, block=64)
+    config = kernel.default(problem, target_device((9, 0)))
+    assert kernel.legal(problem, config, target_device((9, 0))) is None
+    odd = kernel.Config.parse({**config.as_dict(), "tile_m": 96})
+    assert "tile_m=96" in kernel.legal(problem, odd, target_device((9, 0)))
+    assert "CUDA" in kernel.legal(problem, config, Device(kind="cpu"))
