@@ -1,6 +1,6 @@
 """Compile Triton kernels for an architecture that is not here, and read what came out.
 
-`compile_launches` runs a kernel's own `launch` under a driver that compiles and never launches, so
+`record_launches` runs a kernel's own `launch` under a driver that compiles and never launches, so
 what is audited is what would run: the same specialisation of arguments, the same options. Needs a
 process without TRITON_INTERPRET=1; run as a module it prints one JSON line an audit.
 """
@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 from jetfire import ops
 from jetfire.ops.device import target_device
 from jetfire.ops.errors import NoDeviceError, UsageError
+from jetfire.ops.op import Tensors
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Audit:
     sass: str = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a kernel would have made.
+
+    Attributes:
+        compiled: Triton's compiled kernel.
+        grid: blocks along x, y and z.
+        arguments: the kernel function's parameters by name, as `launch` passed them.
+    """
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+
+
 class _CompileOnlyDriver:
     """The part of Triton's driver that compiling asks for; there is no device behind it."""
 
@@ -79,14 +95,16 @@ class _CompileOnlyDriver:
 
 
 @contextmanager
-def _compiling(capability: tuple[int, int], found: list[Any]) -> Iterator[None]:
+def _compiling(capability: tuple[int, int], found: list[Launch]) -> Iterator[None]:
     """Within, `fn[grid](…)` compiles for the capability, appends to `found`, launches nothing."""
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         self.device_caches.clear()  # keyed by device number, not by target
         compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(compiled)
+        arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        blocks = tuple(grid(arguments) if callable(grid) else grid)
+        found.append(Launch(compiled, (*blocks, 1, 1)[:3], arguments))
         return compiled
 
     previous = driver._active
@@ -98,10 +116,10 @@ def _compiling(capability: tuple[int, int], found: list[Any]) -> Iterator[None]:
         driver._active = previous
 
 
-def compile_launches(
+def record_launches(
     op_name: str, kernel_name: str, problem: Any, config: Any, capability: tuple[int, int]
-) -> list[Any]:
-    """Triton's compiled kernels for every launch that one call makes, in order.
+) -> tuple[list[Launch], Tensors]:
+    """Every launch that one call makes, in order, and the (meta) tensors it was called with.
 
     Raises:
         UsageError: the config is illegal on that architecture, or Triton is interpreted here.
@@ -115,10 +133,18 @@ def compile_launches(
     # Meta tensors: only dtypes, strides and alignment reach the compiler, and theirs is address 0.
     inputs = op.inputs(problem, torch.device("meta"))
     outputs = op.outputs(problem, inputs)
-    found: list[Any] = []
+    found: list[Launch] = []
     with _compiling(capability, found):
         kernel.launch(problem, config, inputs, outputs)
-    return found
+    return found, {**inputs, **outputs}
+
+
+def compile_launches(
+    op_name: str, kernel_name: str, problem: Any, config: Any, capability: tuple[int, int]
+) -> list[Any]:
+    """Triton's compiled kernels for every launch that one call makes, in order."""
+    launches, _ = record_launches(op_name, kernel_name, problem, config, capability)
+    return [launch.compiled for launch in launches]
 
 
 @cache
