@@ -1,0 +1,124 @@
+"""GELU and its gradient on quantised tensors, tanh (GPT-2's) and erf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Mode,
+    Op,
+    Rounding,
+    Tensors,
+    quantised_outputs,
+)
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+Approximate = Literal["tanh", "erf"]
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """fwd: x (m×n) to gelu(x); bwd: x and dy to dx = dy·gelu'(x); all quantised per block."""
+
+    block: Block = 32
+    mode: Mode = "fwd"
+    approximate: Approximate = "tanh"
+    rounding: Rounding = "nearest"
+    layout: Layout = "q"
+
+
+class Gelu(Op):
+    name = "gelu"
+    summary = "GELU and its gradient, INT8 in and out"
+    Problem = Problem
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+        """Gradients are rounded stochastically unless the caller says otherwise."""
+        rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
+        return super().problems(mode, {**rounding, **fields})
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": model.hidden}]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        source = Source(data, device, seed)
+        x, x_scale = source.quantised(problem.m, problem.n, problem.block)
+        inputs = {"x": x, "x_scale": x_scale}
+        if problem.mode == "bwd":
+            dy, dy_scale = source.quantised(problem.m, problem.n, problem.block)
+            inputs |= {"dy": dy, "dy_scale": dy_scale}
+        if problem.rounding == "stochastic":
+            inputs["seed"] = source.seed()
+        return inputs
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        device = inputs["x"].device
+        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference import gelu
+        from jetfire.reference.philox import random_u16
+        from jetfire.reference.quantize import scales
+
+        x, x_scale = inputs["x"], inputs["x_scale"]
+        block, approximate = problem.block, problem.approximate
+        if problem.mode == "bwd":
+            dy, dy_scale = inputs["dy"], inputs["dy_scale"]
+            value = gelu.backward(x, x_scale, dy, dy_scale, block, approximate)
+        else:
+            value = gelu.forward(x, x_scale, block, approximate)
+        expected = {"value": value, "scale": scales(value.float(), block)[0]}
+        if problem.rounding == "stochastic":
+            expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+        return expected
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        from jetfire.ops import check
+
+        return check.quantised(
+            outputs, expected["value"], expected["scale"], problem.block, expected.get("u")
+        )
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        import torch
+        from torch.nn import functional
+
+        from jetfire.ops import peers
+        from jetfire.reference.dequantize import dequantize
+
+        def wide(name: str) -> torch.Tensor:
+            return dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.bfloat16)
+
+        approximate = "tanh" if problem.approximate == "tanh" else "none"
+        x = wide("x")
+        if problem.mode == "fwd":
+
+            def eager() -> Any:
+                return functional.gelu(x, approximate=approximate)
+
+        else:
+            dy = wide("dy")
+
+            def eager() -> Any:
+                return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+
+        return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+OP = Gelu()
