@@ -11,23 +11,40 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-VERSION = 1
+VERSION = 2
+WARM_MS = 60.0  # an idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz
+LEAST_ROUNDS = 3
+# The device idles this long ahead of a sample, so that the host has launched the whole of it before
+# its first kernel starts: 50 us at 2 GHz.
+HEAD_START_CYCLES = 100_000
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median, the 20th and the 80th percentile of the samples."""
+    """Milliseconds a call: the median, the 20th and the 80th percentile of the samples.
+
+    Attributes:
+        graph: replayed from a CUDA graph; False where launches are in the figure.
+        sm_mhz: the median SM clock while it ran (None where nothing could be read, as below).
+        watts: the board's power while it ran without pause.
+        throttled: why the clock was held down while it ran; empty where it was not.
+    """
 
     ms: float
     ms_p20: float
     ms_p80: float
     samples: int
+    graph: bool = True
+    sm_mhz: float | None = None
+    watts: float | None = None
+    throttled: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
@@ -35,61 +52,138 @@ class Timing:
         return cls(float(median), float(p20), float(p80), len(samples))
 
 
+class Monitor(Protocol):
+    """What reads a device's clock and power; `jetfire.bench.nvml.Nvml` is one."""
+
+    def sm_mhz(self) -> float | None: ...
+
+    def throttle_reasons(self) -> tuple[str, ...] | None: ...
+
+    def joules(self) -> float | None:
+        """Energy used so far, since some time in the past."""
+
+
 def input_sets(bytes_a_call: int, l2_bytes: int) -> int:
     """How many sets of inputs and outputs to rotate among, so that each call finds a cold L2."""
     return max(1, min(32, math.ceil(3 * l2_bytes / max(1, bytes_a_call))))
 
 
-def _graph(calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(repeats):
-            calls[i % len(calls)]()
-    return graph
+def _walk(calls: Sequence[Call], repeats: int) -> None:
+    """Call over the sets in turn, holding each set's last result.
+
+    A result let go at once would be the next call's memory: outputs would stay in the L2 cache.
+    """
+    held: list[object] = [None] * len(calls)
+    for i in range(repeats):
+        held[i % len(calls)] = calls[i % len(calls)]()
 
 
-def _time_cuda(
-    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float
-) -> dict[str, list[float]]:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+class _Variant:
+    """One variant on a GPU: its graph, or its calls where they cannot be captured."""
 
-    def elapsed(work: Call) -> float:
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
-
-    graphs, repeats = {}, {}
-    for name, calls in variants.items():
+    def __init__(self, calls: Sequence[Call], sample_ms: float) -> None:
+        self.calls = calls
+        self.samples: list[float] = []
+        self.clocks: list[float] = []
+        self.reasons: set[str] = set()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # graphs are captured on a side stream: warm up on one too
-            for call in calls:
-                call()
+            _walk(calls, len(calls))
         torch.cuda.current_stream().wait_stream(side)
-        once = _graph(calls, len(calls))
-        once.replay()
-        one = min(elapsed(once.replay) for _ in range(2)) / len(calls)
-        wanted = max(1, round(sample_ms / one))
-        repeats[name] = math.ceil(wanted / len(calls)) * len(calls)
-        graphs[name] = once if repeats[name] == len(calls) else _graph(calls, repeats[name])
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for i in range(rounds + 2):  # two rounds bring clock and power to where they settle
-        for name, graph in graphs.items():
-            ms = elapsed(graph.replay) / repeats[name]
-            if i >= 2:
-                samples[name].append(ms)
-    return samples
+        self.repeats = len(calls)
+        self.graph = self._capture()
+        self.run()
+        wanted = max(1, round(sample_ms / min(self.elapsed() for _ in range(2))))
+        if wanted > self.repeats:
+            self.repeats = math.ceil(wanted / len(calls)) * len(calls)
+            if self.graph is not None:
+                self.graph = self._capture()
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                _walk(self.calls, self.repeats)
+        except RuntimeError:  # a call synchronises or allocates outside the pool
+            torch.cuda.synchronize()
+            return None
+        return graph
+
+    def run(self) -> None:
+        if self.graph is None:
+            _walk(self.calls, self.repeats)
+        else:
+            self.graph.replay()
+
+    def elapsed(self, monitor: Monitor | None = None) -> float:
+        """Milliseconds a call over one sample; the clock is read while the device works."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        start.record()
+        self.run()
+        stop.record()
+        if monitor is not None:
+            clock = monitor.sm_mhz()
+            if clock is not None and not stop.query():
+                self.clocks.append(clock)
+                self.reasons.update(monitor.throttle_reasons() or ())
+        stop.synchronize()
+        return start.elapsed_time(stop) / self.repeats
+
+    def watts(self, monitor: Monitor, power_ms: float) -> float | None:
+        """Power over `power_ms` without pause: a counter that moves every few tens of ms."""
+        one = np.median(self.samples) * self.repeats
+        torch.cuda.synchronize()
+        before, begin = monitor.joules(), time.perf_counter()
+        for _ in range(max(1, round(power_ms / one))):
+            self.run()
+        torch.cuda.synchronize()
+        after, end = monitor.joules(), time.perf_counter()
+        if before is None or after is None or after <= before:
+            return None
+        return (after - before) / (end - begin)
+
+
+def _time_cuda(
+    variants: Mapping[str, Sequence[Call]],
+    rounds: int,
+    sample_ms: float,
+    budget_s: float,
+    monitor: Monitor | None,
+    power_ms: float,
+) -> dict[str, Timing]:
+    prepared = {name: _Variant(calls, sample_ms) for name, calls in variants.items()}
+    begin = time.perf_counter()
+    while (time.perf_counter() - begin) * 1e3 < WARM_MS:
+        for variant in prepared.values():
+            variant.elapsed()
+    begin = time.perf_counter()
+    for i in range(rounds):
+        if i >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+            break
+        for variant in prepared.values():
+            variant.samples.append(variant.elapsed(monitor))
+    found = {}
+    for name, variant in prepared.items():
+        found[name] = replace(Timing.of(variant.samples), graph=variant.graph is not None)
+        if monitor is not None and variant.clocks:
+            found[name] = replace(
+                found[name],
+                sm_mhz=float(np.median(variant.clocks)),
+                throttled=tuple(sorted(variant.reasons)),
+                watts=variant.watts(monitor, power_ms) if power_ms > 0 else None,
+            )
+    return found
 
 
 def _time_cpu(
-    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float
-) -> dict[str, list[float]]:
+    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float, budget_s: float
+) -> dict[str, Timing]:
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
         begin = time.perf_counter()
-        for i in range(repeats):
-            calls[i % len(calls)]()
+        _walk(calls, repeats)
         return (time.perf_counter() - begin) * 1e3 / repeats
 
     repeats = {}
@@ -97,10 +191,13 @@ def _time_cpu(
         elapsed(calls, len(calls))
         repeats[name] = max(1, round(sample_ms / elapsed(calls, len(calls))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    for i in range(rounds):
+        if i >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+            break
         for name, calls in variants.items():
             samples[name].append(elapsed(calls, repeats[name]))
-    return samples
+    return {name: replace(Timing.of(values), graph=False) for name, values in samples.items()}
 
 
 def time_calls(
@@ -108,6 +205,10 @@ def time_calls(
     device: torch.device,
     rounds: int = 20,
     sample_ms: float = 2.0,
+    *,
+    budget_s: float = math.inf,
+    monitor: Monitor | None = None,
+    power_ms: float = 0.0,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -116,13 +217,16 @@ def time_calls(
         device: where they run.
         rounds: samples a variant.
         sample_ms: the least a sample should last, in milliseconds.
+        budget_s: after so many seconds no further round begins, once three are done.
+        monitor: reads the clock beside every sample on a GPU.
+        power_ms: how long to run each variant without pause for its power; 0 reads none.
 
     Returns:
         name → milliseconds a call.
     """
+    if not variants:
+        return {}
     if device.type == "cuda":
         with torch.cuda.device(device):
-            samples = _time_cuda(variants, rounds, sample_ms)
-    else:
-        samples = _time_cpu(variants, rounds, sample_ms)
-    return {name: Timing.of(values) for name, values in samples.items()}
+            return _time_cuda(variants, rounds, sample_ms, budget_s, monitor, power_ms)
+    return _time_cpu(variants, rounds, sample_ms, budget_s)

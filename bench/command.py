@@ -1,0 +1,406 @@
+"""`jetfire bench`: from the command line's options to tables, files and an exit code."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetfire import ops
+from jetfire.bench import plan
+from jetfire.bench.plan import Case, Request
+from jetfire.bench.results import Results, Row, check_writable, write_text
+from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+
+if TYPE_CHECKING:
+    from jetfire.bench.runner import Options
+    from jetfire.ops.device import Device
+
+FORMATS = ("table", "json", "csv", "md")
+PLOTS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given."""
+
+    ops: Sequence[str]
+    m: str | None = None
+    n: str | None = None
+    k: str | None = None
+    workload: str | None = None
+    block: Sequence[str] = ()
+    mode: Sequence[str] = ("fwd",)
+    settings: Sequence[str] = ()
+    kernels: Sequence[str] = ()
+    config: Sequence[str] = ()
+    peers: Sequence[str] = ()
+    data: str = "normal"
+    device: str = "auto"
+    format: str | None = None
+    output: Path | None = None
+    append: bool = False
+    plot: Path | None = None
+    dry_run: bool = False
+    seed: int = 0
+    rounds: int | None = None
+    remeasure_peaks: bool = False
+    debug: bool = False
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    print(f"jetfire: {text}", file=sys.stderr)
+
+
+class Interrupted(JetfireError):
+    """Ctrl-C, after what was measured has been shown and saved."""
+
+    exit_code = 130
+
+
+def bench(asked: Asked) -> None:
+    """Check and time what was asked for, show it, save it.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong; results so far are shown and saved.
+    """
+    kind = _file_format(asked)
+    plan.choose_ops(asked.ops)
+    request = _request(asked)
+    existing = _existing(asked)
+    from jetfire.ops.device import Device
+
+    device = Device.parse(asked.device)
+    if not request.workload and "m" not in request.sizes:
+        default = 4096 if device.kind == "cuda" else 512
+        request = replace(request, sizes={**request.sizes, "m": [default]})
+    from jetfire.bench import runner
+
+    cases = plan.cases(request, note)
+    options = _options(asked, device)
+    runner.check_options(cases, options)
+    if asked.dry_run:
+        _dry_run(cases, device, options)
+        return
+    _measure(asked, cases, device, options, existing, kind)
+
+
+def _request(asked: Asked) -> Request:
+    given = {"m": asked.m, "n": asked.n, "k": asked.k}
+    sizes = {d: plan.parse_sizes(f"--{d}", text) for d, text in given.items() if text is not None}
+    if asked.workload is not None:
+        from jetfire.ops import workloads
+
+        if asked.workload not in workloads.names():
+            raise UsageError(
+                f"no workload {asked.workload!r}: expected one of {', '.join(workloads.names())}"
+            )
+        if sizes:
+            raise UsageError(
+                f"--workload {asked.workload} has its own sizes: leave out --m --n --k"
+            )
+    modes = plan.parse_list(asked.mode)
+    for mode in modes:
+        if mode not in ("fwd", "bwd"):
+            raise UsageError(f"--mode {mode}: expected fwd, bwd or fwd,bwd")
+    settings = plan.parse_settings("--set", asked.settings)
+    for name in settings:
+        if name in ("m", "n", "k", "block", "mode"):
+            raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
+    return Request(
+        ops=plan.parse_list(asked.ops),
+        modes=modes,
+        sizes=sizes,
+        workload=asked.workload,
+        blocks=plan.parse_list(asked.block) or None,
+        settings=settings,
+    )
+
+
+def _file_format(asked: Asked) -> str | None:
+    """What `-o` is to hold: `--format`, else what the file's suffix says."""
+    if asked.format is not None and asked.format not in FORMATS:
+        raise UsageError(f"--format {asked.format}: expected {', '.join(FORMATS)}")
+    if asked.rounds is not None and asked.rounds < 1:
+        raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
+    if asked.plot is not None:
+        if asked.plot.suffix not in PLOTS:
+            raise UsageError(f"--plot {asked.plot}: expected a file named {', '.join(PLOTS)}")
+        check_writable(asked.plot)
+    if asked.output is None:
+        if asked.append:
+            raise UsageError("--append: expected -o FILE.json to add to")
+        return None
+    kind = asked.format if asked.format in FORMATS[1:] else asked.output.suffix.lstrip(".")
+    if kind not in FORMATS[1:]:
+        raise UsageError(
+            f"-o {asked.output}: expected a file named .json, .csv or .md, or --format"
+        )
+    if asked.append and kind != "json":
+        raise UsageError(f"--append -o {asked.output}: only a JSON file can be added to")
+    check_writable(asked.output)
+    return kind
+
+
+def _existing(asked: Asked) -> Results | None:
+    if asked.append and asked.output is not None and asked.output.exists():
+        return Results.load(asked.output)
+    return None
+
+
+def _options(asked: Asked, device: Device) -> Options:
+    from jetfire.bench.runner import Options
+    from jetfire.ops.data import DISTRIBUTIONS
+
+    if asked.data not in DISTRIBUTIONS:
+        raise UsageError(f"--data {asked.data}: expected one of {', '.join(DISTRIBUTIONS)}")
+    settings = plan.parse_settings("--config", asked.config)
+    for name, values in settings.items():
+        if len(values) > 1:
+            raise UsageError(f"--config {name}={','.join(values)}: expected one value")
+    peers = plan.parse_list(asked.peers)
+    return Options(
+        kernels=plan.parse_list(asked.kernels) or None,
+        peers=[] if peers == ["none"] else (peers or None),
+        config={name: values[0] for name, values in settings.items()},
+        data=asked.data,
+        seed=asked.seed,
+        rounds=asked.rounds or (20 if device.kind == "cuda" else 7),
+        budget_s=30.0 if device.kind == "cuda" else 10.0,
+        debug=asked.debug,
+    )
+
+
+def _dry_run(cases: Sequence[Case], device: Device, options: Options) -> None:
+    """What would be measured: a line for each kernel of each problem, or why it is left out."""
+    from jetfire.bench import runner
+
+    print(f"{device.label}: {len(cases)} problems, {options.rounds} samples each")
+    for case in cases:
+        gib = runner.memory_needed(case, device) / 2**30
+        print(f"{case}: {runner.sets_of(case, device)} sets of inputs, {gib:.2f} GiB")
+        for choice in runner.choices(case, device, options):
+            if choice.reason is None:
+                config = plan_text(choice.config.as_dict())
+                print(f"  {choice.kernel.name} ({choice.profile or 'given'}) {config}".rstrip())
+            else:
+                print(f"  {choice.kernel.name} left out: {choice.reason}")
+
+
+def plan_text(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def device_record(device: Device, peaks: dict[str, Any], driver: str | None) -> dict[str, Any]:
+    """The `device` of a results file: what was measured on, with what."""
+    import datetime
+    import platform
+
+    import torch
+
+    import jetfire
+    from jetfire.bench import timer
+
+    record: dict[str, Any] = {
+        "name": device.name,
+        "kind": device.kind,
+        "capability": list(device.capability) if device.capability else None,
+        "sms": device.sms,
+        "l2_bytes": device.l2_bytes,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "jetfire": jetfire.__version__,
+        "timer": timer.VERSION,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "peaks": peaks,
+    }
+    return record
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _measure(
+    asked: Asked, cases: Sequence[Case], device: Device, options: Options,
+    existing: Results | None, kind: str | None,
+) -> None:  # fmt: skip
+    from jetfire.bench import show
+    from jetfire.bench.progress import watch
+
+    if device.kind == "cpu":
+        note(f"no GPU in use ({device.name}): {show.NO_GPU}")
+    runner = prepare(device, options, asked.remeasure_peaks)
+    record = device_record(device, dict(runner.peaks), runner.driver)
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        for case in watch(cases):
+            rows += runner.measure(case)
+            _save(asked, record, rows, existing, kind)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if rows:
+            _save(asked, record, rows, existing, kind)
+            _print(asked, device, rows, record, replay(asked, cases), kind)
+            if asked.plot is not None:
+                from jetfire.bench.plot import plot
+
+                plot(rows, record, asked.plot)
+    _finish(rows, interrupted)
+
+
+def prepare(device: Device, options: Options, remeasure: bool = False) -> Any:
+    """A runner with the device's peaks."""
+    from jetfire.bench import peaks
+    from jetfire.bench.nvml import Nvml
+    from jetfire.bench.runner import Runner
+
+    nvml = Nvml.open(device.torch_device)
+    driver = nvml.driver() if nvml else None
+    return Runner(device, peaks.cached(device, driver, remeasure), options, note, driver)
+
+
+def _finish(rows: Sequence[Row], interrupted: bool) -> None:
+    wrong = [row for row in rows if row.ok is False]
+    if interrupted:
+        raise Interrupted(f"interrupted after {len(rows)} rows, shown and saved")
+    if not any(row.role == "kernel" for row in rows):
+        raise UsageError("nothing was measured: no kernel takes these problems on this device")
+    if wrong:
+        raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
+
+
+def _save(
+    asked: Asked, record: dict[str, Any], rows: Sequence[Row], existing: Results | None,
+    kind: str | None,
+) -> None:  # fmt: skip
+    if asked.output is None or kind is None:
+        return
+    results = Results(record, list(existing.rows) if existing else [])
+    results.merge(rows)
+    write_text(asked.output, render(results, kind))
+
+
+def render(results: Results, kind: str) -> str:
+    """Results as json, csv or md."""
+    from jetfire.bench import show
+
+    if kind == "json":
+        return results.to_json()
+    if kind == "csv":
+        return results.to_csv()
+    title = device_title(results.device)
+    return "\n".join(show.markdown(title, rows) for rows in show.by_op(results.rows))
+
+
+def device_title(device: dict[str, Any]) -> str:
+    from jetfire.bench import show
+
+    peaks = device.get("peaks") or {}
+    if device.get("kind") == "cpu":
+        return f"{device.get('name')} – {show.NO_GPU}"
+    measured = [
+        f"{label} {peaks[name]:.0f} {unit}"
+        for name, label, unit in (
+            ("copy_gbps", "copy", "GB/s"),
+            ("int8_tops", "INT8", "TOPS"),
+            ("bf16_tflops", "BF16", "TFLOP/s"),
+        )
+        if name in peaks
+    ]
+    return f"{device.get('name')} · measured peaks: {', '.join(measured)}"
+
+
+def _print(
+    asked: Asked, device: Device, rows: Sequence[Row], record: dict[str, Any], command: str,
+    kind: str | None,
+) -> None:  # fmt: skip
+    from jetfire.bench import show
+
+    shown = "table" if kind is not None else (asked.format or "table")
+    if shown != "table":
+        print(render(Results(record, list(rows)), shown), end="")
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for part in show.by_op(rows):
+        console.print(show.table(device_title(record), part, narrow=console.width < 110))
+    for line in show.footnotes(rows):
+        console.print(line)
+    console.print(command, soft_wrap=True, style="dim", markup=False)
+
+
+def replay(asked: Asked, cases: Sequence[Case]) -> str:
+    """One command line that measures the same again."""
+    words = ["jetfire", "bench", *plan.parse_list(asked.ops)]
+    if asked.workload is not None:
+        words += ["--workload", asked.workload]
+    else:
+        words += ["--m", asked.m or str(cases[0].problem.m)]
+    pairs = [("--n", asked.n), ("--k", asked.k)]
+    pairs += [("--block", ",".join(plan.parse_list(asked.block)))]
+    pairs += [("--mode", ",".join(plan.parse_list(asked.mode)))] if asked.mode != ("fwd",) else []
+    pairs += [("--set", text) for text in asked.settings]
+    pairs += [("--kernel", name) for name in plan.parse_list(asked.kernels)]
+    pairs += [("--config", text) for text in asked.config]
+    pairs += [("--peer", name) for name in plan.parse_list(asked.peers)]
+    pairs += [("--data", asked.data if asked.data != "normal" else None)]
+    pairs += [("--device", asked.device if asked.device != "auto" else None)]
+    pairs += [("--seed", str(asked.seed))]
+    pairs += [("--rounds", str(asked.rounds) if asked.rounds else None)]
+    words += [word for pair in pairs if pair[1] for word in (pair[0], str(pair[1]))]
+    return shlex.join(words)
+
+
+def listing() -> str:
+    """Every op with its kernels and fields, then workloads, peers and data, for `--list`."""
+    import dataclasses
+
+    from jetfire.ops import peers, workloads
+    from jetfire.ops.data import DISTRIBUTIONS
+
+    lines = ["ops"]
+    for name in ops.names():
+        op = ops.get(name)
+        fields = [
+            f.name if f.default is dataclasses.MISSING else f"{f.name}={show_default(f.default)}"
+            for f in dataclasses.fields(op.Problem)
+        ]
+        lines.append(f"  {name:<12} {op.summary}")
+        lines.append(f"  {'':<12} kernels: {', '.join(ops.kernels(name)) or 'none'}")
+        lines.append(f"  {'':<12} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
+    lines.append("workloads")
+    lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]
+    lines.append("peers")
+    lines += [f"  {name:<20} {what}" for name, what in peers.NAMES.items()]
+    lines.append(f"data\n  {', '.join(DISTRIBUTIONS)}")
+    return "\n".join(lines)
+
+
+def _workload_text(name: str) -> str:
+    from jetfire.ops import workloads
+
+    if name in workloads.MODELS:
+        model = workloads.MODELS[name]
+        return f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
+    sizes = {"square": workloads.SQUARES, "ragged": workloads.RAGGED}[name]
+    return f"sizes {', '.join(map(str, sizes))}"
+
+
+def show_default(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

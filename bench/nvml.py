@@ -1,0 +1,67 @@
+"""Clock, power and throttling of a GPU, read through NVML; a machine without it has none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# nvml.h, nvmlClocksEventReasons*: what holds a clock down. Idle, a clock set by the user and a
+# display's settings are left out: they are no fault of the run.
+_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+
+
+class Nvml:
+    """One GPU's readings; None wherever the driver gives none."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    @classmethod
+    def open(cls, device: torch.device) -> Nvml | None:
+        """The GPU of a torch device, or None where NVML cannot be reached."""
+        import torch
+
+        if device.type != "cuda":
+            return None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(device).uuid
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        except Exception:  # no library, no driver, or a device that NVML does not list (MIG)
+            return None
+
+    def _read(self, function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(self._handle, *arguments)
+        except (AttributeError, self._nvml.NVMLError):
+            return None
+
+    def sm_mhz(self) -> float | None:
+        clock = self._read("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+        return None if clock is None else float(clock)
+
+    def throttle_reasons(self) -> tuple[str, ...] | None:
+        bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if bits is None else tuple(n for bit, n in _REASONS.items() if bits & bit)
+
+    def joules(self) -> float | None:
+        millijoules = self._read("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1e3
+
+    def driver(self) -> str | None:
+        try:
+            version = self._nvml.nvmlSystemGetDriverVersion()
+        except self._nvml.NVMLError:
+            return None
+        return version.decode() if isinstance(version, bytes) else str(version)

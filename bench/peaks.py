@@ -1,0 +1,92 @@
+"""What a device can do at best, measured on it: the ceilings of every roofline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+from filelock import FileLock
+
+from jetfire.bench import timer
+from jetfire.bench.results import write_text
+from jetfire.ops import peers
+from jetfire.ops.device import Device
+
+
+def _copy_gbps(device: torch.device, nbytes: int) -> float:
+    source = torch.empty(nbytes, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    timing = timer.time_calls({"copy": [lambda: target.copy_(source)]}, device, 10, budget_s=5)
+    return 2 * nbytes / timing["copy"].ms / 1e6
+
+
+def _product_tflops(device: torch.device, name: str, size: int) -> float:
+    call = peers.gemm(size, size, size, device)[name]()
+    timing = timer.time_calls({name: [call]}, device, 10, budget_s=5)
+    return 2 * size**3 / timing[name].ms / 1e9
+
+
+def _cpu_int8_tops(size: int) -> float:
+    device = torch.device("cpu")
+    a, b = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
+    timing = timer.time_calls({"int8": [lambda: torch._int_mm(a, b.t())]}, device, 10, budget_s=5)
+    return 2 * size**3 / timing["int8"].ms / 1e9
+
+
+def measure(device: Device) -> dict[str, Any]:
+    """Copy bandwidth in GB/s, INT8 and BF16 matrix rates in 1e12 operations a second, and how."""
+    where = device.torch_device
+    if device.kind == "cpu":
+        return {
+            "copy_gbps": _copy_gbps(where, 1 << 28),
+            "int8_tops": _cpu_int8_tops(1024),
+            "bf16_tflops": _product_tflops(where, "bf16_matmul", 1024),
+            "how": {
+                "copy_gbps": "torch copy_ of 256 MiB, bytes read and written",
+                "int8_tops": "torch._int_mm NT 1024³",
+                "bf16_tflops": "torch.matmul NT 1024³",
+            },
+        }
+    nbytes = min(4 << 30, torch.cuda.mem_get_info(where)[0] // 4)
+    rates = {size: _product_tflops(where, "int8_torch", size) for size in (8192, 16384)}
+    best = max(rates, key=lambda size: rates[size])
+    found = {
+        "copy_gbps": _copy_gbps(where, nbytes),
+        "int8_tops": rates[best],
+        "bf16_tflops": _product_tflops(where, "cublas_bf16", 8192),
+        "how": {
+            "copy_gbps": f"torch copy_ of {nbytes >> 20} MiB, bytes read and written",
+            "int8_tops": f"torch._int_mm NT {best}³, the better of 8192³ and 16384³",
+            "bf16_tflops": "torch.matmul NT 8192³",
+        },
+    }
+    torch.cuda.empty_cache()
+    return found
+
+
+def cached(device: Device, driver: str | None, remeasure: bool = False) -> dict[str, Any]:
+    """The peaks of a device, measured at most once for each driver, torch and timer version."""
+    folder = Path(platformdirs.user_cache_dir("jetfire"))
+    key = "|".join([device.label, str(driver), torch.__version__, f"timer {timer.VERSION}"])
+    file = folder / "peaks.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "peaks.lock"):
+            known = _read(file)
+            if remeasure or key not in known:
+                known[key] = measure(device)
+                write_text(file, json.dumps(known, indent=1) + "\n")
+            return known[key]
+    except OSError:  # a cache that cannot be kept costs two seconds, not the run
+        return measure(device)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

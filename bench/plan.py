@@ -1,0 +1,173 @@
+"""From what a user asked for to the problems to measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jetfire import ops
+from jetfire.ops import workloads
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Op
+
+BLOCKS = ("32", "64", "128")
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem of one op."""
+
+    op: Op
+    problem: Any
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.problem}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        ops: names of ops; ``all`` is every one.
+        sizes: dimension → its sizes; those missing follow `m`.
+        workload: a named set of shapes, instead of sizes.
+        blocks: the block sizes; None is all three where an op has blocks.
+        settings: further problem fields, each with the values to try.
+    """
+
+    ops: Sequence[str]
+    modes: Sequence[str] = ("fwd",)
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    workload: str | None = None
+    blocks: Sequence[str] | None = None
+    settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def parse_sizes(option: str, text: str) -> list[int]:
+    """``512``, ``512,1024``, ``1024:8192:1024`` (the stop included), or a list of those.
+
+    Raises:
+        UsageError: it is none of these, or a size is below 1.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        try:
+            numbers = [int(number) for number in part.split(":")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 3) or min(numbers) < 1:
+            raise UsageError(
+                f"{option} {text}: expected a size of at least 1, a list such as 512,1024 "
+                "or a sweep start:stop:step such as 1024:8192:1024"
+            )
+        start, stop, step = numbers if len(numbers) == 3 else (numbers[0], numbers[0], 1)
+        if stop < start:
+            raise UsageError(f"{option} {text}: the sweep stops before it starts")
+        sizes.extend(range(start, stop + 1, step))
+    return list(dict.fromkeys(sizes))
+
+
+def parse_list(texts: Sequence[str]) -> list[str]:
+    """Values of an option given several times, or once with commas."""
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def parse_settings(option: str, texts: Sequence[str]) -> dict[str, list[str]]:
+    """``field=value`` or ``field=v1,v2``, several of them.
+
+    Raises:
+        UsageError: there is no ``=``, or nothing on one side of it.
+    """
+    settings: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not (name and equals and parse_list([values])):
+            raise UsageError(f"{option} {text}: expected field=value or field=value,value")
+        settings[name] = parse_list([values])
+    return settings
+
+
+def _fields(op: Op) -> list[str]:
+    return [f.name for f in dataclasses.fields(op.Problem)]
+
+
+def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
+    """Every name given must mean something to one op; the ops that lack it are told of."""
+    asked = [*request.settings, *(("block",) if request.blocks else ())]
+    for name in asked:
+        lacking = [op.name for op in chosen if name not in _fields(op)]
+        if len(lacking) == len(chosen):
+            known = list(dict.fromkeys(n for op in chosen for n in _fields(op)))
+            raise UsageError(f"no problem field {name!r}: expected one of {', '.join(known)}")
+        if lacking:
+            note(f"{', '.join(lacking)}: no field {name!r}, measured without it")
+    for dim in request.sizes:
+        if all(dim not in op.dims for op in chosen):
+            known = list(dict.fromkeys(d for op in chosen for d in op.dims))
+            raise UsageError(f"--{dim}: {chosen[0].name} has only {' and '.join(known)}")
+
+
+def _shapes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    found = []
+    for m in sizes["m"]:
+        others = [sizes.get(dim, [m]) for dim in op.dims[1:]]
+        found += [
+            dict(zip(op.dims, (m, *rest), strict=True)) for rest in itertools.product(*others)
+        ]
+    return found
+
+
+def _problems(op: Op, request: Request, mode: str) -> list[Any]:
+    known = _fields(op)
+    values = {name: tried for name, tried in request.settings.items() if name in known}
+    if "block" in known:
+        values["block"] = request.blocks or BLOCKS
+    shapes = None if request.workload else _shapes(op, request.sizes)
+    found = []
+    for combination in itertools.product(*values.values()):
+        fields = dict(zip(values, combination, strict=True))
+        if shapes is None:
+            found += workloads.problems(op, str(request.workload), mode, fields)
+        else:
+            found += [p for s in shapes for p in op.problems(mode, {**fields, **s})]  # type: ignore[arg-type]
+    return found
+
+
+def choose_ops(names: Sequence[str]) -> list[Op]:
+    """The ops of some names.
+
+    Raises:
+        UsageError: none are given, or one does not exist.
+    """
+    if not names:
+        raise UsageError(f"which op? expected one of {', '.join(ops.names())}, or all")
+    every = [name for n in names for name in (ops.names() if n == "all" else (n,))]
+    return [ops.get(name) for name in dict.fromkeys(every)]
+
+
+def cases(request: Request, note: Note) -> list[Case]:
+    """The problems to measure, grouped by op and shape, each once.
+
+    Raises:
+        UsageError: a name, size or value means nothing to any of the ops.
+    """
+    chosen = choose_ops(request.ops)
+    _check_names(request, chosen, note)
+    found = []
+    for op in chosen:
+        for mode in request.modes:
+            if len(chosen) > 1 and mode not in op.modes and mode in ("fwd", "bwd"):
+                note(f"{op.name}: no mode {mode!r}, left out")
+                continue
+            found += [Case(op, problem) for problem in _problems(op, request, mode)]
+    found = list(dict.fromkeys(found))
+    # Problems of one shape stand together, whatever order their fields were given in.
+    shape_of = {case: (case.op.name, *(getattr(case.problem, d) for d in case.op.dims))
+                for case in found}  # fmt: skip
+    order = {shape: i for i, shape in enumerate(dict.fromkeys(shape_of.values()))}
+    return sorted(found, key=lambda case: order[shape_of[case]])

@@ -1,0 +1,29 @@
+"""How far a run is, on stderr: a bar on a terminal, a line a problem elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def watch(items: Sequence[T]) -> Iterator[T]:
+    """The items, each announced before it is worked on."""
+    if not sys.stderr.isatty():
+        for i, item in enumerate(items, 1):
+            print(f"[{i}/{len(items)}] {item}", file=sys.stderr, flush=True)
+            yield item
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(24), TimeElapsedColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=str(item))
+            yield item
+            progress.advance(task)

@@ -1,0 +1,208 @@
+"""Result rows and the JSON file that holds them: `{"schema": 1, "device": …, "rows": […]}`."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jetfire.ops.errors import UsageError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel, or one peer, at one problem; None where a field does not apply.
+
+    Attributes:
+        kernel: the kernel's name, or the peer's.
+        role: a peer is timed beside the kernels and not checked.
+        problem: the op's `Problem` as a dict.
+        config: the kernel's `Config` as a dict; None for a peer.
+        profile: where the config came from; None where the user gave it, and for a peer.
+        data: the distribution of the inputs.
+        ok: the outputs agreed with the reference, before timing and after.
+        rel_err: ‖out − reference‖/‖reference‖, the largest over the outputs.
+        error: what was wrong, in one line; empty where nothing was.
+        ms, ms_p20, ms_p80: milliseconds a call: median, 20th and 80th percentile of `samples`.
+        tflops: 1e12 multiply-add operations of the matrix unit a second (two each).
+        gbps: 1e9 bytes a second, of the fewest that the op must move.
+        roofline: floor time over measured time, with the peaks of the file's device.
+        vs_peer: peer → its time over this kernel's: above 1 the kernel is faster.
+        sm_mhz: the SM clock during the samples.
+        watts: board power over a run without pause.
+        joules: watts × seconds a call.
+        throttled: what held the clock down; empty where nothing did.
+        graph: launches were replayed from a CUDA graph, so that none is in the figure.
+        extra: further fields of other commands (`peak_gib`, …), kept as they are.
+    """
+
+    op: str
+    kernel: str
+    role: Literal["kernel", "peer"]
+    problem: dict[str, Any]
+    config: dict[str, Any] | None = None
+    profile: str | None = None
+    data: str | None = None
+    ok: bool | None = None
+    rel_err: float | None = None
+    error: str = ""
+    ms: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    samples: int | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    roofline: float | None = None
+    vs_peer: dict[str, float] | None = None
+    sm_mhz: float | None = None
+    watts: float | None = None
+    joules: float | None = None
+    throttled: list[str] | None = None
+    graph: bool | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it: extra fields beside the others, no NaN and no infinity."""
+        plain = dataclasses.asdict(self)
+        plain.update(plain.pop("extra"))
+        return {name: _finite(value) for name, value in plain.items()}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Row:
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        fields = {name: value for name, value in content.items() if name in known}
+        fields.setdefault("role", "kernel")
+        extra = {name: value for name, value in content.items() if name not in known}
+        return cls(**fields, extra=extra)
+
+    def key(self, config: bool = True) -> str:
+        """What makes two rows measurements of the same thing."""
+        parts = [self.op, self.kernel, self.problem, self.config if config else None]
+        return json.dumps(parts, sort_keys=True)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class Results:
+    """The rows of one device."""
+
+    device: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def merge(self, rows: Iterable[Row]) -> None:
+        """Add rows; one that measures what a row here does takes its place."""
+        at = {row.key(): i for i, row in enumerate(self.rows)}
+        for row in rows:
+            key = row.key()
+            if key in at:
+                self.rows[at[key]] = row
+            else:
+                at[key] = len(self.rows)
+                self.rows.append(row)
+
+    def to_json(self) -> str:
+        content = {
+            "schema": SCHEMA,
+            "device": self.device,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+    def to_csv(self) -> str:
+        """A row a line; the problem's and the config's fields as `problem.m`, `config.tile_m`, …"""
+        flat = [_flatten(row) for row in self.rows]
+        columns = list(dict.fromkeys(name for row in flat for name in row))
+        out = io.StringIO()
+        writer = csv.DictWriter(out, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        return out.getvalue()
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read a results file.
+
+        Raises:
+            UsageError: it cannot be read, is no results file, or is of a newer schema.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"{path}: not JSON: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+            raise UsageError(f"{path}: no results file: expected an object with schema and rows")
+        if content.get("schema") != SCHEMA:
+            raise UsageError(
+                f"{path}: schema {content.get('schema')}: this version reads schema {SCHEMA}"
+            )
+        try:
+            rows = [Row.from_dict(row) for row in content["rows"]]
+            for row in rows:
+                row.key()
+        except (TypeError, AttributeError) as error:
+            raise UsageError(f"{path}: a row is not as expected: {error}") from None
+        return cls(content.get("device") or {}, rows)
+
+
+def _flatten(row: Row) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.as_dict().items():
+        if name in ("problem", "config", "vs_peer"):
+            flat.update({f"{name}.{key}": entry for key, entry in (value or {}).items()})
+        else:
+            flat[name] = "; ".join(value) if isinstance(value, list) else value
+    return flat
+
+
+def check_writable(path: Path) -> None:
+    """Fail before an hour of measuring rather than after it.
+
+    Raises:
+        UsageError: a file cannot be written there.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder: expected a file to write")
+    try:
+        if path.exists() and not path.is_file():
+            path.open("a").close()
+            return
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError(f"{path}: cannot be written: permission denied")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        os.unlink(name)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or none: to a temporary one beside it, then renamed."""
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be renamed over
+        path.write_text(text, encoding="utf-8")
+        return
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,327 @@
+"""Check, then time, every kernel of a problem against its peers."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from jetfire import ops
+from jetfire.bench import timer
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.plan import Case, Note
+from jetfire.bench.results import Row
+from jetfire.bench.timer import Timing
+from jetfire.ops import peers as peer_ops
+from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel, Tensors
+from jetfire.ops.run import verify
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        kernels, peers: names to keep; None keeps all.
+        config: config fields that replace the profile's or the default's.
+        data: the inputs' distribution, a name of `jetfire.ops.data.DISTRIBUTIONS`.
+        rounds, sample_ms, budget_s, power_ms: as in `jetfire.bench.timer.time_calls`.
+        recheck: check once more after timing, when whatever a launch leaves behind has piled up.
+        debug: print the traceback of a kernel or a peer that fails.
+    """
+
+    kernels: Sequence[str] | None = None
+    peers: Sequence[str] | None = None
+    config: Mapping[str, str] = field(default_factory=dict)
+    data: str = "normal"
+    seed: int = 0
+    rounds: int = 20
+    sample_ms: float = 2.0
+    budget_s: float = 30.0
+    power_ms: float = 300.0
+    recheck: bool = True
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel with the config to measure, or the reason why it is left out."""
+
+    kernel: Kernel
+    config: Any
+    profile: str | None
+    reason: str | None
+
+
+def choices(case: Case, device: Device, options: Options) -> list[Choice]:
+    """The kernels of a problem, each with its config or the reason for a no."""
+    found = []
+    for name, kernel in ops.kernels(case.op.name).items():
+        if options.kernels is not None and name not in options.kernels:
+            continue
+        if options.kernels is None and _interpreted(kernel, device):
+            reason = "Triton's interpreter is no GPU: --kernel triton times it all the same"
+            found.append(Choice(kernel, None, None, reason))
+            continue
+        config, profile = _config(kernel, case.problem, device, options)
+        reason = kernel.legal(case.problem, config, device)
+        found.append(Choice(kernel, config, profile, reason))
+    return found
+
+
+def _interpreted(kernel: Kernel, device: Device) -> bool:
+    return device.interpreted and type(kernel).__module__.startswith("jetfire.kernels_triton")
+
+
+def _config(
+    kernel: Kernel, problem: Any, device: Device, options: Options
+) -> tuple[Any, str | None]:
+    config, profile = profiles.lookup(kernel, problem, device)
+    known = config.as_dict()
+    given = {name: value for name, value in options.config.items() if name in known}
+    if not given:
+        return config, profile
+    return kernel.Config.parse({**known, **given}), None
+
+
+def check_options(cases: Sequence[Case], options: Options) -> None:
+    """Names of kernels, peers and config fields must exist for one of the ops at least.
+
+    Raises:
+        UsageError: one does not; the message lists those that do.
+    """
+    names = list(dict.fromkeys(case.op.name for case in cases))
+    kernels = {kernel.name: kernel for op in names for kernel in ops.kernels(op).values()}
+    for name in options.kernels or ():
+        if name not in kernels:
+            raise UsageError(
+                f"{', '.join(names)}: no kernel {name!r}: expected one of {', '.join(kernels)}"
+            )
+    for name in options.peers or ():
+        if name not in peer_ops.NAMES:
+            raise UsageError(
+                f"no peer {name!r}: expected one of {', '.join(peer_ops.NAMES)}, or none"
+            )
+    chosen = [k for name, k in kernels.items() if name in (options.kernels or kernels)]
+    fields = list(dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__))
+    for name in options.config:
+        if name not in fields:
+            raise UsageError(f"no config field {name!r}: expected one of {', '.join(fields)}")
+
+
+def sets_of(case: Case, device: Device) -> int:
+    return timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
+
+
+def memory_needed(case: Case, device: Device) -> int:
+    """Bytes of device memory: the rotating sets, the peers' BF16 operands, float64 checking."""
+    inputs = case.op.inputs(case.problem, torch.device("meta"))
+    tensors = [*inputs.values(), *case.op.outputs(case.problem, inputs).values()]
+    elements = sum(t.numel() for t in tensors)
+    nbytes = sum(t.nbytes for t in tensors)
+    return sets_of(case, device) * (nbytes + 2 * 2 * elements) + 3 * 8 * elements
+
+
+def memory_free(device: Device) -> int | None:
+    """Bytes that can still be allocated, or None where nothing says."""
+    if device.kind == "cuda":
+        # What the caching allocator holds and does not use can be used again.
+        held = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
+        return torch.cuda.mem_get_info(device.index)[0] + held
+    try:
+        with open("/proc/meminfo") as info:
+            for line in info:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+class Runner:
+    """Measures problems on one device."""
+
+    def __init__(
+        self, device: Device, peaks: Mapping[str, Any], options: Options, note: Note,
+        driver: str | None = None,
+    ) -> None:  # fmt: skip
+        self.device = device
+        self.peaks = peaks
+        self.options = options
+        self.note = note
+        self.driver = driver
+        self._noted: set[str] = set()
+        self.monitor = Nvml.open(device.torch_device)
+        if device.kind == "cuda" and self.monitor is None:
+            note("NVML cannot be reached: clock, power and throttling are left out")
+
+    def _note_once(self, text: str) -> None:
+        """A note that holds for many problems alike."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
+
+    def measure(self, case: Case) -> list[Row]:
+        """Rows of every legal kernel, then of every peer; none where the problem does not fit."""
+        legal = []
+        for choice in choices(case, self.device, self.options):
+            if choice.reason is None:
+                legal.append(choice)
+            else:
+                self._note_once(f"{case.op.name}: {choice.kernel.name} left out: {choice.reason}")
+        if not legal:
+            return []
+        needed, free = memory_needed(case, self.device), memory_free(self.device)
+        if free is not None and needed > free:
+            self.note(
+                f"{case}: left out: needs about {needed / 2**30:.1f} GiB, "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+            return []
+        try:
+            return self._measure(case, legal)
+        except torch.OutOfMemoryError:
+            self.note(f"{case}: left out: out of memory")
+            return []
+        finally:
+            peer_ops.forget_compiled()
+            if self.device.kind == "cuda":
+                torch.cuda.empty_cache()
+
+    def _measure(self, case: Case, legal: Sequence[Choice]) -> list[Row]:
+        where, options = self.device.torch_device, self.options
+        inputs = [
+            case.op.inputs(case.problem, where, options.seed + i, options.data)
+            for i in range(sets_of(case, self.device))
+        ]
+        expected = case.op.reference(case.problem, inputs[0])
+        rows = [self._verified(case, choice, inputs[0], expected) for choice in legal]
+        outputs = [case.op.outputs(case.problem, tensors) for tensors in inputs]
+        variants: dict[str, Sequence[Callable[[], object]]] = {}
+        for choice, row in zip(legal, rows, strict=True):
+            if row.ok:
+                variants[choice.kernel.name] = [
+                    _launcher(case, choice, i, o) for i, o in zip(inputs, outputs, strict=True)
+                ]
+        peers = self._peers(case, inputs) if variants else {}
+        timings = timer.time_calls(
+            {**variants, **peers}, where, options.rounds, options.sample_ms,
+            budget_s=options.budget_s, monitor=self.monitor, power_ms=options.power_ms,
+        )  # fmt: skip
+        for name in peers:
+            if self.device.kind == "cuda" and not timings[name].graph:
+                self.note(f"{case}: {name} could not be captured in a graph: launches are included")
+        return self._rows(case, legal, rows, inputs[0], expected, timings, list(peers))
+
+    def _rows(
+        self, case: Case, legal: Sequence[Choice], rows: Sequence[Row], inputs: Tensors,
+        expected: Tensors, timings: Mapping[str, Timing], peers: Sequence[str],
+    ) -> list[Row]:  # fmt: skip
+        found = []
+        for choice, row in zip(legal, rows, strict=True):
+            if row.ok and self.options.recheck:
+                row = self._verified(case, choice, inputs, expected, " after timing")
+            if row.ok:
+                row = self._timed(case, row, timings[row.kernel])
+                vs_peer = {name: timings[name].ms / timings[row.kernel].ms for name in peers}
+                row = replace(row, vs_peer=vs_peer)
+                if self.device.kind == "cuda" and not row.graph:
+                    self.note(f"{case}: {row.kernel} could not be captured in a graph: "
+                              "launches are included")  # fmt: skip
+            found.append(row)
+        for name in peers:
+            peer = Row(case.op.name, name, "peer", case.problem.as_dict(), data=self.options.data)
+            found.append(replace(self._timed(case, peer, timings[name]), roofline=None))
+        return found
+
+    def _verified(
+        self, case: Case, choice: Choice, inputs: Tensors, expected: Tensors, when: str = ""
+    ) -> Row:
+        """The kernel's row, as yet without times: its outputs against the reference's."""
+        row = Row(
+            case.op.name, choice.kernel.name, "kernel", case.problem.as_dict(),
+            config=choice.config.as_dict(), profile=choice.profile, data=self.options.data,
+            ok=False,
+        )  # fmt: skip
+        try:
+            check = verify(case.op, choice.kernel, case.problem, choice.config, inputs, expected)
+            if self.device.kind == "cuda":
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.options.debug:
+                traceback.print_exc()
+            row = replace(row, error=_first_line(error) + when)
+        else:
+            row = replace(row, ok=check.ok, rel_err=check.rel_err)
+            if not check.ok:
+                row = replace(row, error=(check.message or "wrong result") + when)
+        if not row.ok:
+            self.note(f"{case}: {row.kernel} is wrong: {row.error}")
+        return row
+
+    def _peers(
+        self, case: Case, inputs: Sequence[Tensors]
+    ) -> dict[str, Sequence[Callable[[], object]]]:
+        """Each peer's calls, one for each set of inputs; those that cannot run are named."""
+        factories = [case.op.peers(case.problem, tensors) for tensors in inputs]
+        wanted = self.options.peers
+        for name in wanted or ():
+            if name not in factories[0]:
+                offered = ", ".join(factories[0])
+                self._note_once(
+                    f"{case.op.name}: no peer {name} on {self.device.kind}: there are {offered}"
+                )
+        found: dict[str, Sequence[Callable[[], object]]] = {}
+        for name in factories[0]:
+            if wanted is not None and name not in wanted:
+                continue
+            try:
+                calls = [factory[name]() for factory in factories]
+                for call in calls[:1]:
+                    call()
+                found[name] = calls
+            except torch.OutOfMemoryError:
+                self.note(f"{case}: peer {name} left out: out of memory")
+            except peer_ops.Unsupported as error:
+                self._note_once(f"{case.op.name}: peer {name} left out: {error}")
+            except Exception as error:
+                if self.options.debug:
+                    traceback.print_exc()
+                self._note_once(f"{case.op.name}: peer {name} left out: {_first_line(error)}")
+        return found
+
+    def _timed(self, case: Case, row: Row, timing: Timing) -> Row:
+        flops, nbytes = case.op.flops(case.problem), case.op.bytes(case.problem)
+        floor_ms = max(
+            flops / self.peaks["int8_tops"] / 1e9, nbytes / self.peaks["copy_gbps"] / 1e6
+        )
+        return replace(
+            row,
+            ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
+            tflops=flops / timing.ms / 1e9 if flops else None,
+            gbps=nbytes / timing.ms / 1e6,
+            roofline=floor_ms / timing.ms,
+            sm_mhz=timing.sm_mhz, watts=timing.watts,
+            joules=None if timing.watts is None else timing.watts * timing.ms / 1e3,
+            throttled=None if timing.throttled is None else list(timing.throttled),
+            graph=timing.graph,
+        )  # fmt: skip
+
+
+def _launcher(
+    case: Case, choice: Choice, inputs: Tensors, outputs: Tensors
+) -> Callable[[], object]:
+    return lambda: choice.kernel.launch(case.problem, choice.config, inputs, outputs)

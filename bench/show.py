@@ -1,0 +1,179 @@
+"""Rows for a reader: the terminal's table, Markdown, and short texts for numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from jetfire.bench.results import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# The peer that a kernel's time is first compared with: what training uses today.
+BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy")
+NO_GPU = "this is the CPU: no figure here says anything about a GPU"
+
+
+def time_text(ms: float | None) -> str:
+    if ms is None:
+        return "–"
+    return f"{ms * 1e3:.2f} µs" if ms < 1 else f"{ms:.3f} ms"
+
+
+def spread_text(row: Row) -> str:
+    """The 20th and the 80th percentile, in the unit of the time."""
+    if row.ms is None or row.ms_p20 is None or row.ms_p80 is None:
+        return ""
+    unit = 1e3 if row.ms < 1 else 1
+    return f"{row.ms_p20 * unit:.4g}–{row.ms_p80 * unit:.4g}"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def rate_text(row: Row) -> str:
+    if row.tflops is not None:
+        return f"{row.tflops:.1f} TFLOP/s" if row.tflops >= 1 else f"{row.tflops:.4f} TFLOP/s"
+    return "–" if row.gbps is None else f"{row.gbps:.0f} GB/s"
+
+
+def ratio_text(row: Row) -> str:
+    """The kernel against its first baseline: above 1 it is faster."""
+    ratios = row.vs_peer or {}
+    name = next((n for n in BASELINES if n in ratios), None)
+    return "" if name is None else f"{ratios[name]:.2f}× {name}"
+
+
+def error_text(row: Row) -> str:
+    if row.ok is False:
+        return "WRONG"
+    return "" if row.rel_err is None else ("exact" if row.rel_err == 0 else f"{row.rel_err:.1e}")
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_plain(value)}" for name, value in problem.items())
+
+
+def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
+    """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
+    sizes = [str(problem[dim]) for dim in ("m", "n", "k") if dim in problem]
+    rest = {name: problem[name] for name in fields if name not in ("m", "n", "k")}
+    return " ".join(["×".join(sizes), *([problem_text(rest)] if rest else [])])
+
+
+def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
+    """(problem fields that all rows share, names of those that differ); sizes are in neither."""
+    names = list(dict.fromkeys(name for row in rows for name in row.problem))
+    shared: dict[str, Any] = {}
+    differing = []
+    for name in names:
+        if name in ("m", "n", "k"):
+            continue
+        values = {str(row.problem.get(name)) for row in rows}
+        if len(values) == 1:
+            shared[name] = rows[0].problem.get(name)
+        else:
+            differing.append(name)
+    return shared, differing
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def groups(rows: Iterable[Row]) -> list[tuple[str, dict[str, Any], list[Row]]]:
+    """(op, problem, rows) in the order of the rows."""
+    found = []
+    for _, part in groupby(rows, key=lambda row: (row.op, problem_text(row.problem))):
+        same = list(part)
+        found.append((same[0].op, same[0].problem, same))
+    return found
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """The fastest that does the op's work; a copy does not."""
+    timed = [row for row in rows if row.ms is not None and row.kernel != "copy"]
+    return min(timed, key=lambda row: row.ms or 0.0, default=None)
+
+
+HEADERS = ("kernel", "time", "p20–p80", "rate", "roofline", "× peer", "MHz", "W", "error")
+
+
+def cells(row: Row) -> list[str]:
+    """One row's texts, under `HEADERS`."""
+    throttled = "!" if row.throttled else ""
+    return [
+        row.kernel,
+        time_text(row.ms),
+        spread_text(row),
+        rate_text(row),
+        "" if row.roofline is None else f"{row.roofline:.0%}",
+        ratio_text(row),
+        "" if row.sm_mhz is None else f"{row.sm_mhz:.0f}{throttled}",
+        number(row.watts) if row.watts is not None else "",
+        error_text(row),
+    ]
+
+
+def _shown(rows: Sequence[Row], narrow: bool = False) -> list[int]:
+    """Columns that hold something in some row; a narrow table leaves out the percentiles."""
+    texts = [cells(row) for row in rows]
+    left_out = {2} if narrow else set()
+    return [
+        i
+        for i in range(len(HEADERS))
+        if i not in left_out and (i == 0 or any(text[i] for text in texts))
+    ]
+
+
+def table(title: str, rows: Sequence[Row], narrow: bool = False) -> Table:
+    """A Rich table of one op's rows, a section for each problem, the fastest marked."""
+    from rich import box
+    from rich.table import Table
+
+    shown = _shown(rows, narrow)
+    shared, differing = varying(rows)
+    heading = f"{rows[0].op} {problem_text(shared)}\n{title}"
+    made = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i in shown:
+        made.add_column(HEADERS[i], justify="left" if i == 0 else "right", no_wrap=True)
+    for _, problem, members in groups(rows):
+        made.add_section()
+        made.add_row(f"[cyan]{shape_text(problem, differing)}[/cyan]")
+        fastest = best(members)
+        for row in members:
+            texts = cells(row)
+            texts[0] = ("★ " if row is fastest else "  ") + texts[0]
+            style = "bold" if row is fastest else ("red" if row.ok is False else "")
+            made.add_row(*(texts[i] for i in shown), style=style)
+    return made
+
+
+def by_op(rows: Sequence[Row]) -> list[list[Row]]:
+    return [list(same) for _, same in groupby(rows, key=lambda row: row.op)]
+
+
+def markdown(title: str, rows: Sequence[Row]) -> str:
+    """A Markdown table of one op's rows."""
+    shown = [i for i in _shown(rows) if i > 0]
+    shared, differing = varying(rows)
+    lines = [f"### {rows[0].op} {problem_text(shared)}".rstrip(), "", title, ""]
+    lines.append("| problem | kernel | " + " | ".join(HEADERS[i] for i in shown) + " |")
+    lines.append("|---|---|" + "---:|" * len(shown))
+    for _, problem, members in groups(rows):
+        fastest = best(members)
+        for row in members:
+            texts = cells(row)
+            name = f"**{row.kernel}** ★" if row is fastest else row.kernel
+            values = " | ".join(texts[i] for i in shown)
+            lines.append(f"| {shape_text(problem, differing)} | {name} | {values} |")
+    return "\n".join([*lines, ""])
+
+
+def footnotes(rows: Sequence[Row]) -> list[str]:
+    """What a reader must know to read the table."""
+    reasons = sorted({reason for row in rows for reason in row.throttled or ()})
+    return [f"! the clock was held down while it ran: {', '.join(reasons)}"] if reasons else []
