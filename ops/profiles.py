@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import platformdirs
-
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel
@@ -27,8 +25,11 @@ Source = Literal["tuned", "default"]
 
 def user_folder() -> Path:
     """Where `jetfire tune` writes: JETFIRE_PROFILES, else the platform's user data folder."""
-    set_by_user = os.environ.get("JETFIRE_PROFILES")
-    return Path(set_by_user) if set_by_user else platformdirs.user_data_path("jetfire") / "profiles"
+    if set_by_user := os.environ.get("JETFIRE_PROFILES"):
+        return Path(set_by_user)
+    import platformdirs
+
+    return platformdirs.user_data_path("jetfire") / "profiles"
 
 
 def device_slug(device: Device) -> str:
