@@ -79,6 +79,23 @@ def floats(name: str, out: torch.Tensor, expected: torch.Tensor, rtol: float) ->
     return Check(True, error)
 
 
+def bounded(name: str, out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Check:
+    """|out − expected| ≤ bound, element by element; NaN where and only where expected is NaN."""
+    error = relative_error(out, expected)
+    difference = (out.double() - expected.double()).abs()
+    wrong = (difference > bound) | (torch.isnan(out) != torch.isnan(expected))
+    if not bool(wrong.any()):
+        # Where every expected value is 0 the ratio says nothing.
+        return Check(True, error if math.isfinite(error) else 0.0)
+    at = _first(wrong)
+    return Check(
+        False,
+        error,
+        f"{name}: {int(wrong.sum())} elements off, first at {at}: "
+        f"{out[at].item():.6g} where the reference has {expected[at].item():.6g}",
+    )
+
+
 def codes(
     name: str,
     q: torch.Tensor,
@@ -89,6 +106,7 @@ def codes(
     u: torch.Tensor | None = None,
     slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
+    noise: torch.Tensor | None = None,
 ) -> Check:
     """Codes that quantising the exact values allows.
 
@@ -99,12 +117,20 @@ def codes(
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
         value: the values before quantisation, m×n, at least fp32.
         u: the stochastic rounding's draws in [0, 1), m×n.
+        noise: what fp32 evaluation may add to a value, by block, where terms cancel: widens both
+            intervals by as much.
     """
     from jetfire.reference.quantize import spread
 
     m, n = q.shape
     difference = norm = 0.0
-    scaled = floats(f"{name}'s scale", scale, expected_scale, rtol)
+    if noise is None:
+        scaled = floats(f"{name}'s scale", scale, expected_scale, rtol)
+        slacks: torch.Tensor | None = None
+    else:
+        bound = rtol * expected_scale.double().nan_to_num(0.0) + noise / 127
+        scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
+        slacks = slack + (noise / expected_scale).nan_to_num(0.0)
     if not scaled.ok:
         return scaled
     rows = block * max(1, (1 << 24) // (n * block))
@@ -114,8 +140,9 @@ def codes(
         wide = spread(expected_scale[by_row], block, part.stop - top, n).double()
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
-        low = (t + add - slack).floor().clamp(-127, 127)
-        high = (t + add + slack).floor().clamp(-127, 127)
+        give = slack if slacks is None else spread(slacks[by_row], block, part.stop - top, n)
+        low = (t + add - give).floor().clamp(-127, 127)
+        high = (t + add + give).floor().clamp(-127, 127)
         got = q[part].double()
         # A tie may go either way once it is only nearly a tie, and to even when it is one.
         wrong = (got < low) | (got > high)
@@ -147,17 +174,21 @@ def quantised(
     u: torch.Tensor | None = None,
     slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
+    noise: torch.Tensor | None = None,
 ) -> Check:
     """`codes` for whichever of (q, scale) and (qt, scale_t) there are; both must agree exactly."""
     checks = []
     if "q" in outputs:
         checks.append(
-            codes("q", outputs["q"], outputs["scale"], value, expected_scale, block, u, slack, rtol)
-        )
+            codes(
+                "q", outputs["q"], outputs["scale"], value, expected_scale, block, u, slack, rtol,
+                noise,
+            )
+        )  # fmt: skip
     if "qt" in outputs and "q" in outputs:
         checks.append(exact("qt", outputs["qt"], outputs["q"].t()))
         checks.append(exact("scale_t", outputs["scale_t"], outputs["scale"].t()))
     elif "qt" in outputs:
         q, scale = outputs["qt"].t(), outputs["scale_t"].t()
-        checks.append(codes("qt", q, scale, value, expected_scale, block, u, slack, rtol))
+        checks.append(codes("qt", q, scale, value, expected_scale, block, u, slack, rtol, noise))
     return every(checks)

@@ -1,0 +1,175 @@
+"""Residual addition, forward and backward: one tile a program, one pass over memory.
+
+Forward also gives each row's mean and rstd: every tile leaves its rows' mean and sum of squared
+deviations, and the last tile of a band of rows to arrive combines them, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import quantize_tile, spread, to_float
+from jetfire.kernels_triton.tiles import (
+    TILE_SPACE,
+    TileConfig,
+    load_tile,
+    store_quantised,
+    store_tile,
+    tile_origin,
+    tile_reason,
+)
+from jetfire.kernels_triton.workspace import counters
+from jetfire.ops.device import Device
+from jetfire.ops.op import Kernel, Tensors, ceil_div
+
+
+@triton.jit
+def add_tile(
+    x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write round(x + y·scale) of one tile in x's dtype; returns it as fp32."""
+    x = load_tile(x_ptr, row0, col0, M, N, x_stride, TILE_M, TILE_N).to(tl.float32)
+    y = load_tile(y_ptr, row0, col0, M, N, y_stride, TILE_M, TILE_N).to(tl.float32)
+    scale = load_tile(
+        y_scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
+        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
+    )  # fmt: skip
+    total = to_float(x + y * spread(scale, BLOCK), sum_ptr.dtype.element_ty)
+    store_tile(sum_ptr, total, row0, col0, M, N, N)
+    return total.to(tl.float32)
+
+
+@triton.jit
+def combine(
+    partial_ptr, mean_ptr, rstd_ptr, row0, M, N, eps,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Mean and rstd of TILE_M whole rows from their tiles' means and squared deviations.
+
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979, equation 2.1, for all tiles at once.
+    """
+    across = tl.cdiv(N, TILE_N)
+    rows = row0 + tl.arange(0, TILE_M)
+    tiles = tl.arange(0, CHUNK)
+    total = tl.zeros((TILE_M,), tl.float32)
+    for first in range(0, across, CHUNK):
+        tile = first + tiles
+        inside = (tile < across)[:, None] & (rows < M)[None, :]
+        at = partial_ptr + tile.to(tl.int64)[:, None] * M + rows[None, :]
+        count = tl.minimum(N - tile * TILE_N, TILE_N).to(tl.float32)
+        part = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        total += tl.sum(part * count[:, None], 0)
+    mean = total / N
+    squares = tl.zeros((TILE_M,), tl.float32)
+    for first in range(0, across, CHUNK):
+        tile = first + tiles
+        inside = (tile < across)[:, None] & (rows < M)[None, :]
+        at = partial_ptr + tile.to(tl.int64)[:, None] * M + rows[None, :]
+        count = tl.minimum(N - tile * TILE_N, TILE_N).to(tl.float32)
+        part = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        square = tl.load(at + across.to(tl.int64) * M, mask=inside, other=0.0, cache_modifier=".cg")
+        deviation = tl.where(inside, part - mean[None, :], 0.0)
+        squares += tl.sum(square + deviation * deviation * count[:, None], 0)
+    tl.store(mean_ptr + rows, mean, mask=rows < M)
+    tl.store(rstd_ptr + rows, tl.rsqrt(squares / N + eps), mask=rows < M)
+
+
+@triton.jit
+def add_forward_kernel(
+    x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, mean_ptr, rstd_ptr,
+    partial_ptr, counter_ptr, seed_ptr, M, N, x_stride, y_stride, scale_stride, eps,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    across = tl.cdiv(N, TILE_N)
+    total = add_tile(
+        x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
+        TILE_M, TILE_N, BLOCK,
+    )  # fmt: skip
+    rows = row0 + tl.arange(0, TILE_M)
+    cols = col0 + tl.arange(0, TILE_N)
+    mean = tl.sum(total, 1) / tl.minimum(N - col0, TILE_N)
+    deviation = tl.where((cols < N)[None, :], total - mean[:, None], 0.0)
+    at = partial_ptr + (col0 // TILE_N).to(tl.int64) * M + rows
+    tl.store(at, mean, mask=rows < M)
+    tl.store(at + across.to(tl.int64) * M, tl.sum(deviation * deviation, 1), mask=rows < M)
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    q, scale = quantize_tile(total, seed, row0, col0, BLOCK, STOCHASTIC)
+    store_quantised(
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+    )
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + row0 // TILE_M, 1, sem="acq_rel")
+    if arrived == across - 1:
+        tl.store(counter_ptr + row0 // TILE_M, 0)
+        combine(partial_ptr, mean_ptr, rstd_ptr, row0, M, N, eps, TILE_M, TILE_N, 2048 // TILE_M)
+
+
+@triton.jit
+def add_backward_kernel(
+    x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
+    seed_ptr, M, N, x_stride, y_stride, scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    total = add_tile(
+        x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
+        TILE_M, TILE_N, BLOCK,
+    )  # fmt: skip
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    q, scale = quantize_tile(total, seed, row0, col0, BLOCK, STOCHASTIC)
+    store_quantised(
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+    )
+
+
+class TritonAdd(Kernel):
+    op = "add"
+    name = "triton"
+    Config = TileConfig
+
+    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        return tile_reason(problem.m, problem.n, problem.block, config, device)
+
+    def default(self, problem: Any, device: Device) -> TileConfig:
+        tile = max(problem.block, 64)
+        return TileConfig(tile, tile, 4 if tile == 64 else 8)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return TILE_SPACE
+
+    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+        m, n = problem.m, problem.n
+        bands, across = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
+        quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
+        options = {
+            "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
+            "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
+            "num_warps": config.warps, "enable_fp_fusion": False,
+        }  # fmt: skip
+        if problem.mode == "bwd":
+            x, y, y_scale = (inputs[name] for name in ("dsum", "dq", "dq_scale"))
+            add_backward_kernel[(bands * across,)](
+                x, y, y_scale, outputs["dx"], *quantised, inputs.get("seed"), m, n,
+                x.stride(0), y.stride(0), y_scale.stride(0), **options,
+            )  # fmt: skip
+            return
+        x, y, y_scale = (inputs[name] for name in ("x", "y", "y_scale"))
+        partial = torch.empty((2, across, m), device=x.device)
+        add_forward_kernel[(bands * across,)](
+            x, y, y_scale, outputs["sum"], *quantised, outputs["mean"], outputs["rstd"], partial,
+            counters(x.device, bands), inputs.get("seed"), m, n, x.stride(0), y.stride(0),
+            y_scale.stride(0), problem.eps, **options,
+        )  # fmt: skip
+
+
+KERNELS = (TritonAdd(),)

@@ -1,0 +1,139 @@
+"""The residual addition: a BF16 stream plus an INT8 branch, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Mode,
+    Op,
+    Rounding,
+    Tensors,
+    quantised_outputs,
+)
+from jetfire.ops.op import Problem as BaseProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class Problem(BaseProblem):
+    """A BF16 m×n stream plus a quantised m×n tensor.
+
+    fwd: ``x`` and the branch's ``y`` to ``sum``, its quantised copy, and the ``mean`` and ``rstd``
+    of the sum's rows, for the LayerNorm that comes next (`eps` is that LayerNorm's).
+    bwd: the stream's gradient ``dsum`` and the ``dq`` that the quantised copy received, to ``dx``
+    and its quantised copy, for the branch's GEMMs.
+    """
+
+    block: Block = 32
+    mode: Mode = "fwd"
+    rounding: Rounding = "nearest"
+    layout: Layout = "q"
+    eps: float = 1e-5
+
+
+class Add(Op):
+    name = "add"
+    summary = "residual addition, BF16 stream + INT8 branch, with row statistics"
+    Problem = Problem
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+        """Gradients are rounded stochastically unless the caller says otherwise."""
+        rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
+        return super().problems(mode, {**rounding, **fields})
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": model.width}]
+
+    def inputs(
+        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        import torch
+
+        source = Source(data, device, seed)
+        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
+        inputs = {stream: source.floats(problem.m, problem.n).to(torch.bfloat16)}
+        codes, scale = source.quantised(problem.m, problem.n, problem.block)
+        inputs |= {branch: codes, f"{branch}_scale": scale}
+        if problem.rounding == "stochastic":
+            inputs["seed"] = source.seed()
+        return inputs
+
+    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+        import torch
+
+        stream = inputs["dsum" if problem.mode == "bwd" else "x"]
+        m, device = problem.m, stream.device
+        total = torch.empty((m, problem.n), dtype=stream.dtype, device=device)
+        quantised = quantised_outputs(problem, device, problem.layout, m, problem.n)
+        if problem.mode == "bwd":
+            return {"dx": total, **quantised}
+        mean, rstd = (torch.empty(m, device=device) for _ in range(2))
+        return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
+
+    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.add import add
+        from jetfire.reference.layernorm import statistics
+        from jetfire.reference.quantize import quantize
+
+        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
+        total = add(inputs[stream], inputs[branch], inputs[f"{branch}_scale"], problem.block)
+        q, scale = quantize(total, problem.block, problem.rounding, inputs.get("seed"))
+        quantised = {"q": q, "scale": scale, "qt": q.t(), "scale_t": scale.t()}
+        if problem.mode == "bwd":
+            return {"dx": total, **quantised}
+        mean, rstd = statistics(total.double(), problem.eps)
+        return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
+
+    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+        """Equal bits, but for the statistics: `rstd` to 1e-5, `mean` to 1e-6 of the row's size."""
+        from jetfire.ops import check
+
+        checks = []
+        for name, out in outputs.items():
+            if name == "mean":
+                size = expected["sum"].abs().double().mean(dim=1).nan_to_num(0.0)
+                checks.append(check.bounded(name, out, expected[name], 1e-6 * size))
+            elif name == "rstd":
+                checks.append(check.floats(name, out, expected[name], 1e-5))
+            else:
+                checks.append(check.exact(name, out, expected[name]))
+        return check.every(checks)
+
+    def peers(
+        self, problem: Problem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The BF16 addition; forward also the statistics that the next LayerNorm needs."""
+        import torch
+
+        from jetfire.ops import peers
+        from jetfire.reference.dequantize import dequantize
+
+        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
+        x = inputs[stream]
+        y = dequantize(inputs[branch], inputs[f"{branch}_scale"], problem.block, torch.bfloat16)
+
+        def backward() -> Any:
+            return x + y
+
+        def forward() -> Any:
+            total = x + y
+            variance, mean = torch.var_mean(total.float(), dim=1, correction=0)
+            return total, mean, (variance + problem.eps).rsqrt()
+
+        eager = backward if problem.mode == "bwd" else forward
+        return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+OP = Add()

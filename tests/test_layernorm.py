@@ -1,0 +1,204 @@
+"""layernorm: the reference against torch's, and kernels against the reference."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.ops.device import Device
+from jetfire.ops.run import launch, verify
+from jetfire.ops.workloads import RAGGED
+from jetfire.reference import layernorm as reference
+from jetfire.reference.dequantize import dequantize
+
+OP = ops.get("layernorm")
+KERNEL = ops.get_kernel("layernorm", "triton")
+SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
+CASES = [("fwd", "row"), ("fwd", "given"), ("bwd", "row")]
+
+
+def problem_of(mode, stats, **fields):
+    return OP.problems(mode, {"stats": stats, **fields})[0]
+
+
+def configs(problem, device):
+    """The default; small tiles with many tasks of each phase; tall programs of few tasks."""
+    default = KERNEL.default(problem, Device.of(torch.empty(0, device=device)))
+    block = problem.block
+    small = dataclasses.replace(
+        default, tile_m=block, tile_n=block, warps=4, rows=4, chunk=2 * block, walk=1, ahead=1
+    )
+    tall = dataclasses.replace(
+        default, tile_m=block, tile_n=2 * block, warps=8, rows=block // 4, chunk=block, walk=2
+    )
+    return [default, small, tall]
+
+
+def verified(problem, device, config=None, **kwargs):
+    inputs = OP.inputs(problem, device, **kwargs)
+    result = verify(OP, KERNEL, problem, config or configs(problem, device)[0], inputs)
+    assert result.ok, f"{problem}: {result.message}"
+
+
+@pytest.mark.parametrize(("m", "n"), [(3, 2), (40, 70), (5, 513)])
+def test_reference_is_torch_and_its_autograd(m, n):
+    torch.manual_seed(0)
+    x = torch.randn(m, n, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(n, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(n, dtype=torch.float64).requires_grad_()
+    dy = torch.randn(m, n, dtype=torch.float64)
+    y = torch.nn.functional.layer_norm(x, (n,), weight, bias, 1e-5)
+    expected = torch.autograd.grad(y, (x, weight, bias), dy)
+    mean, rstd = reference.statistics(x, 1e-5)
+    torch.testing.assert_close(reference.forward(x, mean, rstd, weight, bias), y)
+    for got, want in zip(reference.backward(x, dy, weight, mean, rstd), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+def test_op_is_torch_on_dequantised_inputs(mode, stats):
+    problem = problem_of(mode, stats, m=40, n=90, rounding="nearest")
+    inputs = OP.inputs(problem, torch.device("cpu"))
+    expected = OP.reference(problem, inputs)
+    x = dequantize(inputs["x"], inputs["x_scale"], 32, torch.float64).requires_grad_()
+    weight = inputs["weight"].double().requires_grad_()
+    bias = inputs.get("bias", torch.zeros(90)).double().requires_grad_()
+    y = torch.nn.functional.layer_norm(x, (90,), weight, bias, problem.eps)
+    if mode == "fwd":
+        torch.testing.assert_close(expected["value"], y.detach(), rtol=1e-5, atol=1e-5)
+        return
+    dy = dequantize(inputs["dy"], inputs["dy_scale"], 32, torch.float64)
+    gradients = torch.autograd.grad(y, (x, weight, bias), dy)
+    for name, want in zip(("value", "dweight", "dbias"), gradients, strict=True):
+        torch.testing.assert_close(expected[name], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_triton_matches_reference(device, block, mode, stats, m, n):
+    problem = problem_of(mode, stats, m=m, n=n, block=block, layout="both")
+    verified(problem, device, data="gradient" if mode == "bwd" else "outlier")
+
+
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_layouts_roundings_and_configs(device, mode, stats, rounding):
+    fields = {"m": 70, "n": 100, "block": 32, "rounding": rounding}
+    for layout, i in (("q", 1), ("qt", 2), ("both", 2)):
+        problem = problem_of(mode, stats, layout=layout, **fields)
+        verified(problem, device, configs(problem, device)[i], data="heavy")
+
+
+def test_rows_wider_than_a_chunk_and_a_tile(device):
+    """Public Jetfire's backward sums over 128 columns: here every row is 300 wide."""
+    for mode in ("fwd", "bwd"):
+        problem = problem_of(mode, "row", m=33, n=300)
+        verified(problem, device, configs(problem, device)[2], data="outlier")
+
+
+@pytest.mark.parametrize("stats", ["row", "given"])
+def test_strided_views_and_constant_rows(device, stats):
+    """A constant row is its bias: 64·2^-8 and its mean are exact, so nothing is left to scale."""
+    problem = problem_of("fwd", stats, m=65, n=100)
+    inputs = OP.inputs(problem, device)
+    wide = torch.zeros(65, 160, dtype=torch.int8, device=device)
+    wide[:, :100] = inputs["x"]
+    wide[7], wide[9] = 0, 64
+    inputs["x"] = wide[:, :100]
+    inputs["x_scale"] = torch.full_like(inputs["x_scale"], 2.0**-8)
+    if stats == "given":
+        x = dequantize(inputs["x"], inputs["x_scale"], 32)
+        inputs["mean"], inputs["rstd"] = reference.statistics(x, problem.eps)
+    assert not inputs["x"].is_contiguous()
+    outputs = OP.poison(problem, OP.outputs(problem, inputs))
+    launch(KERNEL, problem, configs(problem, device)[0], inputs, outputs)
+    result = OP.check(problem, outputs, OP.reference(problem, inputs))
+    assert result.ok, result.message
+    y = dequantize(outputs["q"], outputs["scale"], 32)
+    step = dequantize(torch.ones_like(outputs["q"]), outputs["scale"], 32)
+    for row in (7, 9):
+        assert ((y[row] - inputs["bias"]).abs() <= 0.501 * step[row]).all()
+
+
+def test_strided_gradients(device):
+    problem = problem_of("bwd", "row", m=33, n=64)
+    inputs = OP.inputs(problem, device)
+    for name in ("x", "dy"):
+        wide = torch.zeros(33, 96, dtype=torch.int8, device=device)
+        wide[:, :64] = inputs[name]
+        inputs[name] = wide[:, :64]
+    result = verify(OP, KERNEL, problem, configs(problem, device)[0], inputs)
+    assert result.ok, result.message
+
+
+def test_a_bad_block_shows_in_its_rows(device):
+    problem = problem_of("fwd", "row", m=70, n=70)
+    inputs = OP.inputs(problem, device)
+    inputs["x_scale"][1, 0] = float("nan")
+    outputs = OP.outputs(problem, inputs)
+    launch(KERNEL, problem, configs(problem, device)[0], inputs, outputs)
+    assert outputs["scale"].isnan().tolist() == [[False] * 3, [True] * 3, [False] * 3]
+    assert (outputs["q"][32:64] == 0).all()
+    assert outputs["mean"].isnan().nonzero().flatten().tolist() == list(range(32, 64))
+
+
+def test_legal_says_why_not(device):
+    problem = problem_of("fwd", "row", m=64, n=64)
+    where = Device.of(torch.empty(0, device=device))
+    good = KERNEL.default(problem, where)
+    for field, value in (("rows", 3), ("rows", 64), ("chunk", 48), ("chunk", 1 << 20)):
+        bad = dataclasses.replace(good, **{field: value})
+        assert str(value) in KERNEL.legal(problem, bad, where) or field in KERNEL.legal(
+            problem, bad, where
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_every_ragged_size(device, mode, stats, block):
+    for size in RAGGED:
+        for m, n in ((size, 100), (100, size)):
+            verified(problem_of(mode, stats, m=m, n=n, block=block, layout="both"), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+def test_large_and_every_config(device, mode, stats):
+    problem = problem_of(mode, stats, m=4096, n=8192, block=64)
+    inputs = OP.inputs(problem, device)
+    expected = OP.reference(problem, inputs)
+    for config in configs(problem, device):
+        result = verify(OP, KERNEL, problem, config, inputs, expected)
+        assert result.ok, f"{config}: {result.message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+def test_graph_replays_and_streams_agree_with_one_call(device, mode, stats):
+    """Run to run the same bits, floats too; every launch leaves its counters at zero."""
+    problem = problem_of(mode, stats, m=2000, n=3000)
+    inputs = OP.inputs(problem, device)
+    config = configs(problem, device)[0]
+    expected = OP.outputs(problem, inputs)
+    launch(KERNEL, problem, config, inputs, expected)
+    outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outputs[:2]:
+            launch(KERNEL, problem, config, inputs, out)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        for stream, out in zip(streams[1:], outputs[2:], strict=True):
+            with torch.cuda.stream(stream):
+                launch(KERNEL, problem, config, inputs, out)
+    torch.cuda.synchronize()
+    for out in outputs:
+        for name, tensor in out.items():
+            assert torch.equal(tensor, expected[name]), name
