@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +32,16 @@ def _root() -> None:
     """A workbench for low-precision transformer-training kernels."""
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{text!r}: expected an integer") from None
+def _integer(option: str) -> Callable[[str], int]:
+    """A parser of one option's integer, whose error names the option and the text."""
+
+    def parse(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise UsageError(f"{option} {text}: expected an integer") from None
+
+    return parse
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
@@ -100,10 +105,14 @@ def bench(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be measured.")
     ] = False,
-    seed: Annotated[int, typer.Option(parser=_integer, metavar="INT", help="Inputs' seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(parser=_integer("--seed"), metavar="INT", help="Inputs' seed.")
+    ] = 0,
     rounds: Annotated[
         int | None,
-        typer.Option(parser=_integer, metavar="INT", help="Samples a row (20; on the CPU 7)."),
+        typer.Option(
+            parser=_integer("--rounds"), metavar="INT", help="Samples a row (20; on the CPU 7)."
+        ),
     ] = None,
     remeasure_peaks: Annotated[
         bool, typer.Option("--remeasure-peaks", help="Measure the device's peaks anew.")
@@ -125,6 +134,25 @@ def bench(
             remeasure_peaks=remeasure_peaks, debug=debug,
         )
     )  # fmt: skip
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="Results to compare with.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Results to judge.")],
+    fail_on_regression: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Exit 4 if a kernel is slower by more, e.g. 5%."),
+    ] = None,
+    ignore_config: Annotated[
+        bool, typer.Option("--ignore-config", help="Match rows whose configs differ.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Match the rows of two results files and show what got faster and slower."""
+    from jetfire.bench.compare import compare as compare_files
+
+    compare_files(before, after, fail_on_regression, config=not ignore_config)
 
 
 @app.command(name="list")

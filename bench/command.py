@@ -244,6 +244,11 @@ def _measure(
         note(f"no GPU in use ({device.name}): {show.NO_GPU}")
     runner = prepare(device, options, asked.remeasure_peaks)
     record = device_record(device, dict(runner.peaks), runner.driver)
+    if existing is not None and existing.device.get("name") != device.name:
+        raise UsageError(
+            f"--append -o {asked.output}: it was measured on {existing.device.get('name')}, "
+            f"this is {device.name}"
+        )
     rows: list[Row] = []
     interrupted = False
     try:

@@ -146,7 +146,7 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
     """
     if not names:
         raise UsageError(f"which op? expected one of {', '.join(ops.names())}, or all")
-    every = [name for n in names for name in (ops.names() if n == "all" else (n,))]
+    every = [name for n in parse_list(names) for name in (ops.names() if n == "all" else (n,))]
     return [ops.get(name) for name in dict.fromkeys(every)]
 
 

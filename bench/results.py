@@ -87,7 +87,7 @@ class Row:
 
     def key(self, config: bool = True) -> str:
         """What makes two rows measurements of the same thing."""
-        parts = [self.op, self.kernel, self.problem, self.config if config else None]
+        parts = [self.op, self.kernel, self.problem, self.data, self.config if config else None]
         return json.dumps(parts, sort_keys=True)
 
 

@@ -44,7 +44,7 @@ class Options:
     rounds: int = 20
     sample_ms: float = 2.0
     budget_s: float = 30.0
-    power_ms: float = 300.0
+    power_ms: float = 200.0
     recheck: bool = True
     debug: bool = False
 

@@ -1,0 +1,212 @@
+"""Charts of rows: time and rate against size for each kernel and peer, and the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jetfire.bench import show
+from jetfire.bench.results import Row
+
+# Okabe and Ito's palette, which colour-blind readers tell apart; kernels first, then peers.
+KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
+PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
+MARKERS = "osD^vP*X"
+DIMS = ("m", "n", "k")
+
+
+@dataclass(frozen=True)
+class Series:
+    """The points of one kernel (at one block, rounding, …), or of one peer."""
+
+    label: str
+    role: str
+    rows: tuple[Row, ...]
+
+
+def series_of(rows: Sequence[Row]) -> list[Series]:
+    """One op's rows as series: kernels apart by every field that varies, peers by name alone."""
+    timed = [row for row in rows if row.ms is not None]
+    _, differing = show.varying(timed) if timed else ({}, [])
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in timed:
+        fields = [f"{n} {row.problem.get(n)}" for n in differing] if row.role == "kernel" else []
+        found.setdefault((row.role, ", ".join([row.kernel, *fields])), []).append(row)
+    ordered = sorted(found.items(), key=lambda item: item[0][0] != "kernel")
+    return [Series(label, role, tuple(members)) for (role, label), members in ordered]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where a shape stands on the x axis: at a size, or at its place in a list of shapes."""
+
+    label: str
+    position: Mapping[tuple[int, ...], float]
+    ticks: Mapping[float, str]
+    numeric: bool
+
+
+def shape_of(row: Row) -> tuple[int, ...]:
+    return tuple(row.problem[dim] for dim in DIMS if dim in row.problem)
+
+
+def axis_of(rows: Sequence[Row]) -> Axis:
+    """A size axis where one dimension, or all together, tells the shapes apart; else a list."""
+    shapes = sorted({shape_of(row) for row in rows})
+    dims = [dim for dim in DIMS if dim in rows[0].problem]
+    moving = [i for i in range(len(dims)) if len({shape[i] for shape in shapes}) > 1]
+    together = all(len({shape[i] for i in moving}) == 1 for shape in shapes if moving)
+    if len(shapes) > 1 and together:
+        fixed = [f"{dims[i]} = {shapes[0][i]}" for i in range(len(dims)) if i not in moving]
+        label = " = ".join(dims[i] for i in moving) + (f"   ({', '.join(fixed)})" if fixed else "")
+        position = {shape: float(shape[moving[0]]) for shape in shapes}
+        return Axis(label, position, {x: f"{x:.0f}" for x in position.values()}, True)
+    position = {shape: float(i) for i, shape in enumerate(shapes)}
+    texts = {position[shape]: "×".join(map(str, shape)) for shape in shapes}
+    return Axis("×".join(dims), position, texts, False)
+
+
+def _points(
+    series: Series, axis: Axis, value: Callable[[Row], float | None]
+) -> tuple[list[float], list[float]]:
+    """x and y; where several rows share a shape (a peer beside each block), their median."""
+    at: dict[float, list[float]] = {}
+    for row in series.rows:
+        y = value(row)
+        if y is not None:
+            at.setdefault(axis.position[shape_of(row)], []).append(y)
+    return sorted(at), [median(at[x]) for x in sorted(at)]
+
+
+def _style(index: int, peers_before: int, series: Series) -> dict[str, Any]:
+    if series.role == "kernel":
+        return {
+            "color": KERNEL_COLOURS[index % len(KERNEL_COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)], "markersize": 6, "linewidth": 2, "zorder": 3,
+        }  # fmt: skip
+    return {
+        "color": PEER_COLOURS[peers_before % len(PEER_COLOURS)], "linestyle": "--",
+        "marker": MARKERS[peers_before % len(MARKERS)], "markersize": 4,
+        "markerfacecolor": "white", "linewidth": 1.2, "zorder": 2,
+    }  # fmt: skip
+
+
+def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
+    kernels = sum(s.role == "kernel" for s in series)
+    return [_style(i, i - kernels, s) for i, s in enumerate(series)]
+
+
+def _draw(
+    ax: Axes, series: Sequence[Series], axis: Axis, value: Callable[[Row], float | None]
+) -> None:
+    for one, style in zip(series, _styles(series), strict=True):
+        xs, ys = _points(one, axis, value)
+        line = style if axis.numeric else {**style, "linestyle": ""}
+        ax.plot(xs, ys, label=one.label, **line)
+    if axis.numeric:
+        ax.set_xscale("log", base=2)
+    ax.set_xticks(list(axis.ticks), list(axis.ticks.values()))
+    ax.minorticks_off()
+    if not axis.numeric or len(axis.ticks) > 6:
+        ax.tick_params(axis="x", rotation=45)
+    if not axis.numeric:
+        ax.margins(x=0.08 if len(axis.ticks) > 1 else 0.5)
+    ax.set_xlabel(axis.label)
+    _plain(ax)
+
+
+def _plain(ax: Axes) -> None:
+    ax.grid(True, color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _ceiling(ax: Axes, y: float, text: str) -> None:
+    ax.axhline(y, color="#999999", linewidth=1, linestyle=":", zorder=1)
+    ax.annotate(text, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+
+
+def _time(ax: Axes, series: Sequence[Series], axis: Axis) -> None:
+    _draw(ax, series, axis, lambda row: row.ms and row.ms * 1e3)
+    ax.set_yscale("log")
+    ax.set_ylabel("time, µs")
+
+
+def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, Any]) -> None:
+    compute = any(row.tflops is not None for s in series for row in s.rows)
+    _draw(ax, series, axis, lambda row: row.tflops if compute else row.gbps)
+    ax.set_ylabel("TFLOP/s" if compute else "GB/s (fewest bytes / time)")
+    names = {"int8_tops": "INT8", "bf16_tflops": "BF16"} if compute else {"copy_gbps": "copy"}
+    for name, text in names.items():
+        if name in peaks:
+            _ceiling(ax, peaks[name], f"{text} peak, measured: {peaks[name]:.4g}")
+    ax.set_ylim(bottom=0)
+
+
+def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> None:
+    """TFLOP/s against operations a byte, under the measured ceilings."""
+    peak, slope = peaks["int8_tops"], peaks["copy_gbps"] / 1e3  # TFLOP/s, TB/s
+    intensities = []
+    for one, style in zip(series, _styles(series), strict=True):
+        rows = [row for row in one.rows if row.tflops and row.gbps]
+        xs = [1e3 * (row.tflops or 0) / (row.gbps or 1) for row in rows]
+        intensities += xs
+        ax.plot(xs, [row.tflops or 0 for row in rows], **{**style, "linestyle": ""})
+    low = min(*intensities, peak / slope) / 4
+    high = max(*intensities, peak / slope) * 2
+    ax.plot([low, peak / slope, high], [low * slope, peak, peak], color="#333333", linewidth=1.5)
+    ax.annotate(f"INT8 peak {peak:.4g}", (low, peak), xytext=(0, -3), va="top",
+                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+    ax.annotate(f"copy {slope * 1e3:.4g} GB/s", (low, low * slope), xytext=(12, 0), va="top",
+                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("operations a byte (fewest bytes)")
+    ax.set_ylabel("TFLOP/s")
+    _plain(ax)
+
+
+def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
+    """A line of charts for each op."""
+    parts = [part for part in show.by_op(rows) if any(row.ms is not None for row in part)]
+    peaks = device.get("peaks") or {}
+    fig = Figure(figsize=(17, 5.2 * len(parts)), layout="constrained")
+    subfigures = fig.subfigures(len(parts), 1, squeeze=False)[:, 0]
+    for sub, part in zip(subfigures, parts, strict=True):
+        series = series_of(part)
+        axis = axis_of([row for one in series for row in one.rows])
+        compute = {"int8_tops", "copy_gbps"} <= set(peaks) and any(row.tflops for row in part)
+        shared, _ = show.varying(part)
+        sub.suptitle(f"{part[0].op}   {show.problem_text(shared)}\n{_where(device)}", fontsize=11)
+        axes = sub.subplots(1, 3 if compute else 2)
+        _time(axes[0], series, axis)
+        _rate(axes[1], series, axis, peaks)
+        if compute:
+            _roofline(axes[2], series, peaks)
+        handles, labels = axes[0].get_legend_handles_labels()
+        sub.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    return fig
+
+
+def _where(device: Mapping[str, Any]) -> str:
+    cpu = f" – {show.NO_GPU}" if device.get("kind") == "cpu" else ""
+    return f"{device.get('name')}{cpu}"
+
+
+def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:
+    """Draw the rows to a .png, .svg or .pdf file, equal bytes for equal rows."""
+    if not any(row.ms is not None for row in rows):
+        return
+    metadata: dict[str, Any] = {}
+    if path.suffix == ".svg":
+        metadata = {"Date": None, "Description": description}
+    with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
+        figure(rows, device).savefig(path, dpi=120, metadata=metadata)
