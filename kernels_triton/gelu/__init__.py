@@ -12,13 +12,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import STREAM_ROUNDING, random_u16, spread
+from jetfire.kernels_triton.common import STREAM_ROUNDING, spread
 from jetfire.kernels_triton.gelu.packed import (
     block_amax,
     codes_nearest,
     codes_stochastic,
     codes_to_floats,
     exp2_fast,
+    random_128,
     reciprocal_fast,
 )
 from jetfire.kernels_triton.tiles import (
@@ -122,11 +123,12 @@ def gelu_kernel(
     usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
     zero = whole < 7.888609052210118e-31
     scale = tl.where(usable, whole / 127.0, tl.where(zero, 0.0, float("nan")))
-    safe = tl.where(usable, amax, 127.0)
-    multiplier = tl.where(usable, tl.div_rn(tl.full(amax.shape, 127.0, tl.float32), safe), 0.0)
+    # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
+    most = 126.99997 if STOCHASTIC else 127.0
+    multiplier = tl.where(usable, most / tl.where(usable, amax, 127.0), 0.0)
     if STOCHASTIC:
-        bits = random_u16(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
-        q = codes_stochastic(value, spread(multiplier, BLOCK), bits)
+        draws = random_128(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
+        q = codes_stochastic(value, spread(multiplier, BLOCK), draws)
     else:
         q = codes_nearest(value, spread(multiplier, BLOCK))
     store_quantised(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax
+from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, random_words
 
 # A byte b under the high bytes of 2^23 reads as 8388608 + b; codes become bytes by adding 128.
 _TO_FLOATS = tl.constexpr("""{
@@ -36,22 +36,34 @@ prmt.b32 low, p0, p1, 0x0040;
 prmt.b32 high, p2, p3, 0x0040;
 prmt.b32 $0, low, high, 0x5410;
 }""")
-# The product in units of 2^-15 (|p| ≤ 127 fits beside 1.5·2^23), doubled, plus 16 random bits: the
-# floor of the sum is its third byte, with the top bit flipped by the 1.5.
+# Low and high half-words under the exponent of 128; the constant is a register, once for eight.
+_HALVES = tl.constexpr("""{
+.reg .b32 top;
+mov.b32 top, 0x4300;
+prmt.b32 $0, $8, top, 0x5410;
+prmt.b32 $1, $9, top, 0x5410;
+prmt.b32 $2, $10, top, 0x5410;
+prmt.b32 $3, $11, top, 0x5410;
+prmt.b32 $4, $8, top, 0x5432;
+prmt.b32 $5, $9, top, 0x5432;
+prmt.b32 $6, $10, top, 0x5432;
+prmt.b32 $7, $11, top, 0x5432;
+}""")
+# 128 + u + p lies in [1, 256), so rounding it down onto 1.5·2^23 − 128 leaves floor(p + u) there.
 _STOCHASTIC = tl.constexpr("""{
-.reg .b32 p<4>, low, high;
-fma.rn.f32 p0, $1, $5, 0f4B400000;
-fma.rn.f32 p1, $2, $6, 0f4B400000;
-fma.rn.f32 p2, $3, $7, 0f4B400000;
-fma.rn.f32 p3, $4, $8, 0f4B400000;
-mad.lo.u32 p0, p0, 2, $9;
-mad.lo.u32 p1, p1, 2, $10;
-mad.lo.u32 p2, p2, 2, $11;
-mad.lo.u32 p3, p3, 2, $12;
-prmt.b32 low, p0, p1, 0x0062;
-prmt.b32 high, p2, p3, 0x0062;
-prmt.b32 low, low, high, 0x5410;
-xor.b32 $0, low, 0x80808080;
+.reg .f32 p<4>;
+.reg .b32 r<4>, low, high;
+fma.rn.f32 p0, $1, $5, $9;
+fma.rn.f32 p1, $2, $6, $10;
+fma.rn.f32 p2, $3, $7, $11;
+fma.rn.f32 p3, $4, $8, $12;
+add.rm.f32 r0, p0, 0f4B3FFF80;
+add.rm.f32 r1, p1, 0f4B3FFF80;
+add.rm.f32 r2, p2, 0f4B3FFF80;
+add.rm.f32 r3, p3, 0f4B3FFF80;
+prmt.b32 low, r0, r1, 0x0040;
+prmt.b32 high, r2, r3, 0x0040;
+prmt.b32 $0, low, high, 0x5410;
 }""")
 
 
@@ -76,18 +88,34 @@ def codes_nearest(x, multiplier):
 
 
 @triton.jit
-def codes_stochastic(x, multiplier, bits):
-    """floor(x·multiplier + bits/2^16) as int8, the product rounded to a multiple of 2^-15.
+def random_128(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
+    """128 + u, u the sixteen-bit draws in [0, 1) of jetfire.reference.philox: fp32 [R, C].
 
-    For finite |x·multiplier| ≤ 127 and bits in [0, 2^16).
+    Sixteen bits under the exponent of 128: one byte permute a draw. col0 is a multiple of 8.
     """
-    fine = multiplier * 32768.0
+    w0, w1, w2, w3 = random_words(seed, row0, col0, R, C, stream)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     if INTERPRETED:
-        fixed = (x * fine + 12582912.0).to(tl.int32, bitcast=True)
-        return ((fixed * 2 + bits) >> 16 ^ 0x80).to(tl.int8)
+        low, high = (words & 0xFFFF) | 0x43000000, (words >> 16) | 0x43000000
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.uint32, tl.uint32),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    return tl.reshape(tl.join(low, high), (R, C)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes_stochastic(x, multiplier, draws):
+    """floor(x·multiplier + u) as int8, the sum rounded to 2^-16; draws are 128 + u.
+
+    For |x·multiplier| < 127: at -127 and a little more the floor would be -128.
+    """
+    if INTERPRETED:
+        return tl.floor(tl.fma(x, multiplier, draws) - 128.0).to(tl.int8)
     return tl.inline_asm_elementwise(
-        _STOCHASTIC, "=r,f,f,f,f,f,f,f,f,r,r,r,r", [x, fine, bits], dtype=tl.int8, is_pure=True,
-        pack=4,
+        _STOCHASTIC, "=r,f,f,f,f,f,f,f,f,f,f,f,f", [x, multiplier, draws], dtype=tl.int8,
+        is_pure=True, pack=4,
     )  # fmt: skip
 
 
