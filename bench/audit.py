@@ -1,4 +1,4 @@
-"""`jetfire audit`: registers, spills and matrix instructions of Triton kernels, from any machine."""
+"""`jetfire audit`: registers, spills and matrix instructions of Triton kernels, on any machine."""
 
 from __future__ import annotations
 

@@ -126,8 +126,9 @@ def _compiled(eager_fn: Thunk) -> Thunk:
 def _copy(nbytes: int, device: torch.device) -> Thunk:
     import torch
 
-    half = max(1, nbytes // 2)
-    source = torch.empty(half, dtype=torch.int8, device=device).random_()
+    # Whole 16-byte words: torch copies an odd number of bytes at 60% of the speed (H200).
+    words = -(-nbytes // 32)
+    source = torch.empty(2 * words, dtype=torch.int64, device=device).random_()
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
