@@ -99,6 +99,14 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the rows: .png, .svg or .pdf.")
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The committed measurements, instead of OP: results, or a part of it: targets, "
+            "gemm, elementwise.",
+        ),
+    ] = None,
     list_: Annotated[
         bool, typer.Option("--list", help="List ops, kernels, workloads, peers; measure nothing.")
     ] = False,
@@ -131,7 +139,7 @@ def bench(
             mode=tuple(mode or ("fwd",)), settings=set_ or (), kernels=kernel or (),
             config=config or (), peers=peer or (), data=data, device=device, format=format_,
             output=output, append=append, plot=plot, dry_run=dry_run, seed=seed, rounds=rounds,
-            remeasure_peaks=remeasure_peaks, debug=debug,
+            remeasure_peaks=remeasure_peaks, suite=suite, debug=debug,
         )
     )  # fmt: skip
 
@@ -166,7 +174,7 @@ def list_command(debug: Debug = False) -> None:
 def _parse_error(error: Any) -> str:
     """Typer's usage error as one line with what was given and what is accepted."""
     context = getattr(error, "ctx", None)
-    known = getattr(context, "command", None)
+    known: Any = getattr(context, "command", None)
     option = getattr(error, "option_name", None)
     text = " ".join(str(error.format_message()).split())
     if type(error).__name__ == "NoSuchOption" and known is not None:
@@ -191,8 +199,8 @@ def _fail(message: str, code: int) -> int:
 def execute(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run `jetfire` or one of its commands and return the exit code; every error ends here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    group = typer.main.get_command(app)
-    target: Any = group if command is None else group.commands[command]  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    target = group if command is None else group.commands[command]
     name = "jetfire" if command is None else f"jetfire-{command}"
     if command is None and not words:
         words = ["--help"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,12 @@ from jetfire.bench.results import Results, Row, check_writable, write_text
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
-    from jetfire.bench.runner import Options
+    from jetfire.bench.runner import Options, Runner
     from jetfire.ops.device import Device
 
+    Work = tuple[Case, Options]
+
+SAVE_S = 2.0  # a file of 2000 rows takes 50 ms to write: not after each of 500 problems
 FORMATS = ("table", "json", "csv", "md")
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -48,6 +52,7 @@ class Asked:
     seed: int = 0
     rounds: int | None = None
     remeasure_peaks: bool = False
+    suite: str | None = None
     debug: bool = False
 
 
@@ -69,27 +74,49 @@ def bench(asked: Asked) -> None:
         JetfireError: with the exit code of what went wrong; results so far are shown and saved.
     """
     kind = _file_format(asked)
-    plan.choose_ops(asked.ops)
-    request = _request(asked)
     existing = _existing(asked)
+    request = None if asked.suite is not None else _request(asked)
+    if asked.suite is not None:
+        _check_suite(asked)
     from jetfire.ops.device import Device
 
     device = Device.parse(asked.device)
-    if not request.workload and "m" not in request.sizes:
-        default = 4096 if device.kind == "cuda" else 512
-        request = replace(request, sizes={**request.sizes, "m": [default]})
-    from jetfire.bench import runner
+    from jetfire.bench import runner, suite
 
-    cases = plan.cases(request, note)
     options = _options(asked, device)
-    runner.check_options(cases, options)
+    if request is None:
+        work = suite.cases(str(asked.suite), options)
+    else:
+        work = [(case, options) for case in plan.cases(_sized(request, device), note)]
+    runner.check_options([case for case, _ in work], options)
     if asked.dry_run:
-        _dry_run(cases, device, options)
+        _dry_run(work, device)
         return
-    _measure(asked, cases, device, options, existing, kind)
+    _measure(asked, work, device, existing, kind)
+
+
+def _sized(request: Request, device: Device) -> Request:
+    """With a size for the device where none was given."""
+    if request.workload or "m" in request.sizes:
+        return request
+    default = 4096 if device.kind == "cuda" else 512
+    return replace(request, sizes={**request.sizes, "m": [default]})
+
+
+def _check_suite(asked: Asked) -> None:
+    from jetfire.bench import suite
+
+    suite.entries(str(asked.suite))
+    chosen = (asked.ops, asked.m, asked.n, asked.k, asked.workload, asked.block, asked.settings,
+              asked.kernels, asked.config, asked.peers, asked.rounds)  # fmt: skip
+    if any(chosen) or asked.mode != ("fwd",):
+        raise UsageError(
+            f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
+        )
 
 
 def _request(asked: Asked) -> Request:
+    plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", text) for d, text in given.items() if text is not None}
     if asked.workload is not None:
@@ -175,14 +202,15 @@ def _options(asked: Asked, device: Device) -> Options:
     )
 
 
-def _dry_run(cases: Sequence[Case], device: Device, options: Options) -> None:
+def _dry_run(work: Sequence[Work], device: Device) -> None:
     """What would be measured: a line for each kernel of each problem, or why it is left out."""
     from jetfire.bench import runner
 
-    print(f"{device.label}: {len(cases)} problems, {options.rounds} samples each")
-    for case in cases:
+    print(f"{device.label}: {len(work)} problems")
+    for case, options in work:
         gib = runner.memory_needed(case, device) / 2**30
-        print(f"{case}: {runner.sets_of(case, device)} sets of inputs, {gib:.2f} GiB")
+        sets = runner.sets_of(case, device)
+        print(f"{case}: {sets} sets of inputs, {gib:.2f} GiB, {options.rounds} samples a row")
         for choice in runner.choices(case, device, options):
             if choice.reason is None:
                 config = plan_text(choice.config.as_dict())
@@ -234,15 +262,14 @@ def _version(package: str) -> str | None:
 
 
 def _measure(
-    asked: Asked, cases: Sequence[Case], device: Device, options: Options,
-    existing: Results | None, kind: str | None,
-) -> None:  # fmt: skip
+    asked: Asked, work: Sequence[Work], device: Device, existing: Results | None, kind: str | None
+) -> None:
     from jetfire.bench import show
     from jetfire.bench.progress import watch
 
     if device.kind == "cpu":
         note(f"no GPU in use ({device.name}): {show.NO_GPU}")
-    runner = prepare(device, options, asked.remeasure_peaks)
+    runner = prepare(device, work[0][1], asked.remeasure_peaks)
     record = device_record(device, dict(runner.peaks), runner.driver)
     if existing is not None and existing.device.get("name") != device.name:
         raise UsageError(
@@ -250,17 +277,20 @@ def _measure(
             f"this is {device.name}"
         )
     rows: list[Row] = []
+    saved = time.monotonic()
     interrupted = False
     try:
-        for case in watch(cases):
-            rows += runner.measure(case)
-            _save(asked, record, rows, existing, kind)
+        for case, options in watch(work, lambda item: item[0]):
+            rows += runner.measure(case, options)
+            if time.monotonic() - saved > SAVE_S:
+                _save(asked, record, rows, existing, kind)
+                saved = time.monotonic()
     except KeyboardInterrupt:
         interrupted = True
     finally:
         if rows:
             _save(asked, record, rows, existing, kind)
-            _print(asked, device, rows, record, replay(asked, cases), kind)
+            _print(asked, rows, record, replay(asked, work[0][0]), kind)
             if asked.plot is not None:
                 from jetfire.bench.plot import plot
 
@@ -268,7 +298,7 @@ def _measure(
     _finish(rows, interrupted)
 
 
-def prepare(device: Device, options: Options, remeasure: bool = False) -> Any:
+def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner:
     """A runner with the device's peaks."""
     from jetfire.bench import peaks
     from jetfire.bench.nvml import Nvml
@@ -331,9 +361,8 @@ def device_title(device: dict[str, Any]) -> str:
 
 
 def _print(
-    asked: Asked, device: Device, rows: Sequence[Row], record: dict[str, Any], command: str,
-    kind: str | None,
-) -> None:  # fmt: skip
+    asked: Asked, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
+) -> None:
     from jetfire.bench import show
 
     shown = "table" if kind is not None else (asked.format or "table")
@@ -350,13 +379,15 @@ def _print(
     console.print(command, soft_wrap=True, style="dim", markup=False)
 
 
-def replay(asked: Asked, cases: Sequence[Case]) -> str:
+def replay(asked: Asked, first: Case) -> str:
     """One command line that measures the same again."""
     words = ["jetfire", "bench", *plan.parse_list(asked.ops)]
-    if asked.workload is not None:
+    if asked.suite is not None:
+        words += ["--suite", asked.suite]
+    elif asked.workload is not None:
         words += ["--workload", asked.workload]
     else:
-        words += ["--m", asked.m or str(cases[0].problem.m)]
+        words += ["--m", asked.m or str(first.problem.m)]
     pairs = [("--n", asked.n), ("--k", asked.k)]
     pairs += [("--block", ",".join(plan.parse_list(asked.block)))]
     pairs += [("--mode", ",".join(plan.parse_list(asked.mode)))] if asked.mode != ("fwd",) else []

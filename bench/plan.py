@@ -122,7 +122,7 @@ def _shapes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     return found
 
 
-def _problems(op: Op, request: Request, mode: str) -> list[Any]:
+def _problems(op: Op, request: Request, mode: Any) -> list[Any]:
     known = _fields(op)
     values = {name: tried for name, tried in request.settings.items() if name in known}
     if "block" in known:
@@ -134,7 +134,7 @@ def _problems(op: Op, request: Request, mode: str) -> list[Any]:
         if shapes is None:
             found += workloads.problems(op, str(request.workload), mode, fields)
         else:
-            found += [p for s in shapes for p in op.problems(mode, {**fields, **s})]  # type: ignore[arg-type]
+            found += [p for s in shapes for p in op.problems(mode, {**fields, **s})]
     return found
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def watch(items: Sequence[T]) -> Iterator[T]:
+def watch(items: Sequence[T], label: Callable[[T], object] = str) -> Iterator[T]:
     """The items, each announced before it is worked on."""
     if not sys.stderr.isatty():
         for i, item in enumerate(items, 1):
-            print(f"[{i}/{len(items)}] {item}", file=sys.stderr, flush=True)
+            print(f"[{i}/{len(items)}] {label(item)}", file=sys.stderr, flush=True)
             yield item
         return
     from rich.console import Console
@@ -24,6 +24,6 @@ def watch(items: Sequence[T]) -> Iterator[T]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(items))
         for item in items:
-            progress.update(task, description=str(item))
+            progress.update(task, description=str(label(item)))
             yield item
             progress.advance(task)

@@ -92,7 +92,12 @@ class Row:
 
 
 def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Six digits are more than any measurement has; no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 @dataclass
@@ -114,12 +119,11 @@ class Results:
                 self.rows.append(row)
 
     def to_json(self) -> str:
-        content = {
-            "schema": SCHEMA,
-            "device": self.device,
-            "rows": [row.as_dict() for row in self.rows],
-        }
-        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+        """A row a line, so that a file of two thousand can be read and compared."""
+        rows = [json.dumps(row.as_dict(), allow_nan=False) for row in self.rows]
+        device = json.dumps(_finite(self.device), indent=1, allow_nan=False)
+        lines = ",\n".join(rows)
+        return f'{{"schema": {SCHEMA},\n"device": {device},\n"rows": [\n{lines}\n]}}\n'
 
     def to_csv(self) -> str:
         """A row a line; the problem's and the config's fields as `problem.m`, `config.tile_m`, …"""

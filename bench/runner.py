@@ -61,13 +61,13 @@ class Choice:
 
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
     """The kernels of a problem, each with its config or the reason for a no."""
-    found = []
+    found: list[Choice] = []
     for name, kernel in ops.kernels(case.op.name).items():
         if options.kernels is not None and name not in options.kernels:
             continue
         if options.kernels is None and _interpreted(kernel, device):
-            reason = "Triton's interpreter is no GPU: --kernel triton times it all the same"
-            found.append(Choice(kernel, None, None, reason))
+            no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
+            found.append(Choice(kernel, None, None, no_gpu))
             continue
         config, profile = _config(kernel, case.problem, device, options)
         reason = kernel.legal(case.problem, config, device)
@@ -162,6 +162,7 @@ class Runner:
         self.note = note
         self.driver = driver
         self._noted: set[str] = set()
+        self._compiles = 0
         self.monitor = Nvml.open(device.torch_device)
         if device.kind == "cuda" and self.monitor is None:
             note("NVML cannot be reached: clock, power and throttling are left out")
@@ -172,8 +173,12 @@ class Runner:
             self._noted.add(text)
             self.note(text)
 
-    def measure(self, case: Case) -> list[Row]:
-        """Rows of every legal kernel, then of every peer; none where the problem does not fit."""
+    def measure(self, case: Case, options: Options | None = None) -> list[Row]:
+        """Rows of every legal kernel, then of every peer; none where the problem does not fit.
+
+        Options given replace the runner's, here and after.
+        """
+        self.options = options or self.options
         legal = []
         for choice in choices(case, self.device, self.options):
             if choice.reason is None:
@@ -195,7 +200,9 @@ class Runner:
             self.note(f"{case}: left out: out of memory")
             return []
         finally:
-            peer_ops.forget_compiled()
+            if self._compiles >= peer_ops.COMPILES:
+                peer_ops.forget_compiled()
+                self._compiles = 0
             if self.device.kind == "cuda":
                 torch.cuda.empty_cache()
 
@@ -289,6 +296,7 @@ class Runner:
             if wanted is not None and name not in wanted:
                 continue
             try:
+                self._compiles += name == "compile"
                 calls = [factory[name]() for factory in factories]
                 for call in calls[:1]:
                     call()

@@ -31,6 +31,9 @@ NAMES = {
 }
 
 
+COMPILES = 64  # problems that torch.compile takes before `forget_compiled` is due
+
+
 class Unsupported(Exception):
     """A peer does not take this shape or device; the message says why, in one line."""
 
@@ -118,8 +121,11 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
 
 def _compiled(eager_fn: Thunk) -> Thunk:
     import torch
+    import torch._dynamo
 
-    # fullgraph: an error rather than a quiet return to eager when Dynamo gives up on a function.
+    # Dynamo compiles a function for so many shapes; then fullgraph makes it an error rather than a
+    # quiet return to eager.
+    torch._dynamo.config.recompile_limit = max(COMPILES, torch._dynamo.config.recompile_limit)
     return torch.compile(eager_fn, fullgraph=True, dynamic=False)
 
 
@@ -148,7 +154,7 @@ def elementwise(eager_fn: Thunk, nbytes: int, device: torch.device) -> dict[str,
 
 
 def forget_compiled() -> None:
-    """Drop what torch.compile holds: Dynamo compiles one function for eight shapes and no more."""
+    """Drop what torch.compile holds, so that it takes `COMPILES` problems more."""
     import sys
 
     if "torch._dynamo" in sys.modules:

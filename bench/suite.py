@@ -1,0 +1,133 @@
+"""The committed measurements: what `docs/results/h200.json` holds, in parts of a few minutes each.
+
+`results` is all of it. The parts go into one file with `--append`:
+
+- ``targets``: every op at 8192×4096 and 8192×16384 in each rounding and layout, against
+  torch.compile, with power; the GEMM at 8192³ with each output.
+- ``gemm``: the GEMM over GPT-2's linear layers, forward and backward, and squares.
+- ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jetfire import ops
+from jetfire.bench import plan
+from jetfire.bench.plan import Case, Request
+from jetfire.ops import workloads
+from jetfire.ops.errors import UsageError
+
+if TYPE_CHECKING:
+    from jetfire.bench.runner import Options
+
+GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
+PARTS = ("targets", "gemm", "elementwise")
+NAMES = ("results", *PARTS)
+# torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
+COMPILED = ("eager", "compile", "copy")
+GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Requests that are measured alike.
+
+    Attributes:
+        peers: the peers to time; None is all.
+        rounds, power_ms: as in `jetfire.bench.runner.Options`.
+    """
+
+    request: Request
+    peers: Sequence[str] | None
+    rounds: int = 10
+    power_ms: float = 0.0
+
+
+def _elementwise() -> list[str]:
+    return [name for name in ops.names() if name != "gemm"]
+
+
+def _settings(op: str, mode: str) -> list[dict[str, list[str]]]:
+    """The roundings and layouts worth a row each: all of quantize's, one by one for the others."""
+    fields = ops.get(op).Problem.__dataclass_fields__
+    if op == "quantize":
+        return [{"rounding": ["nearest", "stochastic"], "layout": ["q", "qt", "both"]}]
+    base = {"rounding": ["stochastic" if mode == "bwd" else "nearest"]}
+    found = [base if "rounding" in fields else {}]
+    if "rounding" in fields and mode == "fwd":
+        found.append({"rounding": ["stochastic"]})
+    if "layout" in fields:
+        found.append({**found[0], "layout": ["both"]})
+    return found
+
+
+def _targets() -> list[Entry]:
+    found = []
+    for n in (4096, 16384):
+        for op in _elementwise():
+            for mode in ops.get(op).modes:
+                shape = {"m": [8192], "n": [n]}
+                for i, settings in enumerate(_settings(op, mode)):
+                    alone = Request([op], [mode], shape, settings=settings)
+                    if i == 0:
+                        first = replace(alone, blocks=["32"], settings=_firsts(settings))
+                        found.append(Entry(first, COMPILED, 20, 200.0))
+                    found.append(Entry(alone, ("copy",), 20))
+    square = {"m": [8192]}
+    found.append(Entry(Request(["gemm"], sizes=square), None, 20, 200.0))
+    roundings = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
+    found.append(Entry(Request(["gemm"], sizes=square, settings=roundings), ("cublas_bf16",)))
+    other = {"out": ["fp16", "fp32"]}
+    found.append(Entry(Request(["gemm"], sizes=square, settings=other), ("cublas_bf16",)))
+    return found
+
+
+def _firsts(settings: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: values[:1] for name, values in settings.items()}
+
+
+def _gemm() -> list[Entry]:
+    squares = Request(["gemm"], sizes={"m": workloads.SQUARES})
+    models = [Request(["gemm"], ["fwd", "bwd"], workload=name) for name in GPT2]
+    return [Entry(squares, None), *(Entry(request, GEMM_PEERS) for request in models)]
+
+
+def _small() -> list[Entry]:
+    both = ("fwd", "bwd")
+    names = _elementwise()
+    squares = Request(names, both, {"m": workloads.SQUARES}, blocks=["32"])
+    models = [Request(names, both, workload=name) for name in GPT2]
+    return [Entry(request, ("copy",)) for request in (squares, *models)]
+
+
+def entries(name: str) -> list[Entry]:
+    """A suite's entries.
+
+    Raises:
+        UsageError: there is no such suite.
+    """
+    parts = {"targets": _targets, "gemm": _gemm, "elementwise": _small}
+    if name == "results":
+        return [entry for part in PARTS for entry in parts[part]()]
+    if name not in parts:
+        raise UsageError(f"--suite {name}: expected one of {', '.join(NAMES)}")
+    return parts[name]()
+
+
+def _unsaid(text: str) -> None:
+    """That an op of a list has no backward needs no telling here."""
+
+
+def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
+    """Every problem of a suite once, with the options of the first entry that has it."""
+    found: dict[Case, Options] = {}
+    for entry in entries(name):
+        chosen = replace(
+            options, peers=entry.peers, rounds=entry.rounds, power_ms=entry.power_ms, recheck=False
+        )
+        for case in plan.cases(entry.request, _unsaid):
+            found.setdefault(case, chosen)
+    return list(found.items())
