@@ -171,6 +171,165 @@ def list_command(debug: Debug = False) -> None:
     print(command.listing())
 
 
+Sizes = Annotated[str | None, typer.Option(metavar="SIZES", help=f"As in bench: {Size}.")]
+Blocks = Annotated[list[str] | None, typer.Option(metavar="B,...", help="Block sizes.")]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=V,...", help="Any other problem field."),
+]
+Workload = Annotated[str | None, typer.Option(metavar="NAME", help="A model's shapes.")]
+ModeOption = Annotated[str, typer.Option(metavar="fwd|bwd", help="Direction.")]
+KernelNames = Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these kernels.")]
+DeviceName = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[int, typer.Option(parser=_integer("--seed"), metavar="INT", help="Seed.")]
+
+
+def _duration(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h``."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--budget {text}: expected a time such as 90, 90s, 10m or 1h")
+    return seconds
+
+
+def _asked(
+    op: list[str] | None, m: str | None, n: str | None, k: str | None, workload: str | None,
+    block: list[str] | None, mode: str, settings: list[str] | None, default_m: str,
+) -> Any:  # fmt: skip
+    """The problems of the shape options that several commands share."""
+    from jetfire.bench import command, plan
+
+    if workload is None and m is None:
+        m = default_m
+    asked = command.Asked(ops=op or (), m=m, n=n, k=k, workload=workload, block=block or (),
+                          mode=(mode,), settings=settings or ())  # fmt: skip
+    return plan.cases(command.request_of(asked), command.note)
+
+
+@app.command()
+def tune(
+    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, workload: Workload = None,
+    block: Blocks = None, mode: ModeOption = "fwd", set_: Setting = None,
+    kernel: KernelNames = None,
+    trials: Annotated[
+        int, typer.Option(parser=_integer("--trials"), metavar="INT", help="Configs a kernel.")
+    ] = 50,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
+    ] = "10m",
+    data: Annotated[str, typer.Option(metavar="NAME", help="The inputs' distribution.")] = "normal",
+    device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Search tile sizes on this device; the best are kept as a profile that bench and nn load."""
+    from jetfire.ops.device import Device
+    from jetfire.tuner import command
+
+    where = Device.parse(device)
+    default_m = "4096" if where.kind == "cuda" else "256"
+    cases = _asked(op, m, n, k, workload, block, mode, set_, default_m)
+    if trials < 1:
+        raise UsageError(f"--trials {trials}: expected at least 1")
+    command.tune(cases, kernel or (), where, trials, _duration(budget), seed, data)
+
+
+@app.command()
+def fuzz(
+    op: Ops = None, kernel: KernelNames = None,
+    examples: Annotated[
+        int, typer.Option(parser=_integer("--examples"), metavar="INT", help="A kernel.")
+    ] = 100,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
+    ] = "1h",
+    largest: Annotated[
+        int, typer.Option(parser=_integer("--largest"), metavar="INT", help="Largest size drawn.")
+    ] = 300,
+    replay: Annotated[
+        str | None, typer.Option(metavar="CASE", help="Run one printed case again.")
+    ] = None,
+    device: DeviceName = "auto",
+    interpreter: Annotated[
+        bool, typer.Option("--interpreter", help="Triton kernels on the CPU, interpreted.")
+    ] = False,
+    seed: Seed = 0, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Random problems, configs, values and strides against the reference; failures are shrunk."""
+    if interpreter:
+        os.environ["TRITON_INTERPRET"] = "1"
+        device = "cpu"
+    from jetfire import ops
+    from jetfire.fuzz import command
+    from jetfire.ops.device import Device
+
+    names = ops.names() if not op or "all" in op else [ops.get(name).name for name in op]
+    where = Device.parse(device)
+    command.run(names, kernel or (), where, examples, _duration(budget), seed, largest, replay)
+
+
+@app.command()
+def export(
+    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, block: Blocks = None,
+    mode: ModeOption = "fwd", set_: Setting = None,
+    kernel: Annotated[str, typer.Option(metavar="NAME", help="A Triton kernel.")] = "triton",
+    arch: Annotated[str, typer.Option(metavar="SM", help="Architecture, e.g. 90.")] = "90",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="A new or empty folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Write a kernel's machine code, launch contract and a loader that needs only the driver."""
+    from jetfire.bench.audit import capability_of
+    from jetfire.export import command
+
+    if output is None:
+        raise UsageError("export: expected -o DIR")
+    cases = _asked(op, m, n, k, None, block or ["32"], mode, set_, "4096")
+    command.run(cases, kernel, capability_of(arch), output)
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="tiny, gpt2-124m, …")],
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="bf16, int8-block32, int8-block64, int8-block128.")
+    ] = "int8-block32",
+    steps: Annotated[
+        int, typer.Option(parser=_integer("--steps"), metavar="INT", help="Optimizer steps.")
+    ] = 50,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text (Python's standard library's source).")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines.")] = None,
+    device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Train GPT-2 on bytes of text with INT8 linear layers."""
+    from jetfire.gpt2 import command
+    from jetfire.ops.device import Device
+
+    command.run(preset, recipe, Device.parse(device), steps, seed, data, log)
+
+
+@app.command()
+def audit(
+    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, block: Blocks = None,
+    mode: ModeOption = "fwd", set_: Setting = None, kernel: KernelNames = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(metavar="SM,...", help="Architectures (80,89,90,100).")
+    ] = None,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Compile Triton kernels for other architectures; show registers, spills, instructions."""
+    from jetfire.bench import audit as auditor
+    from jetfire.bench import plan
+
+    cases = _asked(op or ["all"], m, n, k, None, block, mode, set_, "4096")
+    auditor.run(cases, kernel or (), plan.parse_list(arch or ["80,89,90,100"]))
+
+
 def _parse_error(error: Any) -> str:
     """Typer's usage error as one line with what was given and what is accepted."""
     context = getattr(error, "ctx", None)
@@ -239,6 +398,26 @@ def main() -> None:
 def bench_main() -> None:
     """Console script `jetfire-bench`: the same function as `jetfire bench`."""
     run("bench")
+
+
+def tune_main() -> None:
+    """Console script `jetfire-tune`: the same function as `jetfire tune`."""
+    run("tune")
+
+
+def fuzz_main() -> None:
+    """Console script `jetfire-fuzz`: the same function as `jetfire fuzz`."""
+    run("fuzz")
+
+
+def export_main() -> None:
+    """Console script `jetfire-export`: the same function as `jetfire export`."""
+    run("export")
+
+
+def train_main() -> None:
+    """Console script `jetfire-train`: the same function as `jetfire train`."""
+    run("train")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from jetfire import ops
 from jetfire.bench.plan import Case
-from jetfire.ops.device import target_device
+from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel
 
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
@@ -29,32 +30,32 @@ def capability_of(text: str) -> tuple[int, int]:
 
 
 def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Sequence[str]) -> None:
-    """One row for every function that a kernel's default config launches, on stdout."""
+    """A table a problem: one row for every function that a kernel's default config launches."""
+    devices = [target_device(capability_of(text)) for text in architectures]
+    console = Console()
+    for case in cases:
+        table = Table(title=str(case), title_justify="left")
+        for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps",
+                       "instrs", "matrix"):  # fmt: skip
+            table.add_column(column, no_wrap=True)
+        for device in devices:
+            for kernel in ops.kernels(case.op.name).values():
+                if not kernel_names or kernel.name in kernel_names:
+                    _add_rows(table, case, kernel, device)
+        console.print(table)
+
+
+def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
     from jetfire.kernels_triton.crosscompile import audit, compile_launches
 
-    capabilities = [capability_of(text) for text in architectures]
-    table = Table(title="default configs, cross-compiled")
-    for column in ("arch", "problem", "kernel", "function", "regs", "spills", "shared", "warps",
-                   "instructions", "matrix"):  # fmt: skip
-        table.add_column(column, overflow="fold")
-    for capability in capabilities:
-        device = target_device(capability)
-        for case in cases:
-            for kernel in ops.kernels(case.op.name).values():
-                if kernel_names and kernel.name not in kernel_names:
-                    continue
-                config = kernel.default(case.problem, device)
-                if kernel.legal(case.problem, config, device) is not None:
-                    continue
-                launched = compile_launches(
-                    case.op.name, kernel.name, case.problem, config, capability
-                )
-                for found in map(audit, launched):
-                    matrix = {k: v for k, v in found.instructions.items() if k in MATRIX}
-                    table.add_row(
-                        device.name, str(case), kernel.name, found.name, str(found.registers),
-                        str(found.spills), str(found.shared_bytes), str(found.warps),
-                        str(sum(found.instructions.values())),
-                        " ".join(f"{k} {v}" for k, v in matrix.items()),
-                    )  # fmt: skip
-    Console().print(table)
+    config = kernel.default(case.problem, device)
+    if device.capability is None or kernel.legal(case.problem, config, device) is not None:
+        return
+    launched = compile_launches(case.op.name, kernel.name, case.problem, config, device.capability)
+    for found in map(audit, launched):
+        matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
+        table.add_row(
+            device.name, kernel.name, found.name, str(found.registers), str(found.spills),
+            str(found.shared_bytes), str(found.warps), str(sum(found.instructions.values())),
+            " ".join(matrix),
+        )  # fmt: skip

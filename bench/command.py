@@ -75,7 +75,7 @@ def bench(asked: Asked) -> None:
     """
     kind = _file_format(asked)
     existing = _existing(asked)
-    request = None if asked.suite is not None else _request(asked)
+    request = None if asked.suite is not None else request_of(asked)
     if asked.suite is not None:
         _check_suite(asked)
     from jetfire.ops.device import Device
@@ -115,7 +115,8 @@ def _check_suite(asked: Asked) -> None:
         )
 
 
-def _request(asked: Asked) -> Request:
+def request_of(asked: Asked) -> Request:
+    """The options that choose problems, parsed; UsageError says which is wrong."""
     plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", text) for d, text in given.items() if text is not None}

@@ -118,7 +118,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        value = float(loss)
+        value = loss.item()
         if not math.isfinite(value):
             raise JetfireError(f"loss is {value} at step {step}")
         optimizer.step()
