@@ -1,0 +1,61 @@
+"""What the CPU kernels share: their legality, and results copied into the outputs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Kernel, Tensors
+from jetfire.reference.quantize import quantize
+from jetfire.reference.transpose import transpose
+
+
+@dataclass(frozen=True)
+class NoConfig(Config):
+    """Nothing to choose."""
+
+
+class TorchKernel(Kernel):
+    """A kernel of vectorised torch operations, in fp32; each op's own computes a dict of results.
+
+    Results may hold more than the outputs that were asked for.
+    """
+
+    name = "torch"
+    Config = NoConfig
+
+    @abstractmethod
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        """The op's outputs by name."""
+
+    def legal(self, problem: Any, config: NoConfig, device: Device) -> str | None:
+        return None if device.kind == "cpu" else "runs on the CPU only"
+
+    def default(self, problem: Any, device: Device) -> NoConfig:
+        return NoConfig()
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return {}
+
+    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
+        with torch.no_grad():
+            results = self.compute(problem, inputs)
+            for name, out in outputs.items():
+                out.copy_(results[name])
+
+
+def with_transpose(q: torch.Tensor, scale: torch.Tensor) -> Tensors:
+    """``q, scale, qt, scale_t`` of codes and scales."""
+    qt, scale_t = transpose(q, scale)
+    return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+
+
+def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:
+    """A float tensor as ``q, scale, qt, scale_t``, rounded as the problem says."""
+    q, scale = quantize(value, problem.block, problem.rounding, inputs.get("seed"))
+    return with_transpose(q, scale)

@@ -1,0 +1,20 @@
+"""Codes and scales back to floats on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.kernels_cpu.common import TorchKernel
+from jetfire.ops.op import Tensors, float_dtype
+from jetfire.reference.dequantize import dequantize
+
+
+class TorchDequantize(TorchKernel):
+    op = "dequantize"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        dtype = float_dtype(problem.out)
+        return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
+
+
+KERNELS = (TorchDequantize(),)

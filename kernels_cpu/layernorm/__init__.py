@@ -1,0 +1,30 @@
+"""LayerNorm and its gradient on the CPU: the reference's formulas in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.kernels_cpu.common import TorchKernel, quantised
+from jetfire.ops.op import Tensors
+from jetfire.reference.dequantize import dequantize
+from jetfire.reference.layernorm import backward, forward, statistics
+
+
+class TorchLayerNorm(TorchKernel):
+    op = "layernorm"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        x = dequantize(inputs["x"], inputs["x_scale"], problem.block)
+        if problem.mode == "bwd":
+            dy = dequantize(inputs["dy"], inputs["dy_scale"], problem.block)
+            dx, dweight, dbias = backward(x, dy, inputs["weight"], inputs["mean"], inputs["rstd"])
+            return {**quantised(dx, problem, inputs), "dweight": dweight, "dbias": dbias}
+        if problem.stats == "given":
+            mean, rstd = inputs["mean"], inputs["rstd"]
+        else:
+            mean, rstd = statistics(x, problem.eps)
+        y = forward(x, mean, rstd, inputs["weight"], inputs["bias"])
+        return {**quantised(y, problem, inputs), "mean": mean, "rstd": rstd}
+
+
+KERNELS = (TorchLayerNorm(),)

@@ -1,0 +1,18 @@
+"""Per-block quantisation on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.kernels_cpu.common import TorchKernel, quantised
+from jetfire.ops.op import Tensors
+
+
+class TorchQuantize(TorchKernel):
+    op = "quantize"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        return quantised(inputs["x"], problem, inputs)
+
+
+KERNELS = (TorchQuantize(),)

@@ -1,0 +1,18 @@
+"""The quantised transpose on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.kernels_cpu.common import TorchKernel, with_transpose
+from jetfire.ops.op import Tensors
+
+
+class TorchTranspose(TorchKernel):
+    op = "transpose"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        return with_transpose(inputs["q"], inputs["scale"])
+
+
+KERNELS = (TorchTranspose(),)

@@ -1,0 +1,91 @@
+"""The CPU kernels of every op against the references, and that they are chosen on the CPU."""
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.run import choose, verify
+
+CPU = torch.device("cpu")
+FIELDS = {
+    "quantize": [
+        {"dtype": d, "rounding": r} for d in ("bf16", "fp32") for r in ("nearest", "stochastic")
+    ],
+    "dequantize": [{"out": out} for out in ("bf16", "fp16", "fp32")],
+    "transpose": [{}],
+    "gelu": [
+        {"mode": m, "approximate": a, "rounding": r}
+        for m in ("fwd", "bwd")
+        for a in ("tanh", "erf")
+        for r in ("nearest", "stochastic")
+    ],
+    "layernorm": [
+        {"mode": "fwd", "stats": "row"},
+        {"mode": "fwd", "stats": "given", "rounding": "stochastic"},
+        {"mode": "bwd", "rounding": "nearest"},
+        {"mode": "bwd", "rounding": "stochastic"},
+    ],
+    "add": [{"mode": m, "rounding": r} for m in ("fwd", "bwd") for r in ("nearest", "stochastic")],
+    "dropout": [{"mode": m, "p": p} for m in ("fwd", "bwd") for p in (0.0, 0.3)],
+}
+CASES = [
+    pytest.param(name, fields, id=f"{name}-{'-'.join(str(v) for v in fields.values())}")
+    for name, found in FIELDS.items()
+    for fields in found
+]
+
+
+def layouts(op):
+    """The op's layouts, as problem fields; it may have none."""
+    has = "layout" in op.Problem.__dataclass_fields__
+    return [{"layout": layout} for layout in ("q", "qt", "both")] if has else [{}]
+
+
+def check(op, problem, data):
+    inputs = op.inputs(problem, CPU, data=data)
+    kernel = ops.get_kernel(op.name, "torch")
+    config = kernel.default(problem, Device.of(torch.empty(0)))
+    result = verify(op, kernel, problem, config, inputs)
+    assert result.ok, f"{problem}: {result.message}"
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_matches_the_reference(name, fields):
+    op = ops.get(name)
+    for block, layout in zip((32, 64, 128), layouts(op) * 3, strict=False):
+        check(op, op.Problem(70, 200, block=block, **fields, **layout), "heavy")
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 127)])
+def test_ragged_shapes_and_every_layout(name, fields, m, n):
+    op = ops.get(name)
+    for layout in layouts(op):
+        check(op, op.Problem(m, n, **fields, **layout), "outlier")
+
+
+def test_gelu_at_extreme_scales():
+    """Where fp32's cubic and square overflow, and where every value is in the negative tail."""
+    from jetfire.reference.quantize import quantize
+
+    op = ops.get("gelu")
+    for magnitude in (1e-28, 3.0, 1e4, 1e13, 1e30):
+        q, scale = quantize(-magnitude * (1 + torch.rand(32, 96)), 32)
+        dy, dy_scale = quantize(torch.randn(32, 96), 32)
+        q[:, 64:] *= -1
+        for mode in ("fwd", "bwd"):
+            problem = op.Problem(32, 96, mode=mode)
+            kernel = ops.get_kernel("gelu", "torch")
+            inputs = {"x": q, "x_scale": scale, "dy": dy, "dy_scale": dy_scale}
+            result = verify(op, kernel, problem, kernel.Config(), inputs)
+            assert result.ok, f"{mode} {magnitude}: {result.message}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_chosen_on_the_cpu_and_only_there(name):
+    op = ops.get(name)
+    problem = op.Problem(32, 32)
+    kernel, config = choose(op, problem, Device(kind="cpu"))
+    assert kernel.name == "torch"
+    assert kernel.legal(problem, config, target_device((9, 0))) == "runs on the CPU only"
