@@ -98,7 +98,7 @@ def _values(annotation: Any, largest: int) -> st.SearchStrategy[Any]:
     if annotation is float:
         return st.sampled_from((1e-5, 0.1, 0.5, 0.9))
     ragged = [size for size in RAGGED if size <= largest]
-    return st.one_of(st.sampled_from(ragged), st.integers(1, largest))
+    return st.one_of(st.integers(1, largest), st.sampled_from(ragged))
 
 
 def _draw_case(data: st.DataObject, op: Op, kernel: Kernel, device: Device, largest: int) -> Case:
