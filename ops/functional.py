@@ -45,8 +45,6 @@ def _plan(
     name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
 ) -> tuple[Op, Any, Kernel, Any]:
     """Op, problem, kernel and config of a call; a model repeats few of them."""
-    if device.type not in ("cuda", "cpu"):
-        raise UsageError(f"int8_{name}: tensors on {device}, expected cuda or cpu")
     op = ops.get(name)
     problem = op.Problem.parse(dict(fields))
     kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
@@ -88,6 +86,8 @@ def _matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         raise UsageError(f"{name} is {str(x.dtype).removeprefix('torch.')}: expected {known}")
     if x.dim() != 2:
         raise UsageError(f"{name} has shape {tuple(x.shape)}: expected two dimensions")
+    if x.device.type not in ("cuda", "cpu"):
+        raise UsageError(f"{name} is on {x.device}: expected cuda or cpu")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise UsageError(
             f"{name} has strides {x.stride()}: expected a contiguous last dimension; "
