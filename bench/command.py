@@ -315,7 +315,7 @@ def _finish(rows: Sequence[Row], interrupted: bool) -> None:
     if interrupted:
         raise Interrupted(f"interrupted after {len(rows)} rows, shown and saved")
     if not any(row.role == "kernel" for row in rows):
-        raise UsageError("nothing was measured: no kernel takes these problems on this device")
+        raise UsageError("nothing was measured: every problem was left out, for the reasons above")
     if wrong:
         raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
 
@@ -374,7 +374,8 @@ def _print(
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for part in show.by_op(rows):
-        console.print(show.table(device_title(record), part, narrow=console.width < 110))
+        console.print(show.heading(device_title(record), part), soft_wrap=True)
+        console.print(show.table(part, narrow=console.width < 110))
     for line in show.footnotes(rows):
         console.print(line)
     console.print(command, soft_wrap=True, style="dim", markup=False)

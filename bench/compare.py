@@ -89,15 +89,14 @@ def match(before: Results, after: Results, config: bool = True) -> tuple[list[Pa
     return pairs, alone
 
 
-def table(pairs: Sequence[Pair], title: str) -> Table:
+def table(pairs: Sequence[Pair]) -> Table:
     """The pairs of one op, the worst first."""
     from rich import box
     from rich.table import Table
 
     rows = [pair.after for pair in pairs]
-    shared, differing = show.varying(rows)
-    heading = f"{rows[0].op} {show.problem_text(shared)}\n{title}"
-    made = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    _, differing = show.varying(rows)
+    made = Table(box=box.SIMPLE_HEAD)
     for name in ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", ""):
         made.add_column(
             name, justify="left" if name in ("problem", "kernel", "") else "right", no_wrap=True
@@ -137,7 +136,9 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     names = [str(r.device.get("name")) for r in (before, after)]
     title = f"{a} → {b} on {' → '.join(dict.fromkeys(names))}; ratio above 1 is slower"
     for op in dict.fromkeys(pair.after.op for pair in pairs):
-        console.print(table([pair for pair in pairs if pair.after.op == op], title))
+        part = [pair for pair in pairs if pair.after.op == op]
+        console.print(show.heading(title, [pair.after for pair in part]), soft_wrap=True)
+        console.print(table(part))
     if alone:
         console.print(f"{len(alone)} rows are in one file alone")
     if share is None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis as MplAxis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from jetfire.bench import show
 from jetfire.bench.results import Row
@@ -114,12 +116,34 @@ def _draw(
         ax.set_xscale("log", base=2)
     ax.set_xticks(list(axis.ticks), list(axis.ticks.values()))
     ax.minorticks_off()
-    if not axis.numeric or len(axis.ticks) > 6:
+    if len(axis.ticks) > 6 or not axis.numeric:
         ax.tick_params(axis="x", rotation=45)
     if not axis.numeric:
-        ax.margins(x=0.08 if len(axis.ticks) > 1 else 0.5)
+        ax.margins(x=0.08)
     ax.set_xlabel(axis.label)
     _plain(ax)
+
+
+def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | None]) -> None:
+    """One shape alone: a bar for each series, the first on top."""
+    for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
+        values = [y for row in one.rows if (y := value(row)) is not None]
+        if values:
+            bar = ax.barh(i, median(values), height=0.7, color=style["color"], zorder=2,
+                          alpha=1.0 if one.role == "kernel" else 0.45)  # fmt: skip
+            ax.bar_label(bar, fmt="%.4g", padding=3, fontsize=8)
+    ax.set_yticks(range(len(series)), [one.label for one in series])
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+    _plain(ax)
+    ax.grid(False, axis="y")
+
+
+def _readable(axis: MplAxis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}".replace(",", " ")))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _plain(ax: Axes) -> None:
@@ -135,15 +159,29 @@ def _ceiling(ax: Axes, y: float, text: str) -> None:
 
 
 def _time(ax: Axes, series: Sequence[Series], axis: Axis) -> None:
+    if len(axis.ticks) == 1:
+        _bars(ax, series, lambda row: row.ms and row.ms * 1e3)
+        ax.set_xlabel("time, µs")
+        return
     _draw(ax, series, axis, lambda row: row.ms and row.ms * 1e3)
     ax.set_yscale("log")
+    _readable(ax.yaxis)
     ax.set_ylabel("time, µs")
 
 
 def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, Any]) -> None:
     compute = any(row.tflops is not None for s in series for row in s.rows)
-    _draw(ax, series, axis, lambda row: row.tflops if compute else row.gbps)
-    ax.set_ylabel("TFLOP/s" if compute else "GB/s (fewest bytes / time)")
+    label = "TFLOP/s" if compute else "GB/s (fewest bytes / time)"
+
+    def value(row: Row) -> float | None:
+        return row.tflops if compute else row.gbps
+
+    if len(axis.ticks) == 1:
+        _bars(ax, series, value)
+        ax.set_xlabel(label)
+        return
+    _draw(ax, series, axis, value)
+    ax.set_ylabel(label)
     names = {"int8_tops": "INT8", "bf16_tflops": "BF16"} if compute else {"copy_gbps": "copy"}
     for name, text in names.items():
         if name in peaks:
@@ -169,6 +207,8 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
                 textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
+    _readable(ax.xaxis)
+    _readable(ax.yaxis)
     ax.set_xlabel("operations a byte (fewest bytes)")
     ax.set_ylabel("TFLOP/s")
     _plain(ax)

@@ -129,15 +129,20 @@ def _shown(rows: Sequence[Row], narrow: bool = False) -> list[int]:
     ]
 
 
-def table(title: str, rows: Sequence[Row], narrow: bool = False) -> Table:
+def heading(title: str, rows: Sequence[Row]) -> str:
+    """What stands above one op's table: what all its rows share, and the device."""
+    shared, _ = varying(rows)
+    return f"[bold]{rows[0].op} {problem_text(shared)}[/bold]\n{title}"
+
+
+def table(rows: Sequence[Row], narrow: bool = False) -> Table:
     """A Rich table of one op's rows, a section for each problem, the fastest marked."""
     from rich import box
     from rich.table import Table
 
     shown = _shown(rows, narrow)
-    shared, differing = varying(rows)
-    heading = f"{rows[0].op} {problem_text(shared)}\n{title}"
-    made = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    _, differing = varying(rows)
+    made = Table(box=box.SIMPLE_HEAD)
     for i in shown:
         made.add_column(HEADERS[i], justify="left" if i == 0 else "right", no_wrap=True)
     for _, problem, members in groups(rows):

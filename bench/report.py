@@ -1,0 +1,380 @@
+"""Tables and plots of a committed results file: `python -m jetfire.bench.report FILE.json`.
+
+Writes FILE.md and the FILE-*.svg beside it, and the README's table between its two markers. The
+same rows give the same bytes; `--check` writes nothing and fails if what stands there is stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jetfire.bench import show
+from jetfire.bench.results import Results, Row, write_text
+from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.workloads import MODELS
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+BLOCKS = (32, 64, 128)
+LARGE = ((8192, 4096), (8192, 16384))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Markdown table: a title, a line of explanation, the head and the rows of texts."""
+
+    title: str
+    text: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", self.text, ""] if self.title else []
+        lines.append("| " + " | ".join(self.head) + " |")
+        lines.append("|" + "---|" + "---:|" * (len(self.head) - 1))
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+
+def _timed(results: Results, op: str | None = None) -> list[Row]:
+    return [row for row in results.rows if row.ms is not None and (op is None or row.op == op)]
+
+
+def _fastest(rows: Iterable[Row]) -> Row | None:
+    return min(rows, key=lambda row: row.ms or 0.0, default=None)
+
+
+def _plain_gemm(row: Row) -> bool:
+    p = row.problem
+    return p["out"] == "bf16" and not p["bias"] and not p["accumulate"]
+
+
+def _kernel_names(rows: Iterable[Row], role: str) -> list[str]:
+    return list(dict.fromkeys(row.kernel for row in rows if row.role == role))
+
+
+def _cell(rows: Sequence[Row], value: Callable[[Row], float | None], digits: int = 0) -> str:
+    """The fastest row's value, or a dash where there is no row."""
+    row = _fastest(rows)
+    return "–" if row is None else show.number(value(row), digits)
+
+
+def gemm_squares(results: Results) -> Table | None:
+    """TFLOP/s of each kernel and block, and of each peer, by size."""
+    rows = [
+        row for row in _timed(results, "gemm")
+        if _plain_gemm(row) and row.problem["m"] == row.problem["n"] == row.problem["k"]
+    ]  # fmt: skip
+    sizes = sorted({row.problem["m"] for row in rows})
+    if not sizes:
+        return None
+
+    def at(size: int, name: str, block: int | None) -> list[Row]:
+        return [r for r in rows if r.problem["m"] == size and r.kernel == name
+                and block in (None, r.problem["block"])]  # fmt: skip
+
+    lines = [
+        [f"{name}, block {block}", *(_cell(at(s, name, block), lambda r: r.tflops) for s in sizes)]
+        for block in BLOCKS
+        for name in _kernel_names(rows, "kernel")
+        if any(at(size, name, block) for size in sizes)
+    ]
+    lines += [
+        [name, *(_cell(at(size, name, None), lambda r: r.tflops) for size in sizes)]
+        for name in _kernel_names(rows, "peer")
+    ]
+    text = "TFLOP/s, BF16 out, m = n = k. Peers: the fastest of their samples beside each block."
+    return Table("GEMM, squares", text, ["", *map(str, sizes)], lines)
+
+
+def gemm_outputs(results: Results) -> Table | None:
+    """What each output costs at 8192³."""
+    rows = [
+        row for row in _timed(results, "gemm")
+        if row.role == "kernel" and {row.problem[d] for d in "mnk"} == {8192}
+    ]  # fmt: skip
+    _, differing = show.varying(rows) if rows else ({}, [])
+    named = [name for name in differing if name != "block"]
+    kinds = list(dict.fromkeys(_fields(row, named) for row in rows))
+    if len(kinds) < 2:
+        return None
+    lines = []
+    for kind in kinds:
+        for name in _kernel_names(rows, "kernel"):
+            same = [row for row in rows if row.kernel == name and _fields(row, named) == kind]
+            by_block = [[r for r in same if r.problem["block"] == block] for block in BLOCKS]
+            if same:
+                texts = [_cell(part, lambda r: r.tflops) for part in by_block]
+                lines.append([f"{kind}, {name}", *texts])
+    head = ["", *(f"block {block}" for block in BLOCKS)]
+    return Table("GEMM 8192³, each output", "TFLOP/s.", head, lines)
+
+
+def _fields(row: Row, names: Sequence[str]) -> str:
+    return show.problem_text({name: row.problem[name] for name in names if name in row.problem})
+
+
+def _share(row: Row) -> str:
+    return "–" if row.roofline is None else f"{row.roofline:.0%}"
+
+
+def large(results: Results) -> Table | None:
+    """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
+    rows = [row for row in _timed(results) if row.op != "gemm" and _shape(row) in LARGE]
+    compiled = {
+        (row.op, row.problem.get("mode"), _shape(row)): row.ms
+        for row in rows
+        if row.kernel == "compile"
+    }
+    lines = []
+    for row in rows:
+        if row.role != "kernel":
+            continue
+        other = compiled.get((row.op, row.problem.get("mode"), _shape(row)))
+        settings = {n: v for n, v in row.problem.items()
+                    if n in ("block", "mode", "rounding", "layout")}  # fmt: skip
+        lines.append([
+            f"{row.op} {show.problem_text(settings)}", row.kernel,
+            f"{row.problem['m']}×{row.problem['n']}", show.number((row.ms or 0) * 1e3, 1),
+            show.number(row.gbps), _share(row),
+            "–" if other is None or row.ms is None else f"{other / row.ms:.2f}×",
+        ])  # fmt: skip
+    if not lines:
+        return None
+    text = (
+        "Bytes counted: inputs once and outputs once. The share is of the copy bandwidth measured "
+        "in the same run; `compile` is the op in BF16 under torch.compile, at the same shape."
+    )
+    head = ["", "kernel", "shape", "µs", "GB/s", "of copy", "faster than compile"]
+    return Table("Memory-bound ops, large shapes", text, head, lines)
+
+
+def _shape(row: Row) -> tuple[int, int]:
+    return row.problem["m"], row.problem["n"]
+
+
+def gemm_models(results: Results) -> Table | None:
+    """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
+    rows = [row for row in _timed(results, "gemm") if not row.problem["bias"]]
+    lines = []
+    for name, model in MODELS.items():
+        passes: list[tuple[str, list[dict[str, Any]]]] = [("fwd", []), ("dgrad", []), ("wgrad", [])]
+        for out, inp in model.linears():
+            m = model.tokens
+            passes[0][1].append({"m": m, "n": out, "k": inp, "out": "bf16"})
+            passes[1][1].append({"m": m, "n": inp, "k": out, "out": "bf16"})
+            passes[2][1].append({"m": out, "n": inp, "k": m, "out": "fp32"})
+        for label, problems in passes:
+            texts = [_ratio(rows, problems, block) for block in BLOCKS]
+            if any(text != "–" for text in texts):
+                lines.append([f"{name} {label}", *texts])
+    if not lines:
+        return None
+    head = ["", *(f"block {block}: ms, × cuBLAS BF16" for block in BLOCKS)]
+    text = (
+        "The four linear layers of one block, 8192 tokens: milliseconds together with the fastest "
+        "kernel for each, and cuBLAS BF16's time over that (its own output is BF16 for wgrad too)."
+    )
+    return Table("GEMM, GPT-2's layers", text, head, lines)
+
+
+def _ratio(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) -> str:
+    ours = theirs = 0.0
+    for problem in problems:
+        wanted = {**problem, "block": block}
+        same = [r for r in rows if wanted.items() <= r.problem.items()]
+        kernel = _fastest(row for row in same if row.role == "kernel")
+        peer = _fastest(row for row in same if row.kernel == "cublas_bf16")
+        if kernel is None or peer is None:
+            return "–"
+        ours += kernel.ms or 0.0
+        theirs += peer.ms or 0.0
+    return f"{ours:.3f}, {theirs / ours:.2f}×"
+
+
+def small_models(results: Results) -> Table | None:
+    """Memory-bound ops at the models' shapes: share of the copy bandwidth."""
+    rows = [row for row in _timed(results) if row.op != "gemm" and row.role == "kernel"]
+    lines = []
+    for op in dict.fromkeys(row.op for row in rows):
+        for mode in ("fwd", "bwd"):
+            same = [r for r in rows if r.op == op and r.problem.get("mode", "fwd") == mode
+                    and r.problem.get("layout", "q") == "q"
+                    and r.problem.get("rounding", "") in ("", _usual(mode))]  # fmt: skip
+            for width in sorted({r.problem["n"] for r in same if r.problem["m"] == 8192}):
+                here = [r for r in same if _shape(r) == (8192, width)]
+                texts = [_cell([r for r in here if r.problem["block"] == block],
+                               lambda r: r.roofline and 100 * r.roofline)
+                         for block in BLOCKS]  # fmt: skip
+                lines.append([f"{op} {mode} 8192×{width}", *texts])
+    if not lines:
+        return None
+    head = ["", *(f"block {block}, %" for block in BLOCKS)]
+    text = "Percent of the measured copy bandwidth, fastest kernel; layout q; bwd stochastic."
+    return Table("Memory-bound ops, GPT-2's shapes", text, head, lines)
+
+
+def _usual(mode: str) -> str:
+    return "stochastic" if mode == "bwd" else "nearest"
+
+
+def device_text(results: Results) -> str:
+    """What it was measured on, and the ceilings."""
+    device = results.device
+    peaks = device.get("peaks") or {}
+    how = peaks.get("how") or {}
+    units = {"copy_gbps": "GB/s", "int8_tops": "TOPS", "bf16_tflops": "TFLOP/s"}
+    lines = [
+        f"{device.get('name')}, driver {device.get('driver')}, CUDA {device.get('cuda')}, "
+        f"torch {device.get('torch')}, Triton {device.get('triton')}; {device.get('date')}.",
+        "",
+        "Every kernel was checked against its reference in the process that timed it. Times are "
+        "medians of CUDA-graph replays over rotating input sets (cold L2), kernels and peers "
+        "interleaved. Ceilings, measured on this device:",
+        "",
+    ]
+    lines += [f"- {peaks[n]:.4g} {u}: {how.get(n, n)}" for n, u in units.items() if n in peaks]
+    wrong = [row for row in results.rows if row.ok is False]
+    throttled = [row for row in results.rows if row.throttled]
+    if throttled:
+        share = len(throttled) / max(1, len(_timed(results)))
+        reasons = ", ".join(sorted({reason for row in throttled for reason in row.throttled or ()}))
+        lines += ["", f"The clock was held down in {share:.0%} of the rows ({reasons})."]
+    if wrong:
+        lines += ["", f"**{len(wrong)} rows are wrong and were not timed.**"]
+    return "\n".join(lines) + "\n"
+
+
+def page(results: Results, name: str, plots: Sequence[str]) -> str:
+    """The whole Markdown page."""
+    made = (gemm_squares, gemm_outputs, gemm_models, large, small_models)
+    tables = [table for make in made if (table := make(results)) is not None]
+    parts = [
+        f"# Results: {results.device.get('name')}\n",
+        f"<!-- Generated from {name} by `make report`; do not edit. -->\n",
+        device_text(results),
+        *(f"![{plot}]({plot})\n" for plot in plots),
+        *(table.markdown() for table in tables),
+    ]
+    return "\n".join(parts)
+
+
+def readme_table(results: Results) -> str:
+    """The README's short table: one line a claim."""
+    lines: list[list[str]] = []
+    for block in reversed(BLOCKS):
+        rows = [
+            row for row in _timed(results, "gemm")
+            if _plain_gemm(row) and {row.problem[d] for d in "mnk"} == {8192}
+            and row.problem["block"] == block
+        ]  # fmt: skip
+        best = _fastest(row for row in rows if row.role == "kernel")
+        if best is not None:
+            against = show.ratio_text(best)
+            lines.append([f"GEMM 8192³, block {block}", show.time_text(best.ms),
+                          show.rate_text(best), _share(best), against])  # fmt: skip
+    for row in _timed(results):
+        if row.op == "gemm" or row.role != "kernel" or _shape(row) != LARGE[0]:
+            continue
+        ratios = row.vs_peer or {}
+        if "compile" in ratios:
+            mode = f" {row.problem['mode']}" if "mode" in row.problem else ""
+            lines.append([f"{row.op}{mode} 8192×4096, block {row.problem['block']}",
+                          show.time_text(row.ms), show.rate_text(row), _share(row),
+                          show.ratio_text(row)])  # fmt: skip
+    return Table("", "", ["", "time", "rate", "of roofline", "faster than"], lines).markdown()
+
+
+def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
+    """Plot file name → its rows: the GEMM's squares, and every other op's in one chart."""
+    square = [r for r in _timed(results) if r.problem["m"] == r.problem["n"]]
+    gemm = [r for r in square if r.op == "gemm" and r.problem["k"] == r.problem["m"]]
+    rest = [
+        replace(
+            row, op="memory-bound ops", kernel=f"{row.op} {row.problem.get('mode', '')}".strip(),
+            problem={dim: row.problem[dim] for dim in ("m", "n")},
+        )
+        for row in square
+        if row.op != "gemm" and row.role == "kernel" and row.problem.get("layout", "q") == "q"
+        and row.problem.get("rounding", "") in ("", _usual(row.problem.get("mode", "fwd")))
+        and row.problem["block"] == 32
+    ]  # fmt: skip
+    gemm = [row for row in gemm if _plain_gemm(row)]
+    found = {f"{file.stem}-gemm.svg": gemm, f"{file.stem}-memory-bound.svg": rest}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _digest(rows: Sequence[Row], device: dict[str, Any]) -> str:
+    content = json.dumps([device, *(row.as_dict() for row in rows)], sort_keys=True)
+    return f"rows sha256 {hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def _with_table(readme: str, table: str) -> str:
+    """The README with its table replaced.
+
+    Raises:
+        UsageError: it has not the two markers.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UsageError(f"README.md: expected the markers {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table}{END}{after}"
+
+
+def report(file: Path, readme: Path | None, check: bool) -> list[Path]:
+    """Write (or with `check` only compare) everything made from a results file.
+
+    Returns:
+        The files that were not as they should be.
+    """
+    results = Results.load(file)
+    plots = _plots(results, file)
+    texts = {file.with_suffix(".md"): page(results, file.name, list(plots))}
+    if readme is not None:
+        texts[readme] = _with_table(readme.read_text(encoding="utf-8"), readme_table(results))
+    stale = [path for path, text in texts.items() if _read(path) != text]
+    # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
+    digests = {file.with_name(n): _digest(rows, results.device) for n, rows in plots.items()}
+    stale += [path for path, digest in digests.items() if digest not in _read(path)]
+    if not check:
+        for path in stale:
+            if path in texts:
+                write_text(path, texts[path])
+            else:
+                from jetfire.bench.plot import plot
+
+                plot(plots[path.name], results.device, path, digests[path])
+    return stale
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`report FILE.json [--readme README.md] [--check]`; exit code 1 if anything is stale."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m jetfire.bench.report", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--readme", type=Path, help="a page with the table's two markers")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if stale")
+    given = parser.parse_args(arguments)
+    try:
+        stale = report(given.file, given.readme, given.check)
+    except JetfireError as error:
+        print(f"jetfire: {error}", file=sys.stderr)
+        return error.exit_code
+    for path in stale:
+        print(f"{path}: {'stale' if given.check else 'written'}")
+    return 1 if stale and given.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
