@@ -55,6 +55,16 @@ def gemm(
 def gemm_float64(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """The same product in float64, each operand dequantised exactly; m×n float64."""
-    wide_a = dequantize(a, a_scale, block, torch.float64)
-    return wide_a @ dequantize(b, b_scale, block, torch.float64).t()
+    """The same product in float64, each operand dequantised exactly; m×n float64.
+
+    In slabs of rows, so that beside B and the result at most 2^26 numbers are held.
+    """
+    m, k = a.shape
+    c = torch.empty((m, b.shape[0]), dtype=torch.float64, device=a.device)
+    wide_b = dequantize(b, b_scale, block, torch.float64).t()
+    rows = block * max(1, (1 << 26) // (k * block))
+    for top in range(0, m, rows):
+        slab = slice(top, min(m, top + rows))
+        scale = a_scale[top // block : -(-slab.stop // block)]
+        torch.mm(dequantize(a[slab], scale, block, torch.float64), wide_b, out=c[slab])
+    return c
