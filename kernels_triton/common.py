@@ -87,20 +87,16 @@ def to_float(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def random_words(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """The four Philox words of every eight neighbours in a row: uint32 [R, C/8] each.
+def philox_words(seed, c0, c1, stream: tl.constexpr):
+    """The four words of Philox at counters (c0, c1, 0, stream), uint32 of one shape each.
 
-    As jetfire.reference.philox; col0 must be a multiple of 8. A product is taken in 64 bits: one
-    IMAD.WIDE where `tl.philox` takes an IMAD and an IMAD.HI.
+    As jetfire.reference.philox. A product is taken in 64 bits: one IMAD.WIDE where `tl.philox`
+    takes an IMAD and an IMAD.HI.
     """
     key = seed.to(tl.uint64)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    groups = (col0 // 8 + tl.arange(0, C // 8)).to(tl.uint32)
-    rows = (row0 + tl.arange(0, R)).to(tl.uint32)
-    c0 = tl.broadcast_to(groups[None, :], (R, C // 8))
-    c1 = tl.broadcast_to(rows[:, None], (R, C // 8))
-    c2 = tl.zeros((R, C // 8), tl.uint32)
-    c3 = tl.full((R, C // 8), stream, tl.uint32)
+    c2 = tl.zeros(c0.shape, tl.uint32)
+    c3 = tl.full(c0.shape, stream, tl.uint32)
     for _ in tl.static_range(ROUNDS):
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -118,33 +114,19 @@ def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.co
     """Sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
 
     The same bits as jetfire.reference.philox.random_u16: one Philox call gives eight neighbours
-    in a row theirs, so col0 must be a multiple of 8.
+    in a row theirs. col0 and C must be multiples of 16: a thread makes two calls in a row, for as
+    many elements as it loads or stores of INT8, so that no bits move between threads.
     """
-    w0, w1, w2, w3 = random_words(seed, row0, col0, R, C, stream)
+    groups = (col0 // 8 + 2 * tl.arange(0, C // 16)).to(tl.uint32)
+    rows = (row0 + tl.arange(0, R)).to(tl.uint32)
+    c0 = tl.broadcast_to(groups[None, :], (R, C // 16))
+    c1 = tl.broadcast_to(rows[:, None], (R, C // 16))
+    a0, a1, a2, a3 = philox_words(seed, c0, c1, stream)
+    b0, b1, b2, b3 = philox_words(seed, c0 + 1, c1, stream)
+    w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (R, C)).to(tl.int32)
-
-
-@triton.jit
-def random_unit(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """`random_u16`·2^-16: draws in [0, 1), fp32 [R, C].
-
-    Sixteen bits under the exponent of 128 are 128 + u: a permutation of bytes and an FADD in place
-    of a mask, an I2F (at a quarter of the rate) and an FMUL.
-    """
-    w0, w1, w2, w3 = random_words(seed, row0, col0, R, C, stream)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    if INTERPRETED:
-        low, high = (words & 0xFFFF) | 0x43000000, (words >> 16) | 0x43000000
-    else:
-        low = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x4300, 0x5410;", "=r,r", [words], tl.uint32, True, 1
-        )
-        high = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x4300, 0x5432;", "=r,r", [words], tl.uint32, True, 1
-        )
-    return tl.reshape(tl.join(low, high), (R, C)).to(tl.float32, bitcast=True) - 128.0
 
 
 @triton.jit
@@ -183,15 +165,25 @@ def round_to_codes(p, multiplier, BLOCK: tl.constexpr, DOWN: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(x, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes int8 [R, C] and scales fp32 [R/BLOCK, C/BLOCK] of an fp32 tile padded with zeros.
+def tile_codes(x, multiplier, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes int8 [R, C] of an fp32 tile whose blocks have these multipliers [R/BLOCK, C/BLOCK].
 
     Compile with enable_fp_fusion=False: the product and the addition of the draw round apart.
     """
-    scale, multiplier = block_scales(block_reduce_amax(x, BLOCK))
     p = x * spread(multiplier, BLOCK)
     if STOCHASTIC:
-        u = random_unit(seed, row0, col0, x.shape[0], x.shape[1], STREAM_ROUNDING)
-        # A product that rounds to just below -127 may floor to -128.
-        p = tl.maximum(p + u, -127.0)
-    return round_to_codes(p, multiplier, BLOCK, STOCHASTIC), scale
+        bits = random_u16(seed, row0, col0, x.shape[0], x.shape[1], STREAM_ROUNDING)
+        # bits·2^-16 is exact, so this rounds as p + u does; I2F takes either half of a word as it
+        # is. A product that rounds to just below -127 may floor to -128.
+        p = tl.maximum(tl.fma(bits.to(tl.float32), 1.52587890625e-05, p), -127.0)
+    return round_to_codes(p, multiplier, BLOCK, STOCHASTIC)
+
+
+@triton.jit
+def quantize_tile(x, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes int8 [R, C] and scales fp32 [R/BLOCK, C/BLOCK] of an fp32 tile padded with zeros.
+
+    Compile with enable_fp_fusion=False, as for `tile_codes`.
+    """
+    scale, multiplier = block_scales(block_reduce_amax(x, BLOCK))
+    return tile_codes(x, multiplier, seed, row0, col0, BLOCK, STOCHASTIC), scale

@@ -66,6 +66,24 @@ def tile_origin(N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     return pid // across * TILE_M, pid % across * TILE_N
 
 
+def tile_grid(m: int, n: int, config: TileConfig) -> tuple[int, int, int]:
+    """The launch grid whose programs find their tile by `grid_origin`, without a division.
+
+    Tiles along a row are neighbours in launch order; CUDA takes at most 65535 along y, so rows of
+    tiles go on along z, where the last may lie beyond the matrix.
+    """
+    down = ceil_div(m, config.tile_m)
+    deep = ceil_div(down, 65535)
+    return ceil_div(n, config.tile_n), ceil_div(down, deep), deep
+
+
+@triton.jit
+def grid_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """First row and column of this program's tile in a `tile_grid`."""
+    row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    return row * TILE_M, tl.program_id(0) * TILE_N
+
+
 @triton.jit
 def load_tile(ptr, row0, col0, M, N, stride, R: tl.constexpr, C: tl.constexpr):
     """The R×C tile at (row0, col0) of an M×N matrix, zeros beyond its edges; 64-bit offsets."""

@@ -8,32 +8,46 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.common import block_scales, tile_codes
+from jetfire.kernels_triton.quantize.packed import tile_amax, widen
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
+    grid_origin,
     load_tile,
     store_quantised,
-    tile_origin,
+    tile_grid,
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Kernel, Tensors
 
 
 @triton.jit
 def quantize_kernel(
     x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, M, N, stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    x = load_tile(x_ptr, row0, col0, M, N, stride, TILE_M, TILE_N).to(tl.float32)
+    row0, col0 = grid_origin(TILE_M, TILE_N)
+    x = load_tile(x_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(x, seed, row0, col0, BLOCK, STOCHASTIC)
+    scale, multiplier = block_scales(tile_amax(x, BLOCK, HALVINGS))
+    q = tile_codes(widen(x), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
     store_quantised(
         q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
     )
+
+
+def halvings(block: int, config: TileConfig) -> int:
+    """How often the rows of a block can be halved within a thread: log2 of the rows it holds.
+
+    Triton gives a thread 16 neighbours of a row, and the highest bits of the row number; those
+    above a block's size number blocks.
+    """
+    across = min(32 * config.warps, config.tile_n // 16)
+    down = 32 * config.warps // across
+    return max(0, (block // down).bit_length() - 1)
 
 
 class TritonQuantize(Kernel):
@@ -53,12 +67,12 @@ class TritonQuantize(Kernel):
 
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         x = inputs["x"]
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        quantize_kernel[(tiles,)](
+        quantize_kernel[tile_grid(problem.m, problem.n, config)](
             x, outputs.get("q"), outputs.get("scale"), outputs.get("qt"), outputs.get("scale_t"),
             inputs.get("seed"), problem.m, problem.n, x.stride(0),
             TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
             LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
+            HALVINGS=halvings(problem.block, config),
             num_warps=config.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
