@@ -366,6 +366,8 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
     try:
         code = target.main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
+        if code == 130:  # some versions of Typer turn Ctrl-C into a result
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
