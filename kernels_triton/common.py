@@ -110,12 +110,12 @@ def philox_words(seed, c0, c1, stream: tl.constexpr):
 
 
 @triton.jit
-def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """Sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
+def random_words(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
+    """Philox words for the tile at (row0, col0), uint32 [R, C/16, 2, 2, 2] in element order.
 
-    The same bits as jetfire.reference.philox.random_u16: one Philox call gives eight neighbours
-    in a row theirs. col0 and C must be multiples of 16: a thread makes two calls in a row, for as
-    many elements as it loads or stores of INT8, so that no bits move between threads.
+    The bits of jetfire.reference.philox.random_u16: each word's low half is for one element and
+    its high half for the next. col0 and C must be multiples of 16: a thread makes two calls in a
+    row, for as many elements as it loads or stores of INT8, so that no bits move between threads.
     """
     groups = (col0 // 8 + 2 * tl.arange(0, C // 16)).to(tl.uint32)
     rows = (row0 + tl.arange(0, R)).to(tl.uint32)
@@ -124,7 +124,16 @@ def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.co
     a0, a1, a2, a3 = philox_words(seed, c0, c1, stream)
     b0, b1, b2, b3 = philox_words(seed, c0 + 1, c1, stream)
     w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
+    """Sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
+
+    The same bits as jetfire.reference.philox.random_u16; col0 and C as for `random_words`.
+    """
+    words = random_words(seed, row0, col0, R, C, stream)
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (R, C)).to(tl.int32)
 

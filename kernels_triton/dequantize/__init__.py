@@ -12,13 +12,14 @@ from jetfire.kernels_triton.common import spread, to_float
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
+    grid_origin,
     load_tile,
     store_tile,
-    tile_origin,
+    tile_grid,
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Kernel, Tensors
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def dequantize_kernel(
     q_ptr, scale_ptr, x_ptr, M, N, stride, scale_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    row0, col0 = grid_origin(TILE_M, TILE_N)
     q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     scale = load_tile(
         scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
@@ -52,8 +53,7 @@ class TritonDequantize(Kernel):
 
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         q, scale = inputs["q"], inputs["scale"]
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        dequantize_kernel[(tiles,)](
+        dequantize_kernel[tile_grid(problem.m, problem.n, config)](
             q, scale, outputs["x"], problem.m, problem.n, q.stride(0), scale.stride(0),
             TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
             num_warps=config.warps, enable_fp_fusion=False,

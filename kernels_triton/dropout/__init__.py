@@ -8,18 +8,51 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import STREAM_DROPOUT, random_u16
+from jetfire.kernels_triton.common import INTERPRETED, STREAM_DROPOUT, random_u16, random_words
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
+    grid_origin,
     load_tile,
     store_quantised,
-    tile_origin,
+    tile_grid,
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Kernel, Tensors
 from jetfire.reference.dropout import drop_threshold
+
+
+@triton.jit
+def drop(q, seed, row0, col0, threshold):
+    """The codes of a tile [R, C], 0 where the draw is below the threshold.
+
+    A dot product with (1, 0) or (0, 1) takes either half of a word and subtracts the threshold in
+    one instruction; PRMT makes bytes of the signs, which mask four codes at once.
+    """
+    R: tl.constexpr = q.shape[0]
+    C: tl.constexpr = q.shape[1]
+    if INTERPRETED:
+        bits = random_u16(seed, row0, col0, R, C, STREAM_DROPOUT)
+        return tl.where(bits >= threshold, q, 0)
+    words = random_words(seed, row0, col0, R, C, STREAM_DROPOUT)
+    low = tl.inline_asm_elementwise(
+        "dp2a.lo.u32.u32 $0, $1, 1, $2;", "=r,r,r", [words, -threshold], tl.int32, True, 1
+    )
+    high = tl.inline_asm_elementwise(
+        "dp2a.lo.u32.u32 $0, $1, 256, $2;", "=r,r,r", [words, -threshold], tl.int32, True, 1
+    )
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        prmt.b32 a, $2, $3, 0x00fb;
+        prmt.b32 b, $4, $5, 0x00fb;
+        prmt.b32 a, a, b, 0x5410;
+        not.b32 a, a;
+        and.b32 $0, $1, a;
+        }""",
+        "=r,r,r,r,r,r", [q, tl.reshape(tl.join(low, high), (R, C))], tl.int8, True, 4
+    )  # fmt: skip
 
 
 # One compilation serves every probability.
@@ -29,16 +62,16 @@ def dropout_kernel(
     stride, scale_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    row0, col0 = grid_origin(TILE_M, TILE_N)
     q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     scale = load_tile(
         scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
         scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
     )  # fmt: skip
-    bits = random_u16(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_DROPOUT)
+    q = drop(q, tl.load(seed_ptr), row0, col0, threshold)
     kept = (65536 - threshold).to(tl.float32) * 1.52587890625e-05
     store_quantised(
-        tl.where(bits >= threshold, q, 0), tl.div_rn(scale, kept),
+        q, tl.div_rn(scale, kept),
         q_out_ptr, scale_out_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT,
     )  # fmt: skip
 
@@ -59,8 +92,7 @@ class TritonDropout(Kernel):
 
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         q, scale = inputs["q"], inputs["scale"]
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        dropout_kernel[(tiles,)](
+        dropout_kernel[tile_grid(problem.m, problem.n, config)](
             q, scale, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
             outputs.get("scale_t"), inputs["seed"], drop_threshold(problem.p),
             problem.m, problem.n, q.stride(0), scale.stride(0),
