@@ -1,0 +1,333 @@
+"""The runner: nothing is timed that is wrong, and whatever is left out is said."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.bench import peaks, runner, suite
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.plan import Case
+from jetfire.bench.plot import plot, series_of
+from jetfire.bench.results import Results, Row
+from jetfire.bench.runner import Options, Runner
+from jetfire.cli import execute
+from jetfire.ops import peers
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Kernel
+
+CPU = Device.parse("cpu")
+PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1}
+FAST = Options(rounds=2, sample_ms=0.01, kernels=["int_mm"])
+
+
+def case(**fields: Any) -> Case:
+    op = ops.get("gemm")
+    return Case(op, op.Problem.parse({"m": 33, "n": 20, "k": 40, "block": 32, **fields}))
+
+
+def measure(options: Options = FAST, **fields: Any) -> tuple[list[Row], list[str]]:
+    notes: list[str] = []
+    return Runner(CPU, PEAKS, options, notes.append).measure(case(**fields)), notes
+
+
+@dataclasses.dataclass(frozen=True)
+class NoConfig(Config):
+    """Nothing to choose."""
+
+
+class Fake(Kernel):
+    """A kernel that writes what it is told to, wherever it is asked to run."""
+
+    op = "gemm"
+    Config = NoConfig
+
+    def __init__(self, name: str, write: Any) -> None:
+        self.name = name  # type: ignore[misc]
+        self.write = write
+        self.launches = 0
+
+    def legal(self, problem, config, device):
+        return None
+
+    def default(self, problem, device):
+        return NoConfig()
+
+    def space(self, problem, device):
+        return {}
+
+    def launch(self, problem, config, inputs, outputs):
+        self.launches += 1
+        self.write(self, problem, inputs, outputs)
+
+
+def _right(kernel, problem, inputs, outputs):
+    outputs["c"].copy_(ops.get("gemm").reference(problem, inputs)["c"])
+
+
+def _one_element_unwritten(kernel, problem, inputs, outputs):
+    c = outputs["c"]
+    c.view(-1)[1:] = ops.get("gemm").reference(problem, inputs)["c"].view(-1)[1:].to(c.dtype)
+
+
+def _raises(kernel, problem, inputs, outputs):
+    raise RuntimeError("out of resources\nand a second line")
+
+
+def _right_once(kernel, problem, inputs, outputs):
+    _right(kernel, problem, inputs, outputs)
+    if kernel.launches > 1:
+        outputs["c"].mul_(1.5)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    def install(*kernels: Fake):
+        found = {kernel.name: kernel for kernel in kernels}
+        monkeypatch.setattr(ops, "kernels", lambda _: found)
+
+    return install
+
+
+ALL = dataclasses.replace(FAST, kernels=None)
+
+
+def test_a_right_kernel_is_timed_and_rated():
+    rows, notes = measure()
+    kernel, *others = rows
+    assert kernel.ok
+    assert kernel.config == {}
+    assert kernel.profile == "default"
+    assert [row.kernel for row in others] == ["fp32_matmul", "bf16_matmul"]
+    assert kernel.ms_p20 <= kernel.ms <= kernel.ms_p80
+    flops = 2 * 33 * 20 * 40
+    assert kernel.tflops == pytest.approx(flops / kernel.ms / 1e9)
+    floor_ms = max(flops / 0.1e12, kernel.gbps * kernel.ms * 1e6 / 10e9) * 1e3
+    assert kernel.roofline == pytest.approx(floor_ms / kernel.ms)
+    assert all(row.role == "peer" and row.ok is None and row.roofline is None for row in others)
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (_one_element_unwritten, "c: relative error inf"),
+        (_raises, "RuntimeError: out of resources"),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed_and_others_are(with_kernels, write, says):
+    wrong, right = Fake("wrong", write), Fake("right", _right)
+    with_kernels(wrong, right)
+    rows, notes = measure(ALL)
+    assert wrong.launches == 1
+    assert (rows[0].ok, rows[0].ms, rows[0].vs_peer) == (False, None, None)
+    assert rows[0].error.startswith(says)
+    assert "\n" not in rows[0].error
+    assert rows[1].ok
+    assert rows[1].ms is not None
+    assert any("wrong is wrong" in text for text in notes)
+
+
+def test_a_kernel_that_goes_wrong_while_timed_is_found(with_kernels):
+    with_kernels(Fake("drifts", _right_once))
+    rows, _ = measure(ALL)
+    assert rows[0].ok is False
+    assert rows[0].ms is None
+    assert rows[0].error.endswith("after timing")
+
+
+def test_without_a_right_kernel_no_peer_is_timed(with_kernels):
+    with_kernels(Fake("wrong", _raises))
+    rows, _ = measure(ALL)
+    assert [row.kernel for row in rows] == ["wrong"]
+
+
+def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
+    with_kernels(Fake("wrong", _one_element_unwritten), Fake("right", _right))
+    monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
+    words = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--rounds", "2"]
+    assert execute("bench", words) == 3
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out
+    assert "right" in captured.out
+    assert captured.err.splitlines()[-1].startswith("jetfire: 1 of 4 rows are wrong: c: relative")
+
+
+def test_what_no_kernel_takes_is_said(with_kernels, monkeypatch, capsys):
+    refuses = Fake("refuses", _right)
+    refuses.legal = lambda *_: "only on Tuesdays"  # type: ignore[method-assign]
+    with_kernels(refuses)
+    monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
+    assert execute("bench", ["gemm", "--m", "33", "--device", "cpu"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("gemm: refuses left out: only on Tuesdays") == 1
+    assert errors.splitlines()[-1].startswith("jetfire: nothing was measured")
+
+
+def test_a_problem_too_large_is_left_out_before_allocating(monkeypatch):
+    monkeypatch.setattr(runner, "memory_free", lambda _: 1000)
+    monkeypatch.setattr(ops.get("gemm"), "reference", lambda *_: pytest.fail("it allocated"))
+    rows, notes = measure()
+    assert rows == []
+    assert "needs about 0.0 GiB, 0.0 GiB are free" in notes[0]
+
+
+def test_memory_needed_covers_inputs_outputs_and_reference():
+    size = 1024
+    needed = runner.memory_needed(case(m=size, n=size, k=size), CPU)
+    assert needed > 2 * size**2 + 2 * size**2 + 8 * 3 * size**2
+
+
+def test_a_peer_that_cannot_run_is_said(monkeypatch):
+    def refuse() -> Any:
+        raise peers.Unsupported("needs a moon")
+
+    def fail() -> Any:
+        raise RuntimeError("no\nsuch thing")
+
+    named = {"fp32_matmul": refuse, "bf16_matmul": fail}
+    monkeypatch.setattr(peers, "gemm", lambda *_: named)
+    rows, notes = measure()
+    assert [row.kernel for row in rows] == ["int_mm"]
+    assert rows[0].vs_peer == {}
+    assert notes == [
+        "gemm: peer fp32_matmul left out: needs a moon",
+        "gemm: peer bf16_matmul left out: RuntimeError: no",
+    ]
+
+
+def test_a_peer_that_is_not_here_is_said():
+    rows, notes = measure(dataclasses.replace(FAST, peers=["cublas_bf16"]))
+    assert [row.role for row in rows] == ["kernel"]
+    assert notes == ["gemm: no peer cublas_bf16 on cpu: there are fp32_matmul, bf16_matmul"]
+
+
+@pytest.mark.parametrize("fields", [{"accumulate": True}, {"out": "int8", "layout": "both"}])
+def test_other_outputs(fields):
+    rows, _ = measure(**fields)
+    assert rows[0].ok
+    assert rows[0].ms is not None
+
+
+def test_the_interpreter_is_left_out_unless_named():
+    device = dataclasses.replace(CPU, interpreted=True)
+    reasons = {c.kernel.name: c.reason for c in runner.choices(case(), device, ALL)}
+    assert "interpreter" in reasons["triton"]
+    named = dataclasses.replace(FAST, kernels=["triton"])
+    assert "interpreter" not in str(runner.choices(case(), device, named)[0].reason)
+
+
+def test_a_config_given_replaces_the_default():
+    device = dataclasses.replace(CPU, interpreted=True)
+    options = dataclasses.replace(FAST, kernels=["triton"], config={"warps": "8"})
+    (choice,) = runner.choices(case(), device, options)
+    assert choice.config.warps == 8
+    assert choice.profile is None
+
+
+def test_peaks_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
+    calls: list[Device] = []
+
+    def count(device: Device) -> dict[str, Any]:
+        calls.append(device)
+        return {"copy_gbps": float(len(calls))}
+
+    monkeypatch.setattr(peaks, "measure", count)
+    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
+    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
+    assert peaks.cached(CPU, "2")["copy_gbps"] == 2  # another driver
+    assert peaks.cached(CPU, "1", remeasure=True)["copy_gbps"] == 3
+    (tmp_path / "cache" / "peaks.json").write_text("{ broken")
+    assert peaks.cached(CPU, "1")["copy_gbps"] == 4
+
+
+def test_peaks_without_a_place_to_keep_them(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
+    monkeypatch.setattr(peaks, "measure", lambda _: PEAKS)
+    assert peaks.cached(CPU, None) == PEAKS
+
+
+def test_no_gpu_no_nvml():
+    assert Nvml.open(torch.device("cpu")) is None
+
+
+def test_suites_hold_what_they_promise():
+    whole = [c for c, _ in suite.cases("results", Options())]
+    assert len(set(whole)) == len(whole)
+    parts = {c for name in suite.PARTS for c, _ in suite.cases(name, Options())}
+    assert parts == set(whole)
+    assert {c.op.name for c in whole} == set(ops.names())
+    compiled = [c for c, o in suite.cases("targets", Options()) if "compile" in (o.peers or ())]
+    for op in ops.names():
+        if op != "gemm":
+            modes = {getattr(c.problem, "mode", "fwd") for c in compiled if c.op.name == op}
+            assert modes == set(ops.get(op).modes), op
+    gemms = [c.problem for c in whole if c.op.name == "gemm"]
+    assert {p.block for p in gemms} == {32, 64, 128}
+    assert {p.m for p in gemms if p.m == p.n == p.k} == {1024, 2048, 4096, 8192, 16384}
+    assert any(p.accumulate for p in gemms)
+
+
+def rows_of(*shapes: tuple[int, int, int]) -> list[Row]:
+    found = []
+    for m, n, k in shapes:
+        for block in (32, 128):
+            problem = {"m": m, "n": n, "k": k, "block": block}
+            for name, role, tflops in (("triton", "kernel", block), ("cublas", "peer", 700)):
+                ms = 2 * m * n * k / tflops / 1e9
+                gbps = 2 * m * n / ms / 1e6
+                found.append(Row("gemm", name, role, problem, ms=ms, tflops=tflops, gbps=gbps))
+    return found
+
+
+def test_series_split_kernels_by_field_and_peers_by_name():
+    labels = [series.label for series in series_of(rows_of((64, 64, 64), (128, 128, 128)))]
+    assert labels == ["triton, block 32", "triton, block 128", "cublas"]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(64, 64, 64), (128, 128, 128)],  # sizes
+        [(64, 64, 64), (64, 128, 64)],  # one dimension moves
+        [(64, 32, 16), (16, 64, 48), (16, 64, 64)],  # a list of shapes
+        [(64, 64, 64)],  # bars
+    ],
+)
+def test_plots_of_every_kind_of_axis(shapes, tmp_path):
+    device = {"name": "GPU", "peaks": {"copy_gbps": 4000, "int8_tops": 900, "bf16_tflops": 700}}
+    files = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]
+    for file in files:
+        plot(rows_of(*shapes), device, file, "what it shows")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    text = files[0].read_text()
+    assert "triton, block 32" in text
+    assert "what it shows" in text
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_option_draws_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
+    file = tmp_path / "p.svg"
+    words = ["gemm", "--m", "16,32", "--block", "32", "--device", "cpu", "--rounds", "2"]
+    assert execute("bench", [*words, "--plot", str(file)]) == 0
+    assert "int_mm" in file.read_text()
+
+
+@pytest.mark.gpu
+def test_the_whole_way_on_the_gpu(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    words = ["gemm", "quantize", "--m", "512", "--block", "32", "--rounds", "3"]
+    assert execute("bench", [*words, "-o", str(file)]) == 0
+    results = Results.load(file)
+    assert results.device["kind"] == "cuda"
+    kernels = [row for row in results.rows if row.role == "kernel"]
+    assert {row.op for row in kernels} == {"gemm", "quantize"}
+    assert all(row.ok and row.graph for row in kernels)
+    assert {"cublas_bf16", "compile", "copy"} <= {row.kernel for row in results.rows}
+    assert json.loads(file.read_text())["device"]["peaks"]["copy_gbps"] > 100

@@ -1,0 +1,131 @@
+"""What is generated from a results file: the same for the same rows, and stale when they change."""
+
+import dataclasses
+
+import pytest
+
+from jetfire.bench import report
+from jetfire.bench.report import BEGIN, END
+from jetfire.bench.results import Results, Row, write_text
+
+DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
+    "copy_gbps": 4000.0, "int8_tops": 1000.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "a copy"},
+}}  # fmt: skip
+
+
+def gemm_row(name, role, tflops, block, m, n, k, **fields):
+    problem = {"m": m, "n": n, "k": k, "block": block, "out": "bf16", "rounding": "nearest",
+               "layout": "q", "bias": False, "accumulate": False, **fields}  # fmt: skip
+    ms = 2 * m * n * k / tflops / 1e9
+    ratios = {"cublas_bf16": tflops / 700} if role == "kernel" else None
+    return Row("gemm", name, role, problem, ok=role == "kernel", ms=ms, tflops=tflops, gbps=1.0,
+               roofline=tflops / 1000, vs_peer=ratios)  # fmt: skip
+
+
+def small_row(name, role, gbps, n, mode="fwd", m=8192, **fields):
+    rounding = "stochastic" if mode == "bwd" else "nearest"
+    problem = {"m": m, "n": n, "block": 32, "mode": mode, "rounding": rounding, "layout": "q",
+               **fields}  # fmt: skip
+    ratios = {"compile": 1.5} if role == "kernel" and n == 4096 else {}
+    return Row("gelu", name, role, problem, ok=role == "kernel", ms=2 * m * n / gbps / 1e6,
+               gbps=gbps, roofline=gbps / 4000, vs_peer=ratios)  # fmt: skip
+
+
+def sample() -> Results:
+    rows = []
+    for size in (4096, 8192):
+        for block in (32, 64, 128):
+            rows.append(gemm_row("triton", "kernel", 5.0 * block, block, size, size, size))
+            rows.append(gemm_row("cublas_bf16", "peer", 700, block, size, size, size))
+    rows.append(gemm_row("triton", "kernel", 111, 32, 8192, 8192, 8192, out="int8"))
+    for out, inp in ((2304, 768), (768, 768), (3072, 768), (768, 3072)):
+        rows.append(gemm_row("triton", "kernel", 350, 32, 8192, out, inp))
+        rows.append(gemm_row("cublas_bf16", "peer", 700, 32, 8192, out, inp))
+    for n in (4096, 16384):
+        rows.append(small_row("triton", "kernel", 3000, n))
+        rows.append(small_row("compile", "peer", 2000, n))
+    rows.append(small_row("triton", "kernel", 2500, 768))
+    rows.append(small_row("triton", "kernel", 2000, 768, "bwd"))
+    rows.append(small_row("triton", "kernel", 3000, 2048, m=2048))
+    return Results(DEVICE, rows)
+
+
+@pytest.fixture
+def place(tmp_path):
+    file = tmp_path / "h200.json"
+    write_text(file, sample().to_json())
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nrest\n")
+    return file, readme
+
+
+def arguments(place, *more):
+    return [str(place[0]), "--readme", str(place[1]), *more]
+
+
+def test_figures_are_those_of_the_rows():
+    page = report.page(sample(), "h200.json", [])
+    assert "| triton, block 128 | 640 | 640 |" in page
+    assert "| cublas_bf16 | 700 | 700 |" in page
+    assert "| gpt2-124m fwd | " in page
+    assert "0.50×" in page  # 350 against 700 TFLOP/s
+    assert "| 3000 | 75% | 1.50× |" in page
+    assert "| gelu bwd 8192×768 | 50 | – | – |" in page
+    assert "4000 GB/s: a copy" in page
+
+
+def test_readme_table_names_what_it_is_faster_than():
+    table = report.readme_table(sample())
+    assert "| GEMM 8192³, block 128 | 1.718 ms | 640.0 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
+    assert "| gelu fwd 8192×4096, block 32 | 22.37 µs | 3000 GB/s | 75% | 1.50× compile |" in table
+
+
+def test_wrong_rows_are_named_and_not_shown_as_figures():
+    results = sample()
+    results.rows = [dataclasses.replace(row, ok=False, ms=None) for row in results.rows[:1]]
+    page = report.page(results, "h200.json", [])
+    assert "1 rows are wrong" in page
+
+
+def test_written_once_then_nothing_is_stale(place, capsys):
+    assert report.main(arguments(place, "--check")) == 1
+    assert "README.md: stale" in capsys.readouterr().out
+    assert report.main(arguments(place)) == 0
+    written = {path.name: path.read_bytes() for path in place[0].parent.iterdir()}
+    assert {"h200.md", "h200-gemm.svg", "h200-memory-bound.svg"} <= set(written)
+    capsys.readouterr()
+    assert report.main(arguments(place, "--check")) == 0
+    assert report.main(arguments(place)) == 0
+    assert capsys.readouterr().out == ""
+    assert {path.name: path.read_bytes() for path in place[0].parent.iterdir()} == written
+    readme = place[1].read_text()
+    assert readme.startswith("# Title\n\n")
+    assert readme.endswith("\n\nrest\n")
+    assert "old" not in readme
+
+
+@pytest.mark.parametrize("name", ["h200.md", "h200-gemm.svg", "README.md"])
+def test_a_change_is_found(place, name, capsys):
+    report.main(arguments(place))
+    path = place[0].parent / name
+    path.write_text(path.read_text().replace("700", "701").replace("rows sha256", "rows"))
+    path.write_text(path.read_text().replace(f"{BEGIN}\n", f"{BEGIN}\nmore\n"))
+    capsys.readouterr()
+    assert report.main(arguments(place, "--check")) == 1
+    assert capsys.readouterr().out == f"{path}: stale\n"
+
+
+def test_a_changed_row_makes_everything_of_it_stale(place):
+    report.main(arguments(place))
+    results = Results.load(place[0])
+    results.rows = [dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
+                    for row in results.rows]  # fmt: skip
+    write_text(place[0], results.to_json())
+    stale = {path.name for path in report.report(place[0], place[1], check=True)}
+    assert {"h200.md", "README.md", "h200-gemm.svg", "h200-memory-bound.svg"} == stale
+
+
+def test_a_readme_without_markers_is_refused(place, capsys):
+    place[1].write_text("# no markers\n")
+    assert report.main(arguments(place)) == 2
+    assert "expected the markers" in capsys.readouterr().err
