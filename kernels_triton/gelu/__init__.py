@@ -12,21 +12,25 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import STREAM_ROUNDING, spread
+from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.gelu.blocked import (
+    as_tile,
+    block_max,
+    places,
+    random_128,
+    spread_blocks,
+)
 from jetfire.kernels_triton.gelu.packed import (
-    block_amax,
     codes_nearest,
     codes_stochastic,
     codes_to_floats,
     exp2_fast,
-    random_128,
     reciprocal_fast,
 )
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
-    load_tile,
-    store_quantised,
+    store_tile,
     tile_origin,
     tile_reason,
 )
@@ -97,28 +101,35 @@ def gelu_kernel(
     x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr,
     M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, BACKWARD: tl.constexpr, ERF: tl.constexpr,
+    STOCHASTIC: tl.constexpr, BACKWARD: tl.constexpr, ERF: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    block0_m, block0_n = row0 // BLOCK, col0 // BLOCK
+    COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
-    x = codes_to_floats(load_tile(x_ptr, row0, col0, M, N, x_stride, TILE_M, TILE_N))
-    factor = load_tile(
-        x_scale_ptr, block0_m, block0_n, blocks_m, blocks_n, x_scale_stride,
-        TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
+    row, col = places(row0, col0, tl.arange(0, COUNT * BLOCK), TILE_N, COUNT, H, BLOCK)
+    rows, cols = row[:, None], col[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = (rows < M) & (cols < N)
+    block = tl.arange(0, COUNT)
+    block_row = row0 // BLOCK + block // (TILE_N // BLOCK)
+    block_col = col0 // BLOCK + block % (TILE_N // BLOCK)
+    within = (block_row < blocks_m) & (block_col < blocks_n)
+
+    x = tl.load(x_ptr + (rows.to(tl.int64) * x_stride + cols), mask=inside, other=0)
+    factor = tl.load(
+        x_scale_ptr + (block_row.to(tl.int64) * x_scale_stride + block_col), mask=within, other=0.0
+    )
     bad = factor * 0.0  # NaN where the input's block is
-    s = spread(tl.minimum(finite_or_zero(factor), LARGEST_SCALE), BLOCK)
+    s = spread_blocks(tl.minimum(finite_or_zero(factor), LARGEST_SCALE), H, BLOCK)
     if BACKWARD:
-        dy = codes_to_floats(load_tile(dy_ptr, row0, col0, M, N, dy_stride, TILE_M, TILE_N))
-        factor = load_tile(
-            dy_scale_ptr, block0_m, block0_n, blocks_m, blocks_n, dy_scale_stride,
-            TILE_M // BLOCK, TILE_N // BLOCK,
+        dy = tl.load(dy_ptr + (rows.to(tl.int64) * dy_stride + cols), mask=inside, other=0)
+        factor = tl.load(
+            dy_scale_ptr + (block_row.to(tl.int64) * dy_scale_stride + block_col),
+            mask=within, other=0.0,
         )  # fmt: skip
-        value = dy * gelu_slope(x, s, ERF)
+        value = codes_to_floats(dy) * gelu_slope(codes_to_floats(x), s, ERF)
     else:
-        value = gelu_over_scale(x, s, ERF)
-    amax = block_amax(value, BLOCK)
+        value = gelu_over_scale(codes_to_floats(x), s, ERF)
+    amax = block_max(value, COUNT, H)
     whole = amax * factor + bad
     usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
     zero = whole < 7.888609052210118e-31
@@ -126,14 +137,25 @@ def gelu_kernel(
     # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
     most = 126.99997 if STOCHASTIC else 127.0
     multiplier = tl.where(usable, most / tl.where(usable, amax, 127.0), 0.0)
+    wide = spread_blocks(multiplier, H, BLOCK)
     if STOCHASTIC:
-        draws = random_128(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
-        q = codes_stochastic(value, spread(multiplier, BLOCK), draws)
+        draws = random_128(tl.load(seed_ptr), row0, col0, TILE_N, COUNT, H, BLOCK, STREAM_ROUNDING)
+        q = codes_stochastic(value, wide, draws)
     else:
-        q = codes_nearest(value, spread(multiplier, BLOCK))
-    store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
-    )
+        q = codes_nearest(value, wide)
+    if LAYOUT != "qt":
+        tl.store(q_ptr + (rows.to(tl.int64) * N + cols), q, mask=inside)
+        tl.store(scale_ptr + (block_row.to(tl.int64) * blocks_n + block_col), scale, mask=within)
+    if LAYOUT != "q":
+        store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, COUNT, H)), col0, row0, N, M, M)
+        at = block_col.to(tl.int64) * blocks_m + block_row
+        tl.store(scale_t_ptr + at, scale, mask=within)
+
+
+def rows_in_registers(block: int, config: TileConfig) -> int:
+    """H: the rows of a block that a thread holds, a vector of each; no more than a warp can."""
+    vectors = config.tile_m * config.tile_n // (32 * config.warps * 16)
+    return max(1, min(vectors, block * block // (32 * 16)))
 
 
 class TritonGelu(Kernel):
@@ -164,6 +186,7 @@ class TritonGelu(Kernel):
             TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
             LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
             BACKWARD=backward, ERF=problem.approximate == "erf",
+            H=rows_in_registers(problem.block, config),
             num_warps=config.warps, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, random_words
+from jetfire.kernels_triton.common import INTERPRETED
 
 # A byte b under the high bytes of 2^23 reads as 8388608 + b; codes become bytes by adding 128.
 _TO_FLOATS = tl.constexpr("""{
@@ -88,12 +88,11 @@ def codes_nearest(x, multiplier):
 
 
 @triton.jit
-def random_128(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """128 + u, u the sixteen-bit draws in [0, 1) of jetfire.reference.philox: fp32 [R, C].
+def draws_128(w0, w1, w2, w3):
+    """128 + u for the eight draws u in [0, 1) of each four Philox words: fp32 [words…, 8].
 
-    Sixteen bits under the exponent of 128: one byte permute a draw. col0 is a multiple of 8.
+    Sixteen bits under the exponent of 128: one byte permute a draw.
     """
-    w0, w1, w2, w3 = random_words(seed, row0, col0, R, C, stream)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     if INTERPRETED:
         low, high = (words & 0xFFFF) | 0x43000000, (words >> 16) | 0x43000000
@@ -102,7 +101,7 @@ def random_128(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.co
             _HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.uint32, tl.uint32),
             is_pure=True, pack=4,
         )  # fmt: skip
-    return tl.reshape(tl.join(low, high), (R, C)).to(tl.float32, bitcast=True)
+    return tl.join(low, high).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -117,19 +116,6 @@ def codes_stochastic(x, multiplier, draws):
         _STOCHASTIC, "=r,f,f,f,f,f,f,f,f,f,f,f,f", [x, multiplier, draws], dtype=tl.int8,
         is_pure=True, pack=4,
     )  # fmt: skip
-
-
-@triton.jit
-def block_amax(x, BLOCK: tl.constexpr):
-    """max|x| of each BLOCK×BLOCK block of a finite tile: [R, C] → [R/BLOCK, C/BLOCK]."""
-    if INTERPRETED:
-        return block_reduce_amax(x, BLOCK)
-    blocks = tl.reshape(tl.abs(x), (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
-    flat = tl.reshape(
-        tl.permute(blocks, (0, 2, 1, 3)),
-        (x.shape[0] // BLOCK, x.shape[1] // BLOCK, BLOCK * BLOCK),
-    )
-    return tl.max(flat, 2)
 
 
 @triton.jit

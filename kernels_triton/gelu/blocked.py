@@ -1,0 +1,76 @@
+"""A tile dealt to threads block by block: [ROWS, BLOCK], every row of every block of the tile.
+
+Row r of it is row h·L + l of block b, with l the fastest and h the slowest part of r. Triton deals
+lanes, then warps, along a tensor's rows and leaves the rest to registers, so with H values of h a
+block lies in as few warps as its threads fill: at BLOCK = 32 in one, whose maximum takes shuffles
+and no barrier. Two dimensions, because Triton 3.6 and 3.7 deal more of them in different orders.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import philox_words
+from jetfire.kernels_triton.gelu.packed import draws_128
+
+# Codes a thread reads at once, and neighbours that share a Philox call.
+VECTOR = tl.constexpr(16)
+GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def places(row0, col0, dealt, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """Row and first column, in the tensor, of each dealt row r of the tile at (row0, col0)."""
+    L: tl.constexpr = BLOCK // H
+    ACROSS: tl.constexpr = TILE_N // BLOCK
+    block = dealt // L % COUNT
+    row = row0 + block // ACROSS * BLOCK + dealt // (L * COUNT) * L + dealt % L
+    return row, col0 + block % ACROSS * BLOCK
+
+
+@triton.jit
+def block_max(x, COUNT: tl.constexpr, H: tl.constexpr):
+    """max|x| of every block, finite: [ROWS, BLOCK] to [COUNT]; registers first."""
+    BLOCK: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(tl.abs(x), (H, COUNT, BLOCK // H, BLOCK))
+    return tl.max(tl.max(tl.max(blocks, 0), 2), 1)
+
+
+@triton.jit
+def spread_blocks(v, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Each block's value at each of its elements: [COUNT] to [ROWS, BLOCK]."""
+    wide = tl.broadcast_to(v[None, :, None, None], (H, v.shape[0], BLOCK // H, BLOCK))
+    return tl.reshape(wide, (v.shape[0] * BLOCK, BLOCK))
+
+
+@triton.jit
+def random_128(
+    seed, row0, col0, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr, stream: tl.constexpr,
+):  # fmt: skip
+    """128 + u for every element, u as jetfire.reference.philox draws them: [ROWS, BLOCK].
+
+    A thread's VECTOR neighbours take two calls: the slowest part of a row, so both are its own.
+    """
+    ROWS: tl.constexpr = COUNT * BLOCK
+    PAIR: tl.constexpr = VECTOR // GROUP
+    ACROSS: tl.constexpr = BLOCK // VECTOR
+    dealt = tl.arange(0, PAIR * ROWS)
+    row, col = places(row0, col0, dealt % ROWS, TILE_N, COUNT, H, BLOCK)
+    group = (col // GROUP + dealt // ROWS)[:, None] + (tl.arange(0, ACROSS) * PAIR)[None, :]
+    c1 = tl.broadcast_to(row[:, None], group.shape)
+    w0, w1, w2, w3 = philox_words(seed, group.to(tl.uint32), c1.to(tl.uint32), stream)
+    draws = tl.reshape(draws_128(w0, w1, w2, w3), (PAIR, ROWS, ACROSS, GROUP))
+    return tl.reshape(tl.permute(draws, (1, 2, 0, 3)), (ROWS, BLOCK))
+
+
+@triton.jit
+def as_tile(x, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr):
+    """Dealt rows back in place: [ROWS, BLOCK] to [TILE_M, TILE_N]."""
+    BLOCK: tl.constexpr = x.shape[1]
+    ACROSS: tl.constexpr = TILE_N // BLOCK
+    DOWN: tl.constexpr = COUNT // ACROSS
+    split = tl.reshape(x, (H, DOWN, ACROSS, BLOCK // H, BLOCK))
+    return tl.reshape(tl.permute(split, (1, 0, 3, 2, 4)), (DOWN * BLOCK, TILE_N))
