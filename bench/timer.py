@@ -81,8 +81,9 @@ def _walk(calls: Sequence[Call], repeats: int) -> None:
 class _Variant:
     """One variant on a GPU: its graph, or its calls where they cannot be captured."""
 
-    def __init__(self, calls: Sequence[Call], sample_ms: float) -> None:
+    def __init__(self, calls: Sequence[Call], sample_ms: float, capture: bool) -> None:
         self.calls = calls
+        self.capture = capture
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
@@ -101,6 +102,8 @@ class _Variant:
                 self.graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
+        if not self.capture:
+            return None
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -173,8 +176,9 @@ def _time_cuda(
     budget_s: float,
     monitor: Monitor | None,
     power_ms: float,
+    capture: bool,
 ) -> dict[str, Timing]:
-    prepared = {name: _Variant(calls, sample_ms) for name, calls in variants.items()}
+    prepared = {name: _Variant(calls, sample_ms, capture) for name, calls in variants.items()}
     begin = time.perf_counter()
     while (time.perf_counter() - begin) * 1e3 < WARM_MS:
         for variant in prepared.values():
@@ -229,6 +233,7 @@ def time_calls(
     budget_s: float = math.inf,
     monitor: Monitor | None = None,
     power_ms: float = 0.0,
+    capture: bool = True,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -240,6 +245,7 @@ def time_calls(
         budget_s: after so many seconds no further round begins, once three are done.
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
+        capture: replay CUDA graphs; without, launches are in the figure.
 
     Returns:
         name → milliseconds a call.
@@ -248,5 +254,5 @@ def time_calls(
         return {}
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _time_cuda(variants, rounds, sample_ms, budget_s, monitor, power_ms)
+            return _time_cuda(variants, rounds, sample_ms, budget_s, monitor, power_ms, capture)
     return _time_cpu(variants, rounds, sample_ms, budget_s)

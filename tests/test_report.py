@@ -18,7 +18,8 @@ def gemm_row(name, role, tflops, block, m, n, k, **fields):
                "layout": "q", "bias": False, "accumulate": False, **fields}  # fmt: skip
     ms = 2 * m * n * k / tflops / 1e9
     ratios = {"cublas_bf16": tflops / 700} if role == "kernel" else None
-    return Row("gemm", name, role, problem, ok=role == "kernel", ms=ms, tflops=tflops, gbps=1.0,
+    return Row("gemm", name, role, problem, ok=role == "kernel" or None, ms=ms,
+               tflops=tflops, gbps=1.0,
                roofline=tflops / 1000, vs_peer=ratios)  # fmt: skip
 
 
@@ -27,7 +28,8 @@ def small_row(name, role, gbps, n, mode="fwd", m=8192, **fields):
     problem = {"m": m, "n": n, "block": 32, "mode": mode, "rounding": rounding, "layout": "q",
                **fields}  # fmt: skip
     ratios = {"compile": 1.5} if role == "kernel" and n == 4096 else {}
-    return Row("gelu", name, role, problem, ok=role == "kernel", ms=2 * m * n / gbps / 1e6,
+    return Row("gelu", name, role, problem, ok=role == "kernel" or None,
+               ms=2 * m * n / gbps / 1e6,
                gbps=gbps, roofline=gbps / 4000, vs_peer=ratios)  # fmt: skip
 
 
