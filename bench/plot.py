@@ -17,8 +17,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from jetfire.bench import show
 from jetfire.bench.results import Row
 
-# Okabe and Ito's palette, which colour-blind readers tell apart; kernels first, then peers.
-KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
+# Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
+KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",
+                  "#332288", "#117733", "#999933", "#AA4499", "#661100")  # fmt: skip
 PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
 MARKERS = "osD^vP*X"
 DIMS = ("m", "n", "k")
@@ -117,7 +118,10 @@ def _draw(
     ax.set_xticks(list(axis.ticks), list(axis.ticks.values()))
     ax.minorticks_off()
     if len(axis.ticks) > 6 or not axis.numeric:
-        ax.tick_params(axis="x", rotation=45)
+        ax.set_xticks(
+            list(axis.ticks), list(axis.ticks.values()), rotation=45, ha="right", fontsize=8,
+            rotation_mode="anchor",
+        )  # fmt: skip
     if not axis.numeric:
         ax.margins(x=0.08)
     ax.set_xlabel(axis.label)
@@ -144,6 +148,7 @@ def _readable(axis: MplAxis) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}".replace(",", " ")))
     axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(labelsize=8)
 
 
 def _plain(ax: Axes) -> None:
