@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
 from jetfire import ops
 from jetfire.ops.data import DISTRIBUTIONS
@@ -171,6 +172,8 @@ def fuzz_kernel(
             hypothesis_seed(
                 random.Random(f"{seed}:{op.name}:{kernel.name}:{batch}").getrandbits(64)
             )(test)()
+        except Unsatisfiable:
+            break  # nothing drawn was legal: a kernel for another device
         except _Wrong:
             # The last failing run is the one Hypothesis shrank to.
             return ran, Failure(*failing[-1])

@@ -54,3 +54,9 @@ def test_bad_requests(here):
         replay("{}", here)
     with pytest.raises(UsageError, match="no kernel 'nope'"):
         fuzz(["quantize"], ["nope"], here)
+
+
+def test_a_kernel_for_another_device_is_passed_over():
+    old, op = Device(kind="cuda", capability=(7, 0)), ops.get("quantize")
+    kernel = ops.get_kernel("quantize", "triton")
+    assert fuzz_kernel(op, kernel, old, 10, 0, 100, math.inf) == (0, None)
