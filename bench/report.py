@@ -357,17 +357,25 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+def _readme_of(file: Path) -> Path | None:
+    folder = file.resolve().parent
+    return folder.parents[1] / "README.md" if folder.parts[-2:] == ("docs", "results") else None
+
+
 def main(arguments: Sequence[str]) -> int:
     """`report FILE.json [--readme README.md] [--check]`; exit code 1 if anything is stale."""
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m jetfire.bench.report", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--readme", type=Path, help="a page with the table's two markers")
+    parser.add_argument(
+        "--readme", type=Path,
+        help="a page with the table's two markers; of docs/results/FILE.json the README.md above",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="write nothing, fail if stale")
     given = parser.parse_args(arguments)
     try:
-        stale = report(given.file, given.readme, given.check)
+        stale = report(given.file, given.readme or _readme_of(given.file), given.check)
     except JetfireError as error:
         print(f"jetfire: {error}", file=sys.stderr)
         return error.exit_code

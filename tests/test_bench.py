@@ -331,3 +331,17 @@ def test_the_whole_way_on_the_gpu(tmp_path, capsys):
     assert all(row.ok and row.graph for row in kernels)
     assert {"cublas_bf16", "compile", "copy"} <= {row.kernel for row in results.rows}
     assert json.loads(file.read_text())["device"]["peaks"]["copy_gbps"] > 100
+
+
+def test_the_ceiling_multiplies_what_it_is_given():
+    from jetfire.bench import ceiling
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    m, n, k = 16, 32, 64
+    a, b = (torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device) for rows in (m, n))
+    c = torch.empty((2, m, n), dtype=torch.int32, device=device)
+    ceiling.int8_kernel[(2,)](a, b, c, 3, M=m, N=n, K=k, num_warps=4)
+    expected = 3 * (a.cpu().int() @ b.cpu().int().t())
+    assert torch.equal(c.cpu(), expected.expand(2, m, n))
+    _, operations = ceiling.int8_call(device, 2, 3)
+    assert operations == 2 * 3 * 2 * 128 * 128 * 256

@@ -131,3 +131,12 @@ def test_a_readme_without_markers_is_refused(place, capsys):
     place[1].write_text("# no markers\n")
     assert report.main(arguments(place)) == 2
     assert "expected the markers" in capsys.readouterr().err
+
+
+def test_the_readme_above_docs_results_is_found(tmp_path):
+    file = tmp_path / "docs" / "results" / "h200.json"
+    file.parent.mkdir(parents=True)
+    write_text(file, sample().to_json())
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    assert report.main([str(file)]) == 0
+    assert "GEMM 8192³" in (tmp_path / "README.md").read_text()
