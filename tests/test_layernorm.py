@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jetfire import ops
+from jetfire.kernels_triton.layernorm.kernel import LayerNormConfig
 from jetfire.ops.device import Device
 from jetfire.ops.run import launch, verify
 from jetfire.ops.workloads import RAGGED
@@ -26,12 +27,9 @@ def configs(problem, device):
     """The default; small tiles with many tasks of each phase; tall programs of few tasks."""
     default = KERNEL.default(problem, Device.of(torch.empty(0, device=device)))
     block = problem.block
-    small = dataclasses.replace(
-        default, tile_m=block, tile_n=block, warps=4, rows=4, chunk=2 * block, walk=1, ahead=1
-    )
-    tall = dataclasses.replace(
-        default, tile_m=block, tile_n=2 * block, warps=8, rows=block // 4, chunk=block, walk=2
-    )
+    warps = (block // 32) ** 2
+    small = LayerNormConfig(block, 1, warps, rows=4, chunk=2 * block, ahead=1)
+    tall = LayerNormConfig(2 * block, 2, min(16, 2 * warps), rows=block // 4, chunk=block)
     return [default, small, tall]
 
 
@@ -148,11 +146,11 @@ def test_legal_says_why_not(device):
     problem = problem_of("fwd", "row", m=64, n=64)
     where = Device.of(torch.empty(0, device=device))
     good = KERNEL.default(problem, where)
-    for field, value in (("rows", 3), ("rows", 64), ("chunk", 48), ("chunk", 1 << 20)):
-        bad = dataclasses.replace(good, **{field: value})
-        assert str(value) in KERNEL.legal(problem, bad, where) or field in KERNEL.legal(
-            problem, bad, where
-        )
+    for field, value in (
+        ("rows", 3), ("rows", 64), ("chunk", 48), ("chunk", 1 << 20), ("tile_n", 16), ("warps", 32),
+        ("registers", 1),
+    ):  # fmt: skip
+        assert field in KERNEL.legal(problem, dataclasses.replace(good, **{field: value}), where)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import quantize_tile, spread, to_float
+from jetfire.kernels_triton.common import (
+    INTERPRETED,
+    block_scales,
+    spread,
+    tile_codes,
+    to_float,
+)
+from jetfire.kernels_triton.gelu.packed import codes_to_floats
+from jetfire.kernels_triton.quantize import halvings
+from jetfire.kernels_triton.quantize.packed import tile_amax, widen
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
@@ -29,20 +38,30 @@ from jetfire.ops.op import Kernel, Tensors, ceil_div
 
 
 @triton.jit
+def narrow(x):
+    """An fp32 tile as bf16; two neighbours at a time, for LLVM converts each alone."""
+    if INTERPRETED:
+        return to_float(x, tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def add_tile(
     x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write round(x + y·scale) of one tile in x's dtype; returns it as fp32."""
-    x = load_tile(x_ptr, row0, col0, M, N, x_stride, TILE_M, TILE_N).to(tl.float32)
-    y = load_tile(y_ptr, row0, col0, M, N, y_stride, TILE_M, TILE_N).to(tl.float32)
+    """Write round(x + y·scale) of one tile, bf16, and return it."""
+    x = widen(load_tile(x_ptr, row0, col0, M, N, x_stride, TILE_M, TILE_N))
+    y = codes_to_floats(load_tile(y_ptr, row0, col0, M, N, y_stride, TILE_M, TILE_N))
     scale = load_tile(
         y_scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
         scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
     )  # fmt: skip
-    total = to_float(x + y * spread(scale, BLOCK), sum_ptr.dtype.element_ty)
+    total = narrow(x + y * spread(scale, BLOCK))
     store_tile(sum_ptr, total, row0, col0, M, N, N)
-    return total.to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -86,7 +105,7 @@ def add_forward_kernel(
     x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, mean_ptr, rstd_ptr,
     partial_ptr, counter_ptr, seed_ptr, M, N, x_stride, y_stride, scale_stride, eps,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     across = tl.cdiv(N, TILE_N)
@@ -96,13 +115,15 @@ def add_forward_kernel(
     )  # fmt: skip
     rows = row0 + tl.arange(0, TILE_M)
     cols = col0 + tl.arange(0, TILE_N)
-    mean = tl.sum(total, 1) / tl.minimum(N - col0, TILE_N)
-    deviation = tl.where((cols < N)[None, :], total - mean[:, None], 0.0)
+    wide = widen(total)
+    mean = tl.sum(wide, 1) / tl.minimum(N - col0, TILE_N)
+    deviation = tl.where((cols < N)[None, :], wide - mean[:, None], 0.0)
     at = partial_ptr + (col0 // TILE_N).to(tl.int64) * M + rows
     tl.store(at, mean, mask=rows < M)
     tl.store(at + across.to(tl.int64) * M, tl.sum(deviation * deviation, 1), mask=rows < M)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(total, seed, row0, col0, BLOCK, STOCHASTIC)
+    scale, multiplier = block_scales(tile_amax(total, BLOCK, HALVINGS))
+    q = tile_codes(widen(total), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
     store_quantised(
         q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
     )
@@ -118,7 +139,7 @@ def add_backward_kernel(
     x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
     seed_ptr, M, N, x_stride, y_stride, scale_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     total = add_tile(
@@ -126,7 +147,8 @@ def add_backward_kernel(
         TILE_M, TILE_N, BLOCK,
     )  # fmt: skip
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(total, seed, row0, col0, BLOCK, STOCHASTIC)
+    scale, multiplier = block_scales(tile_amax(total, BLOCK, HALVINGS))
+    q = tile_codes(widen(total), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
     store_quantised(
         q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
     )
@@ -154,7 +176,8 @@ class TritonAdd(Kernel):
         options = {
             "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
             "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
-            "num_warps": config.warps, "enable_fp_fusion": False,
+            "HALVINGS": halvings(problem.block, config), "num_warps": config.warps,
+            "enable_fp_fusion": False, "maxnreg": 128,
         }  # fmt: skip
         if problem.mode == "bwd":
             x, y, y_scale = (inputs[name] for name in ("dsum", "dq", "dq_scale"))

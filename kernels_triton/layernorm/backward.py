@@ -1,80 +1,73 @@
-"""LayerNorm backward: two sums over each row, then tiles of dx with the sums over columns."""
+"""LayerNorm backward: two sums over each row, then tiles of dx with the sums over columns.
+
+With x̂ = (x − mean)·rstd and g = dy·weight, dx = rstd·(g − mean(g) − x̂·mean(g·x̂)).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import quantize_tile, spread
 from jetfire.kernels_triton.gelu.packed import codes_to_floats
-from jetfire.kernels_triton.layernorm.forward import load_codes
+from jetfire.kernels_triton.layernorm.blocks import (
+    block_cols,
+    block_rows,
+    load_columns,
+    load_scales,
+    store_blocks,
+)
 from jetfire.kernels_triton.layernorm.tasks import arrive, leave, take, wait
-from jetfire.kernels_triton.tiles import load_tile, store_quantised
-
-
-@triton.jit
-def load_rows(
-    q_ptr, scale_ptr, row0, col0, M, N, stride, scale_stride,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Codes as fp32 and scales, both [ROWS, CHUNK], of rows that lie in one row of blocks."""
-    q = codes_to_floats(load_tile(q_ptr, row0, col0, M, N, stride, ROWS, CHUNK))
-    scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, 1, CHUNK // BLOCK,
-    )  # fmt: skip
-    wide = tl.broadcast_to(scale[:, :, None], (1, CHUNK // BLOCK, BLOCK))
-    return q, tl.reshape(wide, (1, CHUNK))
+from jetfire.kernels_triton.tiles import load_tile
 
 
 @triton.jit
 def row_sums(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr, row0, M, N,
-    x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr, row0,
+    M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """mean(g) and mean(g·x̂) of ROWS whole rows, g = dy·weight; to sums_ptr [2, M]."""
+    """rstd, mean·rstd, rstd·mean(g) and rstd·mean(g·x̂) of ROWS whole rows, to quads_ptr [M, 4].
+
+    Scales are those of runs of sixteen columns (a thread's load), and are applied to their sums.
+    """
+    RUN: tl.constexpr = 16
+    RUNS: tl.constexpr = CHUNK // RUN
+    runs: tl.constexpr = (ROWS, RUNS, RUN)
     rows = row0 + tl.arange(0, ROWS)
-    mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
     rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-    shift = (mean * rstd)[:, None]
-    plain = tl.zeros((ROWS, CHUNK), tl.float32)
-    along = tl.zeros((ROWS, CHUNK), tl.float32)
+    shift = tl.load(mean_ptr + rows, mask=rows < M, other=0.0) * rstd
+    x_scale_ptr += (row0 // BLOCK).to(tl.int64) * x_scale_stride
+    dy_scale_ptr += (row0 // BLOCK).to(tl.int64) * dy_scale_stride
+    plain = tl.zeros((ROWS, RUNS), tl.float32)
+    along = tl.zeros((ROWS, RUNS), tl.float32)
     for col0 in range(0, N, CHUNK):
-        x, x_scale = load_rows(
-            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, ROWS, CHUNK, BLOCK
-        )
-        dy, dy_scale = load_rows(
-            dy_ptr, dy_scale_ptr, row0, col0, M, N, dy_stride, dy_scale_stride, ROWS, CHUNK, BLOCK
-        )
+        x = codes_to_floats(load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK))
+        dy = codes_to_floats(load_tile(dy_ptr, row0, col0, M, N, dy_stride, ROWS, CHUNK))
         cols = col0 + tl.arange(0, CHUNK)
-        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)[None, :]
-        g = dy * (dy_scale * weight)
-        plain += g
-        along += g * (x * (x_scale * rstd[:, None]) - shift)
-    tl.store(sums_ptr + rows, tl.sum(plain, 1) / N, mask=rows < M)
-    tl.store(sums_ptr + M.to(tl.int64) + rows, tl.sum(along, 1) / N, mask=rows < M)
+        g = dy * tl.load(weight_ptr + cols, mask=cols < N, other=0.0)[None, :]
+        run = col0 + tl.arange(0, RUNS) * RUN
+        x_scale = tl.load(x_scale_ptr + run // BLOCK, mask=run < N, other=0.0)[None, :]
+        dy_scale = tl.load(dy_scale_ptr + run // BLOCK, mask=run < N, other=0.0)[None, :]
+        sum_g = tl.sum(tl.reshape(g, runs), 2)
+        sum_gx = tl.sum(tl.reshape(g * x, runs), 2)
+        plain += dy_scale * sum_g
+        along += dy_scale * ((x_scale * rstd[:, None]) * sum_gx - shift[:, None] * sum_g)
+    at = quads_ptr + rows.to(tl.int64) * 4
+    tl.store(at, rstd, mask=rows < M)
+    tl.store(at + 1, shift, mask=rows < M)
+    tl.store(at + 2, rstd * (tl.sum(plain, 1) / N), mask=rows < M)
+    tl.store(at + 3, rstd * (tl.sum(along, 1) / N), mask=rows < M)
 
 
 @triton.jit
-def gradient_tile(
-    x, x_scale, dy, dy_scale, weight, mean_ptr, rstd_ptr, sums_ptr, row0, col0, M, N,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """dx of one tile, and the tile's part of dweight and dbias, [TILE_N] each."""
-    rows = row0 + tl.arange(0, TILE_M)
-    inside = rows < M
-    mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)
-    rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
-    plain = tl.load(sums_ptr + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    along = tl.load(sums_ptr + M.to(tl.int64) + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    xhat = codes_to_floats(x) * (spread(x_scale, BLOCK) * rstd[:, None]) - (mean * rstd)[:, None]
-    dy = codes_to_floats(dy) * spread(dy_scale, BLOCK)
-    dx = (dy * weight[None, :]) * rstd[:, None] - (plain * rstd)[:, None]
-    dx -= xhat * (along * rstd)[:, None]
-    if not WHOLE:  # columns beyond the last would hold the rows' sums
-        dx = tl.where((col0 + tl.arange(0, TILE_N) < N)[None, :], dx, 0.0)
-    return dx, tl.sum(dy * xhat, 0), tl.sum(dy, 0)
+def load_quads(quads_ptr, rows, M):
+    """The four numbers of each row, in rows' shape."""
+    at = quads_ptr + rows.to(tl.int64) * 4
+    rstd = tl.load(at, mask=rows < M, other=0.0, cache_modifier=".cg")
+    shift = tl.load(at + 1, mask=rows < M, other=0.0, cache_modifier=".cg")
+    plain = tl.load(at + 2, mask=rows < M, other=0.0, cache_modifier=".cg")
+    along = tl.load(at + 3, mask=rows < M, other=0.0, cache_modifier=".cg")
+    return rstd, shift, plain, along
 
 
 @triton.jit
@@ -98,65 +91,75 @@ def reduce_columns(
 
 @triton.jit
 def strip(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr, seed_ptr,
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
     q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr, counter_ptr, band, bands, col0, M, N,
     x_stride, x_scale_stride, dy_stride, dy_scale_stride, first, across,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WALK: tl.constexpr, BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """WALK tiles of a band, one below the other: dx, and the band's part of the column sums."""
-    cols = col0 + tl.arange(0, TILE_N)
-    weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+    """dx of WALK rows of COUNT blocks, one below the other, and their part of the column sums."""
+    L: tl.constexpr = BLOCK // H
+    V: tl.constexpr = BLOCK // VEC
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    dweight = tl.zeros((TILE_N,), tl.float32)
-    dbias = tl.zeros((TILE_N,), tl.float32)
+    cols = col0 + block_cols(COUNT, V, VEC)
+    weight = load_columns(weight_ptr, col0, N, COUNT, V, VEC)
+    wait(counter_ptr, first)
+    leave(counter_ptr, first, across)
+    dweight = tl.zeros((1, COUNT, L, V, VEC), tl.float32)
+    dbias = tl.zeros((1, COUNT, L, V, VEC), tl.float32)
     for i in range(WALK):
-        row0 = (band * WALK + i) * TILE_M
-        x, x_scale = load_codes(
-            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
-        )
-        dy, dy_scale = load_codes(
-            dy_ptr, dy_scale_ptr, row0, col0, M, N, dy_stride, dy_scale_stride, TILE_M, TILE_N,
-            BLOCK,
+        row0 = (band * WALK + i) * BLOCK
+        rows = row0 + block_rows(H, L)
+        inside = (rows < M) & (cols < N)
+        x = tl.load(x_ptr + (rows.to(tl.int64) * x_stride + cols), mask=inside, other=0)
+        dy = tl.load(dy_ptr + (rows.to(tl.int64) * dy_stride + cols), mask=inside, other=0)
+        x_scale = load_scales(x_scale_ptr, row0, col0, M, N, x_scale_stride, COUNT, BLOCK)
+        dy_scale = load_scales(dy_scale_ptr, row0, col0, M, N, dy_scale_stride, COUNT, BLOCK)
+        rstd, shift, plain, along = load_quads(quads_ptr, rows, M)
+        xhat = codes_to_floats(x) * (x_scale * rstd) - shift
+        wide = codes_to_floats(dy)
+        dx = (wide * (dy_scale * weight)) * rstd - (xhat * along + plain)
+        if not WHOLE:  # columns beyond the last would hold the rows' sums
+            dx = tl.where(cols < N, dx, 0.0)
+        dweight += dy_scale * tl.sum(wide * xhat, 0)[None, :, :, :, :]
+        dbias += dy_scale * tl.sum(wide, 0)[None, :, :, :, :]
+        store_blocks(
+            dx, seed, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, rows, cols, inside,
+            M, N, BLOCK, LAYOUT, STOCHASTIC,
         )  # fmt: skip
-        if i == 0:
-            wait(counter_ptr, first)
-            leave(counter_ptr, first, across)
-        dx, part_weight, part_bias = gradient_tile(
-            x, x_scale, dy, dy_scale, weight, mean_ptr, rstd_ptr, sums_ptr, row0, col0, M, N,
-            TILE_M, TILE_N, BLOCK, WHOLE,
-        )  # fmt: skip
-        dweight += part_weight
-        dbias += part_bias
-        q, scale = quantize_tile(dx, seed, row0, col0, BLOCK, STOCHASTIC)
-        store_quantised(
-            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
-        )
+    cols = col0 + tl.arange(0, COUNT * BLOCK)
     at = partial_ptr + band.to(tl.int64) * N + cols
+    dweight = tl.reshape(tl.sum(dweight, 2), (COUNT * BLOCK,))
+    dbias = tl.reshape(tl.sum(dbias, 2), (COUNT * BLOCK,))
     tl.store(at, dweight, mask=cols < N)
     tl.store(at + bands.to(tl.int64) * N, dbias, mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lead"])
 def backward_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr, seed_ptr,
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr, seed_ptr,
     q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, partial_ptr, counter_ptr, M, N,
     x_stride, x_scale_stride, dy_stride, dy_scale_stride, lead,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WALK: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    WHOLE: tl.constexpr,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Counters: the ticket, one a band, one a strip of columns."""
-    first: tl.constexpr = TILE_M * WALK // ROWS
-    bands, across = tl.cdiv(M, TILE_M * WALK), tl.cdiv(N, TILE_N)
+    """Row sums, then tiles, as `tasks` orders them; a band is WALK rows of blocks.
+
+    Counters: the ticket, one a band, one a strip of columns.
+    """
+    HEIGHT: tl.constexpr = WALK * BLOCK
+    TILE_N: tl.constexpr = COUNT * BLOCK
+    first: tl.constexpr = HEIGHT // ROWS
+    bands, across = tl.cdiv(M, HEIGHT), tl.cdiv(N, TILE_N)
     second, band, index = take(counter_ptr, bands, lead, first, across)
     if second:
         strip(
-            x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr,
-            seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr, counter_ptr + 1 + band,
+            x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
+            q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr, counter_ptr + 1 + band,
             band, bands, index * TILE_N, M, N,
             x_stride, x_scale_stride, dy_stride, dy_scale_stride, first, across,
-            TILE_M, TILE_N, WALK, BLOCK, LAYOUT, STOCHASTIC, WHOLE,
+            COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE,
         )  # fmt: skip
         tl.debug_barrier()
         done_ptr = counter_ptr + 1 + bands + index
@@ -168,8 +171,8 @@ def backward_kernel(
             )  # fmt: skip
     else:
         row_sums(
-            x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr,
-            band * (TILE_M * WALK) + index * ROWS, M, N, x_stride, x_scale_stride, dy_stride,
+            x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr,
+            band * HEIGHT + index * ROWS, M, N, x_stride, x_scale_stride, dy_stride,
             dy_scale_stride, ROWS, CHUNK, BLOCK,
         )  # fmt: skip
         arrive(counter_ptr + 1 + band)

@@ -5,45 +5,92 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import quantize_tile, spread
+from jetfire.kernels_triton.common import INTERPRETED
 from jetfire.kernels_triton.gelu.packed import codes_to_floats
+from jetfire.kernels_triton.layernorm.blocks import (
+    block_cols,
+    block_rows,
+    load_columns,
+    load_scales,
+    store_blocks,
+)
 from jetfire.kernels_triton.layernorm.tasks import arrive, leave, take, wait
-from jetfire.kernels_triton.tiles import load_tile, store_quantised, tile_origin
+from jetfire.kernels_triton.tiles import load_tile, tile_origin
+
+
+@triton.jit
+def sums_of_words(words):
+    """Σq and Σq² of the four codes in each 32-bit word."""
+    if INTERPRETED:
+        plain = tl.zeros(words.shape, tl.int32)
+        square = tl.zeros(words.shape, tl.int32)
+        for i in tl.static_range(4):
+            q = words << (24 - 8 * i) >> 24
+            plain += q
+            square += q * q
+        return plain, square
+    return tl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $2, 0x01010101, 0; dp4a.s32.s32 $1, $2, $2, 0;",
+        "=&r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def sums_of_run(
+    x_ptr, row0, col0, M, N, x_stride,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Σq and Σq² of every RUN columns: int32 [ROWS, CHUNK/RUN] each.
+
+    WORDS: x_ptr, N, col0 and the stride count words of four codes.
+    """
+    if WORDS:
+        words = load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK // 4)
+        plain, square = sums_of_words(words)
+        each: tl.constexpr = RUN // 4
+    else:
+        plain = load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK).to(tl.int32)
+        square = plain * plain
+        each: tl.constexpr = RUN
+    plain = tl.sum(tl.reshape(plain, (ROWS, CHUNK // RUN, each)), 2)
+    return plain, tl.sum(tl.reshape(square, (ROWS, CHUNK // RUN, each)), 2)
 
 
 @triton.jit
 def row_statistics(
     x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, row0, M, N, x_stride, scale_stride, eps,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Mean and rstd of ROWS whole rows that lie in one row of blocks.
 
-    Σq and Σq² of a row of a block are integers below 2^24, so fp32 sums them exactly, and
-    count·Σq² − (Σq)² fits int32: a block's mean and squared deviation carry no error but their
-    last rounding. Blocks are combined as Chan, Golub and LeVeque do ("Updating formulae and a
+    Sixteen neighbours (a thread's load) share a scale: the sums of their codes and squared codes
+    are integers, and so is 16·Σq² − (Σq)², so their mean and squared deviation carry no error but
+    their last rounding. They are combined as Chan, Golub and LeVeque do ("Updating formulae and a
     pairwise algorithm for computing sample variances", 1979, equation 2.1).
     """
-    SLOTS: tl.constexpr = CHUNK // BLOCK
+    RUN: tl.constexpr = 16
+    RUNS: tl.constexpr = CHUNK // RUN
+    PACK: tl.constexpr = 4 if WORDS else 1
     rows = row0 + tl.arange(0, ROWS)
-    slots = tl.arange(0, SLOTS)
-    count = tl.zeros((1, SLOTS), tl.float32)
-    mean = tl.zeros((ROWS, SLOTS), tl.float32)
-    square = tl.zeros((ROWS, SLOTS), tl.float32)
+    scale_ptr = x_scale_ptr + (row0 // BLOCK).to(tl.int64) * scale_stride
+    if WORDS:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    count = tl.zeros((1, RUNS), tl.float32)
+    mean = tl.zeros((ROWS, RUNS), tl.float32)
+    square = tl.zeros((ROWS, RUNS), tl.float32)
     for col0 in range(0, N, CHUNK):
-        q = load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK)
-        q = tl.reshape(codes_to_floats(q), (ROWS, SLOTS, BLOCK))
-        block = col0 // BLOCK + slots
-        at = x_scale_ptr + (row0 // BLOCK).to(tl.int64) * scale_stride + block
-        scale = tl.load(at, mask=block * BLOCK < N, other=0.0)[None, :]
-        fresh = tl.minimum(tl.maximum(N - block * BLOCK, 0), BLOCK)[None, :]
+        plain, squares = sums_of_run(
+            x_ptr, row0, col0 // PACK, M, N // PACK, x_stride // PACK, ROWS, CHUNK, RUN, WORDS
+        )
+        cols = col0 + tl.arange(0, RUNS) * RUN
+        scale = tl.load(scale_ptr + cols // BLOCK, mask=cols < N, other=0.0)[None, :]
+        fresh = tl.minimum(tl.maximum(N - cols, 0), RUN)[None, :]
         some = tl.maximum(fresh, 1).to(tl.float32)
-        sum1 = tl.sum(q, 2)
-        whole = sum1.to(tl.int32)
-        spreads = (tl.sum(q * q, 2).to(tl.int32) * fresh - whole * whole).to(tl.float32)
+        step = (scale / some) * plain.to(tl.float32) - mean
+        spreads = (squares * fresh - plain * plain).to(tl.float32)
         total = count + fresh
-        ratio = fresh / tl.maximum(total, 1)
-        step = scale * (sum1 / some) - mean
-        square += scale * scale * (spreads / some) + step * step * (count * ratio)
+        ratio = fresh / tl.maximum(total, 1.0)
+        square += (scale * scale / some) * spreads + step * step * (count * ratio)
         mean += step * ratio
         count = total
     row_mean = tl.sum(mean * count, 1) / N
@@ -54,93 +101,85 @@ def row_statistics(
 
 
 @triton.jit
-def load_codes(
-    q_ptr, scale_ptr, row0, col0, M, N, stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+def normalise(
+    x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
+    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, counter_ptr, first_row, col0, M, N, x_stride,
+    scale_stride, first, across,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile's codes, int8 [TILE_M, TILE_N], and scales, fp32 [TILE_M/BLOCK, TILE_N/BLOCK]."""
-    q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
-    scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
-    return q, scale
-
-
-@triton.jit
-def normalise_tile(
-    x, x_scale, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, seed_ptr,
-    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Normalise, quantise and write one tile of codes."""
-    rows = row0 + tl.arange(0, TILE_M)
-    cols = col0 + tl.arange(0, TILE_N)
-    mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0, cache_modifier=".cg")
-    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0, cache_modifier=".cg")
-    weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
-    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
-    step = spread(x_scale, BLOCK) * rstd[:, None]
-    xhat = codes_to_floats(x) * step - (mean * rstd)[:, None]
-    y = xhat * weight[None, :] + bias[None, :]
-    if not WHOLE:  # rows beyond the last would hold the bias
-        y = tl.where((rows < M)[:, None], y, 0.0)
+    """Normalise and quantise WALK rows of COUNT blocks, one below the other."""
+    L: tl.constexpr = BLOCK // H
+    V: tl.constexpr = BLOCK // VEC
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(y, seed, row0, col0, BLOCK, STOCHASTIC)
-    store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
-    )
+    cols = col0 + block_cols(COUNT, V, VEC)
+    weight = load_columns(weight_ptr, col0, N, COUNT, V, VEC)
+    bias = load_columns(bias_ptr, col0, N, COUNT, V, VEC)
+    if not GIVEN:
+        wait(counter_ptr, first)
+        leave(counter_ptr, first, across)
+    for i in range(WALK):
+        row0 = first_row + i * BLOCK
+        rows = row0 + block_rows(H, L)
+        inside = (rows < M) & (cols < N)
+        x = tl.load(x_ptr + (rows.to(tl.int64) * x_stride + cols), mask=inside, other=0)
+        x_scale = load_scales(x_scale_ptr, row0, col0, M, N, scale_stride, COUNT, BLOCK)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0, cache_modifier=".cg")
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0, cache_modifier=".cg")
+        y = codes_to_floats(x) * (x_scale * rstd) - mean * rstd
+        y = y * weight + bias
+        if not WHOLE:  # rows beyond the last would hold the bias
+            y = tl.where(rows < M, y, 0.0)
+        store_blocks(
+            y, seed, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, rows, cols,
+            inside, M, N, BLOCK, LAYOUT, STOCHASTIC,
+        )  # fmt: skip
 
 
 @triton.jit
 def given_kernel(
     x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
     q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Statistics are inputs: a program is a tile."""
-    row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    x, x_scale = load_codes(
-        x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, scale_stride, TILE_M, TILE_N, BLOCK
-    )
-    normalise_tile(
-        x, x_scale, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, seed_ptr,
-        q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N,
-        TILE_M, TILE_N, BLOCK, LAYOUT, STOCHASTIC, WHOLE,
+    """Statistics are inputs."""
+    row0, col0 = tile_origin(N, WALK * BLOCK, COUNT * BLOCK)
+    normalise(
+        x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
+        q_ptr, scale_ptr, qt_ptr, scale_t_ptr, None, row0, col0, M, N, x_stride, scale_stride,
+        0, 0, COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE, True,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lead"])
 def row_kernel(
     x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
     q_ptr, scale_ptr, qt_ptr, scale_t_ptr, counter_ptr, M, N, x_stride, scale_stride, eps, lead,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of whole rows, then tiles, as `tasks` orders them; a band is a row of tiles.
+    """Statistics of whole rows, then tiles, as `tasks` orders them; a band is WALK rows of blocks.
 
     Counters: the ticket, one a band.
     """
-    first: tl.constexpr = TILE_M // ROWS
-    across = tl.cdiv(N, TILE_N)
-    second, band, index = take(counter_ptr, tl.cdiv(M, TILE_M), lead, first, across)
-    row0, col0 = band * TILE_M, index * TILE_N
+    HEIGHT: tl.constexpr = WALK * BLOCK
+    first: tl.constexpr = HEIGHT // ROWS
+    across = tl.cdiv(N, COUNT * BLOCK)
+    second, band, index = take(counter_ptr, tl.cdiv(M, HEIGHT), lead, first, across)
     if second:
-        x, x_scale = load_codes(
-            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, scale_stride, TILE_M, TILE_N, BLOCK
-        )
-        wait(counter_ptr + 1 + band, first)
-        leave(counter_ptr + 1 + band, first, across)
-        normalise_tile(
-            x, x_scale, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, seed_ptr,
-            q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N,
-            TILE_M, TILE_N, BLOCK, LAYOUT, STOCHASTIC, WHOLE,
+        normalise(
+            x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
+            q_ptr, scale_ptr, qt_ptr, scale_t_ptr, counter_ptr + 1 + band, band * HEIGHT,
+            index * (COUNT * BLOCK), M, N, x_stride, scale_stride, first, across,
+            COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE, False,
         )  # fmt: skip
     else:
         row_statistics(
-            x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, row0 + index * ROWS, M, N, x_stride,
-            scale_stride, eps, ROWS, CHUNK, BLOCK,
+            x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, band * HEIGHT + index * ROWS, M, N, x_stride,
+            scale_stride, eps, ROWS, CHUNK, BLOCK, WORDS,
         )  # fmt: skip
         arrive(counter_ptr + 1 + band)
