@@ -22,11 +22,22 @@ class TileConfig(Config):
     warps: int = 4
 
 
+@dataclass(frozen=True)
+class RegisterConfig(TileConfig):
+    """A tile whose programs take at most `registers` registers a thread, so that more run at once.
+
+    Below what a tile needs the compiler spills: slower, not wrong.
+    """
+
+    registers: int = 255
+
+
 TILE_SPACE: dict[str, Sequence[Any]] = {
     "tile_m": (32, 64, 128, 256),
     "tile_n": (32, 64, 128, 256, 512, 1024),
     "warps": (1, 2, 4, 8, 16),
 }
+REGISTER_SPACE: dict[str, Sequence[Any]] = {**TILE_SPACE, "registers": (48, 56, 64, 72, 96, 255)}
 
 
 def device_reason(device: Device) -> str | None:
@@ -56,6 +67,21 @@ def tile_reason(
     if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**31:
         return "more than 2^31 tiles: expected larger tiles"
     return None
+
+
+def register_limit(config: RegisterConfig) -> dict[str, int]:
+    """The launch option of a limit; none at 255, which a tile of 16 warps could not have."""
+    return {"maxnreg": config.registers} if config.registers < 255 else {}
+
+
+def register_reason(
+    m: int, n: int, block: int, config: RegisterConfig, device: Device
+) -> str | None:
+    """`tile_reason`, and why the register limit is illegal."""
+    # ptxas takes 24 at the least; 255 is the most that a thread can have.
+    if not 24 <= config.registers <= 255:
+        return f"registers={config.registers}: expected 24 to 255"
+    return tile_reason(m, n, block, config, device)
 
 
 @triton.jit

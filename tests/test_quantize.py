@@ -77,8 +77,9 @@ def test_scales_are_correctly_rounded_for_every_exponent(device):
 def test_every_config_gives_the_same_bits(device, layout):
     problem = OP.Problem(70, 130, rounding="stochastic", layout=layout)
     inputs = OP.inputs(problem, device)
-    for tiles in [(32, 32, 1), (32, 128, 4), (64, 64, 2), (128, 32, 8), (64, 256, 16)]:
-        check(problem, inputs, KERNEL.Config(*tiles))
+    tiles = [(32, 32, 1), (32, 128, 4, 40), (64, 64, 2, 64), (128, 32, 8), (64, 256, 16)]
+    for tile in tiles:
+        check(problem, inputs, KERNEL.Config(*tile))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_every_config_gives_the_same_bits(device, layout):
         ({"tile_m": 48}, "tile_m=48: expected a power of two that is a multiple of block=32"),
         ({"tile_n": 16}, "tile_n=16: expected a power of two that is a multiple of block=32"),
         ({"warps": 3}, "warps=3: expected 1, 2, 4, 8 or 16"),
+        ({"registers": 16}, "registers=16: expected 24 to 255"),
         ({"tile_m": 256, "tile_n": 256, "warps": 1}, "2048 elements a thread"),
     ],
 )

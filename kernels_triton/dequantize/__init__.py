@@ -46,7 +46,10 @@ class TritonDequantize(Kernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        return TileConfig(problem.block, 128, 8 if problem.block == 128 else 4)
+        """The best measured on an H200 at 8192×4096 and 8192×16384."""
+        if problem.block == 128:
+            return TileConfig(128, 128, 8)
+        return TileConfig(problem.block, 256, problem.block // 8)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return TILE_SPACE
