@@ -1,0 +1,110 @@
+"""The Gluon kernel's configuration, legality and launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
+from jetfire.kernels_triton.gemm.portable import TritonGemm
+from jetfire.kernels_triton.tiles import device_reason
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config as BaseConfig
+from jetfire.ops.op import Kernel, Tensors, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+TILE_M, TILE_N, TILE_K = 128, 256, 128
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """How the 128×256 tiles are fed and promoted.
+
+    Attributes:
+        chunk: columns of one product: 128, or 64 with two of them in turn.
+        stages: of 128 of K, on their way from memory.
+        group: rows of tiles that are walked column by column.
+        registers: of a consumer's thread; the producer has what two of them leave of 504.
+    """
+
+    chunk: int = 64
+    stages: int = 4
+    group: int = 8
+    registers: int = 240
+
+
+SPACE: dict[str, Sequence[Any]] = {
+    "chunk": (64, 128),
+    "stages": (2, 3, 4),
+    "group": (4, 8, 16),
+    "registers": (232, 240),
+}
+
+
+def shared_bytes(problem: Any, config: Config) -> int:
+    """Operands, scales and barriers of every stage, and what requantising moves through."""
+    count = 128 // problem.block
+    stage = (TILE_M + TILE_N) * TILE_K + 8 * count**3 + 16
+    return config.stages * stage + (17408 if problem.out == "int8" else 0)
+
+
+def _descriptor(x: torch.Tensor) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [128, TILE_K], layout)
+
+
+class GluonGemm(Kernel):
+    op = "gemm"
+    name = "gluon"
+    Config = Config
+
+    def legal(self, problem: Any, config: Config, device: Device) -> str | None:
+        if (reason := device_reason(device)) is not None:
+            return reason
+        if device.capability != (9, 0):
+            return "needs sm_90: it is written in warp-group instructions"
+        if problem.k % 16:
+            return f"k={problem.k}: TMA wants rows of a multiple of 16 bytes"
+        for name, values in SPACE.items():
+            if getattr(config, name) not in values:
+                return f"{name}={getattr(config, name)}: expected one of {values}"
+        if problem.out == "int8" and problem.block > 64 and config.chunk != 128:
+            return f"chunk={config.chunk}: expected 128 to requantise blocks of {problem.block}"
+        if (needed := shared_bytes(problem, config)) > device.shared_bytes:
+            return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
+        if ceil_div(problem.m, TILE_M) * ceil_div(problem.n, TILE_N) >= 2**31:
+            return "more than 2^31 tiles"
+        return None
+
+    def default(self, problem: Any, device: Device) -> Config:
+        if problem.block == 128:
+            return Config(chunk=128, registers=232)
+        return Config(registers=240 if problem.block == 32 else 232)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return SPACE
+
+    def launch(self, problem: Any, config: Config, inputs: Tensors, outputs: Tensors) -> None:
+        a, b = inputs["a"], inputs["b"]
+        device = Device.of(a)
+        if any(x.data_ptr() % 16 or x.stride(0) % 16 for x in (a, b)):
+            # TMA cannot address such views; any other load can.
+            portable = TritonGemm()
+            portable.launch(problem, portable.default(problem, device), inputs, outputs)
+            return
+        tiles = ceil_div(problem.m, TILE_M) * ceil_div(problem.n, TILE_N)
+        gemm_kernel[(min(tiles, device.sms),)](
+            _descriptor(a), _descriptor(b), inputs["a_scale"], inputs["b_scale"],
+            inputs.get("bias"), outputs.get("c"), outputs.get("q"), outputs.get("scale"),
+            outputs.get("qt"), outputs.get("scale_t"), inputs.get("seed"), problem.m, problem.n,
+            problem.k, STAGES=config.stages, GROUP=config.group, BLOCK=problem.block,
+            CHUNK=config.chunk, REGISTERS=config.registers, BIAS=problem.bias,
+            ACCUMULATE=problem.accumulate, INT8=problem.out == "int8", LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic", num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The per-block INT8 GEMM on tensor cores: one int32 dot and one promotion a block of K."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config as BaseConfig
+from jetfire.ops.op import Kernel, Tensors, ceil_div
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """A tile_m×tile_n tile of C a program; `group` rows of tiles are walked column by column."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    warps: int = 8
+    stages: int = 4
+    group: int = 8
+
+
+@triton.jit
+def tile_of(pid, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """Tile row and column of a program: GROUP rows of tiles at a time, so that L2 holds both."""
+    down, across = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    first = pid // (GROUP * across) * GROUP
+    rows = tl.minimum(down - first, GROUP)
+    within = pid % (GROUP * across)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def gemm_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
+    seed_ptr, M, N, K, stride_a, stride_b,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INT8: tl.constexpr,
+    LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    tile_row, tile_col = tile_of(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    row0, col0 = tile_row * TILE_M, tile_col * TILE_N
+    # Rows beyond the edge read the last row again: nothing of them is kept.
+    rows = tl.minimum(row0 + tl.arange(0, TILE_M), M - 1).to(tl.int64)
+    cols = tl.minimum(col0 + tl.arange(0, TILE_N), N - 1).to(tl.int64)
+    inner = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(K, BLOCK)
+    a_ptrs = a_ptr + rows[:, None] * stride_a + inner[None, :]
+    b_ptrs = b_ptr + cols[None, :] * stride_b + inner[:, None]
+    # One scale a block, multiplied in four dimensions: a thread keeps as few as its blocks.
+    DOWN: tl.constexpr = TILE_M // BLOCK
+    ACROSS: tl.constexpr = TILE_N // BLOCK
+    down = tl.minimum(row0 // BLOCK + tl.arange(0, DOWN), tl.cdiv(M, BLOCK) - 1)
+    across = tl.minimum(col0 // BLOCK + tl.arange(0, ACROSS), tl.cdiv(N, BLOCK) - 1)
+    a_scales = a_scale_ptr + down.to(tl.int64)[:, None, None, None] * blocks
+    b_scales = b_scale_ptr + across.to(tl.int64)[None, None, :, None] * blocks
+    acc = tl.zeros((DOWN, BLOCK, ACROSS, BLOCK), tl.float32)
+    for i in range(blocks):
+        scale = tl.load(a_scales + i) * tl.load(b_scales + i)
+        if EVEN_K:
+            a, b = tl.load(a_ptrs), tl.load(b_ptrs)
+        else:
+            valid = inner < K - i * BLOCK
+            a = tl.load(a_ptrs, mask=valid[None, :], other=0)
+            b = tl.load(b_ptrs, mask=valid[:, None], other=0)
+        sums = tl.dot(a, b).to(tl.float32)
+        acc = tl.fma(tl.reshape(sums, (DOWN, BLOCK, ACROSS, BLOCK)), scale, acc)
+        a_ptrs += BLOCK
+        b_ptrs += BLOCK
+    acc = tl.reshape(acc, (TILE_M, TILE_N))
+    finish(
+        acc, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0, M, N,
+        BLOCK, BIAS, ACCUMULATE, INT8, LAYOUT, STOCHASTIC,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    acc, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0, M, N,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INT8: tl.constexpr,
+    LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Bias, what C held, then the cast or the requantisation of an fp32 tile, and its store."""
+    rows, cols = row0 + tl.arange(0, acc.shape[0]), col0 + tl.arange(0, acc.shape[1])
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0)[None, :]
+    if INT8:
+        acc = tl.where(inside, acc, 0.0)
+        seed = tl.load(seed_ptr) if STOCHASTIC else 0
+        q, scale = quantize_tile(acc, seed, row0, col0, BLOCK, STOCHASTIC)
+        store_quantised(
+            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        )
+    else:
+        if ACCUMULATE:
+            offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+            acc += tl.load(c_ptr + offsets, mask=inside, other=0).to(tl.float32)
+        store_tile(c_ptr, acc.to(c_ptr.dtype.element_ty), row0, col0, M, N, N)
+
+
+class TritonGemm(Kernel):
+    op = "gemm"
+    name = "triton"
+    Config = Config
+
+    def legal(self, problem: Any, config: Config, device: Device) -> str | None:
+        if (reason := device_reason(device)) is not None:
+            return reason
+        for name in ("tile_m", "tile_n"):
+            size = getattr(config, name)
+            if size % problem.block or size & (size - 1):
+                return f"{name}={size}: expected a power of two, a multiple of {problem.block=}"
+        if config.warps not in (1, 2, 4, 8, 16):
+            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
+        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
+        if not 1 <= per_thread <= 128:
+            return f"{per_thread} sums a thread: expected 1 to 128"
+        shared = config.stages * (config.tile_m + config.tile_n) * problem.block
+        if device.kind == "cuda" and shared > device.shared_bytes:
+            return f"{shared} bytes of shared memory: {device.label} has {device.shared_bytes}"
+        if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
+            return "more than 2^31 tiles: expected larger tiles"
+        return None
+
+    def default(self, problem: Any, device: Device) -> Config:
+        stages = 4
+        if device.kind == "cuda":
+            stages = min(4, device.shared_bytes // (256 * problem.block))
+        return Config(stages=stages)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return {
+            "tile_m": (64, 128, 256),
+            "tile_n": (64, 128, 256),
+            "warps": (4, 8),
+            "stages": (3, 4, 5),
+            "group": (4, 8, 16),
+        }
+
+    def launch(self, problem: Any, config: Config, inputs: Tensors, outputs: Tensors) -> None:
+        a, b = inputs["a"], inputs["b"]
+        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+        gemm_kernel[(tiles,)](
+            a, inputs["a_scale"], b, inputs["b_scale"], inputs.get("bias"), outputs.get("c"),
+            outputs.get("q"), outputs.get("scale"), outputs.get("qt"), outputs.get("scale_t"),
+            inputs.get("seed"), problem.m, problem.n, problem.k, a.stride(0), b.stride(0),
+            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block, GROUP=config.group,
+            EVEN_K=problem.k % problem.block == 0, BIAS=problem.bias,
+            ACCUMULATE=problem.accumulate, INT8=problem.out == "int8", LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic",
+            num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
+        )  # fmt: skip
