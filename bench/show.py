@@ -34,10 +34,21 @@ def number(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def _three(value: float) -> str:
+    """Three digits at least, no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def rate_text(row: Row) -> str:
     if row.tflops is not None:
-        return f"{row.tflops:.1f} TFLOP/s" if row.tflops >= 1 else f"{row.tflops:.4f} TFLOP/s"
-    return "–" if row.gbps is None else f"{row.gbps:.0f} GB/s"
+        return f"{row.tflops:.1f} TFLOP/s" if row.tflops >= 1 else f"{row.tflops * 1e3:.1f} GFLOP/s"
+    return "–" if row.gbps is None else f"{_three(row.gbps)} GB/s"
+
+
+def share_text(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
 def ratio_text(row: Row) -> str:
@@ -110,7 +121,7 @@ def cells(row: Row) -> list[str]:
         time_text(row.ms),
         spread_text(row),
         rate_text(row),
-        "" if row.roofline is None else f"{row.roofline:.0%}",
+        share_text(row.roofline),
         ratio_text(row),
         "" if row.sm_mhz is None else f"{row.sm_mhz:.0f}{throttled}",
         number(row.watts) if row.watts is not None else "",
