@@ -1,7 +1,9 @@
 """GELU and its gradient on INT8 blocks: one tile a program, one pass over memory.
 
-Scales stay out of the elements: with x = s·q, gelu(x) = s·(q·Φ(s·q)), so an element is worked as
-q·Φ and the block's scale enters its argument's coefficients and, at the end, the output's scale.
+A block of one scale s has 255 values at most, so its gelu(s·q)/s, or gelu'(s·q), is tabulated over
+the codes q and looked up: one LDS where the formula takes ten instructions, two of them on the unit
+that issues sixteen a clock. Measured at 8192×4096 on an H200, stochastic backward: 41, 37 and 38 µs
+for blocks of 32, 64 and 128, where the formula at each element took 48, 46 and 52.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jetfire.kernels_triton.common import STREAM_ROUNDING
 from jetfire.kernels_triton.gelu.blocked import (
     as_tile,
     block_max,
+    look_up,
     places,
     random_128,
     spread_blocks,
@@ -119,16 +122,17 @@ def gelu_kernel(
         x_scale_ptr + (block_row.to(tl.int64) * x_scale_stride + block_col), mask=within, other=0.0
     )
     bad = factor * 0.0  # NaN where the input's block is
-    s = spread_blocks(tl.minimum(finite_or_zero(factor), LARGEST_SCALE), H, BLOCK)
+    s = tl.minimum(finite_or_zero(factor), LARGEST_SCALE)[:, None]
+    every = tl.broadcast_to((tl.arange(0, 256) - 128).to(tl.float32)[None, :], (COUNT, 256))
     if BACKWARD:
         dy = tl.load(dy_ptr + (rows.to(tl.int64) * dy_stride + cols), mask=inside, other=0)
         factor = tl.load(
             dy_scale_ptr + (block_row.to(tl.int64) * dy_scale_stride + block_col),
             mask=within, other=0.0,
         )  # fmt: skip
-        value = codes_to_floats(dy) * gelu_slope(codes_to_floats(x), s, ERF)
+        value = codes_to_floats(dy) * look_up(gelu_slope(every, s, ERF), x, H)
     else:
-        value = gelu_over_scale(codes_to_floats(x), s, ERF)
+        value = look_up(gelu_over_scale(every, s, ERF), x, H)
     amax = block_max(value, COUNT, H)
     whole = amax * factor + bad
     usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
@@ -167,11 +171,16 @@ class TritonGelu(Kernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        tile = max(problem.block, 64)
-        return TileConfig(tile, tile, 4 if tile == 64 else 8)
+        """Best of ten tiles a block on an H200, 8192×4096."""
+        if problem.block == 128:
+            return TileConfig(128, 128, 8)
+        if problem.rounding == "stochastic":
+            return TileConfig(problem.block, 128, 4)
+        return TileConfig(problem.block, 4096 // problem.block, 2)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
+        # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
+        return {**TILE_SPACE, "warps": (2, 4, 8, 16)}
 
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         x, x_scale = inputs["x"], inputs["x_scale"]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import philox_words
-from jetfire.kernels_triton.gelu.packed import draws_128
+from jetfire.kernels_triton.gelu.packed import codes_to_index, draws_128
 
 # Codes a thread reads at once, and neighbours that share a Philox call.
 VECTOR = tl.constexpr(16)
@@ -74,3 +74,17 @@ def as_tile(x, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr):
     DOWN: tl.constexpr = COUNT // ACROSS
     split = tl.reshape(x, (H, DOWN, ACROSS, BLOCK // H, BLOCK))
     return tl.reshape(tl.permute(split, (1, 0, 3, 2, 4)), (DOWN * BLOCK, TILE_N))
+
+
+@triton.jit
+def look_up(table, q, H: tl.constexpr):
+    """table[block, q + 128] for every element: fp32 [COUNT, 256], int8 [ROWS, BLOCK].
+
+    In one dimension: Triton 3.6 lowers that to one LDS, and two to shuffles or, for one block, not
+    at all.
+    """
+    COUNT: tl.constexpr = table.shape[0]
+    ELEMENTS: tl.constexpr = q.shape[0] * q.shape[1]
+    block = spread_blocks(tl.arange(0, COUNT), H, q.shape[1])
+    index = tl.reshape(codes_to_index(q, block), (ELEMENTS,))
+    return tl.reshape(tl.gather(tl.reshape(table, (COUNT * 256,)), index, 0), q.shape)

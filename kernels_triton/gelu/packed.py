@@ -25,6 +25,15 @@ add.f32 $1, f1, 0fCB000080;
 add.f32 $2, f2, 0fCB000080;
 add.f32 $3, f3, 0fCB000080;
 }""")
+# Each code plus 128, as the low byte under three of another word.
+_TO_INDEX = tl.constexpr("""{
+.reg .b32 codes;
+xor.b32 codes, $4, 0x80808080;
+prmt.b32 $0, codes, $5, 0x6540;
+prmt.b32 $1, codes, $6, 0x6541;
+prmt.b32 $2, codes, $7, 0x6542;
+prmt.b32 $3, codes, $8, 0x6543;
+}""")
 # Adding 1.5·2^23 leaves the product, rounded to nearest even, in the low byte.
 _NEAREST = tl.constexpr("""{
 .reg .b32 p<4>, low, high;
@@ -74,6 +83,16 @@ def codes_to_floats(q):
         return q.to(tl.float32)
     return tl.inline_asm_elementwise(
         _TO_FLOATS, "=f,=f,=f,=f,r", [q], dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def codes_to_index(q, block):
+    """q + 128 + 256·block, from int8 and int32."""
+    if INTERPRETED:
+        return q.to(tl.int32) + 128 + 256 * block
+    return tl.inline_asm_elementwise(
+        _TO_INDEX, "=r,=r,=r,=r,r,r,r,r,r", [q, block], dtype=tl.int32, is_pure=True, pack=4
     )
 
 
