@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -50,20 +49,21 @@ def _cpu_int8_tops(size: int) -> float:
 
 
 def _int8_tops(device: torch.device) -> tuple[float, str]:
-    """What the matrix units do, and how: on operands that stay on the SM, or in torch's product.
+    """What the matrix units do on operands that stay on the SM, or torch's product; and which.
 
     On an H200 1861 and 940: a library's rate is no ceiling, ours are above it.
     """
-    rates = {"torch._int_mm NT 8192³": _product_tflops(device, "int8_torch", 8192)}
-    if importlib.util.find_spec("triton") is not None:
+    library = _product_tflops(device, "int8_torch", 8192), "torch._int_mm NT 8192³"
+    try:
         from jetfire.bench import ceiling
 
         programs = 3 * torch.cuda.get_device_properties(device).multi_processor_count
         call, operations = ceiling.int8_call(device, programs, 4000)
         timing = timer.time_calls({"int8": [call]}, device, 10, budget_s=5)["int8"]
-        rates["matrix instructions alone, operands resident"] = operations / timing.ms / 1e9
-    best = max(rates, key=lambda name: rates[name])
-    return rates[best], best
+    except Exception as error:  # no Triton, or none that compiles for this architecture
+        return library[0], f"{library[1]} (matrix instructions alone: {type(error).__name__})"
+    alone = operations / timing.ms / 1e9, "matrix instructions alone, operands resident on the SM"
+    return max(library, alone)
 
 
 def measure(device: Device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -102,17 +103,31 @@ class _Variant:
                 self.graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        if not self.capture:
+        if not self.capture or self._synchronises():
             return None
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 _walk(self.calls, self.repeats)
-        except RuntimeError:  # a call synchronises or allocates outside the pool
+        except RuntimeError:  # whatever else no graph can hold
             torch.cuda.synchronize()
             return None
         return graph
+
+    def _synchronises(self) -> bool:
+        """A call waits for the device: to capture it fails and leaves torch's generators broken."""
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            self.calls[0]()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return False
 
     def run(self) -> None:
         if self.graph is None:
