@@ -2,7 +2,8 @@
 
 `record_launches` runs a kernel's own `launch` under a driver that compiles and never launches, so
 what is audited is what would run: the same specialisation of arguments, the same options. Needs a
-process without TRITON_INTERPRET=1; run as a module it prints one JSON line an audit.
+process without TRITON_INTERPRET=1; run as a module it prints one JSON line an audit, of one
+kernel or (``--specs``) of as many as standard input describes.
 """
 
 from __future__ import annotations
@@ -183,8 +184,38 @@ def audit(compiled: Any) -> Audit:
     )
 
 
+def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """The audits of one kernel's default config, without their machine code.
+
+    Args:
+        spec: ``{"op": …, "kernel": …, "capability": [major, minor], "problem": {field: value}}``.
+
+    Returns:
+        The spec with ``"config"`` and ``"audits"``, or with ``"refused"``: the kernel's own reason.
+    """
+    capability = (spec["capability"][0], spec["capability"][1])
+    problem = ops.get(spec["op"]).Problem.parse(spec["problem"])
+    kernel = ops.get_kernel(spec["op"], spec["kernel"])
+    device = target_device(capability)
+    config = kernel.default(problem, device)
+    if (reason := kernel.legal(problem, config, device)) is not None:
+        return {**spec, "refused": reason}
+    compiled = compile_launches(spec["op"], spec["kernel"], problem, config, capability)
+    audits = [asdict(audit(c)) for c in compiled]
+    for found in audits:
+        del found["sass"]
+    return {**spec, "config": config.as_dict(), "audits": audits}
+
+
 def main(arguments: list[str]) -> None:
-    """``OP KERNEL ARCH [FIELD=VALUE…]`` (config fields as ``config.FIELD=VALUE``): JSON lines."""
+    """``OP KERNEL ARCH [FIELD=VALUE…]`` (config fields as ``config.FIELD=VALUE``): JSON lines.
+
+    ``--specs``: for each line of standard input, an `audit_spec`.
+    """
+    if arguments == ["--specs"]:
+        for line in sys.stdin:
+            print(json.dumps(audit_spec(json.loads(line))), flush=True)
+        return
     op_name, kernel_name, arch, *fields = arguments
     pairs = dict(field.split("=", 1) for field in fields)
     chosen = {k.removeprefix("config."): pairs.pop(k) for k in list(pairs) if "config." in k}

@@ -66,10 +66,10 @@ class TritonQuantize(Kernel):
         if problem.dtype == "fp32":  # twice the registers a tile
             return RegisterConfig(128, 128, 16) if block == 128 else RegisterConfig(64, 64, 4)
         if block == 128:
-            # 56 registers let four programs share an SM, where the 128 of stochastic rounding
-            # leave two: 28.9 µs, not 32.6. Transposing too needs more, and spills below 80.
+            # 64 registers let four programs share an SM, where the 128 of stochastic rounding
+            # leave two: 29.4 µs, not 32.6. Transposing too needs more, and spills below 80.
             limited = stochastic and problem.layout == "q"
-            return RegisterConfig(128, 128, 8, 56 if limited else 255)
+            return RegisterConfig(128, 128, 8, 64 if limited else 255)
         if problem.layout == "both":
             return RegisterConfig(64, 128, 4)
         if problem.layout == "qt":

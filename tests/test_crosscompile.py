@@ -1,0 +1,146 @@
+"""Every Triton kernel's default config, compiled for four architectures: it fits, no spills."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jetfire import ops
+from jetfire.ops.device import target_device
+
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
+SHAPE = {"m": 8192, "n": 4096, "k": 4096}
+# On sm_90 each of these is compiled too, as far as an op has such fields.
+VARIATIONS = (
+    {"layout": "both", "rounding": "stochastic"},
+    {"block": 128, "rounding": "stochastic"},
+    {"approximate": "erf"},
+)
+GEMM_VARIATIONS = (
+    {"block": 128},
+    {"out": "int8", "layout": "both", "rounding": "stochastic"},
+)
+
+
+def problems(op, capability):
+    """The op's default problems, and on sm_90 those of each mode and their variations."""
+    shape = {dim: SHAPE[dim] for dim in op.dims}
+    if capability != (9, 0):
+        return op.problems(op.modes[0], shape)
+    found = [p for mode in op.modes for p in op.problems(mode, shape)]
+    if op.name == "gemm":  # whose backward is two more products
+        return found + [p for v in GEMM_VARIATIONS for p in op.problems("fwd", {**shape, **v})]
+    for variation in VARIATIONS:
+        fields = {k: v for k, v in variation.items() if k in op.Problem.__dataclass_fields__}
+        found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
+    return dict.fromkeys(found)
+
+
+def specs():
+    found = []
+    for op in map(ops.get, ops.names()):
+        for kernel in ops.kernels(op.name).values():
+            if type(kernel).__module__.startswith("jetfire.kernels_triton."):
+                for capability in CAPABILITIES:
+                    for problem in problems(op, capability):
+                        spec = {"op": op.name, "kernel": kernel.name, "capability": capability}
+                        found.append({**spec, "problem": problem.as_dict()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def audits():
+    """Every spec's answer, from one process a core."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "jetfire.kernels_triton.crosscompile", "--specs"]
+    wanted = specs()
+    workers = min(os.cpu_count() or 1, 4)
+
+    def work(part):
+        lines = "\n".join(map(json.dumps, part))
+        done = subprocess.run(
+            command, input=lines, capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(work, [wanted[i::workers] for i in range(workers)])
+        return [answer for part in parts for answer in part]
+
+
+def label(answer):
+    fields = " ".join(f"{name}={value}" for name, value in answer["problem"].items())
+    return f"{answer['op']}/{answer['kernel']} {fields} on sm_{answer['capability']}"
+
+
+def test_every_op_compiles_for_every_architecture(audits):
+    assert len(audits) == len(specs())
+    for op in {answer["op"] for answer in audits}:
+        for capability in CAPABILITIES:
+            taken = [
+                answer
+                for answer in audits
+                if (answer["op"], tuple(answer["capability"])) == (op, capability)
+                and answer.get("audits")
+            ]
+            assert taken, f"no Triton kernel of {op} takes {capability}"
+
+
+def test_no_default_config_spills(audits):
+    spilled = [
+        f"{label(answer)}, {answer['config']}: {audit['spills']} local loads and stores"
+        for answer in audits
+        for audit in answer.get("audits", ())
+        if audit["spills"]
+    ]
+    assert not spilled, "\n".join(spilled)
+
+
+def test_every_launch_fits_its_architecture(audits):
+    for answer in audits:
+        device = target_device(tuple(answer["capability"]))
+        for audit in answer.get("audits", ()):
+            assert audit["shared_bytes"] <= device.shared_bytes, label(answer)
+            assert audit["registers"] * 32 * audit["warps"] <= 65536, label(answer)
+
+
+def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
+    """The default configs of aligned shapes: at least one LDG and one STG for 16 bytes a thread.
+
+    An INT8 tile of 64 elements a thread in 8 loads would be one of 8 bytes each.
+    """
+    for answer in audits:
+        if answer["op"] in ("quantize", "dequantize", "transpose", "dropout"):
+            (audit,) = answer["audits"]
+            per_thread = (
+                answer["config"]["tile_m"] * answer["config"]["tile_n"] // (32 * audit["warps"])
+            )
+            # Vectors of the codes, of the floats if any, and at most two scales and a seed.
+            widest = 16 // (4 if answer["op"] == "dequantize" else 1)
+            assert audit["instructions"]["LDG"] <= per_thread * 2 // 16 + 3, label(answer)
+            assert audit["instructions"]["STG"] <= per_thread * 2 // widest + 3, label(answer)
+
+
+def test_a_kernel_that_is_refused_says_why(audits):
+    for answer in audits:
+        if "refused" in answer:
+            assert answer["refused"], label(answer)
+
+
+def test_the_interpreter_is_refused():
+    """Interpreted kernels have no machine code to audit: one line says so."""
+    line = json.dumps(specs()[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "jetfire.kernels_triton.crosscompile", "--specs"],
+        input=line,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "needs a process without TRITON_INTERPRET=1" in done.stderr
