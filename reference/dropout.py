@@ -33,7 +33,8 @@ def dropout(
         q and scale, of the same shapes; each scale rounded once, in fp32.
     """
     threshold = drop_threshold(p)
-    keep = random_u16(seed, *q.shape, STREAM_DROPOUT) >= threshold
+    m, n = q.shape
+    keep = random_u16(seed, m, n, STREAM_DROPOUT) >= threshold
     # A tensor, not a number: torch turns division by a number into a product.
     kept = torch.full_like(scale, 1 - threshold / 65536)
     return q * keep, scale / kept
