@@ -24,13 +24,14 @@ _left: dict[int, int] = {}
 
 
 def _captured(device: torch.device, index: int, count: int) -> torch.Tensor:
-    """Counters of one captured launch, its alone."""
+    """Counters of one captured launch, its alone; aligned, as Triton compiles for either case."""
+    aligned = -(-count // 4) * 4
     left = _left.get(index, 0)
-    if left < count:
+    if left < aligned:
         # Zeroed by a node of the graph, at each replay: as right, but slower.
         return torch.zeros(count, dtype=torch.int32, device=device)
-    _left[index] = left - count
-    return _arenas[index][-1][left - count : left]
+    _left[index] = left - aligned
+    return _arenas[index][-1][left - aligned : left]
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ from jetfire.ops.op import (
     Layout,
     Mode,
     Op,
+    Problem,
     Rounding,
     Tensors,
     quantised_outputs,
 )
-from jetfire.ops.op import Problem as BaseProblem
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class AddProblem(Problem):
     """A BF16 m×n stream plus a quantised m×n tensor.
 
     fwd: ``x`` and the branch's ``y`` to ``sum``, its quantised copy, and the ``mean`` and ``rstd``
@@ -45,10 +45,10 @@ class Problem(BaseProblem):
 class Add(Op):
     name = "add"
     summary = "residual addition, BF16 stream + INT8 branch, with row statistics"
-    Problem = Problem
+    Problem = AddProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Gradients are rounded stochastically unless the caller says otherwise."""
         rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
         return super().problems(mode, {**rounding, **fields})
@@ -57,7 +57,7 @@ class Add(Op):
         return [{"m": model.tokens, "n": model.width}]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: AddProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         import torch
 
@@ -70,7 +70,7 @@ class Add(Op):
             inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: AddProblem, inputs: Tensors) -> Tensors:
         import torch
 
         stream = inputs["dsum" if problem.mode == "bwd" else "x"]
@@ -82,7 +82,7 @@ class Add(Op):
         mean, rstd = (torch.empty(m, device=device) for _ in range(2))
         return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: AddProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.add import add
         from jetfire.reference.layernorm import statistics
         from jetfire.reference.quantize import quantize
@@ -96,7 +96,7 @@ class Add(Op):
         mean, rstd = statistics(total.double(), problem.eps)
         return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: AddProblem, outputs: Tensors, expected: Tensors) -> Check:
         """Equal bits, but for the statistics: `rstd` to 1e-5, `mean` to 1e-6 of the row's size."""
         from jetfire.ops import check
 
@@ -112,7 +112,7 @@ class Add(Op):
         return check.every(checks)
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: AddProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The BF16 addition; forward also the statistics that the next LayerNorm needs."""
         import torch

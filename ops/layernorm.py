@@ -13,11 +13,11 @@ from jetfire.ops.op import (
     Layout,
     Mode,
     Op,
+    Problem,
     Rounding,
     Tensors,
     quantised_outputs,
 )
-from jetfire.ops.op import Problem as BaseProblem
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ NOISE = 8 * 2.0**-24
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class LayerNormProblem(Problem):
     """fwd: x (m×n) to x̂·weight + bias; bwd: x, dy and x's statistics to dx, dweight, dbias.
 
     x, dy, y and dx are quantised per block. ``stats="given"``: forward takes ``mean`` and ``rstd``
@@ -47,10 +47,10 @@ class Problem(BaseProblem):
 class LayerNorm(Op):
     name = "layernorm"
     summary = "LayerNorm and its gradient, INT8 in and out, statistics of whole rows"
-    Problem = Problem
+    Problem = LayerNormProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Gradients are rounded stochastically unless the caller says otherwise."""
         rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
         return super().problems(mode, {**rounding, **fields})
@@ -59,7 +59,7 @@ class LayerNorm(Op):
         return [{"m": model.tokens, "n": model.width}]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: LayerNormProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         """Values drawn from `data` (backward: dy alone, x is normal), weights around 1."""
         import torch
@@ -88,7 +88,7 @@ class LayerNorm(Op):
             inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: LayerNormProblem, inputs: Tensors) -> Tensors:
         import torch
 
         m, n, device = problem.m, problem.n, inputs["x"].device
@@ -99,7 +99,7 @@ class LayerNorm(Op):
             outputs |= {name: torch.empty(m, device=device) for name in ("mean", "rstd")}
         return outputs
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: LayerNormProblem, inputs: Tensors) -> Tensors:
         """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
         from jetfire.reference.philox import random_u16
         from jetfire.reference.quantize import scales
@@ -111,7 +111,7 @@ class LayerNorm(Op):
             expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: LayerNormProblem, outputs: Tensors, expected: Tensors) -> Check:
         """Codes that the exact values allow; statistics to 1e-5; column sums to 1e-5 of Σ|term|."""
         from jetfire.ops import check
 
@@ -130,7 +130,7 @@ class LayerNorm(Op):
         return check.every(checks)
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: LayerNormProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """torch's LayerNorm, or its three gradients, of the same BF16 tensors."""
         import torch
@@ -168,7 +168,7 @@ def _noise(terms: torch.Tensor, block: int) -> torch.Tensor:
     return NOISE * block_amax(terms, block).nan_to_num(0.0, 0.0, 0.0)
 
 
-def _forward(problem: Problem, inputs: Tensors) -> Tensors:
+def _forward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
     import torch
 
     from jetfire.reference import layernorm
@@ -189,7 +189,7 @@ def _forward(problem: Problem, inputs: Tensors) -> Tensors:
     }  # fmt: skip
 
 
-def _backward(problem: Problem, inputs: Tensors) -> Tensors:
+def _backward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
     import torch
 
     from jetfire.reference import layernorm

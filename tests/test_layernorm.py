@@ -29,7 +29,9 @@ def configs(problem, device):
     block = problem.block
     warps = (block // 32) ** 2
     small = LayerNormConfig(block, 1, warps, rows=4, chunk=2 * block, ahead=1)
-    tall = LayerNormConfig(2 * block, 2, min(16, 2 * warps), rows=block // 4, chunk=block)
+    tall = LayerNormConfig(
+        2 * block, 2, min(16, 2 * warps), rows=block // 4, chunk=block, launches=2
+    )
     return [default, small, tall]
 
 

@@ -131,7 +131,7 @@ def add_forward_kernel(
     arrived = tl.atomic_add(counter_ptr + row0 // TILE_M, 1, sem="acq_rel")
     if arrived == across - 1:
         tl.store(counter_ptr + row0 // TILE_M, 0)
-        combine(partial_ptr, mean_ptr, rstd_ptr, row0, M, N, eps, TILE_M, TILE_N, 2048 // TILE_M)
+        combine(partial_ptr, mean_ptr, rstd_ptr, row0, M, N, eps, TILE_M, TILE_N, 1024 // TILE_M)
 
 
 @triton.jit
@@ -163,8 +163,12 @@ class TritonAdd(Kernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        tile = max(problem.block, 64)
-        return TileConfig(tile, tile, 4 if tile == 64 else 8)
+        """Of the tiles measured on an H200 at 8192×4096 and 8192×16384, the fastest at both."""
+        if problem.block == 128:
+            return TileConfig(128, 128, 8)
+        if problem.block == 64:
+            return TileConfig(64, 128, 8) if problem.mode == "fwd" else TileConfig(64, 64, 4)
+        return TileConfig(32, 256, 8)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return TILE_SPACE
@@ -173,11 +177,14 @@ class TritonAdd(Kernel):
         m, n = problem.m, problem.n
         bands, across = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
+        # Three tiles of 8 warps fit an SM at 80, two at 128; 64 elements a thread need the latter.
+        each = config.tile_m * config.tile_n // (32 * config.warps)
+        registers = 80 if each <= 32 else 128
         options = {
             "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
             "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
             "HALVINGS": halvings(problem.block, config), "num_warps": config.warps,
-            "enable_fp_fusion": False, "maxnreg": 128,
+            "enable_fp_fusion": False, "maxnreg": registers,
         }  # fmt: skip
         if problem.mode == "bwd":
             x, y, y_scale = (inputs[name] for name in ("dsum", "dq", "dq_scale"))

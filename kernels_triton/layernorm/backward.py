@@ -24,7 +24,7 @@ from jetfire.kernels_triton.tiles import load_tile
 def row_sums(
     x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr, row0,
     M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """rstd, mean·rstd, rstd·mean(g) and rstd·mean(g·x̂) of ROWS whole rows, to quads_ptr [M, 4].
 
@@ -40,7 +40,7 @@ def row_sums(
     dy_scale_ptr += (row0 // BLOCK).to(tl.int64) * dy_scale_stride
     plain = tl.zeros((ROWS, RUNS), tl.float32)
     along = tl.zeros((ROWS, RUNS), tl.float32)
-    for col0 in range(0, N, CHUNK):
+    for col0 in tl.range(0, N, CHUNK, num_stages=STAGES):
         x = codes_to_floats(load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK))
         dy = codes_to_floats(load_tile(dy_ptr, row0, col0, M, N, dy_stride, ROWS, CHUNK))
         cols = col0 + tl.arange(0, CHUNK)
@@ -96,6 +96,7 @@ def strip(
     x_stride, x_scale_stride, dy_stride, dy_scale_stride, first, across,
     COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
     BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """dx of WALK rows of COUNT blocks, one below the other, and their part of the column sums."""
     L: tl.constexpr = BLOCK // H
@@ -103,8 +104,9 @@ def strip(
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
     cols = col0 + block_cols(COUNT, V, VEC)
     weight = load_columns(weight_ptr, col0, N, COUNT, V, VEC)
-    wait(counter_ptr, first)
-    leave(counter_ptr, first, across)
+    if WAIT:
+        wait(counter_ptr, first)
+        leave(counter_ptr, first, across)
     dweight = tl.zeros((1, COUNT, L, V, VEC), tl.float32)
     dbias = tl.zeros((1, COUNT, L, V, VEC), tl.float32)
     for i in range(WALK):
@@ -135,6 +137,68 @@ def strip(
     tl.store(at + bands.to(tl.int64) * N, dbias, mask=cols < N)
 
 
+@triton.jit
+def strip_and_columns(
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
+    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, partial_ptr, band_ptr, done_ptr,
+    band, bands, index, across, M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride, first,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """A second-phase task; the last of its columns adds up dweight and dbias."""
+    TILE_N: tl.constexpr = COUNT * BLOCK
+    strip(
+        x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
+        q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr, band_ptr,
+        band, bands, index * TILE_N, M, N,
+        x_stride, x_scale_stride, dy_stride, dy_scale_stride, first, across,
+        COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE, WAIT,
+    )  # fmt: skip
+    tl.debug_barrier()
+    done_ptr += index
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == bands - 1:
+        tl.store(done_ptr, 0)
+        reduce_columns(
+            partial_ptr, dweight_ptr, dbias_ptr, index * TILE_N, bands, N, TILE_N,
+            max(2, 512 // TILE_N),
+        )  # fmt: skip
+
+
+@triton.jit
+def sums_kernel(
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr, M, N,
+    x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first phase by itself."""
+    row_sums(
+        x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr,
+        tl.program_id(0) * ROWS, M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+        ROWS, CHUNK, BLOCK, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def gradient_kernel(
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
+    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, partial_ptr, done_ptr, M, N,
+    x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+    COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The second phase by itself, last rows first, which L2 has read last."""
+    across, bands = tl.cdiv(N, COUNT * BLOCK), tl.cdiv(M, WALK * BLOCK)
+    pid = tl.program_id(0)
+    strip_and_columns(
+        x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
+        q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, partial_ptr, None, done_ptr,
+        bands - 1 - pid // across, bands, pid % across, across, M, N,
+        x_stride, x_scale_stride, dy_stride, dy_scale_stride, 0,
+        COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE, False,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["lead"])
 def backward_kernel(
     x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr, seed_ptr,
@@ -142,37 +206,29 @@ def backward_kernel(
     x_stride, x_scale_stride, dy_stride, dy_scale_stride, lead,
     COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Row sums, then tiles, as `tasks` orders them; a band is WALK rows of blocks.
 
-    Counters: the ticket, one a band, one a strip of columns.
+    Counters: one a strip of columns, the ticket, one a band.
     """
     HEIGHT: tl.constexpr = WALK * BLOCK
-    TILE_N: tl.constexpr = COUNT * BLOCK
     first: tl.constexpr = HEIGHT // ROWS
-    bands, across = tl.cdiv(M, HEIGHT), tl.cdiv(N, TILE_N)
-    second, band, index = take(counter_ptr, bands, lead, first, across)
+    across, bands = tl.cdiv(N, COUNT * BLOCK), tl.cdiv(M, HEIGHT)
+    second, band, index = take(counter_ptr + across, bands, lead, first, across)
+    band_ptr = counter_ptr + across + 1 + band
     if second:
-        strip(
+        strip_and_columns(
             x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, quads_ptr, seed_ptr,
-            q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr, counter_ptr + 1 + band,
-            band, bands, index * TILE_N, M, N,
-            x_stride, x_scale_stride, dy_stride, dy_scale_stride, first, across,
-            COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE,
+            q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, partial_ptr, band_ptr,
+            counter_ptr, band, bands, index, across, M, N,
+            x_stride, x_scale_stride, dy_stride, dy_scale_stride, first,
+            COUNT, WALK, H, VEC, BLOCK, LAYOUT, STOCHASTIC, WHOLE, True,
         )  # fmt: skip
-        tl.debug_barrier()
-        done_ptr = counter_ptr + 1 + bands + index
-        if tl.atomic_add(done_ptr, 1, sem="acq_rel") == bands - 1:
-            tl.store(done_ptr, 0)
-            reduce_columns(
-                partial_ptr, dweight_ptr, dbias_ptr, index * TILE_N, bands, N, TILE_N,
-                2048 // TILE_N,
-            )  # fmt: skip
     else:
         row_sums(
             x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, quads_ptr,
             band * HEIGHT + index * ROWS, M, N, x_stride, x_scale_stride, dy_stride,
-            dy_scale_stride, ROWS, CHUNK, BLOCK,
+            dy_scale_stride, ROWS, CHUNK, BLOCK, STAGES,
         )  # fmt: skip
-        arrive(counter_ptr + 1 + band)
+        arrive(band_ptr)

@@ -44,14 +44,13 @@ def sums_of_run(
 
     WORDS: x_ptr, N, col0 and the stride count words of four codes.
     """
+    each: tl.constexpr = RUN // 4 if WORDS else RUN
     if WORDS:
         words = load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK // 4)
         plain, square = sums_of_words(words)
-        each: tl.constexpr = RUN // 4
     else:
         plain = load_tile(x_ptr, row0, col0, M, N, x_stride, ROWS, CHUNK).to(tl.int32)
         square = plain * plain
-        each: tl.constexpr = RUN
     plain = tl.sum(tl.reshape(plain, (ROWS, CHUNK // RUN, each)), 2)
     return plain, tl.sum(tl.reshape(square, (ROWS, CHUNK // RUN, each)), 2)
 
@@ -60,6 +59,7 @@ def sums_of_run(
 def row_statistics(
     x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, row0, M, N, x_stride, scale_stride, eps,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mean and rstd of ROWS whole rows that lie in one row of blocks.
 
@@ -78,7 +78,7 @@ def row_statistics(
     count = tl.zeros((1, RUNS), tl.float32)
     mean = tl.zeros((ROWS, RUNS), tl.float32)
     square = tl.zeros((ROWS, RUNS), tl.float32)
-    for col0 in range(0, N, CHUNK):
+    for col0 in tl.range(0, N, CHUNK, num_stages=STAGES):
         plain, squares = sums_of_run(
             x_ptr, row0, col0 // PACK, M, N // PACK, x_stride // PACK, ROWS, CHUNK, RUN, WORDS
         )
@@ -138,14 +138,30 @@ def normalise(
 
 
 @triton.jit
+def statistics_kernel(
+    x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, M, N, x_stride, scale_stride, eps,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first phase by itself."""
+    row_statistics(
+        x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, tl.program_id(0) * ROWS, M, N, x_stride,
+        scale_stride, eps, ROWS, CHUNK, BLOCK, WORDS, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
 def given_kernel(
     x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
     q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, scale_stride,
     COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
     BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    UPWARDS: tl.constexpr,
 ):  # fmt: skip
-    """Statistics are inputs."""
+    """Statistics are there. UPWARDS: last rows first, which L2 has read last."""
     row0, col0 = tile_origin(N, WALK * BLOCK, COUNT * BLOCK)
+    if UPWARDS:
+        row0 = (tl.cdiv(M, WALK * BLOCK) - 1) * (WALK * BLOCK) - row0
     normalise(
         x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
         q_ptr, scale_ptr, qt_ptr, scale_t_ptr, None, row0, col0, M, N, x_stride, scale_stride,
@@ -160,7 +176,7 @@ def row_kernel(
     COUNT: tl.constexpr, WALK: tl.constexpr, H: tl.constexpr, VEC: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of whole rows, then tiles, as `tasks` orders them; a band is WALK rows of blocks.
 
@@ -180,6 +196,6 @@ def row_kernel(
     else:
         row_statistics(
             x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, band * HEIGHT + index * ROWS, M, N, x_stride,
-            scale_stride, eps, ROWS, CHUNK, BLOCK, WORDS,
+            scale_stride, eps, ROWS, CHUNK, BLOCK, WORDS, STAGES,
         )  # fmt: skip
         arrive(counter_ptr + 1 + band)
