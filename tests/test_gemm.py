@@ -1,31 +1,336 @@
 """gemm: the reference against exact arithmetic, the kernels against the reference."""
 
+import json
+import os
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
 
 from jetfire import ops
 from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
 from jetfire.ops.run import verify
+from jetfire.ops.workloads import RAGGED
+from jetfire.reference.dequantize import dequantize
+from jetfire.reference.gemm import fma, gemm, gemm_float64
+from jetfire.reference.quantize import quantize
+from jetfire.reference.transpose import transpose
 
-OPTIONS = [
+BLOCKS = (32, 64, 128)
+OPTIONS = (
     {},
     {"out": "fp32", "bias": True, "accumulate": True},
     {"out": "fp16", "accumulate": True},
     {"out": "int8", "layout": "q"},
     {"out": "int8", "layout": "qt", "bias": True},
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
-]
+)
+KERNELS = ("gluon", "triton", "int_mm")
 
 
-@pytest.mark.parametrize("name", ["triton", "int_mm"])
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_matches_the_reference(device, name, block, options):
-    op = ops.get("gemm")
-    kernel = ops.get_kernel("gemm", name)
-    problem = op.Problem(131, 70, 200, block=block, **options)
-    inputs = op.inputs(problem, device, data="heavy")
-    config = kernel.default(problem, Device.of(inputs["a"]))
-    if (reason := kernel.legal(problem, config, Device.of(inputs["a"]))) is not None:
+def run(name, problem, inputs):
+    """Check one kernel with its default config, or skip where it is not legal."""
+    kernel, op = ops.get_kernel("gemm", name), ops.get("gemm")
+    device = Device.of(inputs["a"])
+    config = kernel.default(problem, device)
+    if (reason := kernel.legal(problem, config, device)) is not None:
         pytest.skip(reason)
     result = verify(op, kernel, problem, config, inputs)
     assert result.ok, result.message
+
+
+def launch(name, problem, inputs):
+    kernel, op = ops.get_kernel("gemm", name), ops.get("gemm")
+    config = kernel.default(problem, Device.of(inputs["a"]))
+    outputs = op.outputs(problem, inputs)
+    kernel.launch(problem, config, inputs, outputs)
+    return outputs
+
+
+def to_fp32(value: Fraction) -> float:
+    """The fp32 nearest to a fraction, ties to even, from exact comparisons."""
+    guess = np.float32(float(value))
+    around = (
+        np.nextafter(guess, np.float32(-np.inf)),
+        guess,
+        np.nextafter(guess, np.float32(np.inf)),
+    )
+    finite = [x for x in around if np.isfinite(x)]
+    return float(min(finite, key=lambda x: (abs(Fraction(float(x)) - value), x.view(np.int32) & 1)))
+
+
+def test_fma_is_rounded_once():
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(3000, generator=generator) for _ in range(3))
+    c[:1000] = -(a * b)[:1000]  # all but the product's own rounding cancels
+    c[1000:1500] *= 2.0**-30
+    a[1500:2000] *= 2.0**-80
+    b[1500:2000] *= 2.0**-60  # subnormal results
+    c[1500:2000] *= 2.0**-140
+    a[2000:], b[2000:] = 1 + 2.0**-12, 1 + 2.0**-12  # half a unit, but for the addend
+    c[2000:] = c[2000:].sign() * 2.0 ** torch.randint(-60, -24, (1000,), generator=generator)
+    exact = [
+        to_fp32(Fraction(x) * Fraction(y) + Fraction(z))
+        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    assert fma(a, b, c).tolist() == exact
+
+
+def test_fma_passes_faults_on():
+    inf, nan = float("inf"), float("nan")
+    x = fma(torch.tensor([inf, nan, 0.0]), torch.tensor([1.0, 1.0, inf]), torch.tensor([1.0] * 3))
+    assert x[0] == inf
+    assert torch.isnan(x[1:]).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_reference_products_are_exact(block):
+    op = ops.get("gemm")
+    inputs = op.inputs(op.Problem(5, 4, 150, block=block), torch.device("cpu"), data="outlier")
+    a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
+    c, c64 = gemm(a, a_scale, b, b_scale, block), gemm_float64(a, a_scale, b, b_scale, block)
+    for i in range(5):
+        for j in range(4):
+            exact, rounded = Fraction(0), 0.0
+            for at in range(0, 150, block):
+                part = slice(at, at + block)
+                inner = sum(
+                    x * y for x, y in zip(a[i, part].tolist(), b[j, part].tolist(), strict=True)
+                )
+                s_a, s_b = a_scale[0, at // block].item(), b_scale[0, at // block].item()
+                exact += Fraction(s_a) * Fraction(s_b) * inner
+                scale = to_fp32(Fraction(s_a) * Fraction(s_b))
+                rounded = to_fp32(Fraction(scale) * inner + Fraction(rounded))
+            assert c[i, j].item() == rounded
+            assert c64[i, j].item() == pytest.approx(float(exact), rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_reference_is_the_product_of_what_the_codes_stand_for(block):
+    op = ops.get("gemm")
+    inputs = op.inputs(op.Problem(70, 90, 300, block=block), torch.device("cpu"), data="heavy")
+    a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
+    wide = (
+        dequantize(a, a_scale, block, torch.float64),
+        dequantize(b, b_scale, block, torch.float64),
+    )
+    expected = wide[0] @ wide[1].t()
+    torch.testing.assert_close(gemm_float64(a, a_scale, b, b_scale, block), expected)
+    difference = gemm(a, a_scale, b, b_scale, block).double() - expected
+    assert difference.norm() <= 2e-7 * expected.norm()
+
+
+def test_backward_problems_are_the_gradients_of_a_linear_layer():
+    op = ops.get("gemm")
+    dgrad, wgrad = op.problems("bwd", {"m": 40, "n": 50, "k": 60, "bias": True, "out": "int8"})
+    assert (dgrad.rounding, dgrad.out, dgrad.bias) == ("stochastic", "int8", False)
+    assert (wgrad.out, wgrad.accumulate, wgrad.rounding) == ("fp32", True, "nearest")
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(*s, generator=generator) for s in ((40, 60), (50, 60), (40, 50)))
+    (xq, xs), (wq, ws), (gq, gs) = (quantize(t, 32) for t in (x, w, g))
+    x64, w64, g64 = (dequantize(*t, 32, torch.float64) for t in ((xq, xs), (wq, ws), (gq, gs)))
+    x64.requires_grad_()
+    w64.requires_grad_()
+    (x64 @ w64.t()).backward(g64)
+    dx = gemm_float64(gq, gs, *transpose(wq, ws), 32)
+    dw = gemm_float64(*transpose(gq, gs), *transpose(xq, xs), 32)
+    assert dx.shape == (dgrad.m, dgrad.n)
+    assert dw.shape == (wgrad.m, wgrad.n)
+    torch.testing.assert_close(dx, x64.grad)
+    torch.testing.assert_close(dw, w64.grad)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"accumulate": True, "out": "int8"},
+        {"rounding": "stochastic"},
+        {"layout": "both", "out": "fp32"},
+        {"block": 16},
+        {"m": 0},
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(fields):
+    with pytest.raises(UsageError):
+        ops.get("gemm").Problem.parse({"m": 8, "n": 8, "k": 8, **fields})
+
+
+def test_fp16_may_overflow_and_underflow():
+    op = ops.get("gemm")
+    problem = op.Problem(2, 2, 32, out="fp16")
+    expected = {"c": torch.tensor([[1e6, -1e-9], [1.0, 65520.0]], dtype=torch.float64)}
+    right = torch.tensor([[float("inf"), 0.0], [1.0, 65504.0]], dtype=torch.float16)
+    assert op.check(problem, {"c": right}, expected).ok
+    for i, j, value in ((0, 0, 65504.0), (0, 1, 1e-4), (1, 0, 1.01), (0, 0, float("-inf"))):
+        wrong = right.clone()
+        wrong[i, j] = value
+        assert not op.check(problem, {"c": wrong}, expected).ok
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_matches_the_reference(device, name, block, options):
+    problem = ops.get("gemm").Problem(131, 70, 208, block=block, **options)
+    run(name, problem, ops.get("gemm").inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (31, 33, 127), (129, 1, 31), (2, 130, 65)])
+@pytest.mark.parametrize("options", [{"out": "fp32"}, {"out": "int8", "layout": "both"}], ids=str)
+def test_ragged_shapes(device, name, m, n, k, options):
+    problem = ops.get("gemm").Problem(m, n, k, block=64, **options)
+    run(name, problem, ops.get("gemm").inputs(problem, device))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("pad", [16, 3])
+def test_row_strided_views(device, name, pad):
+    op = ops.get("gemm")
+    problem = op.Problem(70, 40, 96, out="fp32")
+    inputs = op.inputs(problem, device)
+    for x in ("a", "b"):
+        inputs[x] = torch.nn.functional.pad(inputs[x], (pad, 5 * pad), value=99)[:, pad : pad + 96]
+    run(name, problem, inputs)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("out", ["fp32", "int8"])
+def test_faults_show_in_their_blocks_and_nowhere_else(device, name, out):
+    op = ops.get("gemm")
+    problem = op.Problem(100, 90, 208, out=out, bias=True)
+    inputs = op.inputs(problem, device)
+    inputs["a_scale"][1, 2] = float("nan")  # of rows 32…63, within K
+    inputs["b_scale"][2, -1] = float("nan")  # of columns 64…89, in the last, partial block of K
+    run(name, problem, inputs)
+    outputs = launch(name, problem, inputs)
+    bad = torch.zeros(4, 3, dtype=torch.bool, device=device)
+    bad[1], bad[:, 2] = True, True
+    if out == "int8":
+        assert torch.equal(torch.isnan(outputs["scale"]), bad)
+        assert not outputs["q"][32:64].any()
+    else:
+        assert torch.equal(torch.isnan(outputs["c"][::32, ::32]), bad)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_zero_blocks_give_zeros(device, name):
+    op = ops.get("gemm")
+    problem = op.Problem(64, 64, 96, out="int8", layout="both")
+    inputs = op.inputs(problem, device)
+    inputs["a"][:32], inputs["a_scale"][:1] = 0, 0.0
+    run(name, problem, inputs)
+    outputs = launch(name, problem, inputs)
+    assert not outputs["q"][:32].any()
+    assert not outputs["scale"][0].any()
+    assert outputs["q"][32:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
+    op = ops.get("gemm")
+    fields = {"block": block, "bias": True}
+    problem = op.Problem(300, 400, 1008, out="int8", rounding=rounding, layout="both", **fields)
+    inputs = op.inputs(problem, device, data="heavy")
+    run(name, problem, inputs)
+    c = gemm(inputs["a"], inputs["a_scale"], inputs["b"], inputs["b_scale"], block)
+    c += inputs["bias"]
+    floats = launch(name, op.Problem(300, 400, 1008, out="fp32", **fields), inputs)
+    assert torch.equal(floats["c"], c)
+    q, scale = quantize(c, block, rounding, inputs.get("seed"))
+    outputs = launch(name, problem, inputs)
+    assert torch.equal(outputs["q"], q)
+    assert torch.equal(outputs["scale"], scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("size", RAGGED)
+@pytest.mark.parametrize("dim", ["m", "n", "k"])
+def test_each_ragged_size_in_each_dimension(device, name, block, size, dim):
+    op = ops.get("gemm")
+    for options in ({"out": "fp32"}, {"out": "int8", "layout": "both"}):
+        problem = op.Problem(**{"m": 112, "n": 112, "k": 112, dim: size}, block=block, **options)
+        run(name, problem, op.inputs(problem, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gluon", "triton"])
+def test_more_than_two_to_the_31_elements(device, name):
+    op = ops.get("gemm")
+    m, n, k = 70000, 64, 32768
+    assert m * k > 2**31
+    small = op.inputs(op.Problem(m // 50, n, k, block=128, out="fp32"), device)
+    problem = op.Problem(m, n, k, block=128, out="fp32")
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=device, generator=generator)
+    a_scale = torch.rand(-(-m // 128), k // 128, device=device, generator=generator)
+    c = launch(name, problem, {**small, "a": a, "a_scale": a_scale})["c"]
+    assert torch.isfinite(c).all()
+    for top in (0, 32768, 65536 - 128, m - m % 128):
+        rows = slice(top, min(m, top + 128))
+        scale = a_scale[top // 128 : top // 128 + 1]
+        expected = gemm(a[rows], scale, small["b"], small["b_scale"], 128)
+        assert torch.equal(c[rows], expected)
+
+
+def test_a_config_that_cannot_run_is_refused_with_a_reason():
+    from jetfire.ops.device import target_device
+
+    op = ops.get("gemm")
+    problem = op.Problem(256, 256, 256, block=128)
+    triton, gluon = ops.get_kernel("gemm", "triton"), ops.get_kernel("gemm", "gluon")
+    hopper, ada = target_device((9, 0)), target_device((8, 9))
+    for kernel, device, fields, word in (
+        (triton, hopper, {"tile_m": 64}, "tile_m=64"),
+        (triton, hopper, {"tile_m": 256, "tile_n": 256}, "sums a thread"),
+        (triton, ada, {"stages": 5}, "shared memory"),
+        (gluon, ada, {}, "sm_90"),
+        (gluon, hopper, {"stages": 9}, "stages=9"),
+    ):
+        config = kernel.Config.parse({**kernel.default(problem, device).as_dict(), **fields})
+        assert word in kernel.legal(problem, config, device)
+    odd = op.Problem(256, 256, 100)
+    assert "multiple of 16" in gluon.legal(odd, gluon.default(odd, hopper), hopper)
+
+
+AUDIT = """
+import json, sys
+from jetfire import ops
+from jetfire.kernels_triton.crosscompile import audit, compile_launches
+from jetfire.ops.device import target_device
+op, problems = ops.get("gemm"), json.loads(sys.argv[1])
+for name, arch, fields in problems:
+    kernel, problem = ops.get_kernel("gemm", name), op.Problem(4096, 4096, 4096, **fields)
+    config = kernel.default(problem, target_device(tuple(arch)))
+    (compiled,) = compile_launches("gemm", name, problem, config, tuple(arch))
+    a = audit(compiled)
+    print(json.dumps({"spills": a.spills, "shared": a.shared_bytes, **a.instructions}))
+"""
+
+
+def test_machine_code_of_the_defaults():
+    """s8 wgmma on sm_90, s8 mma elsewhere, and no register spills."""
+    pytest.importorskip("triton.backends.nvidia")
+    cases = [("triton", arch, {"block": 32}) for arch in ((8, 0), (8, 9), (9, 0), (10, 0))]
+    cases += [("gluon", (9, 0), {"block": block}) for block in BLOCKS]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", AUDIT, json.dumps(cases)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    audits = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(audits) == len(cases)
+    for (_, arch, fields), found in zip(cases, audits, strict=True):
+        assert found["spills"] == 0, (arch, fields)
+        assert found.get("IGMMA" if tuple(arch) == (9, 0) else "IMMA", 0) > 0, (arch, fields)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config as BaseConfig
-from jetfire.ops.op import Kernel, Tensors
+from jetfire.kernels_cpu.common import TorchKernel, with_transpose
+from jetfire.ops.op import Tensors
 from jetfire.reference.quantize import quantize, spread
-from jetfire.reference.transpose import transpose
-
-
-@dataclass(frozen=True)
-class Config(BaseConfig):
-    """Nothing to choose."""
 
 
 def product(
@@ -36,34 +27,19 @@ def product(
     return c
 
 
-class IntMm(Kernel):
+class IntMm(TorchKernel):
     op = "gemm"
     name = "int_mm"
-    Config = Config
 
-    def legal(self, problem: Any, config: Config, device: Device) -> str | None:
-        return None if device.kind == "cpu" else "runs on the CPU only"
-
-    def default(self, problem: Any, device: Device) -> Config:
-        return Config()
-
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {}
-
-    def launch(self, problem: Any, config: Config, inputs: Tensors, outputs: Tensors) -> None:
-        a, b = inputs["a"], inputs["b"]
-        c = product(a, inputs["a_scale"], b, inputs["b_scale"], problem.block)
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        scaled = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
+        c = product(*scaled, problem.block)
         if problem.bias:
             c += inputs["bias"]
-        if problem.out != "int8":
-            outputs["c"].copy_(outputs["c"] + c if problem.accumulate else c)
-            return
-        q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
-        results = dict(
-            zip(("q", "scale", "qt", "scale_t"), (q, scale, *transpose(q, scale)), strict=True)
-        )
-        for name, out in outputs.items():
-            out.copy_(results[name])
+        if problem.out == "int8":
+            q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
+            return with_transpose(q, scale)
+        return {"c": c + inputs["c"] if problem.accumulate else c}
 
 
 KERNELS = (IntMm(),)

@@ -85,6 +85,7 @@ class GluonGemm(Kernel):
     def default(self, problem: Any, device: Device) -> Config:
         if problem.block == 128:
             return Config(chunk=128, registers=232)
+        # At 232 blocks of 32 spill in the loop over K, at 240 those of 64 do.
         return Config(registers=240 if problem.block == 32 else 232)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
