@@ -1,9 +1,9 @@
-"""A tile dealt to threads block by block: [ROWS, BLOCK], every row of every block of the tile.
+"""A tile dealt to threads in groups of blocks: [ROWS, WIDTH], a group one or a few blocks wide.
 
-Row r of it is row h·L + l of block b, with l the fastest and h the slowest part of r. Triton deals
-lanes, then warps, along a tensor's rows and leaves the rest to registers, so with H values of h a
-block lies in as few warps as its threads fill: at BLOCK = 32 in one, whose maximum takes shuffles
-and no barrier. Two dimensions, because Triton 3.6 and 3.7 deal more of them in different orders.
+Row r is row h·L + l of group g, with l the fastest and h the slowest part of r. Triton deals lanes,
+then warps, along a tensor's rows and leaves the rest to registers, so with H values of h a group
+lies in as few warps as its threads fill. Groups are numbered along the tile's rows, blocks by
+group. Two dimensions, because Triton 3.6 and 3.7 deal more of them in different orders.
 """
 
 from __future__ import annotations
@@ -21,70 +21,75 @@ GROUP = tl.constexpr(8)
 
 @triton.jit
 def places(row0, col0, dealt, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
+           BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Row and first column, in the tensor, of each dealt row r of the tile at (row0, col0)."""
     L: tl.constexpr = BLOCK // H
-    ACROSS: tl.constexpr = TILE_N // BLOCK
-    block = dealt // L % COUNT
-    row = row0 + block // ACROSS * BLOCK + dealt // (L * COUNT) * L + dealt % L
-    return row, col0 + block % ACROSS * BLOCK
+    ACROSS: tl.constexpr = TILE_N // WIDTH
+    GROUPS: tl.constexpr = COUNT * BLOCK // WIDTH
+    group = dealt // L % GROUPS
+    row = row0 + group // ACROSS * BLOCK + dealt // (L * GROUPS) * L + dealt % L
+    return row, col0 + group % ACROSS * WIDTH
 
 
 @triton.jit
-def block_max(x, COUNT: tl.constexpr, H: tl.constexpr):
-    """max|x| of every block, finite: [ROWS, BLOCK] to [COUNT]; registers first."""
-    BLOCK: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(tl.abs(x), (H, COUNT, BLOCK // H, BLOCK))
-    return tl.max(tl.max(tl.max(blocks, 0), 2), 1)
+def block_max(x, H: tl.constexpr, BLOCK: tl.constexpr):
+    """max|x| of every block, finite: [ROWS, WIDTH] to [COUNT]; registers first."""
+    PER: tl.constexpr = x.shape[1] // BLOCK
+    GROUPS: tl.constexpr = x.shape[0] // BLOCK
+    blocks = tl.reshape(tl.abs(x), (H, GROUPS, BLOCK // H, PER, BLOCK))
+    return tl.reshape(tl.max(tl.max(tl.max(blocks, 0), 3), 1), (GROUPS * PER,))
 
 
 @triton.jit
-def spread_blocks(v, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Each block's value at each of its elements: [COUNT] to [ROWS, BLOCK]."""
-    wide = tl.broadcast_to(v[None, :, None, None], (H, v.shape[0], BLOCK // H, BLOCK))
-    return tl.reshape(wide, (v.shape[0] * BLOCK, BLOCK))
+def spread_blocks(v, H: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Each block's value at each of its elements: [COUNT] to [ROWS, WIDTH]."""
+    PER: tl.constexpr = WIDTH // BLOCK
+    GROUPS: tl.constexpr = v.shape[0] // PER
+    grouped = tl.reshape(v, (GROUPS, PER))[None, :, None, :, None]
+    wide = tl.broadcast_to(grouped, (H, GROUPS, BLOCK // H, PER, BLOCK))
+    return tl.reshape(wide, (GROUPS * BLOCK, WIDTH))
 
 
 @triton.jit
 def random_128(
     seed, row0, col0, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
-    BLOCK: tl.constexpr, stream: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, stream: tl.constexpr,
 ):  # fmt: skip
-    """128 + u for every element, u as jetfire.reference.philox draws them: [ROWS, BLOCK].
+    """128 + u for every element, u as jetfire.reference.philox draws them: [ROWS, WIDTH].
 
     A thread's VECTOR neighbours take two calls: the slowest part of a row, so both are its own.
     """
-    ROWS: tl.constexpr = COUNT * BLOCK
+    ROWS: tl.constexpr = COUNT * BLOCK * BLOCK // WIDTH
     PAIR: tl.constexpr = VECTOR // GROUP
-    ACROSS: tl.constexpr = BLOCK // VECTOR
+    ACROSS: tl.constexpr = WIDTH // VECTOR
     dealt = tl.arange(0, PAIR * ROWS)
-    row, col = places(row0, col0, dealt % ROWS, TILE_N, COUNT, H, BLOCK)
+    row, col = places(row0, col0, dealt % ROWS, TILE_N, COUNT, H, BLOCK, WIDTH)
     group = (col // GROUP + dealt // ROWS)[:, None] + (tl.arange(0, ACROSS) * PAIR)[None, :]
     c1 = tl.broadcast_to(row[:, None], group.shape)
     w0, w1, w2, w3 = philox_words(seed, group.to(tl.uint32), c1.to(tl.uint32), stream)
     draws = tl.reshape(draws_128(w0, w1, w2, w3), (PAIR, ROWS, ACROSS, GROUP))
-    return tl.reshape(tl.permute(draws, (1, 2, 0, 3)), (ROWS, BLOCK))
+    return tl.reshape(tl.permute(draws, (1, 2, 0, 3)), (ROWS, WIDTH))
 
 
 @triton.jit
-def as_tile(x, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr):
-    """Dealt rows back in place: [ROWS, BLOCK] to [TILE_M, TILE_N]."""
-    BLOCK: tl.constexpr = x.shape[1]
-    ACROSS: tl.constexpr = TILE_N // BLOCK
-    DOWN: tl.constexpr = COUNT // ACROSS
-    split = tl.reshape(x, (H, DOWN, ACROSS, BLOCK // H, BLOCK))
+def as_tile(x, TILE_N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Dealt rows back in place: [ROWS, WIDTH] to [TILE_M, TILE_N]."""
+    WIDTH: tl.constexpr = x.shape[1]
+    ACROSS: tl.constexpr = TILE_N // WIDTH
+    DOWN: tl.constexpr = x.shape[0] // (BLOCK * ACROSS)
+    split = tl.reshape(x, (H, DOWN, ACROSS, BLOCK // H, WIDTH))
     return tl.reshape(tl.permute(split, (1, 0, 3, 2, 4)), (DOWN * BLOCK, TILE_N))
 
 
 @triton.jit
-def look_up(table, q, H: tl.constexpr):
-    """table[block, q + 128] for every element: fp32 [COUNT, 256], int8 [ROWS, BLOCK].
+def look_up(table, q, H: tl.constexpr, BLOCK: tl.constexpr):
+    """table[block, q + 128] for every element: fp32 [COUNT, 256], int8 [ROWS, WIDTH].
 
     In one dimension: Triton 3.6 lowers that to one LDS, and two to shuffles or, for one block, not
     at all.
     """
     COUNT: tl.constexpr = table.shape[0]
     ELEMENTS: tl.constexpr = q.shape[0] * q.shape[1]
-    block = spread_blocks(tl.arange(0, COUNT), H, q.shape[1])
+    block = spread_blocks(tl.arange(0, COUNT), H, BLOCK, q.shape[1])
     index = tl.reshape(codes_to_index(q, block), (ELEMENTS,))
     return tl.reshape(tl.gather(tl.reshape(table, (COUNT * 256,)), index, 0), q.shape)
