@@ -151,7 +151,9 @@ class LayerNorm(Op):
 
         else:
             dy, bias = wide("dy"), torch.zeros_like(weight)
-            mean, rstd = inputs["mean"][:, None], inputs["rstd"][:, None]
+            # What torch's forward leaves for its backward: fp32 on a GPU, BF16 on the CPU.
+            kept = torch.float32 if x.is_cuda else torch.bfloat16
+            mean, rstd = (inputs[name][:, None].to(kept) for name in ("mean", "rstd"))
 
             def eager() -> Any:
                 return torch.ops.aten.native_layer_norm_backward(

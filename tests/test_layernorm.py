@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.kernels_triton.layernorm.kernel import LayerNormConfig
-from jetfire.ops.device import Device
+from jetfire.ops.device import Device, target_device
 from jetfire.ops.run import launch, verify
 from jetfire.ops.workloads import RAGGED
 from jetfire.reference import layernorm as reference
 from jetfire.reference.dequantize import dequantize
 
 OP = ops.get("layernorm")
-KERNEL = ops.get_kernel("layernorm", "triton")
 SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
 CASES = [("fwd", "row"), ("fwd", "given"), ("bwd", "row")]
 
@@ -23,22 +21,28 @@ def problem_of(mode, stats, **fields):
     return OP.problems(mode, {"stats": stats, **fields})[0]
 
 
-def configs(problem, device):
-    """The default; small tiles with many tasks of each phase; tall programs of few tasks."""
-    default = KERNEL.default(problem, Device.of(torch.empty(0, device=device)))
-    block = problem.block
-    warps = (block // 32) ** 2
-    small = LayerNormConfig(block, 1, warps, rows=4, chunk=2 * block, ahead=1)
-    tall = LayerNormConfig(
-        2 * block, 2, min(16, 2 * warps), rows=block // 4, chunk=block, launches=2
-    )
-    return [default, small, tall]
+def choices(problem, device, every=False):
+    """The Triton kernels that run here, each with its default config, or another one too."""
+    where = Device.of(torch.empty(0, device=device))
+    found = []
+    for kernel in ops.kernels("layernorm").values():
+        if kernel.name == "torch":
+            continue
+        default = kernel.default(problem, where)
+        wide = dataclasses.replace(default, tile_n=2 * default.tile_n, warps=2 * default.warps)
+        for config in (default, wide) if every else (default,):
+            if kernel.legal(problem, config, where) is None:
+                found.append((kernel, config))
+    assert found
+    return found
 
 
-def verified(problem, device, config=None, **kwargs):
-    inputs = OP.inputs(problem, device, **kwargs)
-    result = verify(OP, KERNEL, problem, config or configs(problem, device)[0], inputs)
-    assert result.ok, f"{problem}: {result.message}"
+def verified(problem, device, every=False, inputs=None, **kwargs):
+    inputs = inputs or OP.inputs(problem, device, **kwargs)
+    expected = OP.reference(problem, inputs)
+    for kernel, config in choices(problem, device, every):
+        result = verify(OP, kernel, problem, config, inputs, expected)
+        assert result.ok, f"{kernel.name} {config} {problem}: {result.message}"
 
 
 @pytest.mark.parametrize(("m", "n"), [(3, 2), (40, 70), (5, 513)])
@@ -86,16 +90,15 @@ def test_triton_matches_reference(device, block, mode, stats, m, n):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_layouts_roundings_and_configs(device, mode, stats, rounding):
     fields = {"m": 70, "n": 100, "block": 32, "rounding": rounding}
-    for layout, i in (("q", 1), ("qt", 2), ("both", 2)):
+    for layout in ("q", "qt", "both"):
         problem = problem_of(mode, stats, layout=layout, **fields)
-        verified(problem, device, configs(problem, device)[i], data="heavy")
+        verified(problem, device, every=layout == "both", data="heavy")
 
 
 def test_rows_wider_than_a_chunk_and_a_tile(device):
-    """Public Jetfire's backward sums over 128 columns: here every row is 300 wide."""
+    """Public Jetfire's backward sums over 128 columns: here every row is 1100 wide."""
     for mode in ("fwd", "bwd"):
-        problem = problem_of(mode, "row", m=33, n=300)
-        verified(problem, device, configs(problem, device)[2], data="outlier")
+        verified(problem_of(mode, "row", m=33, n=1100), device, data="outlier")
 
 
 @pytest.mark.parametrize("stats", ["row", "given"])
@@ -112,14 +115,14 @@ def test_strided_views_and_constant_rows(device, stats):
         x = dequantize(inputs["x"], inputs["x_scale"], 32)
         inputs["mean"], inputs["rstd"] = reference.statistics(x, problem.eps)
     assert not inputs["x"].is_contiguous()
-    outputs = OP.poison(problem, OP.outputs(problem, inputs))
-    launch(KERNEL, problem, configs(problem, device)[0], inputs, outputs)
-    result = OP.check(problem, outputs, OP.reference(problem, inputs))
-    assert result.ok, result.message
-    y = dequantize(outputs["q"], outputs["scale"], 32)
-    step = dequantize(torch.ones_like(outputs["q"]), outputs["scale"], 32)
-    for row in (7, 9):
-        assert ((y[row] - inputs["bias"]).abs() <= 0.501 * step[row]).all()
+    verified(problem, device, inputs=inputs)
+    for kernel, config in choices(problem, device):
+        outputs = OP.outputs(problem, inputs)
+        launch(kernel, problem, config, inputs, outputs)
+        y = dequantize(outputs["q"], outputs["scale"], 32)
+        step = dequantize(torch.ones_like(outputs["q"]), outputs["scale"], 32)
+        for row in (7, 9):
+            assert ((y[row] - inputs["bias"]).abs() <= 0.501 * step[row]).all()
 
 
 def test_strided_gradients(device):
@@ -129,30 +132,36 @@ def test_strided_gradients(device):
         wide = torch.zeros(33, 96, dtype=torch.int8, device=device)
         wide[:, :64] = inputs[name]
         inputs[name] = wide[:, :64]
-    result = verify(OP, KERNEL, problem, configs(problem, device)[0], inputs)
-    assert result.ok, result.message
+    verified(problem, device, inputs=inputs)
 
 
 def test_a_bad_block_shows_in_its_rows(device):
     problem = problem_of("fwd", "row", m=70, n=70)
     inputs = OP.inputs(problem, device)
     inputs["x_scale"][1, 0] = float("nan")
-    outputs = OP.outputs(problem, inputs)
-    launch(KERNEL, problem, configs(problem, device)[0], inputs, outputs)
-    assert outputs["scale"].isnan().tolist() == [[False] * 3, [True] * 3, [False] * 3]
-    assert (outputs["q"][32:64] == 0).all()
-    assert outputs["mean"].isnan().nonzero().flatten().tolist() == list(range(32, 64))
+    for kernel, config in choices(problem, device):
+        outputs = OP.outputs(problem, inputs)
+        launch(kernel, problem, config, inputs, outputs)
+        assert outputs["scale"].isnan().tolist() == [[False] * 3, [True] * 3, [False] * 3]
+        assert (outputs["q"][32:64] == 0).all()
+        assert outputs["mean"].isnan().nonzero().flatten().tolist() == list(range(32, 64))
 
 
-def test_legal_says_why_not(device):
+def test_legal_says_why_not():
     problem = problem_of("fwd", "row", m=64, n=64)
-    where = Device.of(torch.empty(0, device=device))
-    good = KERNEL.default(problem, where)
-    for field, value in (
-        ("rows", 3), ("rows", 64), ("chunk", 48), ("chunk", 1 << 20), ("tile_n", 16), ("warps", 32),
-        ("registers", 1),
-    ):  # fmt: skip
-        assert field in KERNEL.legal(problem, dataclasses.replace(good, **{field: value}), where)
+    where = target_device((9, 0))
+    for name, wrong in (
+        ("gluon", {"tile_n": 48, "warps": 3, "rows": 16, "steps": 64}),
+        ("triton", {"tile_m": 48, "tile_n": 16, "warps": 3}),
+    ):
+        kernel = ops.get_kernel("layernorm", name)
+        good = kernel.default(problem, where)
+        assert kernel.legal(problem, good, where) is None
+        for field, value in wrong.items():
+            assert field in kernel.legal(
+                problem, dataclasses.replace(good, **{field: value}), where
+            )
+        assert kernel.legal(problem, good, Device(kind="cpu")) is not None
 
 
 @pytest.mark.gpu
@@ -168,27 +177,23 @@ def test_every_ragged_size(device, mode, stats, block):
 @pytest.mark.parametrize(("mode", "stats"), CASES)
 def test_large_and_every_config(device, mode, stats):
     problem = problem_of(mode, stats, m=4096, n=8192, block=64)
-    inputs = OP.inputs(problem, device)
-    expected = OP.reference(problem, inputs)
-    for config in configs(problem, device):
-        result = verify(OP, KERNEL, problem, config, inputs, expected)
-        assert result.ok, f"{config}: {result.message}"
+    verified(problem, device, every=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "stats"), CASES)
 def test_graph_replays_and_streams_agree_with_one_call(device, mode, stats):
-    """Run to run the same bits, floats too; every launch leaves its counters at zero."""
+    """Run to run the same bits, floats too."""
     problem = problem_of(mode, stats, m=2000, n=3000)
     inputs = OP.inputs(problem, device)
-    config = configs(problem, device)[0]
+    kernel, config = choices(problem, device)[0]
     expected = OP.outputs(problem, inputs)
-    launch(KERNEL, problem, config, inputs, expected)
+    launch(kernel, problem, config, inputs, expected)
     outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outputs[:2]:
-            launch(KERNEL, problem, config, inputs, out)
+            launch(kernel, problem, config, inputs, out)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
@@ -197,7 +202,7 @@ def test_graph_replays_and_streams_agree_with_one_call(device, mode, stats):
             graph.replay()
         for stream, out in zip(streams[1:], outputs[2:], strict=True):
             with torch.cuda.stream(stream):
-                launch(KERNEL, problem, config, inputs, out)
+                launch(kernel, problem, config, inputs, out)
     torch.cuda.synchronize()
     for out in outputs:
         for name, tensor in out.items():

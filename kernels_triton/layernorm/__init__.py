@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from jetfire.kernels_triton.layernorm.kernel import TritonLayerNorm
+from jetfire.kernels_triton.layernorm.kernel import GluonLayerNorm
+from jetfire.kernels_triton.layernorm.portable import TritonLayerNorm
 
-KERNELS = (TritonLayerNorm(),)
+KERNELS = (GluonLayerNorm(), TritonLayerNorm())

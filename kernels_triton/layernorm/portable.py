@@ -1,0 +1,234 @@
+"""LayerNorm in plain Triton, tile by tile: for every device Triton has, its interpreter too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import quantize_tile, spread
+from jetfire.kernels_triton.tiles import (
+    TILE_SPACE,
+    TileConfig,
+    load_tile,
+    store_quantised,
+    tile_origin,
+    tile_reason,
+)
+from jetfire.ops.device import Device
+from jetfire.ops.op import Kernel, Tensors, ceil_div
+
+ROWS = 8  # that a program reduces
+
+
+@triton.jit
+def load_values(
+    q_ptr, scale_ptr, row0, col0, M, N, stride, scale_stride, R: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Dequantised values [R, C]; rows of one row of blocks, or whole rows of blocks."""
+    q = load_tile(q_ptr, row0, col0, M, N, stride, R, C).to(tl.float32)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    DOWN: tl.constexpr = (R + BLOCK - 1) // BLOCK
+    scale = load_tile(
+        scale_ptr, row0 // BLOCK, col0 // BLOCK, blocks_m, blocks_n, scale_stride, DOWN, C // BLOCK
+    )
+    if R >= BLOCK:
+        return q * spread(scale, BLOCK)
+    wide = tl.broadcast_to(scale[:, :, None], (1, C // BLOCK, BLOCK))
+    return q * tl.reshape(wide, (1, C))
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, M, N, x_stride, scale_stride, eps,
+    R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mean and rstd of R whole rows: the mean first, then the squares of what differs from it."""
+    row0 = tl.program_id(0) * R
+    rows = row0 + tl.arange(0, R)
+    total = tl.zeros((R, C), tl.float32)
+    for col0 in range(0, N, C):
+        total += load_values(
+            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, scale_stride, R, C, BLOCK
+        )
+    mean = tl.sum(total, 1) / N
+    square = tl.zeros((R, C), tl.float32)
+    for col0 in range(0, N, C):
+        x = load_values(x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, scale_stride, R, C, BLOCK)
+        inside = (col0 + tl.arange(0, C) < N)[None, :]
+        difference = tl.where(inside, x - mean[:, None], 0.0)
+        square += difference * difference
+    tl.store(mean_ptr + rows, mean, mask=rows < M)
+    tl.store(rstd_ptr + rows, tl.rsqrt(tl.sum(square, 1) / N + eps), mask=rows < M)
+
+
+@triton.jit
+def load_vector(ptr, places, size):
+    return tl.load(ptr + places, mask=places < size, other=0.0)
+
+
+@triton.jit
+def normalise_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
+    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """y = (x − mean)·rstd·weight + bias of one tile."""
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
+    x = load_values(
+        x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, scale_stride, TILE_M, TILE_N, BLOCK
+    )
+    rstd = load_vector(rstd_ptr, rows, M)[:, None]
+    xhat = (x - load_vector(mean_ptr, rows, M)[:, None]) * rstd
+    y = xhat * load_vector(weight_ptr, cols, N)[None, :] + load_vector(bias_ptr, cols, N)[None, :]
+    y = tl.where((rows < M)[:, None] & (cols < N)[None, :], y, 0.0)
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    q, scale = quantize_tile(y, seed, row0, col0, BLOCK, STOCHASTIC)
+    store_quantised(
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+    )
+
+
+@triton.jit
+def row_sums_kernel(
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, plain_ptr, along_ptr,
+    M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+    R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """mean(g) and mean(g·x̂) of R whole rows, g = dy·weight."""
+    row0 = tl.program_id(0) * R
+    rows = row0 + tl.arange(0, R)
+    mean, rstd = load_vector(mean_ptr, rows, M)[:, None], load_vector(rstd_ptr, rows, M)[:, None]
+    plain = tl.zeros((R, C), tl.float32)
+    along = tl.zeros((R, C), tl.float32)
+    for col0 in range(0, N, C):
+        x = load_values(x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, R, C, BLOCK)
+        dy = load_values(
+            dy_ptr, dy_scale_ptr, row0, col0, M, N, dy_stride, dy_scale_stride, R, C, BLOCK
+        )
+        g = dy * load_vector(weight_ptr, col0 + tl.arange(0, C), N)[None, :]
+        plain += g
+        along += g * ((x - mean) * rstd)
+    tl.store(plain_ptr + rows, tl.sum(plain, 1) / N, mask=rows < M)
+    tl.store(along_ptr + rows, tl.sum(along, 1) / N, mask=rows < M)
+
+
+@triton.jit
+def gradient_kernel(
+    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, plain_ptr, along_ptr,
+    seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, M, N,
+    x_stride, x_scale_stride, dy_stride, dy_scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of one tile, and its sums over rows [tiles down, N]."""
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
+    x = load_values(
+        x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
+    )
+    dy = load_values(
+        dy_ptr, dy_scale_ptr, row0, col0, M, N, dy_stride, dy_scale_stride, TILE_M, TILE_N, BLOCK
+    )
+    rstd = load_vector(rstd_ptr, rows, M)[:, None]
+    xhat = (x - load_vector(mean_ptr, rows, M)[:, None]) * rstd
+    plain = load_vector(plain_ptr, rows, M)[:, None]
+    along = load_vector(along_ptr, rows, M)[:, None]
+    dx = rstd * (dy * load_vector(weight_ptr, cols, N)[None, :] - plain - xhat * along)
+    dx = tl.where((rows < M)[:, None] & (cols < N)[None, :], dx, 0.0)
+    at = (row0 // TILE_M).to(tl.int64) * N + cols
+    tl.store(dweight_ptr + at, tl.sum(dy * xhat, 0), mask=cols < N)
+    tl.store(dbias_ptr + at, tl.sum(dy, 0), mask=cols < N)
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    q, scale = quantize_tile(dx, seed, row0, col0, BLOCK, STOCHASTIC)
+    store_quantised(
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+    )
+
+
+@triton.jit
+def column_sums_kernel(part_ptr, out_ptr, parts, N, C: tl.constexpr):
+    """Σ over parts, in order, of part_ptr [parts, N]."""
+    cols = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros((C,), tl.float32)
+    at = part_ptr + cols
+    for _ in range(parts):
+        total += tl.load(at, mask=cols < N, other=0.0)
+        at += N
+    tl.store(out_ptr + cols, total, mask=cols < N)
+
+
+class TritonLayerNorm(Kernel):
+    op = "layernorm"
+    name = "triton"
+    Config = TileConfig
+
+    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        return tile_reason(problem.m, problem.n, problem.block, config, device)
+
+    def default(self, problem: Any, device: Device) -> TileConfig:
+        tile = max(problem.block, 64)
+        return TileConfig(tile, tile, 4 if tile == 64 else 16)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return TILE_SPACE
+
+    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+        (_backward if problem.mode == "bwd" else _forward)(problem, config, inputs, outputs)
+
+
+def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and options of a kernel that writes tiles."""
+    tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+    return (tiles,), {
+        "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
+        "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
+        "num_warps": config.warps, "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def _by_rows(problem: Any) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and options of a kernel that reduces whole rows."""
+    return (ceil_div(problem.m, ROWS),), {"R": ROWS, "C": 512, "BLOCK": problem.block}
+
+
+def _quantised(outputs: Tensors) -> list[torch.Tensor | None]:
+    return [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
+
+
+def _forward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+    x, x_scale = inputs["x"], inputs["x_scale"]
+    sizes = (problem.m, problem.n, x.stride(0), x_scale.stride(0))
+    statistics = inputs if problem.stats == "given" else outputs
+    mean, rstd = statistics["mean"], statistics["rstd"]
+    if problem.stats == "row":
+        grid, options = _by_rows(problem)
+        statistics_kernel[grid](x, x_scale, mean, rstd, *sizes, problem.eps, **options)
+    grid, options = _by_tile(problem, config)
+    normalise_kernel[grid](
+        x, x_scale, inputs["weight"], inputs["bias"], mean, rstd, inputs.get("seed"),
+        *_quantised(outputs), *sizes, **options,
+    )  # fmt: skip
+
+
+def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+    x, x_scale, dy, dy_scale = (inputs[name] for name in ("x", "x_scale", "dy", "dy_scale"))
+    m, n = problem.m, problem.n
+    given = (x, x_scale, dy, dy_scale, inputs["weight"], inputs["mean"], inputs["rstd"])
+    sizes = (m, n, x.stride(0), x_scale.stride(0), dy.stride(0), dy_scale.stride(0))
+    means = torch.empty((2, m), device=x.device)
+    parts = torch.empty((2, ceil_div(m, config.tile_m), n), device=x.device)
+    grid, options = _by_rows(problem)
+    row_sums_kernel[grid](*given, *means, *sizes, **options)
+    grid, options = _by_tile(problem, config)
+    gradient_kernel[grid](
+        *given, *means, inputs.get("seed"), *_quantised(outputs), *parts, *sizes, **options
+    )
+    for part, name in zip(parts, ("dweight", "dbias"), strict=True):
+        column_sums_kernel[(ceil_div(n, 128),)](part, outputs[name], part.shape[0], n, C=128)
