@@ -37,9 +37,10 @@ def load_values(
         scale_ptr, row0 // BLOCK, col0 // BLOCK, blocks_m, blocks_n, scale_stride, DOWN, C // BLOCK
     )
     if R >= BLOCK:
-        return q * spread(scale, BLOCK)
-    wide = tl.broadcast_to(scale[:, :, None], (1, C // BLOCK, BLOCK))
-    return q * tl.reshape(wide, (1, C))
+        wide = spread(scale, BLOCK)
+    else:
+        wide = tl.reshape(tl.broadcast_to(scale[:, :, None], (1, C // BLOCK, BLOCK)), (1, C))
+    return q * wide
 
 
 @triton.jit
