@@ -61,6 +61,8 @@ def _settings(op: str, mode: str) -> list[dict[str, list[str]]]:
         found.append({"rounding": ["stochastic"]})
     if "layout" in fields:
         found.append({**found[0], "layout": ["both"]})
+    if "stats" in fields and mode == "fwd":
+        found.append({**base, "stats": ["given"]})
     return found
 
 
@@ -72,7 +74,7 @@ def _targets() -> list[Entry]:
                 shape = {"m": [8192], "n": [n]}
                 for i, settings in enumerate(_settings(op, mode)):
                     alone = Request([op], [mode], shape, settings=settings)
-                    if i == 0:
+                    if i == 0 or "stats" in settings:
                         first = replace(alone, blocks=["32"], settings=_firsts(settings))
                         found.append(Entry(first, COMPILED, 20, 200.0))
                     found.append(Entry(alone, ("copy",), 20))
