@@ -127,7 +127,7 @@ def large(results: Results) -> Table | None:
     """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
     rows = [row for row in _timed(results) if row.op != "gemm" and _shape(row) in LARGE]
     compiled = {
-        (row.op, row.problem.get("mode"), _shape(row)): row.ms
+        (row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row)): row.ms
         for row in rows
         if row.kernel == "compile"
     }
@@ -135,9 +135,10 @@ def large(results: Results) -> Table | None:
     for row in rows:
         if row.role != "kernel":
             continue
-        other = compiled.get((row.op, row.problem.get("mode"), _shape(row)))
+        key = (row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row))
+        other = compiled.get(key)
         settings = {n: v for n, v in row.problem.items()
-                    if n in ("block", "mode", "rounding", "layout")}  # fmt: skip
+                    if n in ("block", "mode", "stats", "rounding", "layout")}  # fmt: skip
         lines.append([
             f"{row.op} {show.problem_text(settings)}", row.kernel,
             f"{row.problem['m']}×{row.problem['n']}", show.number((row.ms or 0) * 1e3, 1),
@@ -278,13 +279,16 @@ def readme_table(results: Results) -> str:
             against = show.ratio_text(best)
             lines.append([f"GEMM 8192³, block {block}", show.time_text(best.ms),
                           show.rate_text(best), _share(best), against])  # fmt: skip
-    for row in _timed(results):
-        if row.op == "gemm" or row.role != "kernel" or _shape(row) != LARGE[0]:
-            continue
-        ratios = row.vs_peer or {}
-        if "compile" in ratios:
+    compared = [
+        row for row in _timed(results)
+        if row.op != "gemm" and _shape(row) == LARGE[0] and "compile" in (row.vs_peer or {})
+    ]  # fmt: skip
+    for problem in dict.fromkeys((row.op, tuple(row.problem.items())) for row in compared):
+        row = _fastest(r for r in compared if (r.op, tuple(r.problem.items())) == problem)
+        if row is not None:
             mode = f" {row.problem['mode']}" if "mode" in row.problem else ""
-            lines.append([f"{row.op}{mode} 8192×4096, block {row.problem['block']}",
+            given = ", statistics given" if row.problem.get("stats") == "given" else ""
+            lines.append([f"{row.op}{mode} 8192×4096, block {row.problem['block']}{given}",
                           show.time_text(row.ms), show.rate_text(row), _share(row),
                           show.ratio_text(row)])  # fmt: skip
     return Table("", "", ["", "time", "rate", "of roofline", "faster than"], lines).markdown()

@@ -53,7 +53,8 @@ class Block(nn.Module):
         heads = (
             self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )
-        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(batch, tokens, width))
         return x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
 

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from jetfire.ops.op import Kernel, Op
 
 # What an op is made of, beside the ops themselves.
-_SHARED = {"check", "data", "device", "errors", "functional", "op", "peers", "profiles", "run", "workloads"}
+_SHARED = {
+    "check",
+    "data",
+    "device",
+    "errors",
+    "functional",
+    "op",
+    "peers",
+    "profiles",
+    "run",
+    "workloads",
+}
 _BACKENDS = ("kernels_cpu", "kernels_triton", "kernels_cuda")
 
 

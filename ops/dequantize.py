@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetfire.ops.data import Source
-from jetfire.ops.op import Block, Check, FloatName, Op, Tensors, float_dtype
-from jetfire.ops.op import Problem as BaseProblem
+from jetfire.ops.op import (
+    Block,
+    Check,
+    FloatName,
+    Op,
+    Problem,
+    Tensors,
+    float_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class DequantizeProblem(Problem):
     """(q, scale) of an m×n tensor to x (m×n, `out`)."""
 
     block: Block = 32
@@ -27,38 +34,38 @@ class Problem(BaseProblem):
 class Dequantize(Op):
     name = "dequantize"
     summary = "per-block INT8 to float"
-    Problem = Problem
+    Problem = DequantizeProblem
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = (model.width, 3 * model.width, model.hidden)
         return [{"m": model.tokens, "n": width} for width in widths]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: DequantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         q, scale = source.quantised(problem.m, problem.n, problem.block)
         return {"q": q, "scale": scale}
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: DequantizeProblem, inputs: Tensors) -> Tensors:
         import torch
 
         shape, dtype = (problem.m, problem.n), float_dtype(problem.out)
         return {"x": torch.empty(shape, dtype=dtype, device=inputs["q"].device)}
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: DequantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.dequantize import dequantize
 
         dtype = float_dtype(problem.out)
         return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: DequantizeProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         return check.exact("x", outputs["x"], expected["x"])
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: DequantizeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same product written in torch: BF16 training has no such pass to compare with."""
         import torch

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Block, Check, Layout, Mode, Op, Tensors, quantised_outputs
-from jetfire.ops.op import Problem as BaseProblem
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Mode,
+    Op,
+    Problem,
+    Tensors,
+    quantised_outputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class DropoutProblem(Problem):
     """(q, scale) of an m×n tensor, dropped with probability `p`, in the given layout.
 
     Backward is the same map on the gradient: one seed gives both the same mask.
@@ -38,24 +46,24 @@ class Problem(BaseProblem):
 class Dropout(Op):
     name = "dropout"
     summary = "dropout of per-block INT8, exact: zeroes codes and rescales blocks"
-    Problem = Problem
+    Problem = DropoutProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: DropoutProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         q, scale = source.quantised(problem.m, problem.n, problem.block)
         return {"q": q, "scale": scale, "seed": source.seed()}
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: DropoutProblem, inputs: Tensors) -> Tensors:
         device = inputs["q"].device
         return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: DropoutProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.dropout import dropout
         from jetfire.reference.transpose import transpose
 
@@ -63,7 +71,7 @@ class Dropout(Op):
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: DropoutProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         return check.every(
@@ -71,7 +79,7 @@ class Dropout(Op):
         )
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: DropoutProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""
         import torch

@@ -13,11 +13,11 @@ from jetfire.ops.op import (
     Layout,
     Mode,
     Op,
+    Problem,
     Rounding,
     Tensors,
     quantised_outputs,
 )
-from jetfire.ops.op import Problem as BaseProblem
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ Approximate = Literal["tanh", "erf"]
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class GeluProblem(Problem):
     """fwd: x (m×n) to gelu(x); bwd: x and dy to dx = dy·gelu'(x); all quantised per block."""
 
     block: Block = 32
@@ -41,10 +41,10 @@ class Problem(BaseProblem):
 class Gelu(Op):
     name = "gelu"
     summary = "GELU and its gradient, INT8 in and out"
-    Problem = Problem
+    Problem = GeluProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Gradients are rounded stochastically unless the caller says otherwise."""
         rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
         return super().problems(mode, {**rounding, **fields})
@@ -53,7 +53,7 @@ class Gelu(Op):
         return [{"m": model.tokens, "n": model.hidden}]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: GeluProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         x, x_scale = source.quantised(problem.m, problem.n, problem.block)
@@ -65,11 +65,11 @@ class Gelu(Op):
             inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         device = inputs["x"].device
         return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import gelu
         from jetfire.reference.philox import random_u16
         from jetfire.reference.quantize import scales
@@ -86,7 +86,7 @@ class Gelu(Op):
             expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: GeluProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         return check.quantised(
@@ -94,7 +94,7 @@ class Gelu(Op):
         )
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: GeluProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         import torch
         from torch.nn import functional

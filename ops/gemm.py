@@ -15,13 +15,13 @@ from jetfire.ops.op import (
     Layout,
     Mode,
     Op,
+    Problem,
     Rounding,
     Tensors,
     ceil_div,
     float_dtype,
     quantised_outputs,
 )
-from jetfire.ops.op import Problem as BaseProblem
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class GemmProblem(Problem):
     """C (m×n) = A (m×k) · Bᵀ (B n×k), both K-contiguous.
 
     ``out="int8"`` requantises C per block in the epilogue, with `rounding` and `layout`;
@@ -74,11 +74,11 @@ def _within_fp16(c: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor,
 class Gemm(Op):
     name = "gemm"
     summary = "per-block INT8 GEMM, C = A·Bᵀ with a scale for each block×block tile"
-    Problem = Problem
+    Problem = GemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[BaseProblem]:
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).
 
         dgrad has the output asked for, rounded stochastically where it is int8 and no rounding
@@ -101,7 +101,7 @@ class Gemm(Op):
         return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         a, a_scale = source.quantised(problem.m, problem.k, problem.block)
@@ -109,27 +109,27 @@ class Gemm(Op):
         inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
         if problem.bias:
             inputs["bias"] = source.normal(problem.n)
-        if problem.accumulate:
+        if problem.accumulate and problem.out != "int8":
             inputs["c"] = source.normal(problem.m, problem.n).to(float_dtype(problem.out))
         if problem.rounding == "stochastic":
             inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         import torch
 
         device = inputs["a"].device
         if problem.out == "int8":
             return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
-        if problem.accumulate:
+        if problem.accumulate and problem.out != "int8":
             return {"c": inputs["c"].clone()}
         dtype = float_dtype(problem.out)
         return {"c": torch.empty((problem.m, problem.n), dtype=dtype, device=device)}
 
-    def poison(self, problem: Problem, outputs: Tensors) -> Tensors:
+    def poison(self, problem: GemmProblem, outputs: Tensors) -> Tensors:
         return outputs if problem.accumulate else super().poison(problem, outputs)
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.gemm import gemm_float64
         from jetfire.reference.philox import random_u16
         from jetfire.reference.quantize import scales
@@ -139,7 +139,7 @@ class Gemm(Op):
         )
         if problem.bias:
             c += inputs["bias"].double()
-        if problem.accumulate:
+        if problem.accumulate and problem.out != "int8":
             c += inputs["c"].double()
         expected = {"c": c}
         if problem.out == "int8":
@@ -148,7 +148,7 @@ class Gemm(Op):
                 expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: GemmProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         if problem.out == "int8":
@@ -160,7 +160,7 @@ class Gemm(Op):
             c, wanted = _within_fp16(c, wanted)
         return check.floats("c", c, wanted, self.tolerance(problem))
 
-    def tolerance(self, problem: Problem) -> float:
+    def tolerance(self, problem: GemmProblem) -> float:
         """The relative error that a float output may have.
 
         Of bf16 and fp16, a unit in the last place. In fp32 each of the sum's ⌈k/block⌉ additions
@@ -170,11 +170,11 @@ class Gemm(Op):
             return max(1e-6, 2.0**-24 * math.sqrt(ceil_div(problem.k, problem.block)))
         return 2.0**-8 if problem.out == "bf16" else 2.0**-10
 
-    def flops(self, problem: Problem) -> float:
+    def flops(self, problem: GemmProblem) -> float:
         return 2.0 * problem.m * problem.n * problem.k
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: GemmProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         from jetfire.ops import peers
 

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -72,7 +72,7 @@ class Problem:
             object.__setattr__(self, field.name, value)
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Problem:
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
         """A problem from texts or values; unknown and missing names are usage errors."""
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name in fields:
@@ -185,7 +185,7 @@ class Config:
         return dataclasses.asdict(self)
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Config:
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
         """A config from texts or values; unknown names are usage errors."""
         hints = get_type_hints(cls)
         for name in fields:

@@ -13,12 +13,12 @@ from jetfire.ops.op import (
     FloatName,
     Layout,
     Op,
+    Problem,
     Rounding,
     Tensors,
     float_dtype,
     quantised_outputs,
 )
-from jetfire.ops.op import Problem as BaseProblem
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class QuantizeProblem(Problem):
     """x (m×n, `dtype`) to codes and scales in the given layout."""
 
     block: Block = 32
@@ -39,14 +39,14 @@ class Problem(BaseProblem):
 class Quantize(Op):
     name = "quantize"
     summary = "float to per-block INT8, nearest or stochastic"
-    Problem = Problem
+    Problem = QuantizeProblem
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = (model.width, 3 * model.width, model.hidden)
         return [{"m": model.tokens, "n": width} for width in widths]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         inputs = {"x": source.floats(problem.m, problem.n).to(float_dtype(problem.dtype))}
@@ -54,11 +54,11 @@ class Quantize(Op):
             inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
         device = inputs["x"].device
         return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.quantize import quantize
         from jetfire.reference.transpose import transpose
 
@@ -66,7 +66,7 @@ class Quantize(Op):
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: QuantizeProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         return check.every(
@@ -74,7 +74,7 @@ class Quantize(Op):
         )
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: QuantizeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same quantisation as plain torch writes it, in the input's own dtype."""
         import torch

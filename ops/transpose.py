@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetfire.ops.data import Source
-from jetfire.ops.op import Block, Check, Op, Tensors, quantised_outputs
-from jetfire.ops.op import Problem as BaseProblem
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Op,
+    Problem,
+    Tensors,
+    quantised_outputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem(BaseProblem):
+class TransposeProblem(Problem):
     """(q, scale) of an m×n tensor to (qt, scale_t), n×m."""
 
     block: Block = 32
@@ -26,29 +32,29 @@ class Problem(BaseProblem):
 class Transpose(Op):
     name = "transpose"
     summary = "transpose of per-block INT8 codes and scales"
-    Problem = Problem
+    Problem = TransposeProblem
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = (model.width, 3 * model.width, model.hidden)
         return [{"m": model.tokens, "n": width} for width in widths]
 
     def inputs(
-        self, problem: Problem, device: torch.device, seed: int = 0, data: str = "normal"
+        self, problem: TransposeProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
         q, scale = source.quantised(problem.m, problem.n, problem.block)
         return {"q": q, "scale": scale}
 
-    def outputs(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def outputs(self, problem: TransposeProblem, inputs: Tensors) -> Tensors:
         return quantised_outputs(problem, inputs["q"].device, "qt", problem.m, problem.n)
 
-    def reference(self, problem: Problem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: TransposeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.transpose import transpose
 
         qt, scale_t = transpose(inputs["q"], inputs["scale"])
         return {"qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: Problem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(self, problem: TransposeProblem, outputs: Tensors, expected: Tensors) -> Check:
         from jetfire.ops import check
 
         return check.every(
@@ -56,7 +62,7 @@ class Transpose(Op):
         )
 
     def peers(
-        self, problem: Problem, inputs: Tensors
+        self, problem: TransposeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The BF16 transpose that feeds a BF16 GEMM."""
         import torch

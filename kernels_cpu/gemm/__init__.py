@@ -32,8 +32,8 @@ class IntMm(TorchKernel):
     name = "int_mm"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        scaled = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
-        c = product(*scaled, problem.block)
+        a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
+        c = product(a, a_scale, b, b_scale, problem.block)
         if problem.bias:
             c += inputs["bias"]
         if problem.out == "int8":

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from jetfire.kernels_triton.codes import codes_to_floats
 from jetfire.kernels_triton.common import (
     INTERPRETED,
     block_scales,
@@ -20,9 +21,8 @@ from jetfire.kernels_triton.common import (
     tile_codes,
     to_float,
 )
-from jetfire.kernels_triton.gelu.packed import codes_to_floats
+from jetfire.kernels_triton.halves import tile_amax, widen
 from jetfire.kernels_triton.quantize import halvings
-from jetfire.kernels_triton.quantize.packed import tile_amax, widen
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,

@@ -14,6 +14,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.kernels_triton.codes import (
+    codes_nearest,
+    codes_stochastic,
+    codes_to_floats,
+    exp2_fast,
+    reciprocal_fast,
+)
 from jetfire.kernels_triton.common import STREAM_ROUNDING
 from jetfire.kernels_triton.gelu.blocked import (
     as_tile,
@@ -22,13 +29,6 @@ from jetfire.kernels_triton.gelu.blocked import (
     places,
     random_128,
     spread_blocks,
-)
-from jetfire.kernels_triton.gelu.packed import (
-    codes_nearest,
-    codes_stochastic,
-    codes_to_floats,
-    exp2_fast,
-    reciprocal_fast,
 )
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -199,13 +199,13 @@ class TritonGelu(Kernel):
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         x, x_scale = inputs["x"], inputs["x_scale"]
         backward = problem.mode == "bwd"
-        dy, dy_scale = (inputs["dy"], inputs["dy_scale"]) if backward else (None, None)
+        dy, dy_scale = inputs.get("dy"), inputs.get("dy_scale")
         tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
         gelu_kernel[(tiles,)](
             x, x_scale, dy, dy_scale, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
             outputs.get("scale_t"), inputs.get("seed"), problem.m, problem.n,
             x.stride(0), x_scale.stride(0),
-            dy.stride(0) if backward else 0, dy_scale.stride(0) if backward else 0,
+            0 if dy is None else dy.stride(0), 0 if dy_scale is None else dy_scale.stride(0),
             TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
             LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
             BACKWARD=backward, ERF=problem.approximate == "erf",

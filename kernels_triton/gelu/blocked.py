@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from jetfire.kernels_triton.codes import codes_to_index, draws_128
 from jetfire.kernels_triton.common import philox_words
-from jetfire.kernels_triton.gelu.packed import codes_to_index, draws_128
 
 # Codes a thread reads at once, and neighbours that share a Philox call.
 VECTOR = tl.constexpr(16)

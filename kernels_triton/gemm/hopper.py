@@ -13,8 +13,7 @@ from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
 from jetfire.kernels_triton.tiles import device_reason
 from jetfire.ops.device import Device
-from jetfire.ops.op import Config as BaseConfig
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +22,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 128
 
 
 @dataclass(frozen=True)
-class Config(BaseConfig):
+class HopperConfig(Config):
     """How the 128×256 tiles are fed and promoted.
 
     Attributes:
@@ -47,7 +46,7 @@ SPACE: dict[str, Sequence[Any]] = {
 }
 
 
-def shared_bytes(problem: Any, config: Config) -> int:
+def shared_bytes(problem: Any, config: HopperConfig) -> int:
     """Operands, scales and barriers of every stage, and what requantising moves through."""
     count = 128 // problem.block
     stage = (TILE_M + TILE_N) * TILE_K + 8 * count**3 + 16
@@ -62,9 +61,9 @@ def _descriptor(x: torch.Tensor) -> TensorDescriptor:
 class GluonGemm(Kernel):
     op = "gemm"
     name = "gluon"
-    Config = Config
+    Config = HopperConfig
 
-    def legal(self, problem: Any, config: Config, device: Device) -> str | None:
+    def legal(self, problem: Any, config: HopperConfig, device: Device) -> str | None:
         if (reason := device_reason(device)) is not None:
             return reason
         if device.capability != (9, 0):
@@ -85,16 +84,16 @@ class GluonGemm(Kernel):
             return "more than 2^31 tiles"
         return None
 
-    def default(self, problem: Any, device: Device) -> Config:
+    def default(self, problem: Any, device: Device) -> HopperConfig:
         if problem.block == 128:
-            return Config(chunk=128, registers=232)
+            return HopperConfig(chunk=128, registers=232)
         # Of bf16 and fp32 outputs, blocks of 32 spill at 232 and those of 64 at 240.
-        return Config(registers=240 if problem.block == 32 else 232)
+        return HopperConfig(registers=240 if problem.block == 32 else 232)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
 
-    def launch(self, problem: Any, config: Config, inputs: Tensors, outputs: Tensors) -> None:
+    def launch(self, problem: Any, config: HopperConfig, inputs: Tensors, outputs: Tensors) -> None:
         a, b = inputs["a"], inputs["b"]
         device = Device.of(a)
         if any(x.data_ptr() % 16 or x.stride(0) % 16 for x in (a, b)):

@@ -12,12 +12,11 @@ import triton.language as tl
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
 from jetfire.ops.device import Device
-from jetfire.ops.op import Config as BaseConfig
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
 
 
 @dataclass(frozen=True)
-class Config(BaseConfig):
+class PortableConfig(Config):
     """A tile_m×tile_n tile of C a program; `group` rows of tiles are walked column by column."""
 
     tile_m: int = 128
@@ -109,9 +108,9 @@ def finish(
 class TritonGemm(Kernel):
     op = "gemm"
     name = "triton"
-    Config = Config
+    Config = PortableConfig
 
-    def legal(self, problem: Any, config: Config, device: Device) -> str | None:
+    def legal(self, problem: Any, config: PortableConfig, device: Device) -> str | None:
         if (reason := device_reason(device)) is not None:
             return reason
         for name in ("tile_m", "tile_n"):
@@ -130,14 +129,14 @@ class TritonGemm(Kernel):
             return "more than 2^31 tiles: expected larger tiles"
         return None
 
-    def default(self, problem: Any, device: Device) -> Config:
+    def default(self, problem: Any, device: Device) -> PortableConfig:
         # On an H200 at 8192³ in TOPS, 64×128 by 4 warps, several to an SM, against 128×128 by 8:
         # 391 and 310 with blocks of 32, 686 and 587 of 64; blocks of 128 reach 825 in the latter.
         tile_m, warps = (128, 8) if problem.block == 128 else (64, 4)
         stages = 4
         if device.kind == "cuda":
             stages = min(4, device.shared_bytes // ((tile_m + 128) * problem.block))
-        return Config(tile_m, 128, warps, stages)
+        return PortableConfig(tile_m, 128, warps, stages)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return {
@@ -148,7 +147,9 @@ class TritonGemm(Kernel):
             "group": (4, 8, 16),
         }
 
-    def launch(self, problem: Any, config: Config, inputs: Tensors, outputs: Tensors) -> None:
+    def launch(
+        self, problem: Any, config: PortableConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
         a, b = inputs["a"], inputs["b"]
         tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
         gemm_kernel[(tiles,)](

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import block_scales, tile_codes
-from jetfire.kernels_triton.quantize.packed import tile_amax, widen
+from jetfire.kernels_triton.halves import tile_amax, widen
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
