@@ -13,7 +13,7 @@ import triton.language as tl
 from jetfire.kernels_triton.common import INTERPRETED
 
 # A byte b under the high bytes of 2^23 reads as 8388608 + b; codes become bytes by adding 128.
-_TO_FLOATS = tl.constexpr("""{
+TO_FLOATS = tl.constexpr("""{
 .reg .b32 codes, f<4>;
 xor.b32 codes, $4, 0x80808080;
 prmt.b32 f0, codes, 0x4B000000, 0x7650;
@@ -46,7 +46,7 @@ prmt.b32 high, p2, p3, 0x0040;
 prmt.b32 $0, low, high, 0x5410;
 }""")
 # Low and high half-words under the exponent of 128; the constant is a register, once for eight.
-_HALVES = tl.constexpr("""{
+HALVES = tl.constexpr("""{
 .reg .b32 top;
 mov.b32 top, 0x4300;
 prmt.b32 $0, $8, top, 0x5410;
@@ -82,7 +82,7 @@ def codes_to_floats(q):
     if INTERPRETED:
         return q.to(tl.float32)
     return tl.inline_asm_elementwise(
-        _TO_FLOATS, "=f,=f,=f,=f,r", [q], dtype=tl.float32, is_pure=True, pack=4
+        TO_FLOATS, "=f,=f,=f,=f,r", [q], dtype=tl.float32, is_pure=True, pack=4
     )
 
 
@@ -117,7 +117,7 @@ def draws_128(w0, w1, w2, w3):
         low, high = (words & 0xFFFF) | 0x43000000, (words >> 16) | 0x43000000
     else:
         low, high = tl.inline_asm_elementwise(
-            _HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.uint32, tl.uint32),
+            HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.uint32, tl.uint32),
             is_pure=True, pack=4,
         )  # fmt: skip
     return tl.join(low, high).to(tl.float32, bitcast=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetfire.kernels_triton.common import ROUNDS, STREAM_ROUNDING
+from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.gluon_common import max_nan, philox_words
 
 GROUPS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [2, 2], [1, 0]))  # of eight neighbours
 ROWS_OF_16 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def max_nan(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -96,18 +91,7 @@ def random_u16(seed, row0, col0, R: gl.constexpr, C: gl.constexpr):
     c3 = c2 + STREAM_ROUNDING
     c0 = c2 + groups.expand_dims(0)
     c1 = c2 + rows.expand_dims(1)
-    key = seed.to(gl.uint64)
-    k0, k1 = key.to(gl.uint32), (key >> 32).to(gl.uint32)
-    for _ in gl.static_range(ROUNDS):
-        product0 = c0.to(gl.uint64) * 0xD2511F53
-        product1 = c2.to(gl.uint64) * 0xCD9E8D57
-        c0 = (product1 >> 32).to(gl.uint32) ^ c1 ^ k0
-        c2 = (product0 >> 32).to(gl.uint32) ^ c3 ^ k1
-        c1 = product1.to(gl.uint32)
-        c3 = product0.to(gl.uint32)
-        k0 = gl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = gl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    words = gl.join(gl.join(c0, c2), gl.join(c1, c3))
+    words = philox_words(seed, c0, c1, c2, c3)
     return gl.join(words & 0xFFFF, words >> 16).reshape((R, C)).to(gl.uint16)
 
 

@@ -8,27 +8,15 @@ Statistics, sums and tiles are launches of their own.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetfire.kernels_triton.common import ROUNDS, STREAM_ROUNDING
+from jetfire.kernels_triton.codes import HALVES, TO_FLOATS
+from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.gluon_common import max_nan, philox_words
 
 RUN = gl.constexpr(16)
 
-# A byte b under the high bytes of 2^23 reads as 8388608 + b; codes become bytes by adding 128.
-_TO_FLOATS = gl.constexpr("""{
-.reg .b32 codes, f<4>;
-xor.b32 codes, $4, 0x80808080;
-prmt.b32 f0, codes, 0x4B000000, 0x7650;
-prmt.b32 f1, codes, 0x4B000000, 0x7651;
-prmt.b32 f2, codes, 0x4B000000, 0x7652;
-prmt.b32 f3, codes, 0x4B000000, 0x7653;
-add.f32 $0, f0, 0fCB000080;
-add.f32 $1, f1, 0fCB000080;
-add.f32 $2, f2, 0fCB000080;
-add.f32 $3, f3, 0fCB000080;
-}""")
 # The sum of four codes, and of their squares, in the first of four places.
 _SUM4 = gl.constexpr("""{
 dp4a.s32.s32 $0, $4, 0x01010101, 0;
@@ -46,15 +34,6 @@ fma.rn.f32 f2, $3, $7, 0f4B400000; fma.rn.f32 f3, $4, $8, 0f4B400000;
 mov.b32 r0, f0; mov.b32 r1, f1; mov.b32 r2, f2; mov.b32 r3, f3;
 prmt.b32 r4, r0, r1, 0x0040; prmt.b32 r5, r2, r3, 0x0040;
 prmt.b32 r4, r4, r5, 0x5410; and.b32 $0, r4, $9; }""")
-# Low and high half-words under the exponent of 128: 128 + u.
-_HALVES = gl.constexpr("""{
-.reg .b32 top;
-mov.b32 top, 0x4300;
-prmt.b32 $0, $8, top, 0x5410; prmt.b32 $1, $9, top, 0x5410;
-prmt.b32 $2, $10, top, 0x5410; prmt.b32 $3, $11, top, 0x5410;
-prmt.b32 $4, $8, top, 0x5432; prmt.b32 $5, $9, top, 0x5432;
-prmt.b32 $6, $10, top, 0x5432; prmt.b32 $7, $11, top, 0x5432;
-}""")
 # 128 + u + p lies in [1, 256): rounding it down onto 1.5·2^23 − 128 leaves floor(p + u) there.
 _STOCHASTIC = gl.constexpr("""{
 .reg .f32 f<4>; .reg .b32 r<6>;
@@ -104,11 +83,6 @@ def run_layout(
 
 
 @gluon.jit
-def max_nan(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
 def row_places(row0, R: gl.constexpr, layout: gl.constexpr):
     """Rows of a tile, [R, 1, 1]."""
     rows = row0 + gl.arange(0, R, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
@@ -132,7 +106,7 @@ def col_places(col0, RUNS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def to_floats(q):
     return gl.inline_asm_elementwise(
-        _TO_FLOATS, "=f,=f,=f,=f,r", [q], dtype=gl.float32, is_pure=True, pack=4
+        TO_FLOATS, "=f,=f,=f,=f,r", [q], dtype=gl.float32, is_pure=True, pack=4
     )
 
 
@@ -179,20 +153,9 @@ def draws(seed, rows, runs, R: gl.constexpr, RUNS: gl.constexpr, layout: gl.cons
     c3 = c2 + STREAM_ROUNDING
     c0 = c2 + (runs // 8 + second.expand_dims(0).expand_dims(1)).to(gl.uint32)
     c1 = c2 + rows.to(gl.uint32)
-    key = seed.to(gl.uint64)
-    k0, k1 = key.to(gl.uint32), (key >> 32).to(gl.uint32)
-    for _ in gl.static_range(ROUNDS):
-        product0 = c0.to(gl.uint64) * 0xD2511F53
-        product1 = c2.to(gl.uint64) * 0xCD9E8D57
-        c0 = (product1 >> 32).to(gl.uint32) ^ c1 ^ k0
-        c2 = (product0 >> 32).to(gl.uint32) ^ c3 ^ k1
-        c1 = product1.to(gl.uint32)
-        c3 = product0.to(gl.uint32)
-        k0 = gl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = gl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    words = gl.join(gl.join(c0, c2), gl.join(c1, c3))
+    words = philox_words(seed, c0, c1, c2, c3)
     low, high = gl.inline_asm_elementwise(
-        _HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.uint32, gl.uint32),
+        HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.uint32, gl.uint32),
         is_pure=True, pack=4,
     )  # fmt: skip
     u = gl.join(low, high).to(gl.float32, bitcast=True).reshape((R, RUNS, RUN))
