@@ -37,9 +37,12 @@ def _integer(option: str) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         try:
-            return int(text)
+            number = int(text)
         except ValueError:
             raise UsageError(f"{option} {text}: expected an integer") from None
+        if not -(2**62) <= number < 2**62:
+            raise UsageError(f"{option} {text}: expected an integer of at most 62 bits")
+        return number
 
     return parse
 

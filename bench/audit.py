@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -32,7 +33,8 @@ def capability_of(text: str) -> tuple[int, int]:
 def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Sequence[str]) -> None:
     """A table a problem: one row for every function that a kernel's default config launches."""
     devices = [target_device(capability_of(text)) for text in architectures]
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    found = False
     for case in cases:
         table = Table(title=str(case), title_justify="left")
         for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps",
@@ -42,7 +44,11 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Seque
             for kernel in ops.kernels(case.op.name).values():
                 if not kernel_names or kernel.name in kernel_names:
                     _add_rows(table, case, kernel, device)
-        console.print(table)
+        if table.row_count:
+            console.print(table)
+            found = True
+    if not found:
+        raise UsageError("no Triton kernel takes these problems on these architectures")
 
 
 def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:

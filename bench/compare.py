@@ -143,6 +143,8 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
         console.print(f"{len(alone)} rows are in one file alone")
     if share is None:
         return
+    if not any(pair.after.role == "kernel" for pair in pairs):
+        raise UsageError(f"{a} and {b}: no kernel's row of one is in the other: nothing to judge")
     worse = [pair for pair in pairs if pair.after.role == "kernel" and pair.regressed(share)]
     if worse:
         worst = max(worse, key=lambda pair: pair.ratio or float("inf"))

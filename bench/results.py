@@ -83,6 +83,11 @@ class Row:
         fields = {name: value for name, value in content.items() if name in known}
         fields.setdefault("role", "kernel")
         extra = {name: value for name, value in content.items() if name not in known}
+        if not isinstance(fields.get("problem"), dict):
+            raise TypeError(f"problem is {fields.get('problem')!r}")
+        for name in ("ms", "ms_p20", "ms_p80"):
+            if not isinstance(fields.get(name), int | float | None):
+                raise TypeError(f"{name} is {fields[name]!r}")
         return cls(**fields, extra=extra)
 
     def key(self, config: bool = True) -> str:

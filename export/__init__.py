@@ -24,6 +24,11 @@ def _argument(name: str, kind: str, value: Any, tensors: Tensors) -> dict[str, A
             if value is tensor:
                 return {"parameter": name, "type": kind, "tensor": tensor_name}
         raise UsageError(f"parameter {name} is a workspace: expected a kernel that needs none")
+    if not isinstance(value, bool | int | float):
+        raise UsageError(
+            f"parameter {name} is a {type(value).__name__}: expected a kernel whose parameters are "
+            "tensors and numbers, such as triton"
+        )
     return {"parameter": name, "type": kind, "value": value}
 
 

@@ -224,7 +224,7 @@ def fuzz(
         total += ran
         if failure is not None:
             failures.append(failure)
-        if progress is not None and (ran or failure):
+        if progress is not None:
             progress(op.name, kernel.name, ran, failure)
     if total == 0:
         raise UsageError(f"none of these kernels runs on {device.label}")

@@ -29,10 +29,14 @@ def run(
         raise UsageError(f"--examples {examples} --largest {largest}: expected at least 1")
 
     def report(op: str, kernel: str, ran: int, failure: Failure | None) -> None:
+        if ran == 0:
+            print(f"jetfire: {op} {kernel}: not legal on {device.label}", file=sys.stderr)
+            return
         outcome = "ok" if failure is None else f"WRONG: {failure.message}"
         print(f"{op} {kernel}: {ran} examples, {outcome}", flush=True)
         if failure is not None:
-            print(f"  jetfire-fuzz --replay {shlex.quote(failure.case.as_json())}", flush=True)
+            how = "--interpreter " if device.interpreted else ""
+            print(f"  jetfire-fuzz {how}--replay {shlex.quote(failure.case.as_json())}", flush=True)
 
     names = op_names or ops.names()
     failures = fuzz(names, kernel_names, device, examples, seed, largest, budget_s, report)

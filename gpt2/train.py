@@ -41,9 +41,12 @@ def corpus(path: Path | None) -> torch.Tensor:
     """
     if path is not None:
         try:
-            return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            content = path.read_bytes()
         except OSError as error:
             raise UsageError(f"--data {path}: {error.strerror}") from None
+        if not content:
+            raise UsageError(f"--data {path}: expected a file with text, it is empty")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
     text = bytearray()
     for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += source.read_bytes()
