@@ -81,6 +81,8 @@ def register_reason(
     # ptxas takes 24 at the least; 255 is the most that a thread can have.
     if not 24 <= config.registers <= 255:
         return f"registers={config.registers}: expected 24 to 255"
+    if config.registers < 255 and config.registers * 32 * config.warps > 65536:
+        return f"registers={config.registers} warps={config.warps}: an SM has 65536 registers"
     return tile_reason(m, n, block, config, device)
 
 

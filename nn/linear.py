@@ -71,6 +71,8 @@ class Int8Linear(nn.Linear):
         if dtype not in _NAMES:
             raise UsageError(f"Int8Linear: input of {dtype}, expected bfloat16, float16 or float32")
         x = input.to(dtype).reshape(-1, self.in_features)
+        if x.stride(1) != 1:
+            x = x.contiguous()
         with torch.autocast(kind, enabled=False):
             y = _Int8LinearFunction.apply(x, self.weight, self.bias, self.block)
         return y.reshape(*input.shape[:-1], self.out_features)
@@ -88,6 +90,8 @@ def convert(model: nn.Module, block: int, skip: tuple[str, ...] = ()) -> list[st
     Returns:
         The names of the modules replaced.
     """
+    if type(model) is nn.Linear:
+        raise UsageError("convert: the model is itself a Linear: expected Int8Linear in its place")
     replaced = []
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or name in skip:
@@ -96,6 +100,7 @@ def convert(model: nn.Module, block: int, skip: tuple[str, ...] = ()) -> list[st
             module.in_features, module.out_features, module.bias is not None, block, device="meta"
         )
         linear.weight, linear.bias = module.weight, module.bias
+        linear.train(module.training)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear)
         replaced.append(name)

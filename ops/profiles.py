@@ -44,13 +44,16 @@ def path(folder: Path, device: Device, op: str) -> Path:
 @cache
 def read(file: Path) -> tuple[dict[str, Any], ...]:
     """The entries of a profile; a file that cannot be used is named in one warning and skipped."""
-    if not file.exists():
-        return ()
     try:
+        if not file.exists():
+            return ()
         content = json.loads(file.read_text())
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}, this version reads {SCHEMA}")
-        return tuple(content["entries"])
+        entries = tuple(content["entries"])
+        for entry in entries:
+            _ = entry["kernel"], entry["problem"], dict(entry["config"])
+        return entries
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(f"profile {file} skipped: {error}", stacklevel=2)
         return ()
