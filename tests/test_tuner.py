@@ -67,3 +67,17 @@ def test_an_unwritable_folder_is_one_line(tuner, tmp_path):
     blocked.write_text("")
     with pytest.raises(UsageError, match="cannot write profile"):
         save(tuner.kernel, tuner.problem, tuner.device, winner, blocked)
+
+
+def test_a_config_that_raises_costs_one_trial(tuner, monkeypatch):
+    class OutOfResources(Exception):
+        """As Triton's: no RuntimeError."""
+
+    def launch(*_):
+        raise OutOfResources("shared memory")
+
+    config = tuner.kernel.default(tuner.problem, tuner.device)
+    monkeypatch.setattr(type(tuner.kernel), "launch", launch)
+    trial = tuner.measure(config)
+    assert (trial.outcome, trial.ms) == ("failed", None)
+    assert trial.message == "OutOfResources: shared memory"

@@ -102,8 +102,8 @@ class Tuner:
             timing = time_calls(
                 {"config": self._calls(config)}, self.device.torch_device, rounds=5, sample_ms=1.0
             )["config"]
-        except RuntimeError as error:
-            return Trial(config, "failed", None, str(error).splitlines()[0])
+        except Exception as error:  # Triton's own (out of resources, compilation) derive from it
+            return Trial(config, "failed", None, f"{type(error).__name__}: {error}".splitlines()[0])
         return Trial(config, "ok", timing.ms)
 
     def search(

@@ -7,7 +7,7 @@ is on its way. The 128×256 tile asks the L2 cache for 5.9 TB/s at 1000 TOPS, 12
 
 The producer also multiplies the scales of each stage, so that a consumer reads one product for
 each block from shared memory: read from global memory by each consumer, they made it spill.
-On an H200 at 8192³: 525, 864 and 1183 TOPS for blocks of 32, 64 and 128, of which tensor cores
+On an H200 at 8192³ (docs/results): 450, 718 and 1015 TOPS for blocks of 32, 64 and 128; cores
 that never wait for memory reach 618, 1019 and 1521 with the same promotion.
 """
 
