@@ -31,7 +31,8 @@ _SHARED = {
     "run",
     "workloads",
 }
-_BACKENDS = ("kernels_cpu", "kernels_triton", "kernels_cuda")
+# In the order of preference where several are legal.
+_BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
 
 
 @cache

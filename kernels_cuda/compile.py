@@ -1,0 +1,117 @@
+"""Compile CUDA C++ at run time with NVRTC, once for each source, constants and architecture.
+
+A kernel's config reaches its source as `config.cuh`, a header of constants that is written here, so
+that a new config costs one compilation of a few seconds and the kernel reads like plain C++.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from jetfire.ops.errors import JetfireError, UsageError
+
+ROOT = Path(__file__).parent
+OPTIONS = ("-std=c++17", "--define-macro=NDEBUG", "-lineinfo")
+
+
+class CompileError(JetfireError):
+    """NVRTC refused a source: a fault of ours, not of the caller's."""
+
+
+def header(constants: Mapping[str, bool | int], functions: str = "") -> str:
+    """`config.cuh`: the constants as ``constexpr``, then functions that depend on them."""
+    lines = [
+        f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};"
+        for name, value in constants.items()
+    ]
+    return "\n".join(["#pragma once", *lines, functions, ""])
+
+
+@cache
+def _sources(folder: Path) -> dict[str, str]:
+    """What an `#include` may name: the folder's headers and those that all kernels share."""
+    files = [*ROOT.glob("*.cuh"), *folder.glob("*.cuh")]
+    return {file.name: file.read_text() for file in sorted(files)}
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    try:
+        from cupy.cuda import nvrtc
+
+        return tuple(nvrtc.getVersion())
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"CUDA kernels need CuPy and NVRTC ({reason}): pip install 'jetfire[cuda]'"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``$JETFIRE_CACHE``, else the user's cache folder."""
+    return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "cubin"
+
+
+def _compile(source: Path, config: str, architecture: str) -> bytes:
+    from cupy.cuda import nvrtc
+
+    headers = {**_sources(source.parent), "config.cuh": config}
+    program = nvrtc.createProgram(
+        source.read_text(),
+        source.name,
+        tuple(text.encode() for text in headers.values()),
+        tuple(name.encode() for name in headers),
+    )
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        cubin: bytes = nvrtc.getCUBIN(program)
+        # CuPy takes the last byte for a string's end: a zero, of a file in units of eight bytes.
+        return cubin + bytes(-len(cubin) % 8)
+    except nvrtc.NVRTCError:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"{source.name} for {architecture} does not compile:\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
+    """The machine code of a source with a `config.cuh`, from the disk cache where it is there.
+
+    The key is all that the code depends on: sources, constants, options, architecture and
+    compiler. Processes that want the same code wait for the first one's.
+
+    Args:
+        architecture: as NVRTC names it: ``sm_90a``.
+
+    Raises:
+        UsageError: CuPy or NVRTC is missing.
+        CompileError: the source does not compile.
+    """
+    texts = [source.name, source.read_text(), config, architecture, *OPTIONS,
+             str(_nvrtc_version())]  # fmt: skip
+    for name, text in _sources(source.parent).items():
+        texts += [name, text]
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    file = cache_folder() / f"{source.stem}-{key[:32]}.cubin"
+    if file.exists():
+        return file.read_bytes()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            if file.exists():
+                return file.read_bytes()
+            cubin = _compile(source, config, architecture)
+            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+                part.write(cubin)
+            os.replace(part.name, file)
+            return cubin
+    except OSError as error:
+        raise UsageError(f"cannot write {file.parent}: {error.strerror}") from None

@@ -1,0 +1,140 @@
+"""Launch compiled CUDA on torch tensors: modules, TMA's tensor maps, the current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from jetfire.ops.errors import JetfireError
+
+if TYPE_CHECKING:
+    import torch
+
+# CUtensorMapDataType and CUtensorMapSwizzle (CUDA driver API, "Tensor Map Object Management").
+DATA_TYPES = {"int8": 0, "fp16": 6, "fp32": 7, "bf16": 9}
+ELEMENT_BYTES = {"int8": 1, "fp16": 2, "fp32": 4, "bf16": 2}
+SWIZZLES = {32: 1, 64: 2, 128: 3}
+PROMOTE_TO_256_BYTES = 3
+NO_MAP = bytes(128)
+
+
+class DriverError(JetfireError):
+    """The CUDA driver refused what we asked of it: a fault of ours."""
+
+
+@cache
+def missing() -> str | None:
+    """Why CUDA kernels cannot be compiled here; None where they can."""
+    return None if find_spec("cupy") else "needs CuPy: pip install 'jetfire[cuda]'"
+
+
+@cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@lru_cache(maxsize=16384)
+def tensor_map(
+    address: int,
+    dtype: Literal["int8", "fp16", "fp32", "bf16"],
+    rows: int,
+    columns: int,
+    pitch: int,
+    box_rows: int,
+    box_columns: int,
+) -> bytes:
+    """A CUtensorMap of a row-major matrix, read or written in boxes of swizzled rows.
+
+    A box's rows have 32, 64 or 128 bytes, which is how its shared memory is swizzled.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        pitch: bytes from row to row, a multiple of 16.
+    """
+    storage = (ctypes.c_uint64 * 24)()
+    start = ctypes.addressof(storage)
+    aligned = start + -start % 64
+    code = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        DATA_TYPES[dtype],
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        SWIZZLES[box_columns * ELEMENT_BYTES[dtype]],
+        PROMOTE_TO_256_BYTES,
+        0,
+    )
+    if code:
+        raise DriverError(
+            f"cuTensorMapEncodeTiled: error {code} for {rows}x{columns} {dtype}, pitch {pitch}, "
+            f"boxes of {box_rows}x{box_columns}, address {address:#x}"
+        )
+    return ctypes.string_at(aligned, 128)
+
+
+class Function:
+    """One kernel of a cubin, loaded on one device."""
+
+    def __init__(self, cubin: bytes, name: str, device: int, shared_bytes: int) -> None:
+        import torch
+        from cupy.cuda import driver
+        from cupy.cuda.function import Module
+
+        self._device = device
+        with torch.cuda.device(device):
+            self._module = Module()
+            self._module.load(cubin)
+            self._function = self._module.get_function(name)
+            driver.funcSetAttribute(
+                self._function.ptr,
+                driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_bytes,
+            )
+        self._shared_bytes = shared_bytes
+
+    def __call__(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Launch on the device's current torch stream.
+
+        Args:
+            arguments: NumPy scalars, and NumPy arrays for structs by value.
+        """
+        import torch
+
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self(blocks, threads, arguments)
+            return
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
+        self._function((blocks, 1, 1), (threads, 1, 1), arguments, self._shared_bytes, stream)
+
+
+class _Stream:
+    """What CuPy's launch reads of a stream: its handle. Nothing of it is owned."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+@lru_cache(maxsize=256)
+def _stream(handle: int) -> _Stream:
+    return _Stream(handle)
+
+
+def struct_argument(content: bytes, size: int) -> np.ndarray:
+    """A struct of `size` bytes that a kernel takes by value."""
+    return np.frombuffer(content.ljust(size, b"\0"), dtype=f"V{size}")
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

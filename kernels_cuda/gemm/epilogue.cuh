@@ -1,0 +1,179 @@
+// The end of a tile: bias, activation, then the cast or the requantisation, and the way to memory.
+//
+// Written for the accumulator layout that wgmma and mma.sync share. Of a chunk of rows, warp w has
+// rows 16w…16w+15, and of these lane l has row l/4 in sums 4j and 4j+1, row l/4+8 in sums 4j+2 and
+// 4j+3, at columns 8j + 2(l%4) and the next.
+#pragma once
+
+#include "config.cuh"
+#include "quantize.cuh"
+
+enum Output { FP32, BF16, FP16, INT8 };
+
+constexpr int ELEMENT_BYTES = OUTPUT == FP32 ? 4 : OUTPUT == INT8 ? 1 : 2;
+
+struct Target {
+  void* c;
+  const float* bias;
+  int8_t* q;
+  float* scale;
+  int8_t* turned;        // the transposed codes
+  float* turned_scale;
+  const uint64_t* seed;
+  int m, n;
+};
+
+// What is done to a sum after its bias, in fp32. GELU would go here.
+DEVICE float activation(float x) { return x; }
+
+DEVICE int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
+
+// Row and column, within a chunk, of a thread's sum i.
+DEVICE int row_of(int i) { return lane_row() + i / 2 % 2 * 8; }
+DEVICE int column_of(int i) { return i / 4 * 8 + lane_column() + i % 2; }
+
+template <int SUMS>
+DEVICE void add_bias(float (&acc)[SUMS], const Target& to, int column0) {
+#pragma unroll
+  for (int j = 0; j < SUMS / 4; ++j) {
+    const int column = column0 + column_of(4 * j);
+    const float first = BIAS && column < to.n ? to.bias[column] : 0.0f;
+    const float second = BIAS && column + 1 < to.n ? to.bias[column + 1] : 0.0f;
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) {
+      if (BIAS) acc[i] = __fadd_rn(acc[i], i % 2 ? second : first);
+      acc[i] = activation(acc[i]);
+    }
+  }
+}
+
+// --- floats ------------------------------------------------------------------------------------
+
+DEVICE float load_element(const Target& to, int64_t at) {
+  if (OUTPUT == FP32) return static_cast<const float*>(to.c)[at];
+  const uint16_t x = static_cast<const uint16_t*>(to.c)[at];
+  return OUTPUT == BF16 ? bf16_to_float(x) : fp16_to_float(x);
+}
+
+template <int SUMS>
+DEVICE void add_held(float (&acc)[SUMS], const Target& to, int row0, int column0) {
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    const int row = row0 + row_of(i), column = column0 + column_of(i);
+    if (row < to.m && column < to.n) {
+      acc[i] = __fadd_rn(acc[i], load_element(to, int64_t(row) * to.n + column));
+    }
+  }
+}
+
+DEVICE uint32_t pack(float low, float high) {
+  return OUTPUT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
+}
+
+// From registers: for rows whose pitch the copy engine does not take.
+template <int SUMS>
+DEVICE void store_direct(const float (&acc)[SUMS], const Target& to, int row0, int column0) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 2) {
+    const int row = row0 + row_of(i), column = column0 + column_of(i);
+    if (row >= to.m || column >= to.n) continue;
+    const int64_t at = int64_t(row) * to.n + column;
+    const bool second = column + 1 < to.n;
+    if (OUTPUT == FP32) {
+      float* c = static_cast<float*>(to.c) + at;
+      c[0] = acc[i];
+      if (second) c[1] = acc[i + 1];
+    } else {
+      uint16_t* c = static_cast<uint16_t*>(to.c) + at;
+      const uint32_t both = pack(acc[i], acc[i + 1]);
+      if (to.n % 2 == 0) {
+        *reinterpret_cast<uint32_t*>(c) = both;
+      } else {
+        c[0] = uint16_t(both);
+        if (second) c[1] = uint16_t(both >> 16);
+      }
+    }
+  }
+}
+
+// --- codes -------------------------------------------------------------------------------------
+
+// The largest |x| of each of a chunk's blocks that this warp has a share of, as bits: those of NaN
+// are above all others. Elements that do not exist become zeros first.
+template <int SUMS, int BLOCKS>
+DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target& to, int row0,
+                      int column0) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) amax[b] = 0;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    if (row0 + row_of(i) >= to.m || column0 + column_of(i) >= to.n) acc[i] = 0.0f;
+    uint32_t& most = amax[i * BLOCKS / SUMS];
+    most = max(most, __float_as_uint(acc[i]) & 0x7FFFFFFFu);
+  }
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) amax[b] = __reduce_max_sync(0xFFFFFFFFu, amax[b]);
+}
+
+// Two codes a word, in its bytes 0 and 1, in place of each pair of sums.
+template <int SUMS, int BLOCKS>
+DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
+                     uint16_t (&codes)[SUMS / 2], uint64_t seed, int row0, int column0) {
+  Words bits[2];  // of rows l/4 and l/4 + 8, for four groups of eight columns
+#pragma unroll
+  for (int j = 0; j < SUMS / 4; ++j) {
+    if (STOCHASTIC && j % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Each of four lanes draws for one group and hands the others their words.
+        const uint32_t group = column0 / 8 + j + threadIdx.x % 4;
+        bits[half] = philox(seed, group, row0 + lane_row() + 8 * half);
+        transpose_words(bits[half]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 4 * j + 2 * half;
+      const float by = multiplier[i * BLOCKS / SUMS];
+      const uint32_t word = bits[half].w[j % 4];
+      const int low = STOCHASTIC ? code_stochastic(acc[i], by, word & 0xFFFF)
+                                 : code_nearest(acc[i], by);
+      const int high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word >> 16)
+                                  : code_nearest(acc[i + 1], by);
+      codes[i / 2] = uint16_t((low & 0xFF) | high << 8);
+    }
+  }
+}
+
+template <int PAIRS>
+DEVICE void store_codes_direct(const uint16_t (&codes)[PAIRS], const Target& to, int row0,
+                               int column0) {
+#pragma unroll
+  for (int i = 0; i < 2 * PAIRS; ++i) {
+    const int row = row0 + row_of(i), column = column0 + column_of(i);
+    if (row < to.m && column < to.n) {
+      to.q[int64_t(row) * to.n + column] = int8_t(codes[i / 2] >> i % 2 * 8);
+    }
+  }
+}
+
+template <int PAIRS>
+DEVICE void store_turned_direct(const uint16_t (&codes)[PAIRS], const Target& to, int row0,
+                                int column0) {
+#pragma unroll
+  for (int i = 0; i < 2 * PAIRS; ++i) {
+    const int row = row0 + row_of(i), column = column0 + column_of(i);
+    if (row < to.m && column < to.n) {
+      to.turned[int64_t(column) * to.m + row] = int8_t(codes[i / 2] >> i % 2 * 8);
+    }
+  }
+}
+
+// One block's scale, to wherever it goes.
+DEVICE void store_scale(float scale, const Target& to, int row, int column) {
+  if (row >= to.m || column >= to.n) return;
+  const int down = row / BLOCK, across = column / BLOCK;
+  if (Q) to.scale[int64_t(down) * ceil_div(to.n, BLOCK) + across] = scale;
+  if (TURNED) to.turned_scale[int64_t(across) * ceil_div(to.m, BLOCK) + down] = scale;
+}

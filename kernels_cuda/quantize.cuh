@@ -1,0 +1,58 @@
+// Block quantisation and its random bits, as jetfire.reference.quantize and .philox.
+#pragma once
+
+#include "ptx.cuh"
+
+// Scale and multiplier of a block: amax/127 and 127/amax; 0 and 0 below 2^-100, NaN and 0 for
+// amax = NaN or infinity. `amax` is the float's bits, which order like the floats and NaN above all.
+DEVICE void block_scale(uint32_t amax, float& scale, float& multiplier) {
+  const float size = __uint_as_float(amax);
+  const bool zero = size < 0x1p-100f;
+  const bool usable = size >= 0x1p-100f && size < __int_as_float(0x7F800000);
+  scale = usable ? __fdiv_rn(size, 127.0f) : zero ? 0.0f : __int_as_float(0x7FC00000);
+  multiplier = usable ? __fdiv_rn(127.0f, size) : 0.0f;
+}
+
+DEVICE int code_nearest(float x, float multiplier) { return __float2int_rn(__fmul_rn(x, multiplier)); }
+
+// `bits`: sixteen random ones. A product just below -127 may floor to -128.
+DEVICE int code_stochastic(float x, float multiplier, uint32_t bits) {
+  const float p = __fadd_rn(__fmul_rn(x, multiplier), __uint2float_rn(bits) * 0x1p-16f);
+  return max(__float2int_rd(p), -127);
+}
+
+struct Words {
+  uint32_t w[4];
+};
+
+// Philox 4x32-7 at counters (c0, c1, 0, 0): the rounding bits of eight neighbours in a row.
+DEVICE Words philox(uint64_t seed, uint32_t c0, uint32_t c1) {
+  uint32_t c2 = 0, c3 = 0, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t p0 = uint64_t(c0) * 0xD2511F53u, p1 = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+    c1 = uint32_t(p1);
+    c3 = uint32_t(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Among four neighbouring lanes: lane i's word j becomes lane j's word i.
+DEVICE void transpose_words(Words& x) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool high = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t& a = x.w[i];
+      uint32_t& b = x.w[i + step];
+      const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? a : b, step);
+      if (high) a = got; else b = got;
+    }
+  }
+}
