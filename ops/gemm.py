@@ -104,9 +104,10 @@ class Gemm(Op):
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
-        a, a_scale = source.quantised(problem.m, problem.k, problem.block)
-        b, b_scale = source.quantised(problem.n, problem.k, problem.block)
-        inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
+        inputs: Tensors = {}
+        for name, rows in (("a", problem.m), ("b", problem.n)):
+            codes, scale = source.quantised(rows, problem.k, problem.block)
+            inputs |= {name: codes, f"{name}_scale": scale}
         if problem.bias:
             inputs["bias"] = source.normal(problem.n)
         if problem.accumulate and problem.out != "int8":
@@ -114,6 +115,14 @@ class Gemm(Op):
         if problem.rounding == "stochastic":
             inputs["seed"] = source.seed()
         return inputs
+
+    def floats(
+        self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """The fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for the same seed."""
+        source = Source(data, device, seed)
+        return {name: source.floats(rows, problem.k)
+                for name, rows in (("a", problem.m), ("b", problem.n))}  # fmt: skip
 
     def outputs(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         import torch

@@ -43,58 +43,64 @@ def _require(condition: bool, reason: str) -> None:
         raise Unsupported(reason)
 
 
-def _matmul(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Thunk:
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> Thunk:
     import torch
 
-    a = torch.randn(m, k, device=device, dtype=dtype)
-    b = torch.randn(n, k, device=device, dtype=dtype)
     return lambda: torch.matmul(a, b.t())
 
 
-def _fp8_operands(
-    m: int, n: int, k: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (m×k) row-major and B (k×n) column-major in e4m3, as `_scaled_mm` asks."""
+def _require_fp8(n: int, k: int, device: torch.device, block: bool = False) -> None:
     import torch
 
     capability = torch.cuda.get_device_capability(device)
+    _require(not block or capability == (9, 0), "FP8 with block scales needs sm_90")
     _require(capability >= (8, 9), "FP8 needs sm_89 or later")
     _require(n % 16 == 0 and k % 16 == 0, "FP8 needs n and k to be multiples of 16")
-    a = torch.randn(m, k, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-    b = torch.randn(n, k, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-    return a, b.t()
 
 
-def _fp8(m: int, n: int, k: int, device: torch.device) -> Thunk:
+def _fp8(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> Thunk:
+    """Codes a (m×k) and b (n×k) with one scale each."""
     import torch
 
-    a, b = _fp8_operands(m, n, k, device)
-    one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(
-        a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
-def _fp8_block(m: int, n: int, k: int, device: torch.device) -> Thunk:
-    """A's scales lie outer dimension first; B's columns of scales are padded to a multiple of four.
+def _fp8_block(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> Thunk:
+    """Codes a (m×k) and b (n×k) with scales m×⌈k/128⌉ and ⌈n/128⌉×⌈k/128⌉.
 
+    A's scales lie outer dimension first; B's columns of scales are padded to a multiple of four.
     Not torch._scaled_mm: up to torch 2.11 it takes no padding and is then wrong by 40% wherever
     k/128 is no multiple of four.
     """
     import torch
-    from torch.nn.functional import ScalingType, scaled_mm
+    from torch.nn.functional import ScalingType, pad, scaled_mm
 
-    _require(
-        torch.cuda.get_device_capability(device) == (9, 0), "FP8 with block scales needs sm_90"
-    )
-    a, b = _fp8_operands(m, n, k, device)
-    blocks_k, blocks_n = -(-k // 128), -(-n // 128)
-    scale_a = (torch.rand(blocks_k, m, device=device) + 0.5).t()
-    scale_b = (torch.rand(blocks_n, -(-blocks_k // 4) * 4, device=device) + 0.5).t()
+    scale_a = scale_a.t().contiguous().t()
+    scale_b = pad(scale_b, (0, -scale_b.shape[1] % 4)).t()
     kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     return lambda: scaled_mm(
-        a, b, scale_a, kinds[0], scale_b, kinds[1], output_dtype=torch.bfloat16
+        a, b.t(), scale_a, kinds[0], scale_b, kinds[1], output_dtype=torch.bfloat16
     )
+
+
+def to_e4m3(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes of x (m×n fp32) and the scales of its tiles, ⌈m/rows⌉×⌈n/columns⌉ fp32.
+
+    A tile's largest magnitude becomes e4m3's largest number, 448.
+    """
+    import torch
+
+    m, n = x.shape
+    wide = torch.nn.functional.pad(x, (0, -n % columns, 0, -m % rows))
+    tiles = wide.view(wide.shape[0] // rows, rows, wide.shape[1] // columns, columns)
+    scale = tiles.abs().amax(dim=(1, 3)) / 448
+    scale = torch.where(scale == 0, 1.0, scale)
+    codes = (tiles / scale[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.view(wide.shape)[:m, :n].contiguous(), scale
 
 
 def _int8(m: int, n: int, k: int, device: torch.device) -> Thunk:
@@ -110,17 +116,63 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
     """C (m×n) = A (m×k) · Bᵀ (B n×k), as each library does it best on a device."""
     import torch
 
+    def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.randn(rows, k, device=device, dtype=dtype) for rows in (m, n)]
+
+    def codes() -> list[torch.Tensor]:
+        return [x.to(torch.float8_e4m3fn) for x in drawn(torch.bfloat16)]
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device) + 0.5
+
+    def fp8() -> Thunk:
+        _require_fp8(n, k, device)
+        one = torch.ones((), device=device)
+        return _fp8(*codes(), one, one)
+
+    def fp8_block() -> Thunk:
+        _require_fp8(n, k, device, block=True)
+        blocks = -(-k // 128)
+        return _fp8_block(*codes(), scales(m, blocks), scales(-(-n // 128), blocks))
+
     if device.type != "cuda":
         return {
-            "fp32_matmul": lambda: _matmul(m, n, k, device, torch.float32),
-            "bf16_matmul": lambda: _matmul(m, n, k, device, torch.bfloat16),
+            "fp32_matmul": lambda: _matmul(*drawn(torch.float32)),
+            "bf16_matmul": lambda: _matmul(*drawn(torch.bfloat16)),
         }
     return {
-        "cublas_bf16": lambda: _matmul(m, n, k, device, torch.bfloat16),
-        "cublas_fp16": lambda: _matmul(m, n, k, device, torch.float16),
-        "fp8_scaled_mm": lambda: _fp8(m, n, k, device),
-        "fp8_scaled_mm_block": lambda: _fp8_block(m, n, k, device),
+        "cublas_bf16": lambda: _matmul(*drawn(torch.bfloat16)),
+        "cublas_fp16": lambda: _matmul(*drawn(torch.float16)),
+        "fp8_scaled_mm": fp8,
+        "fp8_scaled_mm_block": fp8_block,
         "int8_torch": lambda: _int8(m, n, k, device),
+    }
+
+
+def gemm_of(a: torch.Tensor, b: torch.Tensor) -> dict[str, Factory]:
+    """`gemm`'s peers that approximate A·Bᵀ, on given fp32 operands, each cast as it asks."""
+
+    (m, k), n, device = a.shape, b.shape[0], a.device
+
+    def fp8() -> Thunk:
+        _require_fp8(n, k, device)
+        (qa, sa), (qb, sb) = to_e4m3(a, m, k), to_e4m3(b, n, k)
+        return _fp8(qa, qb, sa.reshape(()), sb.reshape(()))
+
+    def fp8_block() -> Thunk:
+        _require_fp8(n, k, device, block=True)
+        (qa, sa), (qb, sb) = to_e4m3(a, 1, 128), to_e4m3(b, 128, 128)
+        return _fp8_block(qa, qb, sa, sb)
+
+    if device.type != "cuda":
+        return {
+            "fp32_matmul": lambda: _matmul(a, b),
+            "bf16_matmul": lambda: _matmul(a.bfloat16(), b.bfloat16()),
+        }
+    return {
+        "cublas_bf16": lambda: _matmul(a.bfloat16(), b.bfloat16()),
+        "fp8_scaled_mm": fp8,
+        "fp8_scaled_mm_block": fp8_block,
     }
 
 

@@ -41,6 +41,41 @@ def test_eager_is_the_function_given():
     assert peers.elementwise(function, 8, CPU)["eager"]() is function
 
 
+def test_e4m3_fills_its_range_tile_by_tile():
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    x[:2, 128:256] = 0
+    x[2:4, :128] *= 1e-6
+    codes, scale = peers.to_e4m3(x, 2, 128)
+    assert codes.shape == x.shape
+    assert scale.shape == (3, 3)
+    assert float(codes[:2, :128].float().abs().max()) == 448
+    wide = scale.repeat_interleave(2, 0)[:5].repeat_interleave(128, 1)[:, :300]
+    back = codes.float() * wide
+    assert torch.equal(back[:2, 128:256], torch.zeros(2, 128))
+    # Half a unit of 3 bits, or of the subnormals' 2^-9.
+    assert bool(((back - x).abs() <= x.abs() / 16 + wide * 2.0**-10 * 1.001).all())
+
+
+def test_peers_of_given_floats_multiply_them():
+    a, b = torch.randn(5, 40), torch.randn(7, 40)
+    made = {name: factory()() for name, factory in peers.gemm_of(a, b).items()}
+    assert torch.equal(made["fp32_matmul"], a @ b.t())
+    assert torch.equal(made["bf16_matmul"], a.bfloat16() @ b.bfloat16().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block"])
+def test_gpu_peers_of_given_floats_multiply_them(name):
+    device = torch.device("cuda", 0)
+    if name.startswith("fp8") and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs sm_90")
+    a, b = (1e-3 * torch.randn(rows, 384, device=device) for rows in (256, 512))
+    product = peers.gemm_of(a, b)[name]()()
+    expected = a.double() @ b.double().t()
+    error = float((product.double() - expected).norm() / expected.norm())
+    assert error < (0.06 if name.startswith("fp8") else 0.004)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(peers.gemm(8, 8, 8, torch.device("cuda", 0))))
 def test_gpu_products_run_and_are_finite(name):
