@@ -25,6 +25,7 @@ _SHARED = {
     "device",
     "errors",
     "functional",
+    "machine_code",
     "op",
     "peers",
     "profiles",

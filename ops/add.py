@@ -96,7 +96,13 @@ class Add(Op):
         mean, rstd = statistics(total.double(), problem.eps)
         return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
 
-    def check(self, problem: AddProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: AddProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         """Equal bits, but for the statistics: `rstd` to 1e-5, `mean` to 1e-6 of the row's size."""
         from jetfire.ops import check
 

@@ -8,6 +8,7 @@ be one that the exact value allows, within a stated slack in units of a code.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -59,18 +60,51 @@ def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
     )
 
 
-def floats(name: str, out: torch.Tensor, expected: torch.Tensor, rtol: float) -> Check:
-    """‖out − expected‖ ≤ rtol·‖expected‖, and no element off by rtol·(40 times the row's RMS)."""
+def _norm(noise: torch.Tensor, block: int, m: int, n: int) -> float:
+    """The Frobenius norm of an m×n tensor that has each block's noise everywhere in the block."""
+    sizes = [
+        (size - torch.arange(count, device=noise.device, dtype=torch.float64) * block).clamp(
+            max=block
+        )
+        for size, count in zip((m, n), noise.shape, strict=True)
+    ]
+    return math.sqrt(float((noise.double().square() * sizes[0][:, None] * sizes[1]).sum()))
+
+
+def floats(
+    name: str,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    rtol: float,
+    noise: torch.Tensor | None = None,
+    block: int = 1,
+) -> Check:
+    """‖out − expected‖ ≤ rtol·‖expected‖, and no element off by rtol·(40 times the row's RMS).
+
+    Args:
+        noise: what a kernel's schedule may add to an element, by block×block of them: widens each
+            element's bound by as much, and that of the norm by its own.
+    """
+    from jetfire.reference.quantize import spread
+
     error = relative_error(out, expected)
-    if not error <= rtol:
-        return Check(False, error, f"{name}: relative error {error:.3g}, accepted {rtol:.3g}")
+    accepted = rtol
+    if noise is not None:
+        size = float(expected.double().nan_to_num(0.0).norm())
+        accepted += _norm(noise, block, *expected.shape) / size if size else math.inf
+    if not error <= accepted:
+        return Check(False, error, f"{name}: relative error {error:.3g}, accepted {accepted:.3g}")
     # In slabs of whole rows, so that 16384×50257 fits beside its float64 reference.
-    rows = max(1, (1 << 26) // out.shape[-1]) if out.dim() > 1 else out.shape[0]
+    rows = block * max(1, (1 << 26) // (out.shape[-1] * block)) if out.dim() > 1 else out.shape[0]
     for part, (o, e) in enumerate(zip(out.split(rows), expected.split(rows), strict=True)):
         difference = (o.double() - e.double()).abs().nan_to_num(0.0)
-        size = e.double().nan_to_num(0.0).abs()
-        rms = size.square().mean(dim=-1, keepdim=True).sqrt()
-        wrong = difference > rtol * (40 * rms + size) + 1e-30
+        size_e = e.double().nan_to_num(0.0).abs()
+        rms = size_e.square().mean(dim=-1, keepdim=True).sqrt()
+        bound = rtol * (40 * rms + size_e) + 1e-30
+        if noise is not None:
+            by_row = slice(part * rows // block, -(-(part * rows + len(o)) // block))
+            bound += spread(noise[by_row], block, *o.shape)
+        wrong = (difference > bound) | (torch.isnan(o) != torch.isnan(e))
         if bool(wrong.any()):
             at = _first(wrong)
             place = (at[0] + part * rows, *at[1:])
@@ -80,7 +114,8 @@ def floats(name: str, out: torch.Tensor, expected: torch.Tensor, rtol: float) ->
                 f"{name}: {int(wrong.sum())} elements off, first at {place}: "
                 f"{o[at].item():.6g} where the reference has {e[at].item():.6g}",
             )
-    return Check(True, error)
+    # Where every expected value is 0 the ratio says nothing.
+    return Check(True, error if math.isfinite(error) else 0.0)
 
 
 def bounded(name: str, out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Check:
@@ -130,11 +165,11 @@ def codes(
     difference = norm = 0.0
     if noise is None:
         scaled = floats(f"{name}'s scale", scale, expected_scale, rtol)
-        slacks: torch.Tensor | None = None
+        noises: torch.Tensor | None = None
     else:
         bound = rtol * expected_scale.double().nan_to_num(0.0) + noise / 127
         scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
-        slacks = slack + (noise / expected_scale).nan_to_num(0.0)
+        noises = (noise / expected_scale).nan_to_num(0.0)  # in units of a code
     if not scaled.ok:
         return scaled
     rows = block * max(1, (1 << 24) // (n * block))
@@ -144,7 +179,10 @@ def codes(
         wide = spread(expected_scale[by_row], block, part.stop - top, n).double()
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
-        give = slack if slacks is None else spread(slacks[by_row], block, part.stop - top, n)
+        give: Any = slack
+        if noises is not None:  # of the value, and of the scale that it was divided by
+            noise_of = spread(noises[by_row], block, part.stop - top, n)
+            give = slack + noise_of * (1 + t.abs() / 127)
         low = (t + add - give).floor().clamp(-127, 127)
         high = (t + add + give).floor().clamp(-127, 127)
         got = q[part].double()

@@ -59,7 +59,13 @@ class Dequantize(Op):
         dtype = float_dtype(problem.out)
         return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
 
-    def check(self, problem: DequantizeProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: DequantizeProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         return check.exact("x", outputs["x"], expected["x"])

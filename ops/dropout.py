@@ -71,7 +71,13 @@ class Dropout(Op):
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: DropoutProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: DropoutProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         return check.every(

@@ -86,7 +86,13 @@ class Gelu(Op):
             expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: GeluProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: GeluProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         return check.quantised(

@@ -157,17 +157,24 @@ class Gemm(Op):
                 expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: GemmProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: GemmProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         if problem.out == "int8":
             return check.quantised(
-                outputs, expected["c"], expected["scale"], problem.block, expected.get("u")
-            )
+                outputs, expected["c"], expected["scale"], problem.block, expected.get("u"),
+                noise=noise,
+            )  # fmt: skip
         c, wanted = outputs["c"], expected["c"]
         if problem.out == "fp16":
             c, wanted = _within_fp16(c, wanted)
-        return check.floats("c", c, wanted, self.tolerance(problem))
+        return check.floats("c", c, wanted, self.tolerance(problem), noise, problem.block)
 
     def tolerance(self, problem: GemmProblem) -> float:
         """The relative error that a float output may have.

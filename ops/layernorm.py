@@ -111,7 +111,13 @@ class LayerNorm(Op):
             expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
 
-    def check(self, problem: LayerNormProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: LayerNormProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         """Codes that the exact values allow; statistics to 1e-5; column sums to 1e-5 of Σ|term|."""
         from jetfire.ops import check
 

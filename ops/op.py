@@ -15,6 +15,7 @@ from jetfire.ops.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.ops.machine_code import Cubin
     from jetfire.ops.workloads import Model
 
 Block = Literal[32, 64, 128]
@@ -153,8 +154,18 @@ class Op(ABC):
         """
 
     @abstractmethod
-    def check(self, problem: Any, outputs: Tensors, expected: Tensors) -> Check:
-        """Compare a kernel's outputs with the reference's."""
+    def check(
+        self,
+        problem: Any,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        """Compare a kernel's outputs with the reference's.
+
+        Args:
+            noise: the kernel's own (`Kernel.noise`), where the op's tolerance is not for it.
+        """
 
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -216,9 +227,38 @@ class Kernel(ABC):
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         """Config field → the values a tuner may try."""
 
+    def schedules(self, problem: Any, device: Device) -> list[Any]:
+        """A config for each ``schedule`` of `space`, the best known; none where there is none."""
+        names = self.space(problem, device).get("schedule", ())
+        config = self.default(problem, device)
+        return [dataclasses.replace(config, schedule=name) for name in names]
+
     @abstractmethod
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
         """Write `outputs` from `inputs` on the current stream, without synchronising."""
+
+    def noise(self, problem: Any, config: Any, inputs: Tensors) -> torch.Tensor | None:
+        """What a config's own rounding may add to an element before it is stored.
+
+        Returns:
+            An absolute bound for each block of the output, ⌈m/block⌉×⌈n/block⌉, at least fp32;
+            None where the op's tolerance is enough.
+        """
+        return None
+
+    def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin] | None:
+        """The machine code of every function that a launch runs, in order; no device is needed.
+
+        Args:
+            capability: an architecture on which `legal` takes the config.
+
+        Returns:
+            None where there is none: a CPU kernel.
+
+        Raises:
+            UsageError: a compiler is missing.
+        """
+        return None
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -66,7 +66,13 @@ class Quantize(Op):
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: QuantizeProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: QuantizeProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         return check.every(

@@ -54,4 +54,4 @@ def verify(
     launch(kernel, problem, config, inputs, outputs)
     if expected is None:
         expected = op.reference(problem, inputs)
-    return op.check(problem, outputs, expected)
+    return op.check(problem, outputs, expected, kernel.noise(problem, config, inputs))

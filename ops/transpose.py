@@ -54,7 +54,13 @@ class Transpose(Op):
         qt, scale_t = transpose(inputs["q"], inputs["scale"])
         return {"qt": qt, "scale_t": scale_t}
 
-    def check(self, problem: TransposeProblem, outputs: Tensors, expected: Tensors) -> Check:
+    def check(
+        self,
+        problem: TransposeProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
         from jetfire.ops import check
 
         return check.every(

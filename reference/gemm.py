@@ -52,6 +52,66 @@ def gemm(
     return c
 
 
+# The telescoped schedule's constants: the float whose bits the integer sums start at, the K after
+# which they start again, the K of a correction's terms, and the K between two corrections.
+BASE = 12582912.0
+WINDOW, SLOT, GROUP = 256, 128, 1024
+
+
+def telescoped_factors(
+    a_scale: torch.Tensor, b_scale: torch.Tensor, block: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The telescoped schedule's factors and corrections, as fp32 rounds them.
+
+    Block b's factor is s_b − s_{b+1}, s_b being the product of its scales and s_{b+1} zero where
+    b ends a window of 256 of K, or K itself. A correction takes off what the base has added
+    in 1024 of K.
+
+    Returns:
+        A factor for each block of K, and a correction for each 1024 of K; each fp32
+        ⌈m/block⌉×⌈n/block⌉.
+    """
+    count = a_scale.shape[1]
+    ends = {*range(WINDOW // block - 1, count, WINDOW // block), count - 1}
+    products = [a_scale[:, b, None] * b_scale[None, :, b] for b in range(count)]
+    zero = torch.zeros_like(products[0])
+    factors = [p - (zero if b in ends else products[b + 1]) for b, p in enumerate(products)]
+    corrections = []
+    for group in range(0, count, GROUP // block):
+        correction = zero
+        for slot in range(group, min(group + GROUP // block, count), SLOT // block):
+            added = zero.double()
+            for factor in factors[slot : slot + SLOT // block]:
+                added = added + factor.double()
+            correction = correction + (-BASE * added).float()
+        corrections.append(correction)
+    return factors, corrections
+
+
+def gemm_telescoped(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
+) -> torch.Tensor:
+    """The product as the telescoped schedule rounds it: `gemm`'s arguments and result.
+
+    The integer sums run on over a window, from the bits of 12582912.0, where they stay in that
+    float's binade: read as a float they are 12582912 + S_b. By summation by parts
+    Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, one fp32 FMA a block.
+    """
+    m, k = a.shape
+    n = b.shape[0]
+    c = torch.zeros((m, n), device=a.device)
+    factors, corrections = telescoped_factors(a_scale, b_scale, block)
+    for i, factor in enumerate(factors):
+        part = slice(i * block, min(k, (i + 1) * block))
+        if i * block % WINDOW == 0:
+            sums = torch.full((m, n), BASE, dtype=torch.float64, device=a.device)
+        sums += a[:, part].double() @ b[:, part].double().t()
+        c = fma(spread(factor, block, m, n), sums.float(), c)
+        if (i + 1) * block % GROUP == 0 or i == len(factors) - 1:
+            c = c + spread(corrections[i * block // GROUP], block, m, n)
+    return c
+
+
 def gemm_float64(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from jetfire import ops
+from jetfire.kernels_cuda.gemm.noise import telescoped_noise
+from jetfire.ops.data import DISTRIBUTIONS
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.run import verify
 from jetfire.ops.workloads import RAGGED
 from jetfire.reference.dequantize import dequantize
-from jetfire.reference.gemm import fma, gemm, gemm_float64
-from jetfire.reference.quantize import quantize
+from jetfire.reference.gemm import fma, gemm, gemm_float64, gemm_telescoped
+from jetfire.reference.quantize import quantize, spread
 from jetfire.reference.transpose import transpose
 
 BLOCKS = (32, 64, 128)
@@ -122,6 +124,90 @@ def test_reference_is_the_product_of_what_the_codes_stand_for(block):
     torch.testing.assert_close(gemm_float64(a, a_scale, b, b_scale, block), expected)
     difference = gemm(a, a_scale, b, b_scale, block).double() - expected
     assert difference.norm() <= 2e-7 * expected.norm()
+
+
+def telescoped_in_fractions(s, inner, block):
+    """One element's telescoped sum: s are its products of scales, inner its integer sums."""
+    base, window, value, correction, slot = 12582912, 256 // block, 0.0, 0.0, []
+    for b in range(len(s)):
+        ends = b % window == window - 1 or b == len(s) - 1
+        factor = to_fp32(Fraction(s[b]) - (0 if ends else Fraction(s[b + 1])))
+        running = sum(inner[b // window * window : b + 1])
+        value = to_fp32(Fraction(factor) * (base + running) + Fraction(value))
+        slot = [factor] if b * block % 128 == 0 else [*slot, factor]
+        if (b + 1) * block % 128 == 0 or b == len(s) - 1:
+            term = to_fp32(-base * sum(map(Fraction, slot)))
+            correction = to_fp32(Fraction(correction) + Fraction(term))
+        if (b + 1) * block % 1024 == 0 or b == len(s) - 1:
+            value, correction = to_fp32(Fraction(value) + Fraction(correction)), 0.0
+    return value
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_telescoped_sums_are_rounded_as_they_are_defined(block):
+    op = ops.get("gemm")
+    k = 1380
+    inputs = op.inputs(op.Problem(3, 2, k, block=block), torch.device("cpu"), data="heavy")
+    a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
+    c = gemm_telescoped(a, a_scale, b, b_scale, block)
+    products = [to_fp32(Fraction(x) * Fraction(y)) for x, y in zip(
+        a_scale[0].tolist(), b_scale[0].tolist(), strict=True)]  # fmt: skip
+    for i in range(3):
+        for j in range(2):
+            terms = [x * y for x, y in zip(a[i].tolist(), b[j].tolist(), strict=True)]
+            inner = [sum(terms[at : at + block]) for at in range(0, k, block)]
+            assert c[i, j].item() == telescoped_in_fractions(products, inner, block)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("data", DISTRIBUTIONS)
+@pytest.mark.parametrize("k", [31, 500, 2100])
+def test_telescoped_sums_err_within_their_bound(block, data, k):
+    op = ops.get("gemm")
+    problem = op.Problem(100, 130, k, block=block, out="fp32")
+    inputs = op.inputs(problem, torch.device("cpu"), data=data)
+    operands = [inputs[name] for name in ("a", "a_scale", "b", "b_scale")]
+    c, exact = gemm_telescoped(*operands, block), gemm_float64(*operands, block)
+    noise = telescoped_noise(inputs, block)
+    error = (c.double() - exact).abs()
+    used = (error / spread(noise, block, 100, 130)).nan_to_num(0.0)
+    assert used.max() <= 1
+    assert used.max() > 0.05  # a bound so loose would check nothing
+    assert op.check(problem, {"c": c}, {"c": exact}, noise).ok
+    if data == "normal":
+        assert error.norm() <= 1e-3 * exact.norm()
+
+
+def test_a_kernels_own_noise_widens_the_tolerance_and_no_more():
+    op = ops.get("gemm")
+    noise = torch.tensor([[0.5, 0.0], [0.0, 0.25]], dtype=torch.float64)
+    exact = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wide = spread(noise, 32, 40, 50)
+    problem = op.Problem(40, 50, 32, out="fp32")
+    for factor, ok in ((0.99, True), (1.01, False)):
+        assert op.check(problem, {"c": exact + factor * wide}, {"c": exact}, noise).ok == ok
+    assert not op.check(problem, {"c": exact + wide / 99}, {"c": exact}).ok
+    bad = exact.clone()
+    bad[3, 3] = float("nan")
+    assert not op.check(problem, {"c": bad}, {"c": exact}, noise).ok
+    zero = torch.zeros_like(exact)
+    assert op.check(problem, {"c": 0.99 * wide}, {"c": zero}, noise).ok
+    assert not op.check(problem, {"c": bad * 0}, {"c": zero}, noise).ok
+
+
+def test_noise_widens_codes_and_scales():
+    op = ops.get("gemm")
+    problem = op.Problem(64, 64, 32, out="int8")
+    value = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = {"c": value, "scale": quantize(value, 32)[1]}
+    noise = expected["scale"].double() * torch.tensor([[0.25, 0.25], [0.25, 0.0]])  # of a code
+    moved = value + 0.99 * spread(noise, 32, 64, 64)
+    outputs = dict(zip(("q", "scale"), quantize(moved, 32), strict=True))
+    assert op.check(problem, outputs, expected, noise).ok
+    assert not op.check(problem, outputs, expected, noise / 4).ok
+    assert not op.check(problem, outputs, expected).ok
+    outputs["q"][40, 40] += 1  # where there is no noise
+    assert not op.check(problem, outputs, expected, noise).ok
 
 
 def test_backward_problems_are_the_gradients_of_a_linear_layer():

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.ops.device import Device
+from jetfire.ops.machine_code import Cubin
 from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
 
 if TYPE_CHECKING:
@@ -220,6 +222,17 @@ class WgmmaGemm(Kernel):
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
+
+    def noise(
+        self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors
+    ) -> torch.Tensor | None:
+        return telescoped_noise(inputs, problem.block) if config.telescoped else None
+
+    def cubins(
+        self, problem: GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
+    ) -> list[Cubin]:
+        warps = 4 * (config.groups + 1)
+        return [Cubin("gemm", cubin(problem, config), shared_bytes(problem, config), warps)]
 
     def launch(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors

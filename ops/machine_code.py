@@ -1,0 +1,101 @@
+"""Read compiled GPU code: registers, spills and instructions of a cubin, on any machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from jetfire.ops.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """One kernel function's machine code, and what a launch of it takes.
+
+    Attributes:
+        name: the kernel function.
+        code: an ELF file of that function alone.
+        shared_bytes: shared memory a block, static and dynamic.
+        warps: warps a block.
+    """
+
+    name: str
+    code: bytes = field(repr=False)
+    shared_bytes: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One compiled kernel's resources and machine code.
+
+    Attributes:
+        name: the kernel function.
+        registers: 32-bit registers a thread.
+        stack_bytes: local memory a thread; spills live there.
+        shared_bytes: shared memory a block.
+        warps: warps a block.
+        spills: local loads and stores (LDL, STL) in the machine code.
+        instructions: machine instructions by mnemonic without modifiers (``LDG``, ``IGMMA``, …).
+        sass: the disassembly.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+    spills: int
+    instructions: dict[str, int] = field(repr=False)
+    sass: str = field(repr=False)
+
+
+@cache
+def _tool(name: str) -> str:
+    """cuobjdump or nvdisasm: Triton's own copy, else the one on the PATH."""
+    triton = find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
+        if own.exists():
+            return str(own)
+    found = shutil.which(name)
+    if found is None:
+        raise UsageError(f"{name}: neither in Triton's package nor on the PATH")
+    return found
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def audit(cubin: Cubin) -> Audit:
+    """Resources and machine code of a compiled kernel.
+
+    Raises:
+        UsageError: there is no disassembler.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin.code)
+        usage = _output(_tool("cuobjdump"), "--dump-resource-usage", str(file))
+        sass = _output(_tool("nvdisasm"), "--print-code", str(file))
+    resources = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    lines = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
+    counts = Counter(line.split(".")[0] for line in lines)
+    return Audit(
+        name=cubin.name,
+        registers=resources["REG"],
+        stack_bytes=resources["STACK"],
+        shared_bytes=cubin.shared_bytes,
+        warps=cubin.warps,
+        spills=counts["LDL"] + counts["STL"],
+        instructions=dict(counts.most_common()),
+        sass=sass,
+    )
