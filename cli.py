@@ -107,7 +107,7 @@ def bench(
         typer.Option(
             metavar="NAME",
             help="The committed measurements, instead of OP: results, or a part of it: targets, "
-            "gemm, elementwise.",
+            "gemm, elementwise; or promotion.",
         ),
     ] = None,
     list_: Annotated[
@@ -325,7 +325,7 @@ def audit(
     ] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Compile Triton kernels for other architectures; show registers, spills, instructions."""
+    """Compile GPU kernels for any architecture; show registers, spills, instructions."""
     from jetfire.bench import audit as auditor
     from jetfire.bench import plan
 

@@ -1,9 +1,17 @@
-"""`jetfire audit`: registers, spills and matrix instructions of Triton kernels, on any machine."""
+"""`jetfire audit`: registers, spills and matrix instructions of GPU kernels, on any machine.
+
+Run as a module it prints JSON lines: with ``--specs`` for each line of standard input what
+`audit_spec` says of it, else the audits, disassembly and all, of ``OP KERNEL ARCH [FIELD=VALUE…]``
+(fields of the config as ``config.FIELD=VALUE``).
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +20,7 @@ from jetfire import ops
 from jetfire.bench.plan import Case
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
+from jetfire.ops.machine_code import audit
 from jetfire.ops.op import Kernel
 
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
@@ -48,20 +57,62 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Seque
             console.print(table)
             found = True
     if not found:
-        raise UsageError("no Triton kernel takes these problems on these architectures")
+        raise UsageError("no kernel with machine code takes these problems on these architectures")
 
 
 def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
-    from jetfire.kernels_triton.crosscompile import audit, compile_launches
-
     config = kernel.default(case.problem, device)
     if device.capability is None or kernel.legal(case.problem, config, device) is not None:
         return
-    launched = compile_launches(case.op.name, kernel.name, case.problem, config, device.capability)
-    for found in map(audit, launched):
+    for cubin in kernel.cubins(case.problem, config, device.capability) or ():
+        found = audit(cubin)
         matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
         table.add_row(
             device.name, kernel.name, found.name, str(found.registers), str(found.spills),
             str(found.shared_bytes), str(found.warps), str(sum(found.instructions.values())),
             " ".join(matrix),
         )  # fmt: skip
+
+
+def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """The audits of one kernel's default config, without their machine code.
+
+    Args:
+        spec: ``{"op": …, "kernel": …, "capability": [major, minor], "problem": {field: value}}``.
+
+    Returns:
+        The spec with ``"config"`` and ``"audits"``, or with ``"refused"``: the kernel's own reason.
+    """
+    capability = (spec["capability"][0], spec["capability"][1])
+    problem = ops.get(spec["op"]).Problem.parse(spec["problem"])
+    kernel = ops.get_kernel(spec["op"], spec["kernel"])
+    device = target_device(capability)
+    config = kernel.default(problem, device)
+    if (reason := kernel.legal(problem, config, device)) is not None:
+        return {**spec, "refused": reason}
+    audits = [asdict(audit(c)) for c in kernel.cubins(problem, config, capability) or ()]
+    for found in audits:
+        del found["sass"]
+    return {**spec, "config": config.as_dict(), "audits": audits}
+
+
+def main(arguments: list[str]) -> None:
+    if arguments == ["--specs"]:
+        for line in sys.stdin:
+            print(json.dumps(audit_spec(json.loads(line))), flush=True)
+        return
+    op_name, kernel_name, arch, *fields = arguments
+    pairs = dict(field.split("=", 1) for field in fields)
+    chosen = {k.removeprefix("config."): pairs.pop(k) for k in list(pairs) if "config." in k}
+    capability = capability_of(arch)
+    problem = ops.get(op_name).Problem.parse(pairs)
+    kernel, device = ops.get_kernel(op_name, kernel_name), target_device(capability)
+    config = kernel.Config.parse({**kernel.default(problem, device).as_dict(), **chosen})
+    if (reason := kernel.legal(problem, config, device)) is not None:
+        raise UsageError(f"{op_name}/{kernel_name}, {problem}: {reason}")
+    for cubin in kernel.cubins(problem, config, capability) or ():
+        print(json.dumps(asdict(audit(cubin))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

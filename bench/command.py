@@ -81,7 +81,7 @@ def bench(asked: Asked) -> None:
     from jetfire.ops.device import Device
 
     device = Device.parse(asked.device)
-    from jetfire.bench import runner, suite
+    from jetfire.bench import promotion, runner, suite
 
     options = _options(asked, device)
     if request is None:
@@ -89,6 +89,8 @@ def bench(asked: Asked) -> None:
     else:
         work = [(case, options) for case in plan.cases(_sized(request, device), note)]
     runner.check_options([case for case, _ in work], options)
+    if asked.suite == "promotion":
+        promotion.require([case for case, _ in work], device, work[0][1])
     if asked.dry_run:
         _dry_run(work, device)
         return
@@ -106,10 +108,11 @@ def _sized(request: Request, device: Device) -> Request:
 def _check_suite(asked: Asked) -> None:
     from jetfire.bench import suite
 
-    suite.entries(str(asked.suite))
+    found = suite.entries(str(asked.suite))
     chosen = (asked.ops, asked.m, asked.n, asked.k, asked.workload, asked.block, asked.settings,
               asked.kernels, asked.config, asked.peers, asked.rounds)  # fmt: skip
-    if any(chosen) or asked.mode != ("fwd",):
+    data = asked.data != "normal" and any(entry.data is not None for entry in found)
+    if any(chosen) or asked.mode != ("fwd",) or data:
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
         )
@@ -216,9 +219,9 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
         for choice in runner.choices(case, device, options):
             if choice.reason is None:
                 config = plan_text(choice.config.as_dict())
-                print(f"  {choice.kernel.name} ({choice.profile or 'given'}) {config}".rstrip())
+                print(f"  {choice.label} ({choice.profile or 'given'}) {config}".rstrip())
             else:
-                print(f"  {choice.kernel.name} left out: {choice.reason}")
+                print(f"  {choice.label} left out: {choice.reason}")
 
 
 def plan_text(fields: dict[str, Any]) -> str:
@@ -304,11 +307,13 @@ def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner
     """A runner with the device's peaks."""
     from jetfire.bench import peaks
     from jetfire.bench.nvml import Nvml
+    from jetfire.bench.promotion import Curve
     from jetfire.bench.runner import Runner
 
+    made = Curve if options.schedules else Runner
     nvml = Nvml.open(device.torch_device)
     driver = nvml.driver() if nvml else None
-    return Runner(device, peaks.cached(device, driver, remeasure), options, note, driver)
+    return made(device, peaks.cached(device, driver, remeasure), options, note, driver)
 
 
 def _finish(rows: Sequence[Row], interrupted: bool) -> None:

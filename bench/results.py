@@ -43,6 +43,11 @@ class Row:
         joules: watts × seconds a call.
         throttled: what held the clock down; empty where nothing did.
         graph: launches were replayed from a CUDA graph, so that none is in the figure.
+        curve: the curve that this is a point of, which keeps it apart from the same problem's other
+            rows; None for most.
+        sqnr_db: 10·log10(‖C‖²/‖out − C‖²), C in float64 from the inputs before they were quantised.
+        row_sqnr_db: the same of each row of C: the median.
+        schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
         extra: further fields of other commands (`peak_gib`, …), kept as they are.
     """
 
@@ -69,6 +74,10 @@ class Row:
     joules: float | None = None
     throttled: list[str] | None = None
     graph: bool | None = None
+    curve: Literal["promotion"] | None = None
+    sqnr_db: float | None = None
+    row_sqnr_db: float | None = None
+    schedule_err: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,9 +100,22 @@ class Row:
         return cls(**fields, extra=extra)
 
     def key(self, config: bool = True) -> str:
-        """What makes two rows measurements of the same thing."""
-        parts = [self.op, self.kernel, self.problem, self.data, self.config if config else None]
+        """What makes two rows measurements of the same thing; a curve's point has any config."""
+        chosen = self.config if config else None
+        if self.curve is not None:
+            chosen = {"schedule": self.schedule}
+        parts = [self.op, self.kernel, self.problem, self.data, chosen, self.curve]
         return json.dumps(parts, sort_keys=True)
+
+    @property
+    def schedule(self) -> str | None:
+        """Of a kernel that has a choice of schedules."""
+        return (self.config or {}).get("schedule")
+
+    @property
+    def label(self) -> str:
+        """The kernel's name, with the schedule where it is measured with each."""
+        return f"{self.kernel} {self.schedule}" if self.curve and self.schedule else self.kernel
 
 
 def _finite(value: Any) -> Any:

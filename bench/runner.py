@@ -32,6 +32,7 @@ class Options:
         config: config fields that replace the profile's or the default's.
         data: the inputs' distribution, a name of `jetfire.ops.data.DISTRIBUTIONS`.
         rounds, sample_ms, budget_s, power_ms: as in `jetfire.bench.timer.time_calls`.
+        schedules: measure each schedule of the kernels that have several, and no other kernel.
         recheck: check once more after timing, when whatever a launch leaves behind has piled up.
         debug: print the traceback of a kernel or a peer that fails.
     """
@@ -45,6 +46,7 @@ class Options:
     sample_ms: float = 2.0
     budget_s: float = 30.0
     power_ms: float = 200.0
+    schedules: bool = False
     recheck: bool = True
     debug: bool = False
 
@@ -57,6 +59,7 @@ class Choice:
     config: Any
     profile: str | None
     reason: str | None
+    label: str
 
 
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
@@ -67,12 +70,27 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
             continue
         if options.kernels is None and _interpreted(kernel, device):
             no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
-            found.append(Choice(kernel, None, None, no_gpu))
+            found.append(Choice(kernel, None, None, no_gpu, name))
             continue
-        config, profile = _config(kernel, case.problem, device, options)
-        reason = kernel.legal(case.problem, config, device)
-        found.append(Choice(kernel, config, profile, reason))
+        for config, profile in _configs(kernel, case.problem, device, options):
+            reason = kernel.legal(case.problem, config, device)
+            label = f"{name} {config.schedule}" if options.schedules else name
+            found.append(Choice(kernel, config, profile, reason, label))
     return found
+
+
+def _configs(
+    kernel: Kernel, problem: Any, device: Device, options: Options
+) -> list[tuple[Any, str | None]]:
+    """The config to measure, or one for each schedule."""
+    if not options.schedules:
+        return [_config(kernel, problem, device, options)]
+    tuned, profile = profiles.lookup(kernel, problem, device)
+    return [
+        (tuned, profile) if profile == "tuned" and tuned.schedule == config.schedule
+        else (config, "default")
+        for config in kernel.schedules(problem, device)
+    ]  # fmt: skip
 
 
 def _interpreted(kernel: Kernel, device: Device) -> bool:
@@ -184,7 +202,7 @@ class Runner:
             if choice.reason is None:
                 legal.append(choice)
             else:
-                self._note_once(f"{case.op.name}: {choice.kernel.name} left out: {choice.reason}")
+                self._note_once(f"{case.op.name}: {choice.label} left out: {choice.reason}")
         if not legal:
             return []
         needed, free = memory_needed(case, self.device), memory_free(self.device)
@@ -218,7 +236,7 @@ class Runner:
         variants: dict[str, Sequence[Callable[[], object]]] = {}
         for choice, row in zip(legal, rows, strict=True):
             if row.ok:
-                variants[choice.kernel.name] = [
+                variants[choice.label] = [
                     _launcher(case, choice, i, o) for i, o in zip(inputs, outputs, strict=True)
                 ]
         peers = self._peers(case, inputs) if variants else {}
@@ -240,11 +258,11 @@ class Runner:
             if row.ok and self.options.recheck:
                 row = self._verified(case, choice, inputs, expected, " after timing")
             if row.ok:
-                row = self._timed(case, row, timings[row.kernel])
-                vs_peer = {name: timings[name].ms / timings[row.kernel].ms for name in peers}
+                row = self._timed(case, row, timings[choice.label])
+                vs_peer = {name: timings[name].ms / timings[choice.label].ms for name in peers}
                 row = replace(row, vs_peer=vs_peer)
                 if self.device.kind == "cuda" and not row.graph:
-                    self.note(f"{case}: {row.kernel} could not be captured in a graph: "
+                    self.note(f"{case}: {choice.label} could not be captured in a graph: "
                               "launches are included")  # fmt: skip
             found.append(row)
         for name in peers:
@@ -276,14 +294,14 @@ class Runner:
             if not check.ok:
                 row = replace(row, error=(check.message or "wrong result") + when)
         if not row.ok:
-            self.note(f"{case}: {row.kernel} is wrong: {row.error}")
+            self.note(f"{case}: {choice.label} is wrong: {row.error}")
         return row
 
     def _peers(
         self, case: Case, inputs: Sequence[Tensors]
     ) -> dict[str, Sequence[Callable[[], object]]]:
         """Each peer's calls, one for each set of inputs; those that cannot run are named."""
-        factories = [case.op.peers(case.problem, tensors) for tensors in inputs]
+        factories = self._factories(case, inputs)
         wanted = self.options.peers
         for name in wanted or ():
             if name not in factories[0]:
@@ -310,6 +328,12 @@ class Runner:
                     traceback.print_exc()
                 self._note_once(f"{case.op.name}: peer {name} left out: {_first_line(error)}")
         return found
+
+    def _factories(
+        self, case: Case, inputs: Sequence[Tensors]
+    ) -> list[Mapping[str, peer_ops.Factory]]:
+        """The peers that there are, for each set of inputs."""
+        return [case.op.peers(case.problem, tensors) for tensors in inputs]
 
     def _timed(self, case: Case, row: Row, timing: Timing) -> Row:
         flops, nbytes = case.op.flops(case.problem), case.op.bytes(case.problem)

@@ -96,9 +96,9 @@ def _plain(value: Any) -> str:
 
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, dict[str, Any], list[Row]]]:
-    """(op, problem, rows) in the order of the rows."""
+    """(op, problem, rows) in the order of the rows, those of one kind of data together."""
     found = []
-    for _, part in groupby(rows, key=lambda row: (row.op, problem_text(row.problem))):
+    for _, part in groupby(rows, key=lambda row: (row.op, problem_text(row.problem), row.data)):
         same = list(part)
         found.append((same[0].op, same[0].problem, same))
     return found
@@ -110,14 +110,15 @@ def best(rows: Sequence[Row]) -> Row | None:
     return min(timed, key=lambda row: row.ms or 0.0, default=None)
 
 
-HEADERS = ("kernel", "time", "p20–p80", "rate", "roofline", "× peer", "MHz", "W", "error")
+HEADERS = ("kernel", "time", "p20–p80", "rate", "roofline", "× peer", "MHz", "W", "SQNR dB",
+           "error")  # fmt: skip
 
 
 def cells(row: Row) -> list[str]:
     """One row's texts, under `HEADERS`."""
     throttled = "!" if row.throttled else ""
     return [
-        row.kernel,
+        row.label,
         time_text(row.ms),
         spread_text(row),
         rate_text(row),
@@ -125,6 +126,7 @@ def cells(row: Row) -> list[str]:
         ratio_text(row),
         "" if row.sm_mhz is None else f"{row.sm_mhz:.0f}{throttled}",
         number(row.watts) if row.watts is not None else "",
+        number(row.sqnr_db, 1) if row.sqnr_db is not None else "",
         error_text(row),
     ]
 
@@ -140,6 +142,16 @@ def _shown(rows: Sequence[Row], narrow: bool = False) -> list[int]:
     ]
 
 
+def _titled(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Each group with what tells it from the others."""
+    _, differing = varying(rows)
+    several = len({row.data for row in rows}) > 1
+    return [
+        (shape_text(problem, differing) + (f" data={members[0].data}" if several else ""), members)
+        for _, problem, members in groups(rows)
+    ]
+
+
 def heading(title: str, rows: Sequence[Row]) -> str:
     """What stands above one op's table: what all its rows share, and the device."""
     shared, _ = varying(rows)
@@ -152,13 +164,12 @@ def table(rows: Sequence[Row], narrow: bool = False) -> Table:
     from rich.table import Table
 
     shown = _shown(rows, narrow)
-    _, differing = varying(rows)
     made = Table(box=box.SIMPLE_HEAD)
     for i in shown:
         made.add_column(HEADERS[i], justify="left" if i == 0 else "right", no_wrap=True)
-    for _, problem, members in groups(rows):
+    for text, members in _titled(rows):
         made.add_section()
-        made.add_row(f"[cyan]{shape_text(problem, differing)}[/cyan]")
+        made.add_row(f"[cyan]{text}[/cyan]")
         fastest = best(members)
         for row in members:
             texts = cells(row)
@@ -175,17 +186,17 @@ def by_op(rows: Sequence[Row]) -> list[list[Row]]:
 def markdown(title: str, rows: Sequence[Row]) -> str:
     """A Markdown table of one op's rows."""
     shown = [i for i in _shown(rows) if i > 0]
-    shared, differing = varying(rows)
+    shared, _ = varying(rows)
     lines = [f"### {rows[0].op} {problem_text(shared)}".rstrip(), "", title, ""]
     lines.append("| problem | kernel | " + " | ".join(HEADERS[i] for i in shown) + " |")
     lines.append("|---|---|" + "---:|" * len(shown))
-    for _, problem, members in groups(rows):
+    for text, members in _titled(rows):
         fastest = best(members)
         for row in members:
             texts = cells(row)
-            name = f"**{row.kernel}** ★" if row is fastest else row.kernel
+            name = f"**{row.label}** ★" if row is fastest else row.label
             values = " | ".join(texts[i] for i in shown)
-            lines.append(f"| {shape_text(problem, differing)} | {name} | {values} |")
+            lines.append(f"| {text} | {name} | {values} |")
     return "\n".join([*lines, ""])
 
 

@@ -6,6 +6,9 @@
   torch.compile, with power; the GEMM at 8192³ with each output.
 - ``gemm``: the GEMM over GPT-2's linear layers, forward and backward, and squares.
 - ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
+
+`promotion`, which only a Hopper GPU can measure, is apart: the GEMM at 8192³ with each schedule of
+the promotion, on three kinds of data, speed beside SQNR (`jetfire.bench.promotion`).
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ if TYPE_CHECKING:
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
 PARTS = ("targets", "gemm", "elementwise")
-NAMES = ("results", *PARTS)
+NAMES = ("results", *PARTS, "promotion")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
 GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
+PROMOTION_DATA = ("normal", "outlier", "gradient")
+PROMOTION_PEERS = ("cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block")
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,16 @@ class Entry:
 
     Attributes:
         peers: the peers to time; None is all.
-        rounds, power_ms: as in `jetfire.bench.runner.Options`.
+        rounds, power_ms, schedules: as in `jetfire.bench.runner.Options`.
+        data: the inputs' distribution; None is the user's.
     """
 
     request: Request
     peers: Sequence[str] | None
     rounds: int = 10
     power_ms: float = 0.0
+    schedules: bool = False
+    data: str | None = None
 
 
 def _elementwise() -> list[str]:
@@ -105,13 +113,22 @@ def _small() -> list[Entry]:
     return [Entry(request, ("copy",)) for request in (squares, *models)]
 
 
+def _promotion() -> list[Entry]:
+    square = Request(["gemm"], sizes={"m": [8192]})
+    return [
+        Entry(square, PROMOTION_PEERS, 20, schedules=True, data=data) for data in PROMOTION_DATA
+    ]
+
+
 def entries(name: str) -> list[Entry]:
     """A suite's entries.
 
     Raises:
         UsageError: there is no such suite.
     """
-    parts = {"targets": _targets, "gemm": _gemm, "elementwise": _small}
+    parts = {
+        "targets": _targets, "gemm": _gemm, "elementwise": _small, "promotion": _promotion,
+    }  # fmt: skip
     if name == "results":
         return [entry for part in PARTS for entry in parts[part]()]
     if name not in parts:
@@ -124,12 +141,13 @@ def _unsaid(text: str) -> None:
 
 
 def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
-    """Every problem of a suite once, with the options of the first entry that has it."""
-    found: dict[Case, Options] = {}
+    """Every problem of a suite once a kind of data, with the options of the first entry with it."""
+    found: dict[tuple[Case, str], tuple[Case, Options]] = {}
     for entry in entries(name):
         chosen = replace(
-            options, peers=entry.peers, rounds=entry.rounds, power_ms=entry.power_ms, recheck=False
-        )
+            options, peers=entry.peers, rounds=entry.rounds, power_ms=entry.power_ms, recheck=False,
+            schedules=entry.schedules, data=entry.data or options.data,
+        )  # fmt: skip
         for case in plan.cases(entry.request, _unsaid):
-            found.setdefault(case, chosen)
-    return list(found.items())
+            found.setdefault((case, chosen.data), (case, chosen))
+    return list(found.values())

@@ -128,12 +128,13 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
     def fp8() -> Thunk:
         _require_fp8(n, k, device)
         one = torch.ones((), device=device)
-        return _fp8(*codes(), one, one)
+        a, b = codes()
+        return _fp8(a, b, one, one)
 
     def fp8_block() -> Thunk:
         _require_fp8(n, k, device, block=True)
-        blocks = -(-k // 128)
-        return _fp8_block(*codes(), scales(m, blocks), scales(-(-n // 128), blocks))
+        (a, b), blocks = codes(), -(-k // 128)
+        return _fp8_block(a, b, scales(m, blocks), scales(-(-n // 128), blocks))
 
     if device.type != "cuda":
         return {
