@@ -241,17 +241,65 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     return fig
 
 
+def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
+    """Speed against SQNR, a chart for each kind of data: up and to the right is better.
+
+    A line for each schedule, through its K per promotion; a point for each peer.
+    """
+    timed = [row for row in rows if row.tflops is not None and row.sqnr_db is not None]
+    kinds = list(dict.fromkeys(row.data for row in timed))
+    names = list(dict.fromkeys((row.role, row.label) for row in timed))
+    series = [
+        Series(label, role, tuple(r for r in timed if (r.role, r.label) == (role, label)))
+        for role, label in sorted(names)
+    ]
+    fig = Figure(figsize=(4.4 * len(kinds) + 2.6, 4.8), layout="constrained")
+    shape = show.shape_text(timed[0].problem, ())
+    fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{_where(device)}", fontsize=11)
+    axes = fig.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for ax, kind in zip(axes, kinds, strict=True):
+        for one, style in zip(series, _styles(series), strict=True):
+            _tradeoff(ax, [row for row in one.rows if row.data == kind], one.label, style)
+        ax.set_title(f"{kind} data", fontsize=10)
+        ax.set_xlabel("SQNR, dB")
+        ax.margins(x=0.14)
+        ax.set_ylim(bottom=0)
+        _plain(ax)
+    axes[0].set_ylabel("TOPS")
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    return fig
+
+
+def _tradeoff(ax: Axes, rows: Sequence[Row], label: str, style: Mapping[str, Any]) -> None:
+    """A schedule's line, each point with its K per promotion; or a peer's median point."""
+    if rows and rows[0].role == "peer":
+        x, y = median(r.sqnr_db or 0 for r in rows), median(r.tflops or 0 for r in rows)
+        ax.plot([x], [y], label=label, **{**style, "linestyle": "", "markersize": 7})
+        return
+    rows = sorted(rows, key=lambda row: row.problem["block"])
+    ax.plot([r.sqnr_db or 0 for r in rows], [r.tflops or 0 for r in rows], label=label, **style)
+    for row in rows:
+        ax.annotate(f"K {row.problem['block']}", (row.sqnr_db or 0, row.tflops or 0),
+                    xytext=(6, 4), textcoords="offset points", fontsize=8,
+                    color=style["color"])  # fmt: skip
+
+
 def _where(device: Mapping[str, Any]) -> str:
     cpu = f" – {show.NO_GPU}" if device.get("kind") == "cpu" else ""
     return f"{device.get('name')}{cpu}"
 
 
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:
-    """Draw the rows to a .png, .svg or .pdf file, equal bytes for equal rows."""
+    """Draw the rows to a .png, .svg or .pdf file, equal bytes for equal rows.
+
+    Those of the promotion's curve are drawn as such, where there are no others.
+    """
     if not any(row.ms is not None for row in rows):
         return
     metadata: dict[str, Any] = {}
     if path.suffix == ".svg":
         metadata = {"Date": None, "Description": description}
     with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
-        figure(rows, device).savefig(path, dpi=120, metadata=metadata)
+        draw = promotion_figure if all(row.curve == "promotion" for row in rows) else figure
+        draw(rows, device).savefig(path, dpi=120, metadata=metadata)

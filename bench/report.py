@@ -16,6 +16,7 @@ from typing import Any
 
 from jetfire.bench import show
 from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.suite import PROMOTION_DATA
 from jetfire.ops.errors import JetfireError, UsageError
 from jetfire.ops.workloads import MODELS
 
@@ -42,7 +43,11 @@ class Table:
 
 
 def _timed(results: Results, op: str | None = None) -> list[Row]:
-    return [row for row in results.rows if row.ms is not None and (op is None or row.op == op)]
+    """Every timed row that is no curve's: those have tables of their own."""
+    return [
+        row for row in results.rows
+        if row.ms is not None and row.curve is None and (op is None or row.op == op)
+    ]  # fmt: skip
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:
@@ -224,6 +229,50 @@ def small_models(results: Results) -> Table | None:
     return Table("Memory-bound ops by width", text, head, lines)
 
 
+def _curve(results: Results) -> list[Row]:
+    return [
+        row for row in results.rows
+        if row.curve == "promotion" and row.ms is not None and row.sqnr_db is not None
+    ]  # fmt: skip
+
+
+def promotion(results: Results) -> Table | None:
+    """Each schedule at each K per promotion: its speed, what its output is worth, its own error."""
+    rows = _curve(results)
+    if not rows:
+        return None
+    points: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        block = row.problem["block"] if row.role == "kernel" else 0
+        points.setdefault((row.role, block, row.label), []).append(row)
+    lines = []
+    for (_, block, label), same in sorted(points.items(), key=lambda item: item[0][:2]):
+        of = {kind: [row for row in same if row.data == kind] for kind in PROMOTION_DATA}
+        usual = _fastest(of["normal"])
+        ratio = None if usual is None else (usual.vs_peer or {}).get("cublas_bf16")
+        errors = [row.schedule_err for row in same if row.schedule_err is not None]
+        lines.append([
+            str(block or "–"), label, _cell(of["normal"], lambda r: r.tflops),
+            "–" if ratio is None else f"{ratio:.2f}×",
+            *(_cell(of[kind], lambda r: r.sqnr_db, 1) for kind in PROMOTION_DATA),
+            _cell(of["gradient"], lambda r: r.row_sqnr_db, 1),
+            f"{max(errors):.1e}" if errors else "–",
+        ])  # fmt: skip
+    shape = show.shape_text(rows[0].problem, ())
+    text = (
+        f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "
+        "are promoted to fp32 once a block. TOPS and × cuBLAS BF16 are of normal data. SQNR is "
+        "10·log10(‖C‖²/‖out − C‖²) over the whole output, C in float64 from the operands before "
+        "they were quantised, so that it holds their rounding, the schedule's and BF16's; peers' "
+        "operands are cast from the same values. A few large rows decide it on gradients: beside "
+        "it the median over the rows of C. The schedule's own error is ‖out − C‖/‖C‖ in fp32, C in "
+        "float64 from the same codes, the largest of the three kinds of data."
+    )
+    head = ["K per promotion", "", "TOPS", "× cuBLAS", *(f"{k}, dB" for k in PROMOTION_DATA),
+            "gradient, median row, dB", "own error"]  # fmt: skip
+    return Table("What a promotion costs", text, head, lines)
+
+
 def _usual(mode: str) -> str:
     return "stochastic" if mode == "bwd" else "nearest"
 
@@ -247,7 +296,7 @@ def device_text(results: Results) -> str:
     wrong = [row for row in results.rows if row.ok is False]
     throttled = [row for row in results.rows if row.throttled]
     if throttled:
-        share = len(throttled) / max(1, len(_timed(results)))
+        share = len(throttled) / max(1, sum(row.ms is not None for row in results.rows))
         reasons = ", ".join(sorted({reason for row in throttled for reason in row.throttled or ()}))
         lines += ["", f"The clock was held down in {share:.0%} of the rows ({reasons})."]
     if wrong:
@@ -257,7 +306,7 @@ def device_text(results: Results) -> str:
 
 def page(results: Results, name: str, plots: Sequence[str]) -> str:
     """The whole Markdown page."""
-    made = (gemm_squares, gemm_outputs, gemm_models, large, small_models)
+    made = (gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models)
     tables = [table for make in made if (table := make(results)) is not None]
     parts = [
         f"# Results: {results.device.get('name')}\n",
@@ -299,7 +348,7 @@ def readme_table(results: Results) -> str:
 
 
 def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
-    """Plot file name → its rows: the GEMM's squares, and every other op's in one chart."""
+    """Plot file name → its rows: the GEMM's squares, its promotion, every other op in one chart."""
     square = [r for r in _timed(results) if r.problem["m"] == r.problem["n"]]
     gemm = [r for r in square if r.op == "gemm" and r.problem["k"] == r.problem["m"]]
     rest = [
@@ -313,7 +362,10 @@ def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
         and row.problem["block"] == 32
     ]  # fmt: skip
     gemm = [row for row in gemm if _plain_gemm(row)]
-    found = {f"{file.stem}-gemm.svg": gemm, f"{file.stem}-memory-bound.svg": rest}
+    found = {
+        f"{file.stem}-gemm.svg": gemm, f"{file.stem}-promotion.svg": _curve(results),
+        f"{file.stem}-memory-bound.svg": rest,
+    }  # fmt: skip
     return {name: rows for name, rows in found.items() if rows}
 
 
