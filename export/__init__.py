@@ -11,6 +11,7 @@ import torch
 import triton
 
 from jetfire.kernels_triton.crosscompile import Launch, record_launches
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel, Op, Tensors
 
@@ -69,7 +70,7 @@ def export(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder}: expected a new or empty folder")
-    if not type(kernel).__module__.startswith("jetfire.kernels_triton"):
+    if not isinstance(kernel, TritonKernel):
         raise UsageError(f"{kernel.op}/{kernel.name}: expected a Triton kernel")
     launches, tensors = record_launches(op.name, kernel.name, problem, config, capability)
     described = []

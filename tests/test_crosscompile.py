@@ -1,4 +1,4 @@
-"""Every Triton kernel's default config, compiled for four architectures: it fits, no spills."""
+"""Every GPU kernel's default config, compiled for four architectures: it fits, no spills."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import pytest
 
 from jetfire import ops
 from jetfire.ops.device import target_device
+from jetfire.ops.op import Kernel
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 SHAPE = {"m": 8192, "n": 4096, "k": 4096}
@@ -43,7 +44,7 @@ def specs():
     found = []
     for op in map(ops.get, ops.names()):
         for kernel in ops.kernels(op.name).values():
-            if type(kernel).__module__.startswith("jetfire.kernels_triton."):
+            if type(kernel).cubins is not Kernel.cubins:
                 for capability in CAPABILITIES:
                     for problem in problems(op, capability):
                         spec = {"op": op.name, "kernel": kernel.name, "capability": capability}
@@ -55,7 +56,7 @@ def specs():
 def audits():
     """Every spec's answer, from one process a core."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "jetfire.kernels_triton.crosscompile", "--specs"]
+    command = [sys.executable, "-m", "jetfire.bench.audit", "--specs"]
     wanted = specs()
     workers = min(os.cpu_count() or 1, 4)
 
@@ -87,7 +88,7 @@ def test_every_op_compiles_for_every_architecture(audits):
                 if (answer["op"], tuple(answer["capability"])) == (op, capability)
                 and answer.get("audits")
             ]
-            assert taken, f"no Triton kernel of {op} takes {capability}"
+            assert taken, f"no kernel of {op} takes {capability}"
 
 
 def test_no_default_config_spills(audits):
@@ -132,10 +133,10 @@ def test_a_kernel_that_is_refused_says_why(audits):
 
 
 def test_the_interpreter_is_refused():
-    """Interpreted kernels have no machine code to audit: one line says so."""
-    line = json.dumps(specs()[0])
+    """Interpreted Triton kernels have no machine code to audit: one line says so."""
+    line = json.dumps(next(spec for spec in specs() if spec["kernel"] == "triton"))
     done = subprocess.run(
-        [sys.executable, "-m", "jetfire.kernels_triton.crosscompile", "--specs"],
+        [sys.executable, "-m", "jetfire.bench.audit", "--specs"],
         input=line,
         capture_output=True,
         text=True,

@@ -18,7 +18,16 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.run import verify
 from jetfire.ops.workloads import RAGGED
 from jetfire.reference.dequantize import dequantize
-from jetfire.reference.gemm import fma, gemm, gemm_float64, gemm_telescoped
+from jetfire.reference.gemm import (
+    BASE,
+    GROUP,
+    SLOT,
+    WINDOW,
+    fma,
+    gemm,
+    gemm_float64,
+    gemm_telescoped,
+)
 from jetfire.reference.quantize import quantize, spread
 from jetfire.reference.transpose import transpose
 
@@ -128,17 +137,17 @@ def test_reference_is_the_product_of_what_the_codes_stand_for(block):
 
 def telescoped_in_fractions(s, inner, block):
     """One element's telescoped sum: s are its products of scales, inner its integer sums."""
-    base, window, value, correction, slot = 12582912, 256 // block, 0.0, 0.0, []
+    base, window, value, correction, slot = int(BASE), WINDOW // block, 0.0, 0.0, []
     for b in range(len(s)):
         ends = b % window == window - 1 or b == len(s) - 1
         factor = to_fp32(Fraction(s[b]) - (0 if ends else Fraction(s[b + 1])))
         running = sum(inner[b // window * window : b + 1])
         value = to_fp32(Fraction(factor) * (base + running) + Fraction(value))
-        slot = [factor] if b * block % 128 == 0 else [*slot, factor]
-        if (b + 1) * block % 128 == 0 or b == len(s) - 1:
+        slot = [factor] if b * block % SLOT == 0 else [*slot, factor]
+        if (b + 1) * block % SLOT == 0 or b == len(s) - 1:
             term = to_fp32(-base * sum(map(Fraction, slot)))
             correction = to_fp32(Fraction(correction) + Fraction(term))
-        if (b + 1) * block % 1024 == 0 or b == len(s) - 1:
+        if (b + 1) * block % GROUP == 0 or b == len(s) - 1:
             value, correction = to_fp32(Fraction(value) + Fraction(correction)), 0.0
     return value
 
@@ -392,14 +401,14 @@ def test_a_config_that_cannot_run_is_refused_with_a_reason():
 AUDIT = """
 import json, sys
 from jetfire import ops
-from jetfire.kernels_triton.crosscompile import audit, compile_launches
 from jetfire.ops.device import target_device
+from jetfire.ops.machine_code import audit
 op, problems = ops.get("gemm"), json.loads(sys.argv[1])
 for name, arch, fields in problems:
     kernel, problem = ops.get_kernel("gemm", name), op.Problem(4096, 4096, 4096, **fields)
     config = kernel.default(problem, target_device(tuple(arch)))
-    (compiled,) = compile_launches("gemm", name, problem, config, tuple(arch))
-    a = audit(compiled)
+    (cubin,) = kernel.cubins(problem, config, tuple(arch))
+    a = audit(cubin)
     print(json.dumps({"spills": a.spills, "shared": a.shared_bytes, **a.instructions}))
 """
 

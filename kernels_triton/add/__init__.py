@@ -22,6 +22,7 @@ from jetfire.kernels_triton.common import (
     to_float,
 )
 from jetfire.kernels_triton.halves import tile_amax, widen
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.quantize import halvings
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -34,7 +35,7 @@ from jetfire.kernels_triton.tiles import (
 )
 from jetfire.kernels_triton.workspace import counters
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Tensors, ceil_div
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def add_backward_kernel(
     )
 
 
-class TritonAdd(Kernel):
+class TritonAdd(TritonKernel):
     op = "add"
     name = "triton"
     Config = TileConfig

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import spread, to_float
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
@@ -19,7 +20,7 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors
+from jetfire.ops.op import Tensors
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def dequantize_kernel(
     store_tile(x_ptr, x, row0, col0, M, N, N)
 
 
-class TritonDequantize(Kernel):
+class TritonDequantize(TritonKernel):
     op = "dequantize"
     name = "triton"
     Config = TileConfig

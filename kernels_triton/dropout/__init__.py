@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import INTERPRETED, STREAM_DROPOUT, random_u16, random_words
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
@@ -20,7 +21,7 @@ from jetfire.kernels_triton.tiles import (
     tile_grid,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors
+from jetfire.ops.op import Tensors
 from jetfire.reference.dropout import drop_threshold
 
 
@@ -77,7 +78,7 @@ def dropout_kernel(
     )  # fmt: skip
 
 
-class TritonDropout(Kernel):
+class TritonDropout(TritonKernel):
     op = "dropout"
     name = "triton"
     Config = RegisterConfig

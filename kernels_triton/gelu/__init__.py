@@ -30,6 +30,7 @@ from jetfire.kernels_triton.gelu.blocked import (
     random_128,
     spread_blocks,
 )
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
@@ -38,7 +39,7 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Tensors, ceil_div
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # z = 2·√(2/π)·(x + 0.044715·x³): gelu(x) = x·σ(z).
@@ -176,7 +177,7 @@ def registers(problem: Any, config: TileConfig) -> dict[str, int]:
     return {"maxnreg": 80} if limited else {}
 
 
-class TritonGelu(Kernel):
+class TritonGelu(TritonKernel):
     op = "gelu"
     name = "triton"
     Config = TileConfig

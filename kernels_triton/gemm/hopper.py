@@ -11,9 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason
 from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
+from jetfire.ops.op import Config, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ def _descriptor(x: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [128, TILE_K], layout)
 
 
-class GluonGemm(Kernel):
+class GluonGemm(TritonKernel):
     op = "gemm"
     name = "gluon"
     Config = HopperConfig

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
 from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
+from jetfire.ops.op import Config, Tensors, ceil_div
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def finish(
         store_tile(c_ptr, acc.to(c_ptr.dtype.element_ty), row0, col0, M, N, N)
 
 
-class TritonGemm(Kernel):
+class TritonGemm(TritonKernel):
     op = "gemm"
     name = "triton"
     Config = PortableConfig

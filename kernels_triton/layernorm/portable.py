@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import quantize_tile, spread
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
@@ -19,7 +20,7 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors, ceil_div
+from jetfire.ops.op import Tensors, ceil_div
 
 ROWS = 8  # that a program reduces
 
@@ -165,7 +166,7 @@ def column_sums_kernel(part_ptr, out_ptr, parts, N, C: tl.constexpr):
     tl.store(out_ptr + cols, total, mask=cols < N)
 
 
-class TritonLayerNorm(Kernel):
+class TritonLayerNorm(TritonKernel):
     op = "layernorm"
     name = "triton"
     Config = TileConfig

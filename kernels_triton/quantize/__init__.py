@@ -10,6 +10,7 @@ import triton.language as tl
 
 from jetfire.kernels_triton.common import block_scales, tile_codes
 from jetfire.kernels_triton.halves import tile_amax, widen
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
@@ -22,7 +23,7 @@ from jetfire.kernels_triton.tiles import (
     tile_grid,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors
+from jetfire.ops.op import Tensors
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def halvings(block: int, config: TileConfig) -> int:
     return max(0, (block // down).bit_length() - 1)
 
 
-class TritonQuantize(Kernel):
+class TritonQuantize(TritonKernel):
     op = "quantize"
     name = "triton"
     Config = RegisterConfig

@@ -8,6 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
@@ -18,7 +19,7 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Tensors
+from jetfire.ops.op import Tensors
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def transpose_kernel(
     store_quantised(q, scale, None, None, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, "qt")
 
 
-class TritonTranspose(Kernel):
+class TritonTranspose(TritonKernel):
     op = "transpose"
     name = "triton"
     Config = TileConfig

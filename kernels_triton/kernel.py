@@ -1,0 +1,18 @@
+"""What every Triton kernel is, beside what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.ops.machine_code import Cubin
+from jetfire.ops.op import Kernel
+
+
+class TritonKernel(Kernel):
+    """A kernel whose machine code is of what its own `launch` would have Triton launch."""
+
+    def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin]:
+        from jetfire.kernels_triton.crosscompile import cubin_of, record_launches
+
+        launches, _ = record_launches(self.op, self.name, problem, config, capability)
+        return [cubin_of(launch.compiled) for launch in launches]
