@@ -55,18 +55,20 @@ class GemmProblem(Problem):
             raise UsageError(f"layout={self.layout} out={self.out}: expected out=int8")
 
 
-def _within_fp16(c: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _within_fp16(
+    c: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both with the elements settled that fp16 cannot hold to a relative error.
 
     Beyond 65504 infinity is right, and below 2^-14 anything within the 2^-24 of a subnormal's unit:
-    there both become 0.
+    there both become 0. `noise` is what may be added to an element before it is rounded.
     """
     import torch
 
     size = expected.abs()
-    over = (size >= 65488) & (c.double() * expected.sign() >= 65472)
-    over &= torch.isinf(c) | (size < 65552)
-    under = (size < 2.0**-14) & ((c.double() - expected).abs() <= 2.0**-24)
+    over = (size >= 65488 - noise) & (c.double() * expected.sign() >= 65472 - 2 * noise)
+    over &= torch.isinf(c) | (size < 65552 + noise)
+    under = (size < 2.0**-14) & ((c.double() - expected).abs() <= 2.0**-24 + noise)
     settled = over | under
     return torch.where(settled, 0.0, c), expected.masked_fill(settled, 0.0)
 
@@ -105,8 +107,8 @@ class Gemm(Op):
     ) -> Tensors:
         source = Source(data, device, seed)
         inputs: Tensors = {}
-        for name, rows in (("a", problem.m), ("b", problem.n)):
-            codes, scale = source.quantised(rows, problem.k, problem.block)
+        for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
+            codes, scale = source.quantised(rows, problem.k, problem.block, i)
             inputs |= {name: codes, f"{name}_scale": scale}
         if problem.bias:
             inputs["bias"] = source.normal(problem.n)
@@ -121,8 +123,8 @@ class Gemm(Op):
     ) -> Tensors:
         """The fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for the same seed."""
         source = Source(data, device, seed)
-        return {name: source.floats(rows, problem.k)
-                for name, rows in (("a", problem.m), ("b", problem.n))}  # fmt: skip
+        return {name: source.floats(rows, problem.k, operand=i)
+                for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n)))}  # fmt: skip
 
     def outputs(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         import torch
@@ -165,6 +167,7 @@ class Gemm(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         from jetfire.ops import check
+        from jetfire.reference.quantize import spread
 
         if problem.out == "int8":
             return check.quantised(
@@ -173,7 +176,8 @@ class Gemm(Op):
             )  # fmt: skip
         c, wanted = outputs["c"], expected["c"]
         if problem.out == "fp16":
-            c, wanted = _within_fp16(c, wanted)
+            wide = 0.0 if noise is None else spread(noise, problem.block, *c.shape)
+            c, wanted = _within_fp16(c, wanted, wide)
         return check.floats("c", c, wanted, self.tolerance(problem), noise, problem.block)
 
     def tolerance(self, problem: GemmProblem) -> float:

@@ -1,9 +1,12 @@
 """gemm: the reference against exact arithmetic, the kernels against the reference."""
 
+import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -40,7 +43,15 @@ OPTIONS = (
     {"out": "int8", "layout": "qt", "bias": True},
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
 )
-KERNELS = ("gluon", "triton", "int_mm")
+KERNELS = ("gluon", "triton", "int_mm", "wgmma")
+EXACT_KERNELS = ("gluon", "triton", "wgmma")
+
+
+def exact_config(kernel, problem, device):
+    """The default config, of the schedule that rounds as the reference does."""
+    config = kernel.default(problem, device)
+    plain = {"schedule": "exact"} if hasattr(config, "schedule") else {}
+    return dataclasses.replace(config, **plain)
 
 
 def run(name, problem, inputs):
@@ -56,8 +67,11 @@ def run(name, problem, inputs):
 
 def launch(name, problem, inputs):
     kernel, op = ops.get_kernel("gemm", name), ops.get("gemm")
-    config = kernel.default(problem, Device.of(inputs["a"]))
-    outputs = op.outputs(problem, inputs)
+    device = Device.of(inputs["a"])
+    config = exact_config(kernel, problem, device)
+    if (reason := kernel.legal(problem, config, device)) is not None:
+        pytest.skip(reason)
+    outputs = op.poison(problem, op.outputs(problem, inputs))
     kernel.launch(problem, config, inputs, outputs)
     return outputs
 
@@ -327,7 +341,7 @@ def test_zero_blocks_give_zeros(device, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("name", EXACT_KERNELS)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
@@ -347,7 +361,7 @@ def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("name", EXACT_KERNELS)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("size", RAGGED)
 @pytest.mark.parametrize("dim", ["m", "n", "k"])
@@ -359,7 +373,7 @@ def test_each_ragged_size_in_each_dimension(device, name, block, size, dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gluon", "triton"])
+@pytest.mark.parametrize("name", EXACT_KERNELS)
 def test_more_than_two_to_the_31_elements(device, name):
     op = ops.get("gemm")
     m, n, k = 70000, 64, 32768
@@ -376,6 +390,203 @@ def test_more_than_two_to_the_31_elements(device, name):
         scale = a_scale[top // 128 : top // 128 + 1]
         expected = gemm(a[rows], scale, small["b"], small["b_scale"], 128)
         assert torch.equal(c[rows], expected)
+
+
+# What each config of `wgmma` is asked in turn; the first that it can do.
+FAMILY_OPTIONS = (
+    {"out": "fp32"},
+    {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
+    {"out": "bf16", "bias": True},
+    {"out": "int8"},
+    {"out": "fp32", "accumulate": True},
+    {"out": "int8", "layout": "qt"},
+    {"out": "fp16", "accumulate": True, "bias": True},
+)
+# Whole tiles, ragged edges, rows of no multiple of 16 bytes, less than one block, many windows.
+FAMILY_SHAPES = ((384, 384, 1024), (259, 400, 1072), (300, 131, 555), (17, 9, 5), (130, 200, 4500))
+FAMILY_DATA = ("heavy", "normal", "outlier", "gradient")
+
+
+def wgmma_cases(block, schedule, device):
+    """A legal problem, config and kind of data for each way to cut a tile."""
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    fields = itertools.product((1, 2, 3), (1, 2), (64, 96, 128, 192), ((1, 1), (1, 2), (2, 1)))
+    for i, (groups, rows, tile_n, (cluster_m, cluster_n)) in enumerate(fields):
+        m, n, k = FAMILY_SHAPES[i % len(FAMILY_SHAPES)]
+        turn = i % len(FAMILY_OPTIONS)
+        asked = [*FAMILY_OPTIONS[turn:], *FAMILY_OPTIONS[:turn]]
+        if block == 128:  # which few configs can requantise
+            asked.sort(key=lambda options: options["out"] != "int8")
+        for options in asked:
+            problem = op.Problem(m, n, k, block=block, **options)
+            config = dataclasses.replace(
+                kernel.default(problem, device),
+                groups=groups, rows=rows, tile_n=tile_n, stages=3 if tile_n < 192 else 2,
+                cluster_m=cluster_m, cluster_n=cluster_n, schedule=schedule,
+            )  # fmt: skip
+            if kernel.legal(problem, config, device) is None:
+                yield problem, config, FAMILY_DATA[i % len(FAMILY_DATA)]
+                break
+
+
+def wgmma_reason(device):
+    problem = ops.get("gemm").Problem(256, 256, 256)
+    kernel = ops.get_kernel("gemm", "wgmma")
+    return kernel.legal(problem, kernel.default(problem, device), device)
+
+
+@pytest.fixture
+def hopper(device):
+    """The GPU, where `wgmma` runs on it."""
+    if (reason := wgmma_reason(Device.parse(str(device)))) is not None:
+        pytest.skip(reason)
+    return device
+
+
+def wrong_of_wgmma(problem, config, data, device):
+    """What is wrong with one call, against the tolerance and to the bit; empty if nothing is."""
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    inputs = op.inputs(problem, device, data=data)
+    check = verify(op, kernel, problem, config, inputs)
+    if not check.ok:
+        return f"{problem}, {config}, {data}: {check.message}"
+    reference = gemm_telescoped if config.schedule == "telescoped" else gemm
+    c = reference(*(inputs[x] for x in ("a", "a_scale", "b", "b_scale")), problem.block)
+    c += inputs["bias"] if problem.bias else 0
+    outputs = op.poison(problem, op.outputs(problem, inputs))
+    kernel.launch(problem, config, inputs, outputs)
+    if problem.out == "int8":
+        q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
+        expected = {"q": q, "scale": scale, "qt": q.t(), "scale_t": scale.t()}
+    else:
+        c = (c + inputs["c"].float()) if problem.accumulate else c
+        expected = {"c": c.to(outputs["c"].dtype)}
+    for name, output in outputs.items():
+        if not torch.equal(output, expected[name]):
+            differ = int((output != expected[name]).sum())
+            return f"{problem}, {config}, {data}: {differ} of {name} differ from the schedule's own"
+    return ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("schedule", ["exact", "telescoped"])
+def test_every_way_to_cut_a_tile_rounds_as_its_schedule_does(hopper, block, schedule):
+    cases = list(wgmma_cases(block, schedule, Device.parse(str(hopper))))
+    assert len(cases) > 30
+    assert {p.out for p, _, _ in cases} == {"fp32", "bf16", "fp16", "int8"}
+
+    def work(case):
+        with torch.cuda.stream(torch.cuda.Stream(hopper)):
+            return wrong_of_wgmma(*case, hopper)
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # which compile at once
+        wrong = [found for found in pool.map(work, cases) if found]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1024, 1001])
+@pytest.mark.parametrize("schedule", ["exact", "telescoped"])
+def test_a_captured_launch_reads_its_inputs_anew(hopper, k, schedule):
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    problem = op.Problem(500, 300, k, block=32, out="fp32", bias=True)
+    config = dataclasses.replace(
+        kernel.default(problem, Device.parse(str(hopper))), schedule=schedule
+    )
+    inputs, others = (op.inputs(problem, hopper, seed=seed) for seed in (0, 1))
+    outputs = op.outputs(problem, inputs)
+    kernel.launch(problem, config, inputs, outputs)  # loads the module, which cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.launch(problem, config, inputs, outputs)
+    for values in (op.inputs(problem, hopper, seed=0), others):
+        for name, tensor in values.items():
+            inputs[name].copy_(tensor)
+        op.poison(problem, outputs)
+        graph.replay()
+        noise = kernel.noise(problem, config, inputs)
+        result = op.check(problem, outputs, op.reference(problem, values), noise)
+        assert result.ok, result.message
+
+
+def many_launches(problem, config, inputs, expected, device):
+    """A hundred launches on a stream of their own, each into poisoned outputs; what is wrong."""
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        differ = torch.zeros((), dtype=torch.int64, device=device)
+        outputs = op.outputs(problem, inputs)
+        for _ in range(100):
+            op.poison(problem, outputs)
+            kernel.launch(problem, config, inputs, outputs)
+            differ += (outputs["c"] != expected).sum()
+    return differ
+
+
+def stream_cases(device):
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    for m, n, k, block in ((700, 500, 1024, 128), (300, 900, 777, 32)):
+        problem = op.Problem(m, n, k, block=block, out="fp32")
+        inputs = op.inputs(problem, device)
+        expected = gemm(*(inputs[x] for x in ("a", "a_scale", "b", "b_scale")), block)
+        config = exact_config(kernel, problem, Device.parse(str(device)))
+        yield problem, config, inputs, expected, device
+
+
+@pytest.mark.gpu
+def test_two_streams_do_not_disturb_each_other(hopper):
+    wrong = [many_launches(*case) for case in list(stream_cases(hopper))]
+    assert [int(w) for w in wrong] == [0, 0]
+
+
+@pytest.mark.gpu
+def test_two_threads_do_not_disturb_each_other(hopper):
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda case: int(many_launches(*case)), list(stream_cases(hopper)))
+        assert list(found) == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_launch_follows_its_tensors_to_their_device(hopper):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() != other.index
+    if (reason := wgmma_reason(Device.parse("cuda:1"))) is not None:
+        pytest.skip(reason)
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    for problem, config, inputs, expected, _ in stream_cases(other):
+        outputs = op.poison(problem, op.outputs(problem, inputs))
+        kernel.launch(problem, config, inputs, outputs)
+        assert torch.cuda.current_device() != other.index
+        assert torch.equal(outputs["c"], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1024, 1001])
+def test_a_launch_does_not_synchronise(hopper, k):
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    problem = op.Problem(500, 300, k, out="int8", layout="both", rounding="stochastic", block=64)
+    config = kernel.default(problem, Device.parse(str(hopper)))
+    inputs = op.inputs(problem, hopper)
+    outputs = op.poison(problem, op.outputs(problem, inputs))
+    kernel.launch(problem, config, inputs, outputs)
+    busy = torch.zeros(4096, 4096, device=hopper)
+    busy = busy @ busy  # makes cuBLAS's workspace
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            busy = busy @ busy
+        kernel.launch(problem, config, inputs, outputs)
+        assert not torch.cuda.current_stream().query(), "the launch waited for what was before it"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    noise = kernel.noise(problem, config, inputs)
+    result = op.check(problem, outputs, op.reference(problem, inputs), noise)
+    assert result.ok, result.message
 
 
 def test_a_config_that_cannot_run_is_refused_with_a_reason():
