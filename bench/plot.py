@@ -244,25 +244,28 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
 def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     """Speed against SQNR, a chart for each kind of data: up and to the right is better.
 
-    A line for each schedule, through its K per promotion; a point for each peer.
+    A line for each schedule, through its K per promotion; a point for each peer. Where A's rows
+    differ in size, as gradients' do, one more chart has the median over the rows of C.
     """
     timed = [row for row in rows if row.tflops is not None and row.sqnr_db is not None]
-    kinds = list(dict.fromkeys(row.data for row in timed))
-    names = list(dict.fromkeys((row.role, row.label) for row in timed))
+    names = dict.fromkeys((row.role, row.label) for row in timed)
     series = [
         Series(label, role, tuple(r for r in timed if (r.role, r.label) == (role, label)))
         for role, label in sorted(names)
     ]
-    fig = Figure(figsize=(4.4 * len(kinds) + 2.6, 4.8), layout="constrained")
+    charts = [(kind, False) for kind in dict.fromkeys(row.data for row in timed)]
+    charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
+    fig = Figure(figsize=(3.7 * len(charts) + 2.4, 4.8), layout="constrained")
     shape = show.shape_text(timed[0].problem, ())
     fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{_where(device)}", fontsize=11)
-    axes = fig.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-    for ax, kind in zip(axes, kinds, strict=True):
-        for one, style in zip(series, _styles(series), strict=True):
-            _tradeoff(ax, [row for row in one.rows if row.data == kind], one.label, style)
-        ax.set_title(f"{kind} data", fontsize=10)
-        ax.set_xlabel("SQNR, dB")
-        ax.margins(x=0.14)
+    axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    for ax, (kind, by_row) in zip(axes, charts, strict=True):
+        for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
+            here = Series(one.label, one.role, tuple(r for r in one.rows if r.data == kind))
+            _tradeoff(ax, here, by_row, style, left=i % 2 == 0)
+        ax.set_title(f"{show.data_text(kind)} data", fontsize=10)
+        ax.set_xlabel("SQNR of the median row of C, dB" if by_row else "SQNR, dB")
+        ax.margins(x=0.16)
         ax.set_ylim(bottom=0)
         _plain(ax)
     axes[0].set_ylabel("TOPS")
@@ -271,17 +274,20 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     return fig
 
 
-def _tradeoff(ax: Axes, rows: Sequence[Row], label: str, style: Mapping[str, Any]) -> None:
+def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], left: bool) -> None:
     """A schedule's line, each point with its K per promotion; or a peer's median point."""
-    if rows and rows[0].role == "peer":
-        x, y = median(r.sqnr_db or 0 for r in rows), median(r.tflops or 0 for r in rows)
-        ax.plot([x], [y], label=label, **{**style, "linestyle": "", "markersize": 7})
+    rows = sorted(series.rows, key=lambda row: row.problem["block"])
+    xs = [(row.row_sqnr_db if by_row else row.sqnr_db) or 0.0 for row in rows]
+    ys = [row.tflops or 0.0 for row in rows]
+    if series.role == "peer" and rows:
+        xs, ys = [median(xs)], [median(ys)]
+        style = {**style, "linestyle": "", "markersize": 7}
+    ax.plot(xs, ys, label=series.label, **style)
+    if series.role == "peer":
         return
-    rows = sorted(rows, key=lambda row: row.problem["block"])
-    ax.plot([r.sqnr_db or 0 for r in rows], [r.tflops or 0 for r in rows], label=label, **style)
-    for row in rows:
-        ax.annotate(f"K {row.problem['block']}", (row.sqnr_db or 0, row.tflops or 0),
-                    xytext=(6, 4), textcoords="offset points", fontsize=8,
+    for x, y, row in zip(xs, ys, rows, strict=True):
+        ax.annotate(f"K {row.problem['block']}", (x, y), xytext=(-7 if left else 7, 2),
+                    textcoords="offset points", ha="right" if left else "left", fontsize=8,
                     color=style["color"])  # fmt: skip
 
 

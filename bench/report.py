@@ -255,21 +255,23 @@ def promotion(results: Results) -> Table | None:
             str(block or "–"), label, _cell(of["normal"], lambda r: r.tflops),
             "–" if ratio is None else f"{ratio:.2f}×",
             *(_cell(of[kind], lambda r: r.sqnr_db, 1) for kind in PROMOTION_DATA),
-            _cell(of["gradient"], lambda r: r.row_sqnr_db, 1),
+            _cell(of[PROMOTION_DATA[-1]], lambda r: r.row_sqnr_db, 1),
             f"{max(errors):.1e}" if errors else "–",
         ])  # fmt: skip
     shape = show.shape_text(rows[0].problem, ())
+    names = [show.data_text(kind) for kind in PROMOTION_DATA]
     text = (
         f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "
         "are promoted to fp32 once a block. TOPS and × cuBLAS BF16 are of normal data. SQNR is "
         "10·log10(‖C‖²/‖out − C‖²) over the whole output, C in float64 from the operands before "
-        "they were quantised, so that it holds their rounding, the schedule's and BF16's; peers' "
-        "operands are cast from the same values. A few large rows decide it on gradients: beside "
-        "it the median over the rows of C. The schedule's own error is ‖out − C‖/‖C‖ in fp32, C in "
-        "float64 from the same codes, the largest of the three kinds of data."
+        "they were quantised, so that it holds their rounding, the schedule's and BF16's; the data "
+        "are A's × B's, and peers' operands are cast from the same values. A few large rows decide "
+        "it where A is gradients: beside it the median over the rows of C. The schedule's own "
+        "error is ‖out − C‖/‖C‖ in fp32, C in float64 from the same codes, the largest of the "
+        "three kinds of data."
     )
-    head = ["K per promotion", "", "TOPS", "× cuBLAS", *(f"{k}, dB" for k in PROMOTION_DATA),
-            "gradient, median row, dB", "own error"]  # fmt: skip
+    head = ["K per promotion", "", "TOPS", "× cuBLAS", *(f"{name}, dB" for name in names),
+            f"{names[-1]}, median row, dB", "own error"]  # fmt: skip
     return Table("What a promotion costs", text, head, lines)
 
 

@@ -30,7 +30,7 @@ class Options:
     Attributes:
         kernels, peers: names to keep; None keeps all.
         config: config fields that replace the profile's or the default's.
-        data: the inputs' distribution, a name of `jetfire.ops.data.DISTRIBUTIONS`.
+        data: the inputs' distribution, as `jetfire.ops.data.Source` takes it.
         rounds, sample_ms, budget_s, power_ms: as in `jetfire.bench.timer.time_calls`.
         schedules: measure each schedule of the kernels that have several, and no other kernel.
         recheck: check once more after timing, when whatever a launch leaves behind has piled up.

@@ -68,6 +68,11 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={_plain(value)}" for name, value in problem.items())
 
 
+def data_text(data: str | None) -> str:
+    """``outlier × normal``: the operands' distributions, or the one of both."""
+    return (data or "any").replace("/", " × ")
+
+
 def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
     """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
     sizes = [str(problem[dim]) for dim in ("m", "n", "k") if dim in problem]

@@ -51,26 +51,33 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
 
 
 class Source:
-    """Draws fp32 tensors of one distribution on one device, repeatably from a seed."""
+    """Draws fp32 tensors of one distribution on one device, repeatably from a seed.
+
+    Args:
+        data: a name of `DISTRIBUTIONS`; or two, as in ``outlier/normal``, that of a product's
+            first operand and that of its second.
+    """
 
     def __init__(self, data: str, device: torch.device, seed: int) -> None:
         import torch
 
-        if data not in DISTRIBUTIONS:
-            raise UsageError(f"data {data!r}: expected one of {', '.join(DISTRIBUTIONS)}")
+        first, slash, second = data.partition("/")
+        for name in (first, second) if slash else (first,):
+            if name not in DISTRIBUTIONS:
+                raise UsageError(f"data {data!r}: expected one of {', '.join(DISTRIBUTIONS)}")
         self.device = device
-        self._draw = DISTRIBUTIONS[data]
+        self._draws = DISTRIBUTIONS[first], DISTRIBUTIONS[second or first]
         self._generator = None
         if device.type != "meta":
             self._generator = torch.Generator(device).manual_seed(seed)
 
-    def floats(self, *shape: int) -> torch.Tensor:
-        """An fp32 tensor (empty on the meta device)."""
+    def floats(self, *shape: int, operand: int = 0) -> torch.Tensor:
+        """An fp32 tensor (empty on the meta device), a product's first or second operand."""
         import torch
 
         if self._generator is None:
             return torch.empty(shape, device=self.device)
-        return self._draw(shape, self._generator)
+        return self._draws[operand](shape, self._generator)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Normal fp32 values whatever the distribution, for parameters such as weight and bias."""
@@ -80,7 +87,9 @@ class Source:
             return torch.empty(shape, device=self.device)
         return _normal(shape, self._generator)
 
-    def quantised(self, m: int, n: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantised(
+        self, m: int, n: int, block: int, operand: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (m×n int8) and scales of values drawn from the distribution."""
         import torch
 
@@ -92,7 +101,7 @@ class Source:
                 torch.empty((m, n), dtype=torch.int8, device=self.device),
                 torch.empty(blocks_of(m, n, block), device=self.device),
             )
-        return quantize(self.floats(m, n), block)
+        return quantize(self.floats(m, n, operand=operand), block)
 
     def seed(self) -> torch.Tensor:
         """A Philox key, as the int64 tensor of one element that stochastic kernels read."""

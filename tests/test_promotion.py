@@ -17,6 +17,7 @@ from jetfire.bench.runner import Options
 from jetfire.cli import execute
 from jetfire.ops.data import DISTRIBUTIONS
 from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
 from jetfire.ops.gemm import OP as GEMM
 from jetfire.ops.op import Config, Kernel
 from jetfire.reference.quantize import quantize
@@ -90,7 +91,7 @@ def test_sqnr_over_several_slabs():
     assert sqnr(out, truth)[0] == pytest.approx(10 * math.log10(3000 / 0.25))
 
 
-@pytest.mark.parametrize("data", list(DISTRIBUTIONS))
+@pytest.mark.parametrize("data", [*DISTRIBUTIONS, "outlier/normal"])
 def test_the_floats_are_those_behind_the_codes(data):
     problem = GEMM.Problem(70, 40, 50, block=32, bias=True)
     floats = GEMM.floats(problem, torch.device("cpu"), 7, data)
@@ -101,6 +102,15 @@ def test_the_floats_are_those_behind_the_codes(data):
         codes, scale = quantize(floats[name], 32)
         assert torch.equal(codes, inputs[name])
         assert torch.equal(scale, inputs[f"{name}_scale"])
+
+
+def test_each_operand_may_have_its_own_distribution():
+    floats = GEMM.floats(case(64).problem, torch.device("cpu"), 3, "gradient/normal")
+    assert float(floats["a"].abs().max()) < 0.1
+    assert float(floats["b"].square().mean()) == pytest.approx(1, abs=0.1)
+    for data in ("nope/normal", "normal/nope", "normal/"):
+        with pytest.raises(UsageError, match=f"data '{data}': expected one of normal"):
+            GEMM.floats(case(64).problem, torch.device("cpu"), 3, data)
 
 
 def test_every_schedule_is_measured_and_no_other_kernel(kernels):
@@ -129,9 +139,9 @@ def test_every_schedule_is_measured_and_no_other_kernel(kernels):
 
 
 def test_gradients_lose_their_small_rows_to_the_large_ones(kernels):
-    options = dataclasses.replace(OPTIONS, data="gradient")
+    options = dataclasses.replace(OPTIONS, data="gradient/normal")
     row = Curve(CPU, PEAKS, options, print).measure(case(block=128))[0]
-    assert row.data == "gradient"
+    assert row.data == "gradient/normal"
     assert row.row_sqnr_db < row.sqnr_db - 10
 
 
@@ -148,7 +158,7 @@ def test_a_wrong_schedule_is_no_point(kernels):
 def test_the_suite_has_every_block_and_kind_of_data():
     cases = suite.cases("promotion", Options(data="heavy"))
     assert {(c.problem.block, o.data) for c, o in cases} == {
-        (block, data) for block in (32, 64, 128) for data in ("normal", "outlier", "gradient")
+        (block, data) for block in (32, 64, 128) for data in suite.PROMOTION_DATA
     }
     assert len(cases) == 9
     assert {(c.problem.m, c.problem.n, c.problem.k, c.problem.out) for c, _ in cases} == {
@@ -222,7 +232,7 @@ PEERS = {"cublas_bf16": (700, 50.0), "fp8_scaled_mm": (1300, 28.0)}
 
 def points() -> list[Row]:
     found = []
-    for lost, data in enumerate(("normal", "outlier", "gradient")):
+    for lost, data in enumerate(suite.PROMOTION_DATA):
         for block in (32, 64, 128):
             problem = GEMM.Problem(8192, 8192, 8192, block=block).as_dict()
             for schedule in ("exact", "telescoped"):
@@ -258,8 +268,8 @@ def test_the_reports_section():
     assert "GEMM 8192×8192×8192, BF16 out" in page
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert lines[0] == (
-        "| K per promotion |  | TOPS | × cuBLAS | normal, dB | outlier, dB | gradient, dB | "
-        "gradient, median row, dB | own error |"
+        "| K per promotion |  | TOPS | × cuBLAS | normal, dB | outlier × normal, dB | "
+        "gradient × normal, dB | gradient × normal, median row, dB | own error |"
     )
     assert lines[1] == ("| 32 | wgmma exact | 500 | 0.71× | 39.0 | 38.0 | 37.0 | 12.5 | 3.0e-04 |")
     assert lines[6] == (
@@ -283,8 +293,8 @@ def test_the_report_draws_it_and_finds_it_stale(tmp_path):
     write_text(file, Results(DEVICE, [*plain(), *points()]).to_json())
     report.report(file, None, check=False)
     drawn = (tmp_path / "h200-promotion.svg").read_text()
-    for text in ("wgmma exact", "wgmma telescoped", "fp8_scaled_mm", "K 64", "outlier data",
-                 "SQNR, dB", "TOPS"):  # fmt: skip
+    for text in ("wgmma exact", "wgmma telescoped", "fp8_scaled_mm", "K 64",
+                 "outlier × normal data", "SQNR, dB", "TOPS"):  # fmt: skip
         assert text in drawn, text
     assert report.report(file, None, check=True) == []
     changed = [dataclasses.replace(row, sqnr_db=row.sqnr_db and row.sqnr_db - 1)
@@ -310,7 +320,7 @@ def test_files_from_before_the_curve_are_read(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("data", ["normal", "outlier", "gradient"])
+@pytest.mark.parametrize("data", suite.PROMOTION_DATA)
 def test_the_curve_on_the_gpu(data):
     device = Device.parse("cuda")
     if device.capability != (9, 0):
