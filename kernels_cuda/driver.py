@@ -81,6 +81,14 @@ def tensor_map(
     return ctypes.string_at(aligned, 128)
 
 
+@cache
+def processors(device: int) -> int:
+    """Streaming multiprocessors of a device."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Function:
     """One kernel of a cubin, loaded on one device."""
 
@@ -109,7 +117,7 @@ class Function:
         """
         import torch
 
-        if torch.cuda.current_device() != self._device:
+        if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self(blocks, threads, arguments)
             return

@@ -43,17 +43,6 @@ DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Whether the phase of this parity is over.
-DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-
 DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -66,6 +55,11 @@ DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 // Barrier of `threads` threads; 0 is __syncthreads' own.
 DEVICE void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrive at a named barrier without waiting.
+DEVICE void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- clusters ----------------------------------------------------------------------------------
@@ -150,10 +144,13 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Rows of 128 bytes, K-contiguous, in TMA's 128-byte swizzle: groups of eight rows 1024 bytes apart.
+// Where a matrix of rows of 128 bytes, K-contiguous, in TMA's 128-byte swizzle lies: the low half
+// of its descriptor, which counts in units of 16 bytes.
+DEVICE uint32_t wgmma_address(uint32_t address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
+
+// The high half says: groups of eight rows 1024 bytes apart, and which swizzle.
 DEVICE uint64_t wgmma_descriptor(uint32_t address) {
-  return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 |
-         uint64_t(1) << 62;
+  return uint64_t(64 | 1 << 30) << 32 | address;
 }
 
 // --- the rest ----------------------------------------------------------------------------------

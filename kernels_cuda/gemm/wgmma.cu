@@ -14,10 +14,13 @@
 //                the next tile while the copy engine works; no group waits for another.
 //
 // Schedules. Exact: acc += (sA·sB)·float(S) with the sums S from zero, one rounding a block, as
-// the reference rounds. Telescoped: the sums start at the bits of 12582912.0f and run on over a
-// window of 256 of K, where they cannot leave that float's binade; read as a float they are
-// 12582912 + S. By summation by parts Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b with
-// s_{n+1} = 0, so that a block costs one FMA; Σ (s_b − s_{b+1})·12582912 is taken off once a window.
+// the reference rounds. Telescoped: no conversion and few resets. The floats of bits 0…2^24 are
+// multiples of 2^-149 (the subnormal ones and the first binade), so that a sum that starts at 2^23
+// is, read as a float, (2^23 + S)·2^-149 for as long as |S| < 2^23: over a window of 512 of K. By
+// summation by parts Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b with s_{n+1} = 0, so that a
+// block costs one FMA; what 2^23 adds is taken off every window or two. The factors
+// carry a power of two that makes up for 2^-149 and suits the largest scales of their rows; acc is
+// freed of it at last.
 #include "epilogue.cuh"
 
 constexpr int TILE_M = 64 * ROWS * GROUPS;
@@ -26,10 +29,9 @@ constexpr int PROMOTIONS = TILE_K / BLOCK;
 constexpr int SUMS = TILE_N / 2;        // a thread's, of 64 rows
 constexpr int ITEMS = PROMOTIONS * ROWS;  // products of a slot, each promoted once
 constexpr int ACCUMULATORS = TELESCOPED ? ROWS : 1;  // telescoped sums run on from block to block
-constexpr int WINDOW = 256 / TILE_K;    // slots between two resets of telescoped sums
-constexpr int CORRECTED = 4 * WINDOW;   // and between two corrections
-constexpr int BASE = 0x4B400000;  // the bits of
-constexpr float BASE_FLOAT = 12582912.0f;
+constexpr int WINDOW = 512 / TILE_K;    // slots between two resets of telescoped sums
+constexpr int CORRECTED = BLOCK < 128 ? 2 * WINDOW : WINDOW;  // and between two corrections
+constexpr int BASE = 1 << 23;
 
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K;
@@ -40,10 +42,14 @@ constexpr int SCALE_COLUMNS = BLOCK >= 128 && TILE_N % 128 == 0 ? 128
                               : BLOCK >= 64 && TILE_N % 64 == 0 ? 64 : 32;
 constexpr int FACTOR_ROWS = TILE_M / SCALE_ROWS, FACTORS = TILE_N / SCALE_COLUMNS;
 constexpr int FACTOR_PITCH = FACTORS > 2 ? ceil_div(FACTORS, 4) * 4 : FACTORS;
-// Of a slot: a table for each promotion, and one of what the base adds to telescoped sums.
+// Of a slot: a table for each promotion and, if telescoped, of what the base adds and of the power
+// of two that is left.
 constexpr int FACTOR_TABLE = FACTOR_ROWS * FACTOR_PITCH;
-constexpr int FACTOR_FLOATS = (PROMOTIONS + TELESCOPED) * FACTOR_TABLE;
+constexpr int FACTOR_FLOATS = (PROMOTIONS + 2 * TELESCOPED) * FACTOR_TABLE;
 constexpr int SCALE_WARPS = 3;
+
+// Named barriers: one a group, one a pair of groups, one of the scale warps, two a group.
+constexpr int GROUP_BARRIERS = 1, PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;
 
 // A panel is what one TMA store writes of a chunk: 64 rows of as wide a swizzle as divides them.
 constexpr int ROW_BYTES = TILE_N * ELEMENT_BYTES;
@@ -60,7 +66,8 @@ constexpr int A_AT = 0;
 constexpr int B_AT = A_AT + STAGES * A_BYTES;
 constexpr int STAGING_AT = B_AT + STAGES * B_BYTES;
 constexpr int FACTORS_AT = STAGING_AT + GROUPS * BUFFERS * STAGING;
-constexpr int AMAX_AT = FACTORS_AT + ceil_div(STAGES * FACTOR_FLOATS, 4) * 16;
+constexpr int LARGEST_AT = FACTORS_AT + ceil_div(STAGES * FACTOR_FLOATS, 4) * 16;
+constexpr int AMAX_AT = LARGEST_AT + ceil_div(2 * TELESCOPED * (FACTOR_ROWS + FACTORS), 2) * 8;
 constexpr int BARRIERS_AT = AMAX_AT + ceil_div(AMAX_WORDS, 2) * 8;
 constexpr int SHARED_BYTES = BARRIERS_AT + 16 * STAGES;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
@@ -144,62 +151,127 @@ DEVICE void load(const Arguments& x) {
   }
 }
 
-// 2. The factors of one slot, which begins with `block`: for each promotion and pair of A's and B's
-// blocks the product of their scales, or its difference from the next one's.
-DEVICE void scale(const Arguments& x, const Tile& tile, const Slot& slot, int block) {
-  const int blocks = ceil_div(x.k, BLOCK), lane = threadIdx.x % 32;
-  const bool window_end = block / PROMOTIONS % WINDOW == WINDOW - 1;
-  constexpr int PAIRS = FACTOR_ROWS * FACTORS, TURNS = ceil_div(PAIRS, 32);
-  float factor[TURNS][PROMOTIONS + TELESCOPED];
-#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int pair = turn * 32 + lane;
-    const int row = tile.row + pair / FACTORS * SCALE_ROWS;
-    const int column = tile.column + pair % FACTORS * SCALE_COLUMNS;
-    const bool exists = pair < PAIRS && row < x.to.m && column < x.to.n;
-    const float* a_scale = x.a_scale + int64_t(row / BLOCK) * blocks + block;
-    const float* b_scale = x.b_scale + int64_t(column / BLOCK) * blocks + block;
-    float(&f)[PROMOTIONS + TELESCOPED] = factor[turn];
-#pragma unroll
-    for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) {
-      const bool within = exists && block + p < blocks && !(p == PROMOTIONS && window_end);
-      f[p] = within ? __fmul_rn(a_scale[p], b_scale[p]) : 0.0f;
-    }
-    if (TELESCOPED) {
-      double sum = 0.0;
-#pragma unroll
-      for (int p = 0; p < PROMOTIONS; ++p) {
-        f[p] = __fsub_rn(f[p], f[p + 1]);
-        sum += f[p];
-      }
-      f[PROMOTIONS] = float(-BASE_FLOAT * sum);
-    }
-  }
-  barrier_wait(empty(slot), slot.parity ^ 1);
-#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int pair = turn * 32 + lane;
-    float* to = factors(slot) + pair / FACTORS * FACTOR_PITCH + pair % FACTORS;
-    if (pair < PAIRS) {
-#pragma unroll
-      for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) to[p * FACTOR_TABLE] = factor[turn][p];
-    }
-  }
-  __syncwarp();
-  if (lane == 0) barrier_arrive(full(slot));
+DEVICE int exponent(uint32_t bits) { return int(bits >> 23) - 127; }
+DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+
+// Scales of A's blocks below each other, or of B's; null beyond the edge.
+DEVICE const float* a_scales(const Arguments& x, int row) {
+  return row < x.to.m ? x.a_scale + int64_t(row / BLOCK) * ceil_div(x.k, BLOCK) : nullptr;
+}
+DEVICE const float* b_scales(const Arguments& x, int column) {
+  return column < x.to.n ? x.b_scale + int64_t(column / BLOCK) * ceil_div(x.k, BLOCK) : nullptr;
 }
 
-// The warps take slots in turn: on one of the four schedulers alone the work would hold up its
-// share of the multiplying.
-DEVICE void scale_all(const Arguments& x, int warp) {
+// The largest scale, as bits, of each factor row and then column of a tile. The scale warps share
+// the work; all see all of it afterwards. As many loads at once as there are registers for: the
+// next tile waits for them.
+DEVICE void find_largest(uint32_t* largest, const Arguments& x, const Tile& tile, int warp) {
+  constexpr int ALL = FACTOR_ROWS + FACTORS, EACH = ceil_div(ALL, SCALE_WARPS);
+  const int blocks = ceil_div(x.k, BLOCK), lane = threadIdx.x % 32;
+  const float* rows[EACH];
+  uint32_t most[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = warp * EACH + i;
+    rows[i] = at < FACTOR_ROWS ? a_scales(x, tile.row + at * SCALE_ROWS)
+              : at < ALL ? b_scales(x, tile.column + (at - FACTOR_ROWS) * SCALE_COLUMNS) : nullptr;
+    most[i] = 0;
+  }
+  for (int block = lane; block < blocks; block += 128) {
+#pragma unroll
+    for (int i = 0; i < 4 * EACH; ++i) {
+      const int at = block + i % 4 * 32;
+      const uint32_t bits = rows[i / 4] && at < blocks ? __float_as_uint(rows[i / 4][at]) : 0;
+      most[i / 4] = max(most[i / 4], bits);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    most[i] = __reduce_max_sync(0xFFFFFFFFu, most[i]);
+    if (lane == 0 && warp * EACH + i < ALL) largest[warp * EACH + i] = most[i];
+  }
+  named_barrier(SCALE_BARRIER, 32 * SCALE_WARPS);
+}
+
+// What a lane of a scale warp does for one pair of a row of A's blocks and one of B's.
+struct Pair {
+  const float *a = nullptr, *b = nullptr;
+  float lift, rest, sink;  // 2^shift in two parts, and what makes up for it and for 2^-149
+  int to;            // in a table; negative for no pair
+
+  DEVICE void start(const Arguments& x, const Tile& tile, int pair, const uint32_t* largest) {
+    const int row = pair / FACTORS, column = pair % FACTORS;
+    to = pair < FACTOR_ROWS * FACTORS ? row * FACTOR_PITCH + column : -1;
+    a = to < 0 ? nullptr : a_scales(x, tile.row + row * SCALE_ROWS);
+    b = to < 0 ? nullptr : b_scales(x, tile.column + column * SCALE_COLUMNS);
+    if (TELESCOPED && to >= 0) {
+      // As large as keeps the factors below 2^126. Products of scales above 2^104 overflow.
+      const int most = exponent(largest[row]) + exponent(largest[FACTOR_ROWS + column]);
+      const int shift = max(22, min(124 - most, 250));
+      lift = power_of_two(shift / 2);
+      rest = power_of_two(shift - shift / 2);
+      sink = power_of_two(149 - shift);
+    }
+  }
+
+  DEVICE float product(int block, bool within) const {
+    return within && a && b ? __fmul_rn(a[block], b[block]) : 0.0f;
+  }
+
+  // The factors of a slot that begins with `block`. Telescoped ones are differences of scales on a
+  // grid of 2^104, the unit of GRID: then they are exact, and so is their sum.
+  DEVICE void factors(float (&f)[PROMOTIONS + TELESCOPED], int block, int blocks, bool window_end) {
+    constexpr float GRID = 0x1.8p127f;
+#pragma unroll
+    for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) {
+      f[p] = product(block + p, block + p < blocks && !(p == PROMOTIONS && window_end));
+      if (TELESCOPED) f[p] = __fmaf_rn(f[p] * lift, rest, GRID);
+    }
+    if (!TELESCOPED) return;
+    const float all = f[0] - f[PROMOTIONS];
+#pragma unroll
+    for (int p = 0; p < PROMOTIONS; ++p) f[p] -= f[p + 1];
+    f[PROMOTIONS] = -0x1p-126f * all;
+  }
+};
+
+// 2. One warp's share of the factors: of each slot, for each promotion and pair, the product of two
+// scales or its difference from the next one. The warps take slots in turn: on one of the four
+// schedulers alone the work would hold up its share of the multiplying.
+DEVICE void scale(const Arguments& x, int warp) {
+  constexpr int TURNS = ceil_div(FACTOR_ROWS * FACTORS, 32);
   const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int blocks = ceil_div(x.k, BLOCK), lane = threadIdx.x % 32;
   Slot slot;
-  int turn = 0;
-  for (Tiles tiles(x.to); tiles.more(); tiles.next()) {
+  int whose = 0, parity = 0;
+  for (Tiles tiles(x.to); tiles.more(); tiles.next(), parity ^= 1) {
     const Tile tile = tiles.tile(rank);
-    for (int k = 0; k < x.k; k += TILE_K, slot.next()) {
-      if (turn == warp) scale(x, tile, slot, k / BLOCK);
-      turn = turn == SCALE_WARPS - 1 ? 0 : turn + 1;
+    uint32_t* largest =
+        reinterpret_cast<uint32_t*>(shared + LARGEST_AT) + parity * (FACTOR_ROWS + FACTORS);
+    if (TELESCOPED) find_largest(largest, x, tile, warp);
+    Pair pairs[TURNS];
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) pairs[i].start(x, tile, i * 32 + lane, largest);
+    for (int step = 0, block = 0; block < blocks; ++step, block += PROMOTIONS, slot.next()) {
+      const bool mine = whose == warp, last = block + PROMOTIONS >= blocks;
+      whose = whose == SCALE_WARPS - 1 ? 0 : whose + 1;
+      if (!mine) continue;
+      float f[TURNS][PROMOTIONS + TELESCOPED];
+#pragma unroll
+      for (int i = 0; i < TURNS; ++i) {
+        pairs[i].factors(f[i], block, blocks, step % WINDOW == WINDOW - 1);
+      }
+      barrier_wait(empty(slot), slot.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < TURNS; ++i) {
+        if (pairs[i].to < 0) continue;
+        float* to = factors(slot) + pairs[i].to;
+#pragma unroll
+        for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) to[p * FACTOR_TABLE] = f[i][p];
+        if (TELESCOPED && last) to[(PROMOTIONS + 1) * FACTOR_TABLE] = pairs[i].sink;
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full(slot));
     }
   }
 }
@@ -214,17 +286,56 @@ DEVICE void release(const Slot& slot, uint32_t rank) {
   }
 }
 
+// Whose turn it is on the tensor cores. Left alone they take instructions from all groups in turn,
+// so that all finish, and then all promote, at the same time. So at most IN_FLIGHT groups multiply
+// at once: a group's product may start when the one IN_FLIGHT before it is done. Two barriers a
+// group, used alternately, because its predecessor may be done again before it has noticed.
+struct Turns {
+  int mine, next;  // barriers
+
+  DEVICE Turns(int group) {
+    const int after = group + IN_FLIGHT;
+    mine = TURN_BARRIERS + 2 * group;
+    next = TURN_BARRIERS + 2 * (after % GROUPS);
+    if (after >= GROUPS) pass();
+  }
+  DEVICE void wait() {
+    if (!IN_FLIGHT) return;
+    named_barrier(mine, 256);
+    mine ^= 1;
+  }
+  DEVICE void pass() {
+    if (!IN_FLIGHT) return;
+    named_arrive(next, 256);
+    next ^= 1;
+  }
+  // The last product of the last groups has nobody to start.
+  DEVICE void end(int group) {
+    if (group < IN_FLIGHT) wait();
+  }
+};
+
 // The sums of one group: int32 ones on their way through a block, or a window, of K, and fp32 ones.
 struct Multiplier {
   float acc[ROWS][SUMS];
   int sums[ACCUMULATORS][SUMS];
-  float correction[ROWS][FACTORS];
+  float correction[ROWS][FACTORS], sink[ROWS][FACTORS];
   int group;
   uint32_t rank;
   Slot slot;
-  bool ready = false;  // the slot is known to be full
+  uint32_t a, b;           // the slot's operands, as descriptors have them
+  const float* factor_at;  // and its factors
+  Turns turns;
 
-  DEVICE Multiplier(int group, uint32_t rank) : group(group), rank(rank) {}
+  DEVICE Multiplier(int group, uint32_t rank) : group(group), rank(rank), turns(group) { enter(); }
+
+  // Done a slot ahead: the tensor cores would wait for it.
+  DEVICE void enter() {
+    const int row = group * ROWS * (64 / SCALE_ROWS) + (BLOCK < 64 ? threadIdx.x / 64 % 2 : 0);
+    a = wgmma_address(shared_at(A_AT) + slot.index * A_BYTES + group * ROWS * 64 * TILE_K);
+    b = wgmma_address(shared_at(B_AT) + slot.index * B_BYTES);
+    factor_at = factors(slot) + row * FACTOR_PITCH;
+  }
 
   DEVICE void reset(int row) {
 #pragma unroll
@@ -233,24 +344,20 @@ struct Multiplier {
 
   // Have the tensor cores multiply one block of K of 64 rows.
   DEVICE void issue(int row, int promotion) {
-    const uint64_t a = wgmma_descriptor(shared_at(A_AT) + slot.index * A_BYTES +
-                                        (group * ROWS + row) * 64 * TILE_K);
-    const uint64_t b = wgmma_descriptor(shared_at(B_AT) + slot.index * B_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK / 32; ++i) {
       const int at = 2 * (promotion * (BLOCK / 32) + i);  // 32 of K, in units of 16 bytes
-      wgmma(sums[TELESCOPED ? row : 0], a + at, b + at, TELESCOPED || i > 0);
+      wgmma(sums[TELESCOPED ? row : 0], wgmma_descriptor(a + at + row * (64 * TILE_K / 16)),
+            wgmma_descriptor(b + at), TELESCOPED || i > 0);
     }
     wgmma_commit();
   }
 
   DEVICE void read_factors(float (&to)[FACTORS], int row, int table) const {
-    const int factor_row = (group * ROWS + row) * (64 / SCALE_ROWS) +
-                           (BLOCK < 64 ? threadIdx.x / 64 % 2 : 0);
-    const float* from = factors(slot) + table * FACTOR_TABLE + factor_row * FACTOR_PITCH;
+    const int at = table * FACTOR_TABLE + row * (64 / SCALE_ROWS) * FACTOR_PITCH;
 #pragma unroll
-    for (int i = 0; i < FACTORS; ++i) to[i] = from[i];
+    for (int i = 0; i < FACTORS; ++i) to[i] = factor_at[at + i];
   }
 
   DEVICE void promote(int row, const float (&factor)[FACTORS]) {
@@ -262,7 +369,7 @@ struct Multiplier {
     }
   }
 
-  // Take off what the base of telescoped sums has added.
+  // Take off what the base has added.
   DEVICE void correct(int row) {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) acc[row][i] += correction[row][i / 4 * 8 / SCALE_COLUMNS];
@@ -270,22 +377,33 @@ struct Multiplier {
     for (int i = 0; i < FACTORS; ++i) correction[row][i] = 0.0f;
   }
 
-  // 3. One slot. Whether the next one is full is asked early, so that the answer costs no time.
-  DEVICE void multiply() {
-    if (!ready) barrier_wait(full(slot), slot.parity);
+  DEVICE void sink_to_scale(int row) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) acc[row][i] *= sink[row][i / 4 * 8 / SCALE_COLUMNS];
+  }
+
+  // 3. One slot.
+  DEVICE void multiply(bool last) {
+    barrier_wait(full(slot), slot.parity);
     const Slot old = slot;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int row = item % ROWS, promotion = item / ROWS;
+      turns.wait();
       issue(row, promotion);
       float factor[FACTORS], added[FACTORS];
       read_factors(factor, row, promotion);
-      if (TELESCOPED && promotion == PROMOTIONS - 1) read_factors(added, row, PROMOTIONS);
+      if (TELESCOPED && promotion == PROMOTIONS - 1) {
+        read_factors(added, row, PROMOTIONS);
+        if (last) read_factors(sink[row], row, PROMOTIONS + 1);
+      }
       wgmma_wait<0>();
+      turns.pass();
+      if (IN_FLIGHT) wgmma_wait<0>();  // or ptxas passes the turn on after the promotion
       if (item == ITEMS - 1) {
         release(old, rank);
         slot.next();
-        ready = barrier_try(full(slot), slot.parity);
+        enter();
       }
       promote(row, factor);
       if (TELESCOPED && promotion == PROMOTIONS - 1) {
@@ -305,12 +423,13 @@ struct Multiplier {
       reset(row);
     }
     for (int step = 1; step <= steps; ++step) {
-      multiply();
+      multiply(step == steps);
       if (!TELESCOPED || (step % WINDOW && step < steps)) continue;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
         reset(row);
         if (step % CORRECTED == 0 || step == steps) correct(row);
+        if (step == steps) sink_to_scale(row);
       }
     }
   }
@@ -331,7 +450,7 @@ struct Staging {
   int turn = 0;
   DEVICE Staging(int group)
       : base(shared_at(STAGING_AT) + group * BUFFERS * STAGING),
-        barrier(1 + group),
+        barrier(GROUP_BARRIERS + group),
         leader(threadIdx.x % 128 == 0) {}
   // A buffer that no store is reading.
   DEVICE uint32_t take() {
@@ -423,7 +542,7 @@ DEVICE void block_amax(float (&acc)[ROWS][SUMS], uint32_t (&amax)[ROWS][AMAX_BLO
     }
   }
   constexpr int SHARING = BLOCK == 128 && ROWS == 1 ? 2 : 1;  // groups that share blocks
-  named_barrier(SHARING == 2 ? 8 + group / 2 : 1 + group, 128 * SHARING);
+  named_barrier(SHARING == 2 ? PAIR_BARRIERS + group / 2 : GROUP_BARRIERS + group, 128 * SHARING);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int part = group * ROWS + r;
@@ -499,6 +618,7 @@ DEVICE void consume(const Arguments& x, int group) {
       }
     }
   }
+  multiplier.turns.end(group);
   if (staging.leader) tma_wait_read<0>();
 }
 
@@ -521,7 +641,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   if (group == GROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == 0 && lane == 0) load(x);
-    if (warp > 0) scale_all(x, warp - 1);
+    if (warp > 0) scale(x, warp - 1);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(x, group);
