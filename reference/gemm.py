@@ -52,40 +52,45 @@ def gemm(
     return c
 
 
-# The telescoped schedule's constants: the float whose bits the integer sums start at, the K after
-# which they start again, the K of a correction's terms, and the K between two corrections.
-BASE = 12582912.0
-WINDOW, SLOT, GROUP = 256, 128, 1024
+# The telescoped schedule's constants: where the integer sums start, and the K after which they
+# start again.
+BASE = 2.0**23
+WINDOW = 512
+# A unit of the scales' grid, and of a sum read as a float.
+GRID, UNIT = 2.0**104, 2.0**-149
 
 
-def telescoped_factors(
-    a_scale: torch.Tensor, b_scale: torch.Tensor, block: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The telescoped schedule's factors and corrections, as fp32 rounds them.
+def corrected(block: int) -> int:
+    """The K after which the telescoped schedule takes off what its base has added."""
+    return 2 * WINDOW if block < 128 else WINDOW
 
-    Block b's factor is s_b − s_{b+1}, s_b being the product of its scales and s_{b+1} zero where
-    b ends a window of 256 of K, or K itself. A correction takes off what the base has added
-    in 1024 of K.
 
-    Returns:
-        A factor for each block of K, and a correction for each 1024 of K; each fp32
-        ⌈m/block⌉×⌈n/block⌉.
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent in float64, for integers in the range of normal numbers."""
+    return (exponent.long() + 1023 << 52).view(torch.float64)
+
+
+def telescoped_shift(a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    """The exponent of the power of two in the telescoped schedule's scales: ⌈m/block⌉×⌈n/block⌉.
+
+    As large as keeps the largest product of a row of A's scales and one of B's below 2^126.
     """
-    count = a_scale.shape[1]
-    ends = {*range(WINDOW // block - 1, count, WINDOW // block), count - 1}
-    products = [a_scale[:, b, None] * b_scale[None, :, b] for b in range(count)]
-    zero = torch.zeros_like(products[0])
-    factors = [p - (zero if b in ends else products[b + 1]) for b, p in enumerate(products)]
-    corrections = []
-    for group in range(0, count, GROUP // block):
-        correction = zero
-        for slot in range(group, min(group + GROUP // block, count), SLOT // block):
-            added = zero.double()
-            for factor in factors[slot : slot + SLOT // block]:
-                added = added + factor.double()
-            correction = correction + (-BASE * added).float()
-        corrections.append(correction)
-    return factors, corrections
+    most = [
+        ((scale.view(torch.int32) & 0x7FFFFFFF).amax(dim=1) >> 23) - 127
+        for scale in (a_scale.contiguous(), b_scale.contiguous())
+    ]
+    return (124 - most[0][:, None] - most[1]).clamp(22, 250)
+
+
+def telescoped_scale(
+    a_scale: torch.Tensor, b_scale: torch.Tensor, shift: torch.Tensor, i: int
+) -> torch.Tensor:
+    """Block i's products of scales times 2^shift, on a grid of 2^104: fp32, ⌈m/block⌉×⌈n/block⌉.
+
+    On the grid they have 22 bits, so that their differences and sums are exact.
+    """
+    product = (a_scale[:, i, None] * b_scale[None, :, i]).double()
+    return ((product * power_of_two(shift) / GRID).round() * GRID).float()
 
 
 def gemm_telescoped(
@@ -93,23 +98,34 @@ def gemm_telescoped(
 ) -> torch.Tensor:
     """The product as the telescoped schedule rounds it: `gemm`'s arguments and result.
 
-    The integer sums run on over a window, from the bits of 12582912.0, where they stay in that
-    float's binade: read as a float they are 12582912 + S_b. By summation by parts
-    Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, one fp32 FMA a block.
+    The integer sums S run on over a window of K, from 2^23: below 2^24 their bits are those of the
+    float (2^23 + S)·2^-149, for which a power of two in the scales makes up. By summation by parts
+    Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, s_{b+1} being zero after a window's last block:
+    one fp32 FMA a block. What 2^23 adds is taken off after every second window, for blocks of 128
+    after every one, and at the end.
     """
     m, k = a.shape
-    n = b.shape[0]
+    n, count = b.shape[0], a_scale.shape[1]
     c = torch.zeros((m, n), device=a.device)
-    factors, corrections = telescoped_factors(a_scale, b_scale, block)
-    for i, factor in enumerate(factors):
-        part = slice(i * block, min(k, (i + 1) * block))
+    shift = telescoped_shift(a_scale, b_scale)
+    zero = torch.zeros(shift.shape, device=a.device)
+    scale = telescoped_scale(a_scale, b_scale, shift, 0)
+    for i in range(count):
+        part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block
         if i * block % WINDOW == 0:
             sums = torch.full((m, n), BASE, dtype=torch.float64, device=a.device)
+        if i * block % corrected(block) == 0:
+            added = zero
         sums += a[:, part].double() @ b[:, part].double().t()
-        c = fma(spread(factor, block, m, n), sums.float(), c)
-        if (i + 1) * block % GROUP == 0 or i == len(factors) - 1:
-            c = c + spread(corrections[i * block // GROUP], block, m, n)
-    return c
+        last = i == count - 1
+        following = zero if last else telescoped_scale(a_scale, b_scale, shift, i + 1)
+        factor = scale - (zero if end % WINDOW == 0 else following)
+        c = fma(spread(factor, block, m, n), (sums * UNIT).float(), c)
+        added = added + BASE * UNIT * factor
+        if last or end % corrected(block) == 0:
+            c = c - spread(added, block, m, n)
+        scale = following
+    return c * spread(power_of_two(149 - shift).float(), block, m, n)
 
 
 def gemm_float64(

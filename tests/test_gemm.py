@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,16 +22,7 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.run import verify
 from jetfire.ops.workloads import RAGGED
 from jetfire.reference.dequantize import dequantize
-from jetfire.reference.gemm import (
-    BASE,
-    GROUP,
-    SLOT,
-    WINDOW,
-    fma,
-    gemm,
-    gemm_float64,
-    gemm_telescoped,
-)
+from jetfire.reference.gemm import fma, gemm, gemm_float64, gemm_telescoped
 from jetfire.reference.quantize import quantize, spread
 from jetfire.reference.transpose import transpose
 
@@ -149,37 +141,38 @@ def test_reference_is_the_product_of_what_the_codes_stand_for(block):
     assert difference.norm() <= 2e-7 * expected.norm()
 
 
-def telescoped_in_fractions(s, inner, block):
-    """One element's telescoped sum: s are its products of scales, inner its integer sums."""
-    base, window, value, correction, slot = int(BASE), WINDOW // block, 0.0, 0.0, []
-    for b in range(len(s)):
-        ends = b % window == window - 1 or b == len(s) - 1
-        factor = to_fp32(Fraction(s[b]) - (0 if ends else Fraction(s[b + 1])))
-        running = sum(inner[b // window * window : b + 1])
-        value = to_fp32(Fraction(factor) * (base + running) + Fraction(value))
-        slot = [factor] if b * block % SLOT == 0 else [*slot, factor]
-        if (b + 1) * block % SLOT == 0 or b == len(s) - 1:
-            term = to_fp32(-base * sum(map(Fraction, slot)))
-            correction = to_fp32(Fraction(correction) + Fraction(term))
-        if (b + 1) * block % GROUP == 0 or b == len(s) - 1:
-            value, correction = to_fp32(Fraction(value) + Fraction(correction)), 0.0
-    return value
+def telescoped_in_fractions(a_scale, b_scale, inner, block):
+    """One element's telescoped sum, from its scales and its integer sums of each block."""
+    largest = sum(math.frexp(max(scale))[1] - 1 for scale in (a_scale, b_scale))
+    shift = max(22, min(124 - largest, 250))
+    products = [to_fp32(Fraction(x) * Fraction(y)) for x, y in zip(a_scale, b_scale, strict=True)]
+    grid = [round(Fraction(product) * 2**shift / 2**104) for product in products]
+    value, added = 0.0, Fraction(0)
+    for b, scale in enumerate(grid):
+        end, last = (b + 1) * block, b == len(grid) - 1
+        factor = (scale - (0 if last or end % 512 == 0 else grid[b + 1])) * 2**104
+        running = sum(inner[b * block // 512 * (512 // block) : b + 1])
+        value = to_fp32(factor * Fraction(2**23 + running, 2**149) + Fraction(value))
+        added += factor * Fraction(2**23, 2**149)
+        if last or end % (512 if block == 128 else 1024) == 0:
+            value, added = to_fp32(Fraction(value) - added), Fraction(0)
+    return to_fp32(Fraction(value) * Fraction(2**149, 2**shift))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_telescoped_sums_are_rounded_as_they_are_defined(block):
+@pytest.mark.parametrize("data", ["heavy", "gradient"])
+def test_telescoped_sums_are_rounded_as_they_are_defined(block, data):
     op = ops.get("gemm")
     k = 1380
-    inputs = op.inputs(op.Problem(3, 2, k, block=block), torch.device("cpu"), data="heavy")
+    inputs = op.inputs(op.Problem(3, 2, k, block=block), torch.device("cpu"), data=data)
     a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
     c = gemm_telescoped(a, a_scale, b, b_scale, block)
-    products = [to_fp32(Fraction(x) * Fraction(y)) for x, y in zip(
-        a_scale[0].tolist(), b_scale[0].tolist(), strict=True)]  # fmt: skip
+    scales = a_scale[0].tolist(), b_scale[0].tolist()
     for i in range(3):
         for j in range(2):
             terms = [x * y for x, y in zip(a[i].tolist(), b[j].tolist(), strict=True)]
             inner = [sum(terms[at : at + block]) for at in range(0, k, block)]
-            assert c[i, j].item() == telescoped_in_fractions(products, inner, block)
+            assert c[i, j].item() == telescoped_in_fractions(*scales, inner, block)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
