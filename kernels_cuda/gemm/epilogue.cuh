@@ -1,12 +1,16 @@
 // The end of a tile: bias, activation, then the cast or the requantisation, and the way to memory.
 //
-// Written for the accumulator layout that wgmma and mma.sync share. Of a chunk of rows, warp w has
-// rows 16w…16w+15, and of these lane l has row l/4 in sums 4j and 4j+1, row l/4+8 in sums 4j+2 and
-// 4j+3, at columns 8j + 2(l%4) and the next.
+// Written for the accumulator layout that wgmma and mma.sync share. Of a chunk of rows, warp w of
+// CHUNK_WARPS has rows 16w…16w+15, and of these lane l has row l/4 in sums 4j and 4j+1, row l/4+8 in
+// sums 4j+2 and 4j+3, at columns 8j + 2(l%4) and the next.
 #pragma once
 
 #include "config.cuh"
 #include "quantize.cuh"
+
+#ifndef CHUNK_WARPS
+#define CHUNK_WARPS 4  // a wgmma's warp group
+#endif
 
 enum Output { FP32, BF16, FP16, INT8 };
 
@@ -26,7 +30,7 @@ struct Target {
 // What is done to a sum after its bias, in fp32. GELU would go here.
 DEVICE float activation(float x) { return x; }
 
-DEVICE int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+DEVICE int lane_row() { return threadIdx.x / 32 % CHUNK_WARPS * 16 + threadIdx.x % 32 / 4; }
 DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
 
 // Row and column, within a chunk, of a thread's sum i.
@@ -104,19 +108,40 @@ DEVICE void store_direct(const float (&acc)[SUMS], const Target& to, int row0, i
 template <int SUMS, int BLOCKS>
 DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target& to, int row0,
                       int column0) {
+  if (row0 + 16 * CHUNK_WARPS > to.m || column0 + 2 * SUMS > to.n) {
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) amax[b] = 0;
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    if (row0 + row_of(i) >= to.m || column0 + column_of(i) >= to.n) acc[i] = 0.0f;
-    uint32_t& most = amax[i * BLOCKS / SUMS];
-    most = max(most, __float_as_uint(acc[i]) & 0x7FFFFFFFu);
+    for (int i = 0; i < SUMS; ++i) {
+      if (row0 + row_of(i) >= to.m || column0 + column_of(i) >= to.n) acc[i] = 0.0f;
+    }
   }
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) amax[b] = __reduce_max_sync(0xFFFFFFFFu, amax[b]);
+  for (int b = 0; b < BLOCKS; ++b) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SUMS / BLOCKS; ++i) most = max_nan(most, fabsf(acc[b * (SUMS / BLOCKS) + i]));
+    amax[b] = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most) & 0x7FFFFFFFu);
+  }
 }
 
-// Two codes a word, in its bytes 0 and 1, in place of each pair of sums.
+// Each lane divides for one block and tells the others.
+template <int BLOCKS>
+DEVICE void block_scales(const uint32_t (&amax)[BLOCKS], float (&scale)[BLOCKS],
+                         float (&multiplier)[BLOCKS]) {
+  uint32_t mine = amax[0];
+#pragma unroll
+  for (int b = 1; b < BLOCKS; ++b) {
+    if (threadIdx.x % 32 == b) mine = amax[b];
+  }
+  float own_scale, own_multiplier;
+  block_scale(mine, own_scale, own_multiplier);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    scale[b] = __shfl_sync(0xFFFFFFFFu, own_scale, b);
+    multiplier[b] = __shfl_sync(0xFFFFFFFFu, own_multiplier, b);
+  }
+}
+
+// Two codes a word, in its bytes 0 and 1, for each pair of sums.
 template <int SUMS, int BLOCKS>
 DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
                      uint16_t (&codes)[SUMS / 2], uint64_t seed, int row0, int column0) {
@@ -137,11 +162,12 @@ DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS]
       const int i = 4 * j + 2 * half;
       const float by = multiplier[i * BLOCKS / SUMS];
       const uint32_t word = bits[half].w[j % 4];
-      const int low = STOCHASTIC ? code_stochastic(acc[i], by, word & 0xFFFF)
-                                 : code_nearest(acc[i], by);
-      const int high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word >> 16)
-                                  : code_nearest(acc[i + 1], by);
-      codes[i / 2] = uint16_t((low & 0xFF) | high << 8);
+      const uint32_t low = STOCHASTIC ? code_stochastic(acc[i], by, word, false)
+                                      : code_nearest(acc[i], by);
+      const uint32_t high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word, true)
+                                       : code_nearest(acc[i + 1], by);
+      // NaN and infinity, whose blocks multiply by 0, have no low bits to speak of.
+      codes[i / 2] = by == 0.0f ? 0 : uint16_t(__byte_perm(low, high, 0x0040));
     }
   }
 }

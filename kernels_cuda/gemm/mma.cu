@@ -1,0 +1,456 @@
+// Per-block INT8 GEMM for sm_80 and later: C (m×n) = A (m×k) · Bᵀ (n×k), a scale for each
+// BLOCK×BLOCK tile.
+//
+// A block of WARPS_M×WARPS_N warps makes one tile of TILE_M×TILE_N; two or more of them share an SM
+// where they fit, so that one finishes while another multiplies. In order:
+//
+//   1. place:    which tile this is. RASTER rows of tiles are walked column by column, so that L2
+//                holds what neighbours share.
+//   2. load:     all threads keep a ring of STAGES slots full, each 128 of K deep: the codes by
+//                cp.async in 16 bytes, or as few as their alignment allows, zeros beyond the edges;
+//                the scales beside them. Rows of 128 bytes have their 16-byte chunks permuted by
+//                the row's number, so that neither copies nor ldmatrix meet a bank twice.
+//   3. multiply: each warp keeps WARP_M×WARP_N. Per BLOCK of K it holds B's fragments and goes down
+//                its rows sixteen at a time: int32 sums on the tensor cores, from nothing, then
+//   4. promote:  acc += (sA·sB)·float(S), one rounding a block, as the reference rounds. No sum
+//                outlives this, so that registers hold the fp32 ones almost alone.
+//   5. finish:   bias, cast or requantisation, and through the ring's memory to rows of 16 bytes.
+//
+// BIASED sums start at the bits of 12582912.0f, where that float's binade has room for all that 128
+// of K can add: read as a float they are 12582912 + S, and a subtraction, which is exact, replaces
+// the conversion, which has half an addition's rate on sm_89 and sm_90, or less.
+#define CHUNK_WARPS 1
+#include "epilogue.cuh"
+#include "ptx_sm80.cuh"
+
+constexpr int TILE_K = 128;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
+constexpr int CHUNKS = WARP_M / 16;      // of sixteen rows
+constexpr int SUMS = WARP_N / 2;         // a thread's, of a chunk
+constexpr int PROMOTIONS = TILE_K / BLOCK;
+constexpr int DEPTH = BLOCK / 32;        // products of 32 of K in a promotion
+constexpr int BASE = 0x4B400000;         // the bits of
+constexpr float BASE_FLOAT = 12582912.0f;
+
+constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K;
+constexpr int SLOT_BYTES = A_BYTES + B_BYTES;
+
+// Scales of a slot: for each promotion, A's and then B's.
+constexpr int A_SCALES = TILE_M > BLOCK ? TILE_M / BLOCK : 1;
+constexpr int B_SCALES = TILE_N > BLOCK ? TILE_N / BLOCK : 1;
+constexpr int SCALES = A_SCALES + B_SCALES;
+constexpr int FACTORS = WARP_N > BLOCK ? WARP_N / BLOCK : 1;  // of sixteen rows, for a promotion
+
+// What a warp sends through shared memory at the end: sixteen rows of floats or codes, and all of
+// its transposed codes.
+constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
+constexpr int OUT_BYTES = VECTOR_OUT ? 16 * ROW_BYTES : 0;
+constexpr int TURNED_BYTES = VECTOR_TURNED ? WARP_N * WARP_M : 0;
+constexpr int STAGING = OUT_BYTES + TURNED_BYTES;
+constexpr int AMAXES = OUTPUT == INT8 ? A_SCALES * B_SCALES : 0;
+
+// Shared memory, in order; staging lies where the ring was.
+constexpr int RING_BYTES = STAGES * SLOT_BYTES;
+constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
+constexpr int SCALES_AT = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
+constexpr int AMAX_AT = SCALES_AT + STAGES * PROMOTIONS * SCALES * 4;
+constexpr int SHARED_BYTES = AMAX_AT + AMAXES * 4;
+static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
+
+struct Arguments {
+  const int8_t *a, *b;
+  const float *a_scale, *b_scale;
+  int64_t a_pitch, b_pitch;
+  Target to;
+  int k;
+};
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+DEVICE uint32_t shared_at(int offset) { return shared_address(shared) + offset; }
+DEVICE uint32_t& block_amax(int down, int across) {
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT)[down * B_SCALES + across];
+}
+
+// Offset of a 16-byte chunk in rows of `WIDTH` bytes.
+template <int WIDTH>
+DEVICE int swizzled(int row, int chunk) {
+  if (WIDTH >= 128) return row * WIDTH + ((chunk ^ row % 8) << 4);
+  const int at = row * WIDTH + chunk * 16;  // in lines of 128 bytes that hold several rows
+  return at ^ (at >> 7 & (WIDTH / 16 - 1)) << 4;
+}
+
+struct Place {
+  int row, column;
+};
+
+// 1. Where this block's tile begins.
+DEVICE Place tile_place(const Target& to) {
+  const int down = ceil_div(to.m, TILE_M), across = ceil_div(to.n, TILE_N);
+  const int index = blockIdx.x;
+  const int first = index / (RASTER * across) * RASTER;
+  const int rows = min(down - first, RASTER);
+  const int within = index % (RASTER * across);
+  return {(first + within % rows) * TILE_M, within / rows * TILE_N};
+}
+
+DEVICE Place warp_place() {
+  const int warp = threadIdx.x / 32;
+  return {warp % WARPS_M * WARP_M, warp / WARPS_M * WARP_N};
+}
+
+// --- 2. load -----------------------------------------------------------------------------------
+
+// Four bytes from an address that is a multiple of four, without a byte that is not the matrix's.
+DEVICE uint32_t load_word(const int8_t* at, const int8_t* begin, const int8_t* end) {
+  if (at >= begin && at + 4 <= end) return *reinterpret_cast<const uint32_t*>(at);
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (at + i >= begin && at + i < end) word |= uint32_t(uint8_t(at[i])) << 8 * i;
+  }
+  return word;
+}
+
+// Sixteen bytes from anywhere, zeros after the first `bytes`.
+DEVICE void copy_unaligned(uint32_t to, const int8_t* from, int bytes, const int8_t* begin,
+                           const int8_t* end) {
+  const int shift = reinterpret_cast<uint64_t>(from) % 4;
+  uint32_t words[5] = {}, aligned[4];
+  if (bytes > 0) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = load_word(from - shift + 4 * i, begin, end);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int kept = min(max(bytes - 4 * i, 0), 4);
+    const uint32_t mask = kept == 4 ? ~0u : (1u << 8 * kept) - 1;
+    aligned[i] = __funnelshift_r(words[i], words[i + 1], 8 * shift) & mask;
+  }
+  store_shared(to, aligned);
+}
+
+// A thread's share of one operand: of every STEP-th row, 16 bytes of each slot.
+template <int ROWS>
+struct Operand {
+  static constexpr int STEP = THREADS / 8;
+  static_assert(ROWS % STEP == 0, "whole rows for every thread");
+  const int8_t *matrix, *from;
+  int64_t pitch;
+  int k, rows, left;  // rows from this thread's first one on
+
+  DEVICE Operand(const int8_t* matrix, int64_t pitch, int rows, int k, int row0)
+      : matrix(matrix),
+        from(matrix + (row0 + threadIdx.x / 8) * pitch + threadIdx.x % 8 * 16),
+        pitch(pitch),
+        k(k),
+        rows(rows),
+        left(rows - row0 - threadIdx.x / 8) {}
+
+  // The next 128 of K, from `at` on.
+  DEVICE void copy(uint32_t slot, int at) const {
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    const int within = min(max(k - at - chunk * 16, 0), 16);
+    const int8_t* p = from + at;
+#pragma unroll 4  // more addresses at once have no registers
+    for (int i = 0; i < ROWS / STEP; ++i, p += STEP * pitch) {
+      const uint32_t to = slot + swizzled<TILE_K>(row + i * STEP, chunk);
+      const int bytes = i * STEP < left ? within : 0;
+      if constexpr (COPY_BYTES == 1) {
+        copy_unaligned(to, p, bytes, matrix, matrix + (rows - 1) * pitch + k);
+      } else {
+#pragma unroll
+        for (int part = 0; part < 16; part += COPY_BYTES) {
+          copy_async<COPY_BYTES>(to + part, p + part, min(max(bytes - part, 0), COPY_BYTES));
+        }
+      }
+    }
+  }
+};
+
+// One scale of each slot, for as many threads as a slot has scales. Those that do not exist are
+// zeros.
+struct ScaleCopy {
+  const float* from;
+  int left;  // blocks of K from this thread's first one on
+  static_assert(PROMOTIONS * SCALES <= THREADS, "at most a scale a thread");
+
+  DEVICE ScaleCopy(const Arguments& x, const Place& tile) {
+    const int blocks = ceil_div(x.k, BLOCK);
+    const int p = threadIdx.x % PROMOTIONS, s = threadIdx.x / PROMOTIONS;
+    const bool of_a = s < A_SCALES;
+    const int row = of_a ? tile.row / BLOCK + s : tile.column / BLOCK + s - A_SCALES;
+    from = (of_a ? x.a_scale : x.b_scale) + int64_t(row) * blocks + p;
+    left = row < ceil_div(of_a ? x.to.m : x.to.n, BLOCK) ? blocks - p : 0;
+  }
+
+  DEVICE void copy(int slot, int block) const {
+    if (threadIdx.x >= PROMOTIONS * SCALES) return;
+    const int at = threadIdx.x % PROMOTIONS * SCALES + threadIdx.x / PROMOTIONS;
+    copy_async<4>(shared_at(SCALES_AT + (slot * PROMOTIONS * SCALES + at) * 4), from + block,
+                  block < left ? 4 : 0);
+  }
+};
+
+struct Loader {
+  Operand<TILE_M> a;
+  Operand<TILE_N> b;
+  ScaleCopy scales;
+  int k;
+
+  DEVICE Loader(const Arguments& x, const Place& tile)
+      : a(x.a, x.a_pitch, x.to.m, x.k, tile.row),
+        b(x.b, x.b_pitch, x.to.n, x.k, tile.column),
+        scales(x, tile),
+        k(x.k) {}
+
+  DEVICE void copy(int slot, int step) const {
+    if (step * TILE_K < k) {
+      a.copy(shared_at(slot * SLOT_BYTES), step * TILE_K);
+      b.copy(shared_at(slot * SLOT_BYTES + A_BYTES), step * TILE_K);
+      scales.copy(slot, step * PROMOTIONS);
+    }
+    copy_commit();  // nothing, at the end, so that the count of groups goes on
+  }
+};
+
+// --- 3. multiply, 4. promote -------------------------------------------------------------------
+
+struct Multiplier {
+  float acc[CHUNKS][SUMS];
+  uint32_t a_at, b_at;  // of this lane's first fragments' rows, from a slot's beginning
+  int a_scale, b_scale;
+
+  DEVICE Multiplier() {
+    const int lane = threadIdx.x % 32;
+    const Place warp = warp_place();
+    // A's four matrices are rows 0…7 and 8…15 of the first half of 32 of K, then of the second;
+    // B's are the halves of rows 0…7, then of rows 8…15.
+    a_at = swizzled<TILE_K>(warp.row + lane % 16, lane / 16);
+    b_at = A_BYTES + swizzled<TILE_K>(warp.column + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    a_scale = warp.row / BLOCK;
+    b_scale = A_SCALES + warp.column / BLOCK;
+#pragma unroll
+    for (int r = 0; r < CHUNKS; ++r) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) acc[r][i] = 0.0f;
+    }
+  }
+
+  DEVICE void promote(int r, int j, const int (&sums)[4], float factor) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float sum =
+          BIASED ? __fsub_rn(__int_as_float(sums[i]), BASE_FLOAT) : __int2float_rn(sums[i]);
+      acc[r][4 * j + i] = __fmaf_rn(factor, sum, acc[r][4 * j + i]);
+    }
+  }
+
+  // Sixteen rows by WARP_N, one BLOCK of K.
+  DEVICE void chunk(int r, const uint32_t (&b)[DEPTH][WARP_N / 16][4], uint32_t from, int first,
+                    const float (&factor)[FACTORS]) {
+    uint32_t a[DEPTH][4];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      load_matrices(a[d], ((from + a_at) ^ (first + d) << 5) + r * 16 * TILE_K);
+    }
+#pragma unroll
+    for (int j = 0; j < WARP_N / 8; ++j) {
+      constexpr int START = BIASED ? BASE : 0;
+      int sums[4] = {START, START, START, START};
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) {
+        const uint32_t(&pair)[4] = b[d][j / 2];
+        mma(sums, a[d], pair[j % 2 * 2], pair[j % 2 * 2 + 1], sums);
+      }
+      promote(r, j, sums, factor[j * 8 / (WARP_N / FACTORS)]);
+    }
+  }
+
+  // The 128 of K in a slot.
+  DEVICE void slot(int index) {
+    const uint32_t from = shared_at(index * SLOT_BYTES);
+#pragma unroll 1  // or ptxas fetches so far ahead that it spills
+    for (int p = 0; p < PROMOTIONS; ++p) {
+      const float* scale = reinterpret_cast<float*>(shared + SCALES_AT) +
+                           (index * PROMOTIONS + p) * SCALES;
+      uint32_t b[DEPTH][WARP_N / 16][4];
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) {
+#pragma unroll
+        for (int j = 0; j < WARP_N / 16; ++j) {
+          // 32 of K further on is another chunk's place, which the row's number permutes too.
+          load_matrices(b[d][j], ((from + b_at) ^ (p * DEPTH + d) << 5) + j * 16 * TILE_K);
+        }
+      }
+      float factor[FACTORS];
+#pragma unroll
+      for (int r = 0; r < CHUNKS; ++r) {
+        if (16 * r % BLOCK == 0) {
+#pragma unroll
+          for (int i = 0; i < FACTORS; ++i) {
+            factor[i] = __fmul_rn(scale[a_scale + 16 * r / BLOCK], scale[b_scale + i]);
+          }
+        }
+        chunk(r, b, from, p * DEPTH, factor);
+      }
+    }
+  }
+};
+
+DEVICE void multiply(Multiplier& multiplier, const Loader& loader, int steps) {
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) loader.copy(i, i);
+  int slot = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();  // the slot is full for all, and the one before it read by all
+    loader.copy(slot == 0 ? STAGES - 1 : slot - 1, step + STAGES - 1);
+    multiplier.slot(slot);
+    if (++slot == STAGES) slot = 0;
+  }
+  copy_wait<0>();
+  __syncthreads();
+}
+
+// --- 5. finish ---------------------------------------------------------------------------------
+
+DEVICE uint32_t staging() { return shared_at(threadIdx.x / 32 * STAGING); }
+
+// Staged rows of `WIDTH` bytes, ROWS of them, to a matrix of rows of `pitch` elements of BYTES.
+template <int ROWS, int WIDTH, int BYTES, bool ADD>
+DEVICE void send(uint32_t from, void* matrix, int row0, int column0, int rows, int columns) {
+  constexpr int ROW_CHUNKS = WIDTH / 16, ELEMENTS = 16 / BYTES;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < ceil_div(ROWS * ROW_CHUNKS, 32); ++i) {
+    const int index = i * 32 + threadIdx.x % 32;
+    const int row = index / ROW_CHUNKS, chunk = index % ROW_CHUNKS;
+    const int column = column0 + chunk * ELEMENTS;
+    if (index >= ROWS * ROW_CHUNKS || row0 + row >= rows || column >= columns) continue;
+    uint4 x = load_shared(from + swizzled<WIDTH>(row, chunk));
+    uint4* to = reinterpret_cast<uint4*>(static_cast<uint8_t*>(matrix) +
+                                         (int64_t(row0 + row) * columns + column) * BYTES);
+    if (ADD) {
+      const uint4 held = *to;
+      auto add = [](uint32_t& a, uint32_t b) {
+        a = __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(b)));
+      };
+      add(x.x, held.x), add(x.y, held.y), add(x.z, held.z), add(x.w, held.w);
+    }
+    *to = x;
+  }
+  __syncwarp();
+}
+
+DEVICE void stage_floats(const float (&acc)[SUMS], uint32_t to) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 2) {
+    const int byte = column_of(i) * ELEMENT_BYTES;
+    const uint32_t at = to + swizzled<ROW_BYTES>(row_of(i), byte / 16) + byte % 16;
+    if constexpr (OUTPUT == FP32) store_shared(at, acc[i], acc[i + 1]);
+    else store_shared(at, pack(acc[i], acc[i + 1]));
+  }
+}
+
+DEVICE void finish_floats(float (&acc)[SUMS], const Target& to, int row, int column) {
+  constexpr bool ADD = ACCUMULATE && OUTPUT == FP32 && VECTOR_OUT;
+  if (ACCUMULATE && !ADD) add_held(acc, to, row, column);
+  if constexpr (VECTOR_OUT) {
+    stage_floats(acc, staging());
+    send<16, ROW_BYTES, ELEMENT_BYTES, ADD>(staging(), to.c, row, column, to.m, to.n);
+  } else {
+    store_direct(acc, to, row, column);
+  }
+}
+
+DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], uint32_t to) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 2) {
+    const int column = column_of(i);
+    store_shared(to + swizzled<ROW_BYTES>(row_of(i), column / 16) + column % 16, codes[i / 2]);
+  }
+}
+
+// Sixteen rows of codes as columns of what the warp will send transposed.
+DEVICE void stage_turned(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    store_shared(to + swizzled<WARP_M>(column_of(i), r) + row_of(i),
+                 uint8_t(codes[i / 2] >> i % 2 * 8));
+  }
+}
+
+// The codes of one chunk, with the multipliers of the blocks it lies in.
+DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[FACTORS], const Target& to,
+                         int r, uint64_t seed, int row, int column) {
+  uint16_t codes[SUMS / 2];
+  to_codes(acc, by, codes, seed, row, column);
+  if constexpr (Q && VECTOR_OUT) {
+    stage_codes(codes, staging());
+    send<16, ROW_BYTES, 1, false>(staging(), to.q, row, column, to.m, to.n);
+  } else if constexpr (Q) {
+    store_codes_direct(codes, to, row, column);
+  }
+  if constexpr (TURNED && VECTOR_TURNED) stage_turned(codes, r, staging() + OUT_BYTES);
+  else if constexpr (TURNED) store_turned_direct(codes, to, row, column);
+}
+
+DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Place& tile) {
+  const Place warp = warp_place();
+  const int row0 = tile.row + warp.row, column0 = tile.column + warp.column;
+  const int across = warp.column / BLOCK;
+#pragma unroll
+  for (int r = 0; r < CHUNKS; ++r) {
+    uint32_t amax[FACTORS];
+    warp_amax(acc[r], amax, to, row0 + 16 * r, column0);
+#pragma unroll
+    for (int b = 0; b < FACTORS; ++b) {
+      if (threadIdx.x % 32 == 0) {
+        atomicMax(&block_amax((warp.row + 16 * r) / BLOCK, across + b), amax[b]);
+      }
+    }
+  }
+  __syncthreads();
+  const uint64_t seed = STOCHASTIC ? *to.seed : 0;
+  float by[FACTORS];
+#pragma unroll
+  for (int r = 0; r < CHUNKS; ++r) {
+    const int row = row0 + 16 * r;
+    if (16 * r % BLOCK == 0) {
+#pragma unroll
+      for (int b = 0; b < FACTORS; ++b) {
+        float scale;
+        block_scale(block_amax((warp.row + 16 * r) / BLOCK, across + b), scale, by[b]);
+        if (threadIdx.x % 32 == 0 && row % BLOCK == 0 && (column0 + b * BLOCK) % BLOCK == 0) {
+          store_scale(scale, to, row, column0 + b * BLOCK);
+        }
+      }
+    }
+    finish_chunk(acc[r], by, to, r, seed, row, column0);
+  }
+  if constexpr (TURNED && VECTOR_TURNED) {
+    send<WARP_N, WARP_M, 1, false>(staging() + OUT_BYTES, to.turned, column0, row0, to.n, to.m);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    gemm(const __grid_constant__ Arguments x) {
+  if (threadIdx.x < AMAXES) block_amax(0, threadIdx.x) = 0;
+  const Place tile = tile_place(x.to), warp = warp_place();
+  Multiplier multiplier;
+  multiply(multiplier, Loader(x, tile), ceil_div(x.k, TILE_K));
+#pragma unroll
+  for (int r = 0; r < CHUNKS; ++r) add_bias(multiplier.acc[r], x.to, tile.column + warp.column);
+  if constexpr (OUTPUT == INT8) {
+    finish_codes(multiplier.acc, x.to, tile);
+  } else {
+#pragma unroll
+    for (int r = 0; r < CHUNKS; ++r) {
+      finish_floats(multiplier.acc[r], x.to, tile.row + warp.row + 16 * r,
+                    tile.column + warp.column);
+    }
+  }
+}
