@@ -330,7 +330,8 @@ def audit(
     from jetfire.bench import plan
 
     cases = _asked(op or ["all"], m, n, k, None, block, mode, set_, "4096")
-    auditor.run(cases, kernel or (), plan.parse_list(arch or ["80,89,90,100"]))
+    names = plan.parse_list(kernel or [])
+    auditor.run(cases, names, plan.parse_list(arch or ["80,89,90,100"]))
 
 
 def _parse_error(error: Any) -> str:

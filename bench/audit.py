@@ -42,6 +42,12 @@ def capability_of(text: str) -> tuple[int, int]:
 def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Sequence[str]) -> None:
     """A table a problem: one row for every function that a kernel's default config launches."""
     devices = [target_device(capability_of(text)) for text in architectures]
+    known = {name for case in cases for name in ops.kernels(case.op.name)}
+    for name in kernel_names:
+        if name not in known:
+            raise UsageError(
+                f"no kernel {name!r} in these ops: expected {', '.join(sorted(known))}"
+            )
     console = Console(width=None if sys.stdout.isatty() else 160)
     found = False
     for case in cases:
