@@ -35,8 +35,8 @@ OPTIONS = (
     {"out": "int8", "layout": "qt", "bias": True},
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
 )
-KERNELS = ("gluon", "triton", "int_mm", "wgmma")
-EXACT_KERNELS = ("gluon", "triton", "wgmma")
+KERNELS = ("gluon", "triton", "int_mm", "wgmma", "mma")
+EXACT_KERNELS = ("gluon", "triton", "wgmma", "mma")
 
 
 def exact_config(kernel, problem, device):
