@@ -3,8 +3,8 @@
 `results` is all of it. The parts go into one file with `--append`:
 
 - ``targets``: every op at 8192×4096 and 8192×16384 in each rounding and layout, against
-  torch.compile, with power; the GEMM at 8192³ with each output.
-- ``gemm``: the GEMM over GPT-2's linear layers, forward and backward, and squares.
+  torch.compile, with power; the GEMM at 8192³ with each output, ragged, and as a wgrad.
+- ``gemm``: the GEMM over the linear layers of GPT-2 and Llama, forward and backward, and squares.
 - ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
 
 `promotion`, which only a Hopper GPU can measure, is apart: the GEMM at 8192³ with each schedule of
@@ -32,6 +32,7 @@ NAMES = ("results", *PARTS, "promotion")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
 GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
+GEMM_KERNELS = ("wgmma", "gluon")
 # As a linear layer has them: activations, activations with outliers and gradients, times weights.
 # Of two such operands the few places where outliers or large rows meet would decide everything.
 PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
@@ -43,7 +44,7 @@ class Entry:
     """Requests that are measured alike.
 
     Attributes:
-        peers: the peers to time; None is all.
+        peers, kernels: those to time; None is all.
         rounds, power_ms, schedules: as in `jetfire.bench.runner.Options`.
         data: the inputs' distribution; None is the user's.
     """
@@ -54,6 +55,7 @@ class Entry:
     power_ms: float = 0.0
     schedules: bool = False
     data: str | None = None
+    kernels: Sequence[str] | None = None
 
 
 def _elementwise() -> list[str]:
@@ -89,11 +91,17 @@ def _targets() -> list[Entry]:
                         found.append(Entry(first, COMPILED, 20, 200.0))
                     found.append(Entry(alone, ("copy",), 20))
     square = {"m": [8192]}
-    found.append(Entry(Request(["gemm"], sizes=square), None, 20, 200.0))
+    found.append(Entry(Request(["gemm"], sizes=square), None, 10, 200.0))
     roundings = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
-    found.append(Entry(Request(["gemm"], sizes=square, settings=roundings), ("cublas_bf16",)))
+    found.append(Entry(Request(["gemm"], sizes=square, settings=roundings), ("cublas_bf16",), 6))
     other = {"out": ["fp16", "fp32"]}
-    found.append(Entry(Request(["gemm"], sizes=square, settings=other), ("cublas_bf16",)))
+    found.append(Entry(Request(["gemm"], sizes=square, settings=other), ("cublas_bf16",), 6))
+    ragged = {"m": [8191], "n": [8193], "k": [8200]}
+    found.append(Entry(Request(["gemm"], sizes=ragged), ("cublas_bf16",), 6, kernels=GEMM_KERNELS))
+    gradient = {"m": [4096], "n": [4096], "k": [8192]}
+    for settings in ({"out": ["bf16"]}, {"out": ["fp32"], "accumulate": ["true"]}):
+        request = Request(["gemm"], sizes=gradient, settings=settings)
+        found.append(Entry(request, ("cublas_bf16",), kernels=GEMM_KERNELS))
     return found
 
 
@@ -102,9 +110,12 @@ def _firsts(settings: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _gemm() -> list[Entry]:
-    squares = Request(["gemm"], sizes={"m": workloads.SQUARES})
-    models = [Request(["gemm"], ["fwd", "bwd"], workload=name) for name in GPT2]
-    return [Entry(squares, None), *(Entry(request, GEMM_PEERS) for request in models)]
+    squares = Request(["gemm"], sizes={"m": [512, *workloads.SQUARES]})
+    models = [Request(["gemm"], ["fwd", "bwd"], workload=name) for name in (*GPT2, "llama-7b")]
+    return [
+        Entry(squares, None),
+        *(Entry(request, GEMM_PEERS, 6, kernels=GEMM_KERNELS) for request in models),
+    ]
 
 
 def _small() -> list[Entry]:
@@ -118,7 +129,7 @@ def _small() -> list[Entry]:
 def _promotion() -> list[Entry]:
     square = Request(["gemm"], sizes={"m": [8192]})
     return [
-        Entry(square, PROMOTION_PEERS, 20, schedules=True, data=data) for data in PROMOTION_DATA
+        Entry(square, PROMOTION_PEERS, 10, schedules=True, data=data) for data in PROMOTION_DATA
     ]
 
 
@@ -148,7 +159,7 @@ def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
     for entry in entries(name):
         chosen = replace(
             options, peers=entry.peers, rounds=entry.rounds, power_ms=entry.power_ms, recheck=False,
-            schedules=entry.schedules, data=entry.data or options.data,
+            schedules=entry.schedules, data=entry.data or options.data, kernels=entry.kernels,
         )  # fmt: skip
         for case in plan.cases(entry.request, _unsaid):
             found.setdefault((case, chosen.data), (case, chosen))

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-VERSION = 3
+VERSION = 4
 WARM_MS = 60.0  # an idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz
 LEAST_ROUNDS = 3
 # The device idles this long ahead of a sample, so that the host has launched the whole of it before

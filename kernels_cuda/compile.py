@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -82,11 +83,28 @@ def _compile(source: Path, config: str, architecture: str) -> bytes:
         nvrtc.destroyProgram(program)
 
 
+def _cached(file: Path) -> bytes | None:
+    """A file of the cache; None where it is not there, or not whole."""
+    try:
+        cubin = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    # An ELF file's program headers, which come last in a cubin: where, how large, how many.
+    if len(cubin) < 64 or not cubin.startswith(b"\x7fELF"):
+        return None
+    (start,), (size, count) = (
+        struct.unpack_from("<Q", cubin, 32),
+        struct.unpack_from("<2H", cubin, 54),
+    )
+    return cubin if len(cubin) >= start + size * count else None
+
+
 def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
     """The machine code of a source with a `config.cuh`, from the disk cache where it is there.
 
     The key is all that the code depends on: sources, constants, options, architecture and
-    compiler. Processes that want the same code wait for the first one's.
+    compiler. Processes that want the same code wait for the first one's. A file that is not whole
+    is written anew.
 
     Args:
         architecture: as NVRTC names it: ``sm_90a``.
@@ -101,17 +119,17 @@ def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
         texts += [name, text]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     file = cache_folder() / f"{source.stem}-{key[:32]}.cubin"
-    if file.exists():
-        return file.read_bytes()
     try:
+        if (cubin := _cached(file)) is not None:
+            return cubin
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
-            if file.exists():
-                return file.read_bytes()
+            if (cubin := _cached(file)) is not None:
+                return cubin
             cubin = _compile(source, config, architecture)
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
                 part.write(cubin)
             os.replace(part.name, file)
             return cubin
     except OSError as error:
-        raise UsageError(f"cannot write {file.parent}: {error.strerror}") from None
+        raise UsageError(f"cannot use {file.parent}: {error.strerror}") from None

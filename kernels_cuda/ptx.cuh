@@ -121,8 +121,23 @@ DEVICE void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// Wait until every store has reached memory.
+DEVICE void tma_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // What ordinary stores wrote to shared memory, the copy engine and the tensor cores may read.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- counters in memory --------------------------------------------------------------------------
+
+DEVICE int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+DEVICE void store_release(int* to, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
 
 // --- warp groups -------------------------------------------------------------------------------
 

@@ -53,3 +53,10 @@ DEVICE uint4 load_shared(uint32_t from) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
   return x;
 }
+
+// blockIdx.x, read anew at each call.
+DEVICE int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}

@@ -13,12 +13,28 @@ DEVICE void block_scale(uint32_t amax, float& scale, float& multiplier) {
   multiplier = usable ? __fdiv_rn(127.0f, size) : 0.0f;
 }
 
-DEVICE int code_nearest(float x, float multiplier) { return __float2int_rn(__fmul_rn(x, multiplier)); }
+// Codes come as the low byte of a float: adding 1.5·2^23 leaves an integer in a float's low bits,
+// rounded as the addition rounds. One instruction where a conversion is a slower one and a byte's
+// extraction another.
+constexpr float INTEGER = 12582912.0f;
 
-// `bits`: sixteen random ones. A product just below -127 may floor to -128.
-DEVICE int code_stochastic(float x, float multiplier, uint32_t bits) {
-  const float p = __fadd_rn(__fmul_rn(x, multiplier), __uint2float_rn(bits) * 0x1p-16f);
-  return max(__float2int_rd(p), -127);
+DEVICE uint32_t code_nearest(float x, float multiplier) {
+  return __float_as_uint(__fadd_rn(__fmul_rn(x, multiplier), INTEGER));
+}
+
+// `word`: sixteen random bits in its low or high half. A product just below -127 may floor to -128.
+DEVICE uint32_t code_stochastic(float x, float multiplier, uint32_t word, bool high) {
+  // The bits under the exponent of 2^23 are 2^23 + bits: (that)/2^16 - 128 is exact.
+  const uint32_t bits = __byte_perm(word, 0x4B000000, high ? 0x7432 : 0x7410);
+  const float u = __fmaf_rn(__uint_as_float(bits), 0x1p-16f, -128.0f);
+  const float p = __fadd_rd(__fadd_rn(__fmul_rn(x, multiplier), u), INTEGER);
+  return max(__float_as_int(p), __float_as_int(INTEGER) - 127);
+}
+
+DEVICE float max_nan(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
 }
 
 struct Words {

@@ -31,6 +31,7 @@ _SHARED = {
     "profiles",
     "run",
     "workloads",
+    "workspace",
 }
 # In the order of preference where several are legal.
 _BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")

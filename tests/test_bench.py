@@ -269,7 +269,7 @@ def test_suites_hold_what_they_promise():
             assert modes == set(ops.get(op).modes), op
     gemms = [c.problem for c in whole if c.op.name == "gemm"]
     assert {p.block for p in gemms} == {32, 64, 128}
-    assert {p.m for p in gemms if p.m == p.n == p.k} == {1024, 2048, 4096, 8192, 16384}
+    assert {p.m for p in gemms if p.m == p.n == p.k} == {512, 1024, 2048, 4096, 8192, 16384}
     assert any(p.accumulate for p in gemms)
 
 

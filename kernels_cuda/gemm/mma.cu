@@ -85,10 +85,10 @@ struct Place {
   int row, column;
 };
 
-// 1. Where this block's tile begins.
+// 1. Where this block's tile begins. Asked again at the end: no register keeps it meanwhile.
 DEVICE Place tile_place(const Target& to) {
   const int down = ceil_div(to.m, TILE_M), across = ceil_div(to.n, TILE_N);
-  const int index = blockIdx.x;
+  const int index = block_index();
   const int first = index / (RASTER * across) * RASTER;
   const int rows = min(down - first, RASTER);
   const int within = index % (RASTER * across);
@@ -220,7 +220,7 @@ struct Loader {
 struct Multiplier {
   float acc[CHUNKS][SUMS];
   uint32_t a_at, b_at;  // of this lane's first fragments' rows, from a slot's beginning
-  int a_scale, b_scale;
+  const float *a_scale, *b_scale;  // of the first slot
 
   DEVICE Multiplier() {
     const int lane = threadIdx.x % 32;
@@ -229,8 +229,9 @@ struct Multiplier {
     // B's are the halves of rows 0…7, then of rows 8…15.
     a_at = swizzled<TILE_K>(warp.row + lane % 16, lane / 16);
     b_at = A_BYTES + swizzled<TILE_K>(warp.column + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    a_scale = warp.row / BLOCK;
-    b_scale = A_SCALES + warp.column / BLOCK;
+    const float* scales = reinterpret_cast<float*>(shared + SCALES_AT);
+    a_scale = scales + warp.row / BLOCK;
+    b_scale = scales + A_SCALES + warp.column / BLOCK;
 #pragma unroll
     for (int r = 0; r < CHUNKS; ++r) {
 #pragma unroll
@@ -273,8 +274,7 @@ struct Multiplier {
     const uint32_t from = shared_at(index * SLOT_BYTES);
 #pragma unroll 1  // or ptxas fetches so far ahead that it spills
     for (int p = 0; p < PROMOTIONS; ++p) {
-      const float* scale = reinterpret_cast<float*>(shared + SCALES_AT) +
-                           (index * PROMOTIONS + p) * SCALES;
+      const int at = (index * PROMOTIONS + p) * SCALES;
       uint32_t b[DEPTH][WARP_N / 16][4];
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
@@ -290,7 +290,7 @@ struct Multiplier {
         if (16 * r % BLOCK == 0) {
 #pragma unroll
           for (int i = 0; i < FACTORS; ++i) {
-            factor[i] = __fmul_rn(scale[a_scale + 16 * r / BLOCK], scale[b_scale + i]);
+            factor[i] = __fmul_rn(a_scale[at + 16 * r / BLOCK], b_scale[at + i]);
           }
         }
         chunk(r, b, from, p * DEPTH, factor);
@@ -438,10 +438,10 @@ DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Pla
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gemm(const __grid_constant__ Arguments x) {
-  if (threadIdx.x < AMAXES) block_amax(0, threadIdx.x) = 0;
-  const Place tile = tile_place(x.to), warp = warp_place();
+  if (int(threadIdx.x) < AMAXES) block_amax(0, threadIdx.x) = 0;
   Multiplier multiplier;
-  multiply(multiplier, Loader(x, tile), ceil_div(x.k, TILE_K));
+  multiply(multiplier, Loader(x, tile_place(x.to)), ceil_div(x.k, TILE_K));
+  const Place tile = tile_place(x.to), warp = warp_place();
 #pragma unroll
   for (int r = 0; r < CHUNKS; ++r) add_bias(multiplier.acc[r], x.to, tile.column + warp.column);
   if constexpr (OUTPUT == INT8) {

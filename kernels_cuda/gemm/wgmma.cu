@@ -77,6 +77,7 @@ struct Arguments {
   const float *a_scale, *b_scale;
   Target to;
   int k;
+  int* counters;  // zeros, for STREAM
 };
 
 // The place in the ring, and how often it has gone round.
@@ -92,23 +93,48 @@ struct Tile {
   int row, column;
 };
 
-// The tiles of a block in turn: RASTER rows of (cluster) tiles are walked column by column, so that
-// L2 holds what neighbours share.
-struct Tiles {
-  int down, across, index;
-  DEVICE Tiles(const Target& to)
-      : down(ceil_div(to.m, TILE_M * CLUSTER_M)),
+// A tile, and which of its steps of TILE_K along K.
+struct Part {
+  Tile tile;
+  int index, first, steps;
+};
+
+// What a block (or its cluster) computes, in turn. RASTER rows of (cluster) tiles are walked column
+// by column, so that L2 holds what neighbours share. With STREAM all steps of all tiles are dealt
+// out evenly, in that order: a tile's last steps are then the first of some block, its first steps
+// the last of another.
+struct Parts {
+  const Target& to;
+  int down, across, steps, tile, first = 0;
+  int64_t left;  // steps
+  DEVICE Parts(const Target& to, int k)
+      : to(to),
+        down(ceil_div(to.m, TILE_M * CLUSTER_M)),
         across(ceil_div(to.n, TILE_N * CLUSTER_N)),
-        index(blockIdx.x / CLUSTER) {}
-  DEVICE bool more() const { return index < down * across; }
-  DEVICE void next() { index += gridDim.x / CLUSTER; }
-  DEVICE Tile tile(uint32_t rank) const {
-    const int first = index / (RASTER * across) * RASTER;
-    const int rows = min(down - first, RASTER);
-    const int within = index % (RASTER * across);
-    const int row = (first + within % rows) * CLUSTER_M + int(rank) % CLUSTER_M;
+        steps(ceil_div(k, TILE_K)),
+        tile(blockIdx.x / CLUSTER) {
+    if (STREAM) {
+      const int workers = gridDim.x / CLUSTER;
+      const int64_t all = int64_t(down) * across * steps, begin = all * tile / workers;
+      left = all * (tile + 1) / workers - begin;
+      tile = begin / steps;
+      first = begin % steps;
+    }
+  }
+  DEVICE bool more() const { return STREAM ? left > 0 : tile < down * across; }
+  DEVICE int count() const { return STREAM ? int(min(left, int64_t(steps - first))) : steps; }
+  DEVICE void next() {
+    left -= count();
+    first = 0;
+    tile += STREAM ? 1 : gridDim.x / CLUSTER;
+  }
+  DEVICE Part part(uint32_t rank) const {
+    const int above = tile / (RASTER * across) * RASTER;
+    const int rows = min(down - above, RASTER);
+    const int within = tile % (RASTER * across);
+    const int row = (above + within % rows) * CLUSTER_M + int(rank) % CLUSTER_M;
     const int column = within / rows * CLUSTER_N + int(rank) / CLUSTER_M;
-    return {row * TILE_M, column * TILE_N};
+    return {{row * TILE_M, column * TILE_N}, tile * CLUSTER + int(rank), first, count()};
   }
 };
 
@@ -135,10 +161,12 @@ DEVICE void load(const Arguments& x) {
   for (int i = 0; i < CLUSTER_N; ++i) a_mask |= 1 << (rank_m + CLUSTER_M * i);
   for (int i = 0; i < CLUSTER_M; ++i) b_mask |= 1 << (i + CLUSTER_M * rank_n);
   Slot slot;
-  for (Tiles tiles(x.to); tiles.more(); tiles.next()) {
-    const Tile tile = tiles.tile(rank);
-    const int a_row = tile.row + rank_n * A_SHARE, b_row = tile.column + rank_m * B_SHARE;
-    for (int k = 0; k < x.k; k += TILE_K, slot.next()) {
+  for (Parts parts(x.to, x.k); parts.more(); parts.next()) {
+    const Part part = parts.part(rank);
+    const int a_row = part.tile.row + rank_n * A_SHARE;
+    const int b_row = part.tile.column + rank_m * B_SHARE;
+    for (int step = part.first; step < part.first + part.steps; ++step, slot.next()) {
+      const int k = step * TILE_K;
       barrier_wait(empty(slot), slot.parity ^ 1);
       barrier_expect(full(slot), A_BYTES + B_BYTES);
       const uint32_t a = shared_at(A_AT) + slot.index * A_BYTES + rank_n * A_SHARE * TILE_K;
@@ -244,22 +272,23 @@ DEVICE void scale(const Arguments& x, int warp) {
   const int blocks = ceil_div(x.k, BLOCK), lane = threadIdx.x % 32;
   Slot slot;
   int whose = 0, parity = 0;
-  for (Tiles tiles(x.to); tiles.more(); tiles.next(), parity ^= 1) {
-    const Tile tile = tiles.tile(rank);
+  for (Parts parts(x.to, x.k); parts.more(); parts.next(), parity ^= 1) {
+    const Part part = parts.part(rank);
     uint32_t* largest =
         reinterpret_cast<uint32_t*>(shared + LARGEST_AT) + parity * (FACTOR_ROWS + FACTORS);
-    if (TELESCOPED) find_largest(largest, x, tile, warp);
+    if (TELESCOPED) find_largest(largest, x, part.tile, warp);
     Pair pairs[TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) pairs[i].start(x, tile, i * 32 + lane, largest);
-    for (int step = 0, block = 0; block < blocks; ++step, block += PROMOTIONS, slot.next()) {
-      const bool mine = whose == warp, last = block + PROMOTIONS >= blocks;
+    for (int i = 0; i < TURNS; ++i) pairs[i].start(x, part.tile, i * 32 + lane, largest);
+    for (int step = 0; step < part.steps; ++step, slot.next()) {
+      const bool mine = whose == warp, last = step == part.steps - 1;
+      const int block = (part.first + step) * PROMOTIONS;
       whose = whose == SCALE_WARPS - 1 ? 0 : whose + 1;
       if (!mine) continue;
       float f[TURNS][PROMOTIONS + TELESCOPED];
 #pragma unroll
       for (int i = 0; i < TURNS; ++i) {
-        pairs[i].factors(f[i], block, blocks, step % WINDOW == WINDOW - 1);
+        pairs[i].factors(f[i], block, blocks, last || step % WINDOW == WINDOW - 1);
       }
       barrier_wait(empty(slot), slot.parity ^ 1);
 #pragma unroll
@@ -377,9 +406,15 @@ struct Multiplier {
     for (int i = 0; i < FACTORS; ++i) correction[row][i] = 0.0f;
   }
 
+  // The same for the last time, and out of the factors' power of two.
   DEVICE void sink_to_scale(int row) {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) acc[row][i] *= sink[row][i / 4 * 8 / SCALE_COLUMNS];
+    for (int i = 0; i < FACTORS; ++i) correction[row][i] *= sink[row][i];
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+      const int at = i / 4 * 8 / SCALE_COLUMNS;
+      acc[row][i] = __fmaf_rn(acc[row][i], sink[row][at], correction[row][at]);
+    }
   }
 
   // 3. One slot.
@@ -428,8 +463,8 @@ struct Multiplier {
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
         reset(row);
-        if (step % CORRECTED == 0 || step == steps) correct(row);
         if (step == steps) sink_to_scale(row);
+        else if (step % CORRECTED == 0) correct(row);
       }
     }
   }
@@ -508,6 +543,34 @@ DEVICE void stage_turned(const uint16_t (&codes)[SUMS / 2], uint32_t buffer) {
   }
 }
 
+// With STREAM the parts of a tile are added to memory one after another, the last along K first,
+// so that the sum is the same each time. A counter for each tile and group says how many steps from
+// the end are there; the part that begins a tile leaves it at zero for the next launch.
+struct Turnstile {
+  int* counter;
+  int due, reached;  // steps from the end: that must be there, and that are there afterwards
+  bool leader;
+  DEVICE Turnstile(const Arguments& x, const Part& part, int group)
+      : counter(x.counters + part.index * GROUPS + group),
+        due(ceil_div(x.k, TILE_K) - part.first - part.steps),
+        reached(part.first > 0 ? due + part.steps : 0),
+        leader(threadIdx.x % 128 == 0) {}
+  DEVICE void enter() const {
+    if (!STREAM || due == 0) return;
+    while (leader && load_acquire(counter) != due) {}
+    named_barrier(GROUP_BARRIERS + threadIdx.x / 128, 128);
+  }
+  DEVICE void leave() const {
+    if (!STREAM || due + reached == 0) return;
+    __threadfence();
+    named_barrier(GROUP_BARRIERS + threadIdx.x / 128, 128);
+    if (leader) {
+      tma_wait_all();
+      store_release(counter, reached);
+    }
+  }
+};
+
 // 4. Floats of 64 rows on their way to memory.
 DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& staging, int row,
                           int column) {
@@ -569,13 +632,12 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = tile.row + 64 * (group * ROWS + r);
-    float multiplier[AMAX_BLOCKS];
+    float scale[AMAX_BLOCKS], multiplier[AMAX_BLOCKS];
+    block_scales(amax[r], scale, multiplier);
 #pragma unroll
     for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      float scale;
-      block_scale(amax[r][b], scale, multiplier[b]);
       if (threadIdx.x % 32 == 0 && (row + lane_row()) % BLOCK == 0) {
-        store_scale(scale, x.to, row + lane_row(), tile.column + b * BLOCK);
+        store_scale(scale[b], x.to, row + lane_row(), tile.column + b * BLOCK);
       }
     }
     uint16_t codes[SUMS / 2];
@@ -603,19 +665,24 @@ DEVICE void consume(const Arguments& x, int group) {
   Multiplier multiplier(group, rank);
   Staging staging(group);
   int turn = 0;
-  for (Tiles tiles(x.to); tiles.more(); tiles.next(), turn ^= 1) {
-    multiplier.tile(ceil_div(x.k, TILE_K));
-    const Tile tile = tiles.tile(rank);
+  for (Parts parts(x.to, x.k); parts.more(); parts.next(), turn ^= 1) {
+    const Part part = parts.part(rank);
+    multiplier.tile(part.steps);
+    if (part.first == 0) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) add_bias(multiplier.acc[r], x.to, tile.column);
+      for (int r = 0; r < ROWS; ++r) add_bias(multiplier.acc[r], x.to, part.tile.column);
+    }
     if constexpr (OUTPUT == INT8) {
-      finish_codes(multiplier.acc, x, staging, group, turn, tile);
+      finish_codes(multiplier.acc, x, staging, group, turn, part.tile);
     } else {
+      const Turnstile turnstile(x, part, group);
+      turnstile.enter();
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int row = tile.row + 64 * (group * ROWS + r);
-        finish_floats(multiplier.acc[r], x, staging, row, tile.column);
+        const int row = part.tile.row + 64 * (group * ROWS + r);
+        finish_floats(multiplier.acc[r], x, staging, row, part.tile.column);
       }
+      turnstile.leave();
     }
   }
   multiplier.turns.end(group);

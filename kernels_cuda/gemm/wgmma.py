@@ -18,6 +18,7 @@ from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
 from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
+from jetfire.ops.workspace import counters
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
 TILE_K = 128
+# With `stream`, at most this many blocks share a tile: they add to it one after another, at about
+# 2 µs each.
+PARTS_A_TILE = 4
 OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: what 65536 of them
 # give to all warps at launch, rounded down to eights, shared out anew.
@@ -44,6 +48,8 @@ class WgmmaConfig(Config):
         buffers: of 8 KiB a group, on their way out.
         cluster_m, cluster_n: blocks that fetch B, or A, together.
         raster: rows of (cluster) tiles that are walked column by column.
+        in_flight: groups that may multiply at once; 0 for all.
+        stream: deal K out evenly, to blocks that add to C one after another.
         schedule: of the promotion; ``exact`` rounds as the reference does.
     """
 
@@ -53,14 +59,19 @@ class WgmmaConfig(Config):
     stages: int = 4
     buffers: int = 1
     cluster_m: int = 1
-    cluster_n: int = 2
+    cluster_n: int = 1
     raster: int = 8
     in_flight: int = 0
+    stream: bool = False
     schedule: Literal["exact", "telescoped"] = "exact"
 
     @property
     def tile_m(self) -> int:
         return 64 * self.rows * self.groups
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_m * self.cluster_n
 
     @property
     def telescoped(self) -> bool:
@@ -160,6 +171,7 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: Path16) -> st
         "CLUSTER_N": config.cluster_n,
         "RASTER": config.raster,
         "IN_FLIGHT": config.in_flight,
+        "STREAM": config.stream,
         "TELESCOPED": config.telescoped,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
@@ -187,16 +199,17 @@ def _function(
 SPACE: dict[str, Sequence[Any]] = {
     "groups": (1, 2, 3, 4),
     "rows": (1, 2),
-    "tile_n": (32, 64, 96, 128, 160, 192, 256),
+    "tile_n": (32, 64, 96, 128, 192),
     "stages": (2, 3, 4, 5, 6, 7, 8),
     "buffers": (1, 2),
     "cluster_m": (1, 2),
     "cluster_n": (1, 2),
     "raster": (1, 2, 4, 8, 16, 32),
     "in_flight": (0, 1, 2),
+    "stream": (False, True),
     "schedule": ("exact", "telescoped"),
 }
-# Beside the sums, what a thread that multiplies needs, so that nothing spills.
+# Beside the sums, what a thread that multiplies needs for each 64 rows, so that nothing spills.
 OTHER_REGISTERS = 24
 
 
@@ -215,7 +228,7 @@ class WgmmaGemm(Kernel):
                 return f"{name}={getattr(config, name)}: expected one of {values}"
         if reason := _misfit(problem, config):
             return reason
-        limit = REGISTERS[config.groups][0] - OTHER_REGISTERS
+        limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
         if accumulators(config) > limit:
             return (
                 f"{accumulators(config)} sums a thread: {config.groups} groups have registers for "
@@ -223,12 +236,16 @@ class WgmmaGemm(Kernel):
             )
         if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
+        if config.stream and not (problem.accumulate and problem.out == "fp32"):
+            return "stream=True: expected accumulate=true out=fp32"
+        if 0 < config.groups <= config.in_flight:
+            return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
         if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**30:
             return "more than 2^30 tiles"
         return None
 
     def default(self, problem: GemmProblem, device: Device) -> WgmmaConfig:
-        return WgmmaConfig(schedule="exact" if problem.block == 128 else "telescoped")
+        return _default(problem, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
@@ -236,7 +253,9 @@ class WgmmaGemm(Kernel):
     def noise(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors
     ) -> torch.Tensor | None:
-        return telescoped_noise(inputs, problem.block) if config.telescoped else None
+        if not config.telescoped:
+            return None
+        return telescoped_noise(inputs, problem.block, PARTS_A_TILE + 1 if config.stream else 0)
 
     def cubins(
         self, problem: GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
@@ -254,6 +273,7 @@ class WgmmaGemm(Kernel):
             address(inputs["a_scale"]), address(inputs["b_scale"]), address(inputs.get("bias")),
             address(inputs.get("seed")), address(out), address(outputs.get("scale")),
             address(turned), address(outputs.get("scale_t")),
+            address(_counters(problem, config, a.device)),
         )  # fmt: skip
         function(blocks, threads, arguments)
 
@@ -282,11 +302,26 @@ def _pad(device: int) -> driver.Function:
     return driver.Function(code, "pad", device, 0)
 
 
+def cluster_tiles(problem: GemmProblem, config: WgmmaConfig) -> int:
+    return ceil_div(problem.m, config.tile_m * config.cluster_m) * ceil_div(
+        problem.n, config.tile_n * config.cluster_n
+    )
+
+
+def _counters(
+    problem: GemmProblem, config: WgmmaConfig, device: torch.device
+) -> torch.Tensor | None:
+    """Where the blocks that share a tile wait for each other: one a tile and group."""
+    if not config.stream:
+        return None
+    return counters(device, cluster_tiles(problem, config) * config.cluster * config.groups)
+
+
 @lru_cache(maxsize=16384)
 def _prepare(
     problem: GemmProblem, config: WgmmaConfig, device: int, a: int, a_pitch: int, b: int,
     b_pitch: int, a_scale: int, b_scale: int, bias: int, seed: int, out: int, scale: int,
-    turned: int, turned_scale: int,
+    turned: int, turned_scale: int, counters: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:  # fmt: skip
     """Kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
     path = Path16.of(problem, out, turned)
@@ -300,16 +335,75 @@ def _prepare(
         *_output_maps(problem, config, path, out, turned),
     )  # fmt: skip
     content = struct.pack(
-        "<128s128s128s128s9Q3i", *maps, a_scale, b_scale, 0 if int8 else out, bias,
+        "<128s128s128s128s9Q3i4xQ", *maps, a_scale, b_scale, 0 if int8 else out, bias,
         out if int8 else 0, scale, turned, turned_scale, seed, problem.m, problem.n, problem.k,
+        counters,
     )  # fmt: skip
-    cluster = config.cluster_m * config.cluster_n
-    tiles = ceil_div(problem.m, tile_m * config.cluster_m) * ceil_div(
-        problem.n, tile_n * config.cluster_n
-    )
-    blocks = min(tiles, driver.processors(device) // cluster) * cluster
+    workers = cluster_tiles(problem, config) * (PARTS_A_TILE if config.stream else 1)
+    blocks = min(workers, driver.processors(device) // config.cluster) * config.cluster
     function = _function(problem, config, path, device)
     return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 640),)
+
+
+# Microseconds of a step of 128 of K on an H200, by groups and tile_n, for blocks of 32 and 128;
+# measured on one wave of telescoped tiles, 8192 along K.
+STEP_US = {
+    (1, 64): (0.33, 0.17),
+    (1, 128): (0.52, 0.30),
+    (2, 64): (0.47, 0.28),
+    (2, 96): (0.61, 0.36),
+    (2, 128): (0.81, 0.50),
+    (2, 192): (1.14, 0.66),
+    (3, 64): (0.61, 0.36),
+    (3, 96): (0.82, 0.52),
+    (3, 128): (1.05, 0.59),
+    (4, 64): (0.75, 0.45),
+}
+TILE_US, ADD_US = 1.2, 2.0  # of a tile's beginning and end; of one more block that adds to a tile
+
+
+@lru_cache(maxsize=4096)
+def _default(problem: GemmProblem, device: Device) -> WgmmaConfig:
+    """The candidate that should be fastest; every call of a model asks."""
+    kernel = WgmmaGemm()
+    legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
+    if not legal:
+        return WgmmaConfig()
+    return min(legal, key=lambda config: _estimate(problem, config, device))
+
+
+def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
+    """Configs of every tile worth trying, with what suits each."""
+    found = []
+    streams = (False, True) if problem.accumulate and problem.out == "fp32" else (False,)
+    large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
+    for groups, tile_n in STEP_US:
+        tile_m = 64 * groups
+        stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
+        turns = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
+        share = 2 if large and (groups, tile_n) == (3, 128) else 1
+        for stream in streams:
+            config = WgmmaConfig(
+                groups=groups, tile_n=tile_n, stages=stages,
+                buffers=1 if stages * (tile_m + tile_n) * TILE_K > 170_000 else 2,
+                cluster_n=share, raster=8 * share, in_flight=turns, stream=stream,
+                schedule="telescoped",
+            )  # fmt: skip
+            found.append(config)
+    return found
+
+
+def _estimate(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
+    """Microseconds that a launch should take: waves of tiles, or an even share of all steps."""
+    slow, fast = STEP_US[config.groups, config.tile_n]
+    step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
+    steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)
+    workers = device.sms // config.cluster
+    if not config.stream:
+        return ceil_div(tiles, workers) * (steps * step_us + TILE_US)
+    workers = min(workers, PARTS_A_TILE * tiles)
+    share = tiles * steps / workers
+    return share * step_us + (share / steps + 1) * TILE_US + ADD_US * max(1, workers / tiles)
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:

@@ -33,9 +33,9 @@ from jetfire.kernels_triton.tiles import (
     tile_origin,
     tile_reason,
 )
-from jetfire.kernels_triton.workspace import counters
 from jetfire.ops.device import Device
 from jetfire.ops.op import Tensors, ceil_div
+from jetfire.ops.workspace import counters
 
 
 @triton.jit

@@ -24,7 +24,7 @@ _left: dict[int, int] = {}
 
 
 def _captured(device: torch.device, index: int, count: int) -> torch.Tensor:
-    """Counters of one captured launch, its alone; aligned, as Triton compiles for either case."""
+    """Counters of one captured launch, its alone; aligned: Triton compiles for either case."""
     aligned = -(-count // 4) * 4
     left = _left.get(index, 0)
     if left < aligned:
