@@ -59,7 +59,7 @@ constexpr int SHARED_BYTES = AMAX_AT + AMAXES * 4;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
 
 struct Arguments {
-  const int8_t *a, *b;
+  const int8_t *a, *b, *a_end, *b_end;
   const float *a_scale, *b_scale;
   int64_t a_pitch, b_pitch;
   Target to;
@@ -131,21 +131,24 @@ DEVICE void copy_unaligned(uint32_t to, const int8_t* from, int bytes, const int
   store_shared(to, aligned);
 }
 
+// More addresses, or words to shift, have no registers.
+constexpr int COPIES_AT_ONCE = COPY_BYTES == 1 ? 1 : 4;
+
 // A thread's share of one operand: of every STEP-th row, 16 bytes of each slot.
 template <int ROWS>
 struct Operand {
   static constexpr int STEP = THREADS / 8;
   static_assert(ROWS % STEP == 0, "whole rows for every thread");
-  const int8_t *matrix, *from;
+  const int8_t *matrix, *end, *from;
   int64_t pitch;
-  int k, rows, left;  // rows from this thread's first one on
+  int k, left;  // rows from this thread's first one on
 
-  DEVICE Operand(const int8_t* matrix, int64_t pitch, int rows, int k, int row0)
+  DEVICE Operand(const int8_t* matrix, const int8_t* end, int64_t pitch, int rows, int k, int row0)
       : matrix(matrix),
+        end(end),
         from(matrix + (row0 + threadIdx.x / 8) * pitch + threadIdx.x % 8 * 16),
         pitch(pitch),
         k(k),
-        rows(rows),
         left(rows - row0 - threadIdx.x / 8) {}
 
   // The next 128 of K, from `at` on.
@@ -153,12 +156,12 @@ struct Operand {
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     const int within = min(max(k - at - chunk * 16, 0), 16);
     const int8_t* p = from + at;
-#pragma unroll 4  // more addresses at once have no registers
+#pragma unroll COPIES_AT_ONCE
     for (int i = 0; i < ROWS / STEP; ++i, p += STEP * pitch) {
       const uint32_t to = slot + swizzled<TILE_K>(row + i * STEP, chunk);
       const int bytes = i * STEP < left ? within : 0;
       if constexpr (COPY_BYTES == 1) {
-        copy_unaligned(to, p, bytes, matrix, matrix + (rows - 1) * pitch + k);
+        copy_unaligned(to, p, bytes, matrix, end);
       } else {
 #pragma unroll
         for (int part = 0; part < 16; part += COPY_BYTES) {
@@ -200,8 +203,8 @@ struct Loader {
   int k;
 
   DEVICE Loader(const Arguments& x, const Place& tile)
-      : a(x.a, x.a_pitch, x.to.m, x.k, tile.row),
-        b(x.b, x.b_pitch, x.to.n, x.k, tile.column),
+      : a(x.a, x.a_end, x.a_pitch, x.to.m, x.k, tile.row),
+        b(x.b, x.b_end, x.b_pitch, x.to.n, x.k, tile.column),
         scales(x, tile),
         k(x.k) {}
 

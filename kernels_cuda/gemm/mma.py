@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "mma.cu"
 TILE_K = 128
-ARGUMENT_BYTES = 120
+ARGUMENT_BYTES = 136
 RESERVED_BYTES = 1024  # of shared memory, by the system, in every block (CUDA 11 and later)
 
 
@@ -140,7 +140,8 @@ def config_header(problem: GemmProblem, config: MmaConfig, access: Access = ALIG
         "WARPS_M": config.warps_m,
         "WARPS_N": config.warps_n,
         "STAGES": config.stages,
-        "MIN_BLOCKS": config.blocks,
+        # Bytes that lie anywhere take registers to put in place.
+        "MIN_BLOCKS": config.blocks if access.copy_bytes > 1 else 1,
         "RASTER": config.raster,
         "BIASED": config.promotion == "biased",
         "EXPECTED_SHARED_BYTES": shared_bytes(problem, config, access),
@@ -254,7 +255,7 @@ class MmaGemm(Kernel):
         function = _function(problem, config, Access.of(inputs, outputs), Device.of(a))
         address = driver.address
         content = struct.pack(
-            "<4Q2q7Q3i", address(a), address(b), address(inputs["a_scale"]),
+            "<6Q2q7Q3i", address(a), address(b), _end(a), _end(b), address(inputs["a_scale"]),
             address(inputs["b_scale"]), a.stride(0), b.stride(0),
             address(outputs.get("c")), address(inputs.get("bias")), address(outputs.get("q")),
             address(outputs.get("scale")), address(outputs.get("qt")),
@@ -264,6 +265,11 @@ class MmaGemm(Kernel):
         blocks = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
         argument = driver.struct_argument(content, ARGUMENT_BYTES)
         function(blocks, 32 * config.warps, (argument,))
+
+
+def _end(x: torch.Tensor) -> int:
+    """The address after its last byte."""
+    return x.data_ptr() + (x.shape[0] - 1) * x.stride(0) + x.shape[1]
 
 
 def _misfit(problem: GemmProblem, config: MmaConfig) -> str | None:
