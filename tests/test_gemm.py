@@ -414,7 +414,7 @@ def wgmma_cases(block, schedule, device):
             problem = op.Problem(m, n, k, block=block, **options)
             config = dataclasses.replace(
                 kernel.default(problem, device),
-                groups=groups, rows=rows, tile_n=tile_n, stages=3 if tile_n < 192 else 2,
+                groups=groups, rows=rows, tile_n=tile_n, stages=3,
                 cluster_m=cluster_m, cluster_n=cluster_n, schedule=schedule,
             )  # fmt: skip
             if kernel.legal(problem, config, device) is None:

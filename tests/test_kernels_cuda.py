@@ -297,7 +297,7 @@ def test_wgmma_fits_an_sm(audits):
 
 def test_shared_memory_that_is_counted_otherwise_does_not_compile(cache, monkeypatch):
     problem = ops.get("gemm").Problem(4096, 4096, 4096, block=128)
-    config = wgmma.WgmmaConfig(groups=2, tile_n=64, stages=2, schedule="exact")
+    config = wgmma.WgmmaConfig(groups=2, tile_n=64, stages=3, schedule="exact")
     counted = wgmma.shared_bytes(problem, config)
     monkeypatch.setattr(wgmma, "shared_bytes", lambda *_: counted + 16)
     with pytest.raises(CompileError, match="counts shared memory otherwise"):

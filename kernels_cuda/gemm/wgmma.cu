@@ -47,6 +47,8 @@ constexpr int FACTOR_PITCH = FACTORS > 2 ? ceil_div(FACTORS, 4) * 4 : FACTORS;
 constexpr int FACTOR_TABLE = FACTOR_ROWS * FACTOR_PITCH;
 constexpr int FACTOR_FLOATS = (PROMOTIONS + 2 * TELESCOPED) * FACTOR_TABLE;
 constexpr int SCALE_WARPS = 3;
+// Two of them at one slot would be two rounds apart, which a barrier's parity cannot tell.
+static_assert(STAGES >= SCALE_WARPS);
 
 // Named barriers: one a group, one a pair of groups, one of the scale warps, two a group.
 constexpr int GROUP_BARRIERS = 1, PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;

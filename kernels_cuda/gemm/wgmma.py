@@ -200,7 +200,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "groups": (1, 2, 3, 4),
     "rows": (1, 2),
     "tile_n": (32, 64, 96, 128, 192),
-    "stages": (2, 3, 4, 5, 6, 7, 8),
+    "stages": (3, 4, 5, 6, 7, 8),
     "buffers": (1, 2),
     "cluster_m": (1, 2),
     "cluster_n": (1, 2),
