@@ -415,11 +415,37 @@ def wgmma_cases(block, schedule, device):
             config = dataclasses.replace(
                 kernel.default(problem, device),
                 groups=groups, rows=rows, tile_n=tile_n, stages=3,
-                cluster_m=cluster_m, cluster_n=cluster_n, schedule=schedule,
+                cluster_m=cluster_m, cluster_n=cluster_n, schedule=schedule, stream=False,
+                in_flight=0,
             )  # fmt: skip
             if kernel.legal(problem, config, device) is None:
                 yield problem, config, FAMILY_DATA[i % len(FAMILY_DATA)]
                 break
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["exact", "telescoped"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(384, 256, 9000), (300, 401, 1009), (5000, 300, 300), (1, 1, 20000)], ids=str
+)
+def test_streamed_sums_are_right_and_the_same_each_time(device, m, n, k, block, schedule):
+    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "wgmma")
+    problem = op.Problem(m, n, k, block=block, out="fp32", accumulate=True, bias=True)
+    inputs = op.inputs(problem, device, data="heavy")
+    expected = op.reference(problem, inputs)
+    for fields in ({"groups": 3}, {"groups": 2, "tile_n": 64, "cluster_n": 2}):
+        config = kernel.Config(stages=3, stream=True, schedule=schedule, **fields)
+        if (reason := kernel.legal(problem, config, Device.of(inputs["a"]))) is not None:
+            pytest.skip(reason)
+        found = []
+        for _ in range(3):
+            outputs = op.outputs(problem, inputs)
+            kernel.launch(problem, config, inputs, outputs)
+            found.append(outputs)
+        result = op.check(problem, found[0], expected, kernel.noise(problem, config, inputs))
+        assert result.ok, result.message
+        assert all(torch.equal(found[0]["c"], other["c"]) for other in found)
 
 
 def wgmma_reason(device):

@@ -310,6 +310,7 @@ DEVICE void scale(const Arguments& x, int warp) {
 // A slot that this warp has read may be filled again, by every block that writes to it.
 DEVICE void release(const Slot& slot, uint32_t rank) {
   const uint32_t lane = threadIdx.x % 32;
+  __syncwarp();  // one lane speaks for what all have read
   if (CLUSTER == 1) {
     if (lane == 0) barrier_arrive(empty(slot));
   } else if (lane < CLUSTER && common(lane, rank)) {
