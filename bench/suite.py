@@ -32,7 +32,7 @@ NAMES = ("results", *PARTS, "promotion")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
 GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
-GEMM_KERNELS = ("wgmma",)
+GEMM_KERNELS = ("wgmma", "gluon")
 # As a linear layer has them: activations, activations with outliers and gradients, times weights.
 # Of two such operands the few places where outliers or large rows meet would decide everything.
 PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
@@ -91,13 +91,13 @@ def _targets() -> list[Entry]:
                         found.append(Entry(first, COMPILED, 20, 200.0))
                     found.append(Entry(alone, ("copy",), 20))
     square = {"m": [8192]}
-    found.append(Entry(Request(["gemm"], sizes=square), None, 15, 200.0))
+    found.append(Entry(Request(["gemm"], sizes=square), None, 10, 200.0))
     roundings = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
-    found.append(Entry(Request(["gemm"], sizes=square, settings=roundings), ("cublas_bf16",), 9))
+    found.append(Entry(Request(["gemm"], sizes=square, settings=roundings), ("cublas_bf16",), 6))
     other = {"out": ["fp16", "fp32"]}
-    found.append(Entry(Request(["gemm"], sizes=square, settings=other), ("cublas_bf16",), 9))
+    found.append(Entry(Request(["gemm"], sizes=square, settings=other), ("cublas_bf16",), 6))
     ragged = {"m": [8191], "n": [8193], "k": [8200]}
-    found.append(Entry(Request(["gemm"], sizes=ragged), ("cublas_bf16",), 15, kernels=GEMM_KERNELS))
+    found.append(Entry(Request(["gemm"], sizes=ragged), ("cublas_bf16",), 6, kernels=GEMM_KERNELS))
     gradient = {"m": [4096], "n": [4096], "k": [8192]}
     for settings in ({"out": ["bf16"]}, {"out": ["fp32"], "accumulate": ["true"]}):
         request = Request(["gemm"], sizes=gradient, settings=settings)
@@ -114,7 +114,7 @@ def _gemm() -> list[Entry]:
     models = [Request(["gemm"], ["fwd", "bwd"], workload=name) for name in (*GPT2, "llama-7b")]
     return [
         Entry(squares, None),
-        *(Entry(request, GEMM_PEERS, 9, kernels=GEMM_KERNELS) for request in models),
+        *(Entry(request, GEMM_PEERS, 6, kernels=GEMM_KERNELS) for request in models),
     ]
 
 
@@ -129,7 +129,7 @@ def _small() -> list[Entry]:
 def _promotion() -> list[Entry]:
     square = Request(["gemm"], sizes={"m": [8192]})
     return [
-        Entry(square, PROMOTION_PEERS, 15, schedules=True, data=data) for data in PROMOTION_DATA
+        Entry(square, PROMOTION_PEERS, 10, schedules=True, data=data) for data in PROMOTION_DATA
     ]
 
 

@@ -21,10 +21,6 @@ import torch
 VERSION = 4
 WARM_MS = 60.0  # an idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz
 LEAST_ROUNDS = 3
-# Samples of 10 ms or more are of what draws more power than the device may: the device rests as long
-# before each, or it would run at the clock that its predecessors' power has left it. On an H200 an
-# INT8 GEMM at 8192³ took 1.31 ms with such rests and 1.49 ms between cuBLAS and FP8 without them.
-REST_FROM_MS = 10.0
 # The device idles this long ahead of a sample, so that the host has launched the whole of it before
 # its first kernel starts: 50 us at 2 GHz.
 HEAD_START_CYCLES = 100_000
@@ -207,8 +203,6 @@ def _time_cuda(
         if i >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
             break
         for variant in prepared.values():
-            if sample_ms >= REST_FROM_MS:
-                time.sleep(sample_ms / 1e3)
             variant.samples.append(variant.elapsed(monitor))
     found = {}
     for name, variant in prepared.items():
@@ -264,8 +258,7 @@ def time_calls(
         variants: name → calls that do the same work on different inputs (`input_sets` of them).
         device: where they run.
         rounds: samples a variant.
-        sample_ms: the least a sample should last, in milliseconds; from 10 ms on, the device rests
-            as long before each.
+        sample_ms: the least a sample should last, in milliseconds.
         budget_s: after so many seconds no further round begins, once three are done.
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.

@@ -287,8 +287,9 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
         return x
     rows, columns = x.shape
     padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
+    chunks = padded.numel() // 16
     _pad(x.device.index)(
-        rows, 256,
+        min(ceil_div(chunks, 256), 16 * Device.of(x).sms), 256,
         (np.uint64(padded.data_ptr()), np.uint64(x.data_ptr()), np.int32(rows), np.int32(columns),
          np.int64(x.stride(0))),
     )  # fmt: skip
