@@ -138,8 +138,9 @@ def sample_ms_of(case: Case, device: Device) -> float:
     """2 ms, or 50 ms for a product of 10^11 operations or more on a GPU.
 
     Such a product draws more power than the GPU is allowed, and its clock falls until it does not.
-    That takes longer than 2 ms, so that short samples run at the clock of what ran before: on an
-    H200 a GEMM at 8192³ that alone holds 1785 MHz ran at 1450 MHz between cuBLAS and FP8.
+    In samples of 2 ms it runs at the clock that the variants before it have left; 50 ms let it
+    follow in part. (A GEMM at 8192³ that alone holds 1785 MHz still runs at 1450 between cuBLAS
+    and FP8.)
     """
     return 50.0 if device.kind == "cuda" and case.op.flops(case.problem) >= 1e11 else 2.0
 

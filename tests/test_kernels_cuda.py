@@ -202,7 +202,7 @@ def sample():
                 config = kernel.Config(**fields)
                 if kernel.legal(problem, config, HOPPER) is None:
                     wide = (at + found) % 3 != 2  # or memory that the copy engine cannot write
-                    yield problem, config, wgmma.Path16(wide, wide and problem.layout != "q")
+                    yield problem, config, wgmma.TmaOutputs(wide, wide and problem.layout != "q")
                     found += 1
                     break
             if found == PER_KIND:
@@ -223,7 +223,7 @@ def defaults():
         problem = op.Problem(4096, 4096, 4096, block=block, **output)
         config = kernel.default(problem, HOPPER)
         assert kernel.legal(problem, config, HOPPER) is None, f"{problem}; {config}"
-        yield problem, config, wgmma.Path16(True, problem.layout != "q")
+        yield problem, config, wgmma.TmaOutputs(True, problem.layout != "q")
 
 
 def audited(cases, folder):

@@ -79,14 +79,14 @@ class WgmmaConfig(Config):
 
 
 @dataclass(frozen=True)
-class Path16:
-    """Which ways to memory TMA's pitch of 16 bytes leaves open, for (q or c) and for qt."""
+class TmaOutputs:
+    """Which of (q or c) and qt TMA can write: aligned rows of a multiple of 16 bytes."""
 
     out: bool
     turned: bool
 
     @classmethod
-    def of(cls, problem: GemmProblem, out: int, turned: int) -> Path16:
+    def of(cls, problem: GemmProblem, out: int, turned: int) -> TmaOutputs:
         """For contiguous outputs at these addresses; 0 where there is none."""
         pitch = problem.n * driver.ELEMENT_BYTES[problem.out]
         return cls(
@@ -149,7 +149,7 @@ __device__ __forceinline__ void wgmma(int (&d)[{count}], unsigned long long a,
 }}"""
 
 
-def config_header(problem: GemmProblem, config: WgmmaConfig, path: Path16) -> str:
+def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> str:
     """The kernel's constants."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
@@ -180,15 +180,15 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: Path16) -> st
     return header(constants, wgmma_wrapper(config.tile_n))
 
 
-def cubin(problem: GemmProblem, config: WgmmaConfig, path: Path16 | None = None) -> bytes:
+def cubin(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs | None = None) -> bytes:
     """The machine code that a launch of this problem and config runs."""
-    path = path or Path16.of(problem, 16, 16)
+    path = path or TmaOutputs.of(problem, 16, 16)
     return compile_cubin(SOURCE, config_header(problem, config, path), "sm_90a")
 
 
 @lru_cache(maxsize=1024)
 def _function(
-    problem: GemmProblem, config: WgmmaConfig, path: Path16, device: int
+    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, device: int
 ) -> driver.Function:
     # The code depends on neither size: problems that differ in theirs share a file of the cache.
     return driver.Function(
@@ -279,10 +279,7 @@ class WgmmaGemm(Kernel):
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy in rows of a multiple of 16 bytes, which is all that TMA can read.
-
-    The copy is read and written once: 4% of the time of a product of 8192³.
-    """
+    """Itself, or a copy in rows of a multiple of 16 bytes, which is all that TMA can read."""
     if not (x.data_ptr() % 16 or x.stride(0) % 16):
         return x
     rows, columns = x.shape
@@ -324,7 +321,7 @@ def _prepare(
     turned: int, turned_scale: int, counters: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:  # fmt: skip
     """Kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
-    path = Path16.of(problem, out, turned)
+    path = TmaOutputs.of(problem, out, turned)
     tile_m, tile_n = config.tile_m, config.tile_n
     int8 = problem.out == "int8"
     maps = (
@@ -425,7 +422,7 @@ def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
 
 
 def _output_maps(
-    problem: GemmProblem, config: WgmmaConfig, path: Path16, out: int, turned: int
+    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, out: int, turned: int
 ) -> tuple[bytes, bytes]:
     out_map = turned_map = driver.NO_MAP
     if path.out:
