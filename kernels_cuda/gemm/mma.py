@@ -236,7 +236,10 @@ class MmaGemm(Kernel):
         return None
 
     def default(self, problem: GemmProblem, device: Device) -> MmaConfig:
-        return MmaConfig()
+        """Large tiles, or small ones where large ones would leave multiprocessors without work."""
+        tiles = ceil_div(problem.m, 128) * ceil_div(problem.n, 128)
+        small = tiles < device.sms and not (problem.out == "int8" and problem.block == 128)
+        return MmaConfig(64, 64, 2, 2, stages=4) if small else MmaConfig()
 
     def space(self, problem: GemmProblem, device: Device) -> dict[str, Sequence[Any]]:
         return dict(SPACE)
