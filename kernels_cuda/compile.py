@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 import tempfile
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from platformdirs import user_cache_path
 from jetfire.ops.errors import JetfireError, UsageError
 
 ROOT = Path(__file__).parent
+# Two first compilations at once have failed to open NVRTC's own libraries.
+_one_at_a_time = threading.Lock()
 OPTIONS = ("-std=c++17", "--define-macro=NDEBUG", "-lineinfo")
 
 
@@ -72,7 +75,8 @@ def _compile(source: Path, config: str, architecture: str) -> bytes:
         tuple(name.encode() for name in headers),
     )
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        with _one_at_a_time:
+            nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
         cubin: bytes = nvrtc.getCUBIN(program)
         # CuPy takes the last byte for a string's end: a zero, of a file in units of eight bytes.
         return cubin + bytes(-len(cubin) % 8)

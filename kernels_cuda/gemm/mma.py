@@ -195,7 +195,7 @@ SPACE: dict[str, Sequence[Any]] = {
 # With 128 some blocks and outputs spill three to twenty registers on one architecture or another.
 MOST_SUMS = 64
 # Beside its sums and a block of K's fragments, what a thread needs so that nothing spills: of all
-# configs, outputs and alignments on sm_80, sm_89 and sm_90, the most that one spilled with was 56.
+# configs audited on sm_80, sm_89 and sm_90, the most that one spilled with was 56.
 OTHER_REGISTERS = 57
 
 
