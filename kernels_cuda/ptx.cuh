@@ -81,10 +81,6 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-DEVICE void tma_prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // A box of a matrix into shared memory; `x` counts elements along a row.
 DEVICE void tma_load(uint32_t to, const TensorMap& map, int x, int y, uint32_t barrier) {
   asm volatile(
@@ -115,7 +111,7 @@ DEVICE void tma_add(const TensorMap& map, uint32_t from, int x, int y) {
 
 DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Wait until at most `PENDING` stores have yet to read their shared memory.
+// Wait until at most `PENDING` groups of stores have yet to read their shared memory.
 template <int PENDING>
 DEVICE void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

@@ -152,3 +152,14 @@ def test_legal_names_the_limit():
     odd = kernel.Config.parse({**config.as_dict(), "tile_m": 96})
     assert "tile_m=96" in kernel.legal(problem, odd, target_device((9, 0)))
     assert "CUDA" in kernel.legal(problem, config, Device(kind="cpu"))
+
+
+def test_every_default_config_survives_its_text():
+    for name in ops.names():
+        op = ops.get(name)
+        problem = op.Problem.parse(dict.fromkeys(op.dims, 4096))
+        for kernel in ops.kernels(name).values():
+            for capability in ((8, 0), (9, 0)):
+                config = kernel.default(problem, target_device(capability))
+                texts = {field: str(value) for field, value in config.as_dict().items()}
+                assert kernel.Config.parse(texts) == config, (name, kernel.name)

@@ -91,7 +91,7 @@ DEVICE void store_direct(const float (&acc)[SUMS], const Target& to, int row0, i
     } else {
       uint16_t* c = static_cast<uint16_t*>(to.c) + at;
       const uint32_t both = pack(acc[i], acc[i + 1]);
-      if (to.n % 2 == 0) {
+      if (to.n % 2 == 0 && reinterpret_cast<uint64_t>(to.c) % 4 == 0) {
         *reinterpret_cast<uint32_t*>(c) = both;
       } else {
         c[0] = uint16_t(both);

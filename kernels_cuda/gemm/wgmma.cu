@@ -5,7 +5,7 @@
 //
 //   1. load:     one thread fetches A and B by TMA, each block of a cluster its share of what the
 //                cluster has in common, for all of it.
-//   2. scale:    one to three warps multiply the scales of A's and B's blocks, so that the
+//   2. scale:    three warps multiply the scales of A's and B's blocks, so that the
 //                multipliers' inner loop reads its factors ready-made.
 //   3. multiply: GROUPS warp groups each keep CHUNKS chunks of 64×TILE_N. Per BLOCK of K: int32
 //                sums on the tensor cores, then promoted into fp32. While one group promotes,

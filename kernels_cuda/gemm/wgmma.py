@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "wgmma.cu"
 TILE_K = 128
 # With `stream`, at most this many blocks share a tile: they add to it one after another, at about
-# 2 µs each.
+# 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
+# no more than there are multiprocessors, once whatever else is running ends.
 PARTS_A_TILE = 4
 OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
-# Registers of a thread that multiplies and of one that feeds it, by warp groups: what 65536 of them
-# give to all warps at launch, rounded down to eights, shared out anew.
+# Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
+# launch gives to all warps together, in eights.
 REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
 
 
@@ -45,12 +46,14 @@ class WgmmaConfig(Config):
         rows: times 64, that each of them has of a tile of 64·rows·groups.
         tile_n: columns of a tile.
         stages: of 128 of K in shared memory.
-        buffers: of 8 KiB a group, on their way out.
+        buffers: of 8 KiB or more a group, on their way out.
         cluster_m, cluster_n: blocks that fetch B, or A, together.
         raster: rows of (cluster) tiles that are walked column by column.
         in_flight: groups that may multiply at once; 0 for all.
-        stream: deal K out evenly, to blocks that add to C one after another.
-        schedule: of the promotion; ``exact`` rounds as the reference does.
+        stream: stream-K: deal K out evenly, to blocks that add to C one after another; for fp32
+            outputs that accumulate.
+        schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
+            ``telescoped``, which `default` takes, within `noise`.
     """
 
     groups: int = 3
@@ -61,7 +64,7 @@ class WgmmaConfig(Config):
     cluster_m: int = 1
     cluster_n: int = 1
     raster: int = 8
-    in_flight: int = 0
+    in_flight: Literal[0, 1, 2] = 0
     stream: bool = False
     schedule: Literal["exact", "telescoped"] = "exact"
 
@@ -182,18 +185,18 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -
 
 def cubin(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs | None = None) -> bytes:
     """The machine code that a launch of this problem and config runs."""
-    path = path or TmaOutputs.of(problem, 16, 16)
+    if path is None:
+        path = TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
     return compile_cubin(SOURCE, config_header(problem, config, path), "sm_90a")
 
 
-@lru_cache(maxsize=1024)
-def _function(
-    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, device: int
-) -> driver.Function:
-    # The code depends on neither size: problems that differ in theirs share a file of the cache.
-    return driver.Function(
-        cubin(problem, config, path), "gemm", device, shared_bytes(problem, config)
-    )
+@cache
+def _function(text: str, shared: int, device: int) -> driver.Function:
+    """The kernel with this `config.cuh`, which says all that the code depends on.
+
+    Kept for ever, since graphs hold it.
+    """
+    return driver.Function(compile_cubin(SOURCE, text, "sm_90a"), "gemm", device, shared)
 
 
 SPACE: dict[str, Sequence[Any]] = {
@@ -238,7 +241,7 @@ class WgmmaGemm(Kernel):
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
         if config.stream and not (problem.accumulate and problem.out == "fp32"):
             return "stream=True: expected accumulate=true out=fp32"
-        if 0 < config.groups <= config.in_flight:
+        if config.groups <= config.in_flight:
             return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
         if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**30:
             return "more than 2^30 tiles"
@@ -266,7 +269,7 @@ class WgmmaGemm(Kernel):
     def launch(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
-        a, b = _aligned(inputs["a"]), _aligned(inputs["b"])
+        a, b = _readable(inputs["a"]), _readable(inputs["b"])
         out, turned = outputs.get("c", outputs.get("q")), outputs.get("qt")
         function, blocks, threads, arguments = _prepare(
             problem, config, a.device.index, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),
@@ -278,11 +281,11 @@ class WgmmaGemm(Kernel):
         function(blocks, threads, arguments)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy in rows of a multiple of 16 bytes, which is all that TMA can read."""
-    if not (x.data_ptr() % 16 or x.stride(0) % 16):
-        return x
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy: TMA reads aligned rows, apart, of a multiple of 16 bytes."""
     rows, columns = x.shape
+    if not (x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
+        return x
     padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
     chunks = padded.numel() // 16
     _pad(x.device.index)(
@@ -338,7 +341,8 @@ def _prepare(
     )  # fmt: skip
     workers = cluster_tiles(problem, config) * (PARTS_A_TILE if config.stream else 1)
     blocks = min(workers, driver.processors(device) // config.cluster) * config.cluster
-    function = _function(problem, config, path, device)
+    text = config_header(problem, config, path)
+    function = _function(text, shared_bytes(problem, config), device)
     return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 640),)
 
 
@@ -377,7 +381,7 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     for groups, tile_n in STEP_US:
         tile_m = 64 * groups
         stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
-        turns = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
+        turns: Literal[0, 2] = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
         share = 2 if large and (groups, tile_n) == (3, 128) else 1
         for stream in streams:
             config = WgmmaConfig(
@@ -410,14 +414,12 @@ def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
         ("tile_m", tile_m, config.cluster_n),
         ("tile_n", tile_n, config.cluster_m),
     ):
-        if size // share > 256 or size % (8 * share):
-            return f"{name}={size}: expected at most 256 rows a block of the cluster, in eights"
+        if size // share > 256:
+            return f"{name}={size}: expected at most 256 rows a block of the cluster"
         if problem.out == "int8" and size % block:
             return f"{name}={size}: expected a multiple of {block} to requantise blocks of it"
     if problem.out == "int8" and block == 128 and config.rows == 1 and config.groups % 2:
         return f"groups={config.groups}: expected an even number to requantise blocks of 128"
-    if problem.layout != "q" and tile_n > 256:
-        return f"tile_n={tile_n}: expected at most 256 to transpose"
     return None
 
 
