@@ -17,6 +17,7 @@ from typing import Any, Literal
 from jetfire.ops.errors import UsageError
 
 SCHEMA = 1
+CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,15 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it: extra fields beside the others, no NaN and no infinity."""
+        """As JSON has it: extra fields beside the others, no NaN and no infinity.
+
+        What only a curve's points have is left out of other rows.
+        """
         plain = dataclasses.asdict(self)
+        if self.curve is None:
+            for name in CURVE_FIELDS:
+                if plain[name] is None:
+                    del plain[name]
         plain.update(plain.pop("extra"))
         return {name: _finite(value) for name, value in plain.items()}
 

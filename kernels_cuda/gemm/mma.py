@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
-from jetfire.kernels_cuda.gemm.wgmma import OUTPUTS
+from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
 from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
@@ -122,19 +122,11 @@ def shared_bytes(problem: GemmProblem, config: MmaConfig, access: Access = ALIGN
 
 def config_header(problem: GemmProblem, config: MmaConfig, access: Access = ALIGNED) -> str:
     """The kernel's constants."""
-    turned = problem.layout != "q"
-    q = problem.out == "int8" and problem.layout != "qt"
     constants: dict[str, bool | int] = {
-        "BLOCK": problem.block,
-        "OUTPUT": OUTPUTS[problem.out],
-        "BIAS": problem.bias,
-        "ACCUMULATE": problem.accumulate,
-        "STOCHASTIC": problem.rounding == "stochastic",
-        "Q": q,
-        "TURNED": turned,
+        **problem_constants(problem),
         "COPY_BYTES": access.copy_bytes,
         "VECTOR_OUT": access.out,
-        "VECTOR_TURNED": turned and access.turned,
+        "VECTOR_TURNED": problem.layout != "q" and access.turned,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "WARPS_M": config.warps_m,

@@ -1,17 +1,19 @@
 // Per-block INT8 GEMM for sm_90a: C (m×n) = A (m×k) · Bᵀ (n×k), a scale for each BLOCK×BLOCK tile.
 //
-// One persistent block an SM walks over tiles of TILE_M×TILE_N. Its warps have three roles, which
-// meet at the full and empty barriers of a ring of STAGES slots, each 128 of K deep:
+// One persistent block an SM walks over tiles of TILE_M×TILE_N. Its warps have three roles, the
+// last of which does two things; they meet at the full and empty barriers of a ring of STAGES slots,
+// each 128 of K deep:
 //
 //   1. load:     one thread fetches A and B by TMA, each block of a cluster its share of what the
 //                cluster has in common, for all of it.
 //   2. scale:    three warps multiply the scales of A's and B's blocks, so that the
 //                multipliers' inner loop reads its factors ready-made.
-//   3. multiply: GROUPS warp groups each keep CHUNKS chunks of 64×TILE_N. Per BLOCK of K: int32
-//                sums on the tensor cores, then promoted into fp32. While one group promotes,
-//                another multiplies.
+//   3. multiply: GROUPS warp groups each keep ROWS times 64×TILE_N. Per BLOCK of K: int32 sums on
+//                the tensor cores, then promoted into fp32. While one group promotes, another
+//                multiplies.
 //   4. finish:   each group writes its own rows by TMA, from a staging buffer, and goes on with
-//                the next tile while the copy engine works; no group waits for another.
+//                the next tile while the copy engine works. Groups wait for each other only where
+//                two share blocks of codes, and to take turns (IN_FLIGHT).
 //
 // Schedules. Exact: acc += (sA·sB)·float(S) with the sums S from zero, one rounding a block, as
 // the reference rounds. Telescoped: no conversion and few resets. The floats of bits 0…2^24 are
@@ -53,7 +55,7 @@ static_assert(STAGES >= SCALE_WARPS);
 // Named barriers: one a group, one a pair of groups, one of the scale warps, two a group.
 constexpr int GROUP_BARRIERS = 1, PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;
 
-// A panel is what one TMA store writes of a chunk: 64 rows of as wide a swizzle as divides them.
+// A panel is what one TMA store writes: 64 rows of as wide a swizzle as divides them.
 constexpr int ROW_BYTES = TILE_N * ELEMENT_BYTES;
 constexpr int PANEL_BYTES = ROW_BYTES % 128 == 0 ? 128 : ROW_BYTES % 64 == 0 ? 64 : 32;
 constexpr int PANELS = ROW_BYTES / PANEL_BYTES;
@@ -227,7 +229,7 @@ DEVICE void find_largest(uint32_t* largest, const Arguments& x, const Tile& tile
 struct Pair {
   const float *a = nullptr, *b = nullptr;
   float lift, rest, sink;  // 2^shift in two parts, and what makes up for it and for 2^-149
-  int to;            // in a table; negative for no pair
+  int to;                  // in a table; negative for no pair
 
   DEVICE void start(const Arguments& x, const Tile& tile, int pair, const uint32_t* largest) {
     const int row = pair / FACTORS, column = pair % FACTORS;

@@ -14,6 +14,7 @@ import numpy as np
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
+from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
@@ -31,7 +32,6 @@ TILE_K = 128
 # 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
 # no more than there are multiprocessors, once whatever else is running ends.
 PARTS_A_TILE = 4
-OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
 REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
@@ -156,13 +156,7 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -
     """The kernel's constants."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
-        "BLOCK": problem.block,
-        "OUTPUT": OUTPUTS[problem.out],
-        "BIAS": problem.bias,
-        "ACCUMULATE": problem.accumulate,
-        "STOCHASTIC": problem.rounding == "stochastic",
-        "Q": problem.out == "int8" and problem.layout != "qt",
-        "TURNED": problem.layout != "q",
+        **problem_constants(problem),
         "TMA_OUT": path.out,
         "TMA_TURNED": path.turned,
         "GROUPS": config.groups,

@@ -1,0 +1,24 @@
+"""What both kernels' `config.cuh` say of a problem."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jetfire.ops.gemm import GemmProblem
+
+# As `enum Output` of epilogue.cuh counts them.
+OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
+
+
+def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:
+    """Block, output and epilogue; the code depends on nothing else of a problem."""
+    return {
+        "BLOCK": problem.block,
+        "OUTPUT": OUTPUTS[problem.out],
+        "BIAS": problem.bias,
+        "ACCUMULATE": problem.accumulate,
+        "STOCHASTIC": problem.rounding == "stochastic",
+        "Q": problem.out == "int8" and problem.layout != "qt",
+        "TURNED": problem.layout != "q",
+    }
