@@ -139,8 +139,8 @@ def sample_ms_of(case: Case, device: Device) -> float:
 
     Such a product draws more power than the GPU is allowed, and its clock falls until it does not.
     In samples of 2 ms it runs at the clock that the variants before it have left; 50 ms let it
-    follow in part. (A GEMM at 8192³ that alone holds 1785 MHz still runs at 1450 between cuBLAS
-    and FP8.)
+    follow in part. (A GEMM at 8192³ that alone holds 1785 MHz ran, by its cycles, at about 1570
+    between cuBLAS and FP8.)
     """
     return 50.0 if device.kind == "cuda" and case.op.flops(case.problem) >= 1e11 else 2.0
 
