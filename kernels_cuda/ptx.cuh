@@ -172,6 +172,18 @@ DEVICE void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint
                ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+DEVICE float load_shared_float(uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
+DEVICE uint16_t load_shared_u16(uint32_t from) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+  return x;
+}
+
 DEVICE void store_shared(uint32_t to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }

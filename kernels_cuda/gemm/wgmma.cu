@@ -576,19 +576,47 @@ struct Turnstile {
   }
 };
 
+// One element from its place in shared memory.
+DEVICE void store_element(const Target& to, int64_t at, uint32_t from) {
+  if constexpr (ELEMENT_BYTES == 4) {
+    static_cast<float*>(to.c)[at] = load_shared_float(from);
+  } else {
+    static_cast<uint16_t*>(to.c)[at] = load_shared_u16(from);
+  }
+}
+
+// Where the copy engine cannot write: a panel row by row, so that a warp's stores are neighbours.
+DEVICE void store_panel(uint32_t buffer, const Target& to, int row0, int column0) {
+  constexpr int LANES = PANEL_COLUMNS < 32 ? PANEL_COLUMNS : 32;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int i = 0; i < 16; ++i) {
+    const int row = 16 * warp + i;
+#pragma unroll
+    for (int column = lane; column < PANEL_COLUMNS; column += LANES) {
+      const uint32_t at = swizzled<PANEL_BYTES>(buffer, row, column * ELEMENT_BYTES);
+      if (row0 + row < to.m && column0 + column < to.n) {
+        store_element(to, int64_t(row0 + row) * to.n + column0 + column, at);
+      }
+    }
+  }
+}
+
 // 4. Floats of 64 rows on their way to memory.
 DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& staging, int row,
                           int column) {
   constexpr bool ADD = ACCUMULATE && OUTPUT == FP32 && TMA_OUT;
   if (ACCUMULATE && !ADD) add_held(acc, x.to, row, column);
-  if constexpr (TMA_OUT) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel) {
-      stage_floats(acc, panel, staging.take());
+  for (int panel = 0; panel < PANELS; ++panel) {
+    const uint32_t buffer = staging.take();
+    stage_floats(acc, panel, buffer);
+    if constexpr (TMA_OUT) {
       staging.give<ADD>(x.out, column + panel * PANEL_COLUMNS, row);
+    } else {
+      named_barrier(staging.barrier, 128);
+      store_panel(buffer, x.to, row, column + panel * PANEL_COLUMNS);
     }
-  } else {
-    store_direct(acc, x.to, row, column);
   }
 }
 

@@ -281,9 +281,8 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     if not (x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
         return x
     padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
-    chunks = padded.numel() // 16
     _pad(x.device.index)(
-        min(ceil_div(chunks, 256), 16 * Device.of(x).sms), 256,
+        rows, 256,
         (np.uint64(padded.data_ptr()), np.uint64(x.data_ptr()), np.int32(rows), np.int32(columns),
          np.int64(x.stride(0))),
     )  # fmt: skip
