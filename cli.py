@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -51,7 +52,15 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where som
 Ops = Annotated[
     list[str] | None, typer.Argument(metavar="OP...", help="Ops by name, or [b]all[/b].")
 ]
+StrictProfile = Annotated[
+    bool, typer.Option("--strict-profile", help="Fail where no profile was tuned for a problem.")
+]
 Size = "a size, a list 512,1024 or a sweep 1024:8192:1024"
+
+
+def _strict(asked: bool) -> None:
+    if asked:
+        os.environ["JETFIRE_STRICT_PROFILE"] = "1"
 
 
 @app.command()
@@ -128,11 +137,13 @@ def bench(
     remeasure_peaks: Annotated[
         bool, typer.Option("--remeasure-peaks", help="Measure the device's peaks anew.")
     ] = False,
+    strict_profile: StrictProfile = False,
     debug: Debug = False,
 ) -> None:
     """Check every kernel of an op, then time it against its peers."""
     from jetfire.bench import command
 
+    _strict(strict_profile)
     if list_:
         print(command.listing())
         return
@@ -307,12 +318,14 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Text (Python's standard library's source).")
     ] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines.")] = None,
+    strict_profile: StrictProfile = False,
     device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Train GPT-2 on bytes of text with INT8 linear layers."""
     from jetfire.gpt2 import command
     from jetfire.ops.device import Device
 
+    _strict(strict_profile)
     command.run(preset, recipe, Device.parse(device), steps, seed, data, log)
 
 
@@ -359,6 +372,19 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def _warn_in_a_line() -> None:
+    """Have our own warnings printed as our errors are."""
+    usual = warnings.showwarning
+
+    def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
+        if issubclass(category, JetfireWarning):
+            _fail(str(message), 0)
+        else:
+            usual(message, category, *where, **more)
+
+    warnings.showwarning = show
+
+
 def execute(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run `jetfire` or one of its commands and return the exit code; every error ends here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -368,7 +394,9 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
     if command is None and not words:
         words = ["--help"]
     try:
-        code = target.main(args=words, prog_name=name, standalone_mode=False)
+        with warnings.catch_warnings():
+            _warn_in_a_line()
+            code = target.main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # some versions of Typer turn Ctrl-C into a result
             raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel, Tensors
-from jetfire.ops.run import verify
+from jetfire.ops.run import interpreted, report, verify
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
     for name, kernel in ops.kernels(case.op.name).items():
         if options.kernels is not None and name not in options.kernels:
             continue
-        if options.kernels is None and _interpreted(kernel, device):
+        if options.kernels is None and interpreted(kernel, device):
             no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
             found.append(Choice(kernel, None, None, no_gpu, name))
             continue
@@ -77,7 +77,23 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
             reason = kernel.legal(case.problem, config, device)
             label = f"{name} {config.schedule}" if options.schedules else name
             found.append(Choice(kernel, config, profile, reason, label))
+    if not options.schedules:
+        _report(case, device, found)
     return found
+
+
+def _report(case: Case, device: Device, choices: Sequence[Choice]) -> None:
+    """Warn of stale profiles, and where no kernel of a problem was tuned for it.
+
+    Raises:
+        UsageError: profiles are strict, and one of the kernels was not.
+    """
+    chosen = [c.kernel for c in choices if c.reason is None and c.profile is not None]
+    found = [(kernel, profiles.find(kernel, case.problem, device)) for kernel in chosen]
+    tuned = any(f.source == "tuned" for _, f in found)
+    for kernel, f in found:
+        if f.stale or profiles.strict() or not tuned:
+            report(case.op, kernel, case.problem, device, f)
 
 
 def _configs(
@@ -86,26 +102,22 @@ def _configs(
     """The config to measure, or one for each schedule."""
     if not options.schedules:
         return [_config(kernel, problem, device, options)]
-    tuned, profile = profiles.lookup(kernel, problem, device)
+    tuned = profiles.exact(kernel, problem, device)
     return [
-        (tuned, profile) if profile == "tuned" and tuned.schedule == config.schedule
+        (tuned.config, tuned.source) if tuned and tuned.config.schedule == config.schedule
         else (config, "default")
         for config in kernel.schedules(problem, device)
     ]  # fmt: skip
 
 
-def _interpreted(kernel: Kernel, device: Device) -> bool:
-    return device.interpreted and type(kernel).__module__.startswith("jetfire.kernels_triton")
-
-
 def _config(
     kernel: Kernel, problem: Any, device: Device, options: Options
 ) -> tuple[Any, str | None]:
-    config, profile = profiles.lookup(kernel, problem, device)
-    known = config.as_dict()
+    found = profiles.find(kernel, problem, device)
+    known = found.config.as_dict()
     given = {name: value for name, value in options.config.items() if name in known}
     if not given:
-        return config, profile
+        return found.config, found.source
     return kernel.Config.parse({**known, **given}), None
 
 
@@ -360,7 +372,7 @@ class Runner:
             gbps=nbytes / timing.ms / 1e6,
             roofline=floor_ms / timing.ms,
             sm_mhz=timing.sm_mhz, watts=timing.watts,
-            joules=None if timing.watts is None else timing.watts * timing.ms / 1e3,
+            joules=timing.joules,
             throttled=None if timing.throttled is None else list(timing.throttled),
             graph=timing.graph,
         )  # fmt: skip

@@ -19,6 +19,6 @@ def run(cases: list[Case], kernel_name: str, capability: tuple[int, int], folder
         raise UsageError(f"export takes one problem, given {len(cases)}: {shown}")
     case = cases[0]
     kernel = ops.get_kernel(case.op.name, kernel_name)
-    config, _ = profiles.lookup(kernel, case.problem, target_device(capability))
+    config = profiles.find(kernel, case.problem, target_device(capability)).config
     for file in export(case.op, kernel, case.problem, config, capability, folder):
         print(file)

@@ -30,6 +30,7 @@ _SHARED = {
     "peers",
     "profiles",
     "run",
+    "sources",
     "workloads",
     "workspace",
 }

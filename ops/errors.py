@@ -7,6 +7,10 @@ class JetfireError(Exception):
     exit_code = 1
 
 
+class JetfireWarning(UserWarning):
+    """What a user should know of, in one line; the command line prints it so."""
+
+
 class UsageError(JetfireError):
     """What was asked for cannot be: a bad name, size, option or file."""
 

@@ -11,12 +11,12 @@ Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from jetfire import ops
+from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import (
@@ -40,7 +40,7 @@ _FLOATS: dict[torch.dtype, FloatName] = {
 }
 
 
-@lru_cache(maxsize=4096)
+@profiles.remembered
 def _plan(
     name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
 ) -> tuple[Op, Any, Kernel, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+from jetfire.ops import sources
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
@@ -31,6 +35,10 @@ def float_dtype(name: FloatName) -> torch.dtype:
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+# 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
+_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def _parse_field(name: str, annotation: Any, value: Any) -> Any:
@@ -67,7 +75,7 @@ class Problem:
     n: int
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints(type(self))
         for field in dataclasses.fields(self):
             value = _parse_field(field.name, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
@@ -198,7 +206,7 @@ class Config:
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Self:
         """A config from texts or values; unknown names are usage errors."""
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         for name in fields:
             if name not in hints:
                 raise UsageError(f"no config field {name!r}: expected one of {', '.join(hints)}")
@@ -245,6 +253,14 @@ class Kernel(ABC):
             None where the op's tolerance is enough.
         """
         return None
+
+    def sources(self) -> Sequence[Path]:
+        """The files that decide how fast a config runs."""
+        return sources.made_of(Path(inspect.getfile(type(self))))
+
+    def source_hash(self) -> str:
+        """12 hex digits that change with the code of `sources`, not with its comments."""
+        return sources.digest(tuple(self.sources()))
 
     def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin] | None:
         """The machine code of every function that a launch runs, in order; no device is needed.

@@ -1,26 +1,96 @@
 """Tuned configs, one JSON file a device and op: found here, written by `jetfire.tuner`.
 
 `profiles/<device>/<op>.json` in the user's folder (JETFIRE_PROFILES, else the platform's data
-folder) comes before the one shipped with the package.
+folder) comes before the one shipped with the package. Files are read once a process; `forget` has
+them read anew.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import hashlib
 import json
+import math
 import os
 import re
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from jetfire import ops
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel
+from jetfire.ops.errors import JetfireWarning, UsageError
+from jetfire.ops.op import Kernel, Op
 
-SCHEMA = 1
+SCHEMA = 2
 SHIPPED = Path(__file__).parent.parent / "profiles"
-Source = Literal["tuned", "default"]
+FARTHEST = 2.0
+# As far as a factor of 1.4 in one dimension.
+OTHER_FIELD = 0.5
+# A profile says nothing of a problem that differs in one of these.
+EQUAL_FIELDS = ("block", "mode", "out", "dtype")
+STRICT = "JETFIRE_STRICT_PROFILE"
+Source = Literal["tuned", "nearest", "default"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned config; times are those of the tuner's final comparison.
+
+    Attributes:
+        joules: of one call; None where power could not be read.
+        vs_peer: name → the peer's time over the kernel's.
+        provenance: as `provenance` gives it.
+    """
+
+    kernel: str
+    problem: dict[str, Any]
+    config: dict[str, Any]
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    samples: int
+    default_ms: float
+    joules: float | None
+    objective: str
+    vs_peer: dict[str, float]
+    trials: int
+    strategy: str
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A config, where it comes from, and whether the kernel's source has changed since."""
+
+    config: Any
+    source: Source
+    entry: Entry | None = None
+    stale: bool = False
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_clearers: list[Callable[[], None]] = []
+
+
+def remembered(function: _Function) -> _Function:
+    """`functools.lru_cache` for what depends on profiles: `forget` empties it."""
+    cached = lru_cache(maxsize=4096)(function)
+    _clearers.append(cached.cache_clear)
+    return cached  # type: ignore[return-value]
+
+
+def forget() -> None:
+    """Have profiles read, and kernels chosen, anew."""
+    for clear in _clearers:
+        clear()
+
+
+# Files.
 
 
 def user_folder() -> Path:
@@ -32,46 +102,321 @@ def user_folder() -> Path:
     return platformdirs.user_data_path("jetfire") / "profiles"
 
 
+@cache
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def device_slug(device: Device) -> str:
     """The device's name as a folder: ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+    return _slug(device.name)
 
 
 def path(folder: Path, device: Device, op: str) -> Path:
     return folder / device_slug(device) / f"{op}.json"
 
 
-@cache
-def read(file: Path) -> tuple[dict[str, Any], ...]:
+@remembered
+def files() -> tuple[Path, ...]:
+    """Every profile there is, the user's first."""
+    folders = dict.fromkeys((user_folder().absolute(), SHIPPED))
+    return tuple(file for folder in folders for file in sorted(folder.glob("*/*.json")))
+
+
+@remembered
+def read(file: Path) -> tuple[Entry, ...]:
     """The entries of a profile; a file that cannot be used is named in one warning and skipped."""
     try:
-        if not file.exists():
-            return ()
-        content = json.loads(file.read_text())
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}, this version reads {SCHEMA}")
-        entries = tuple(content["entries"])
-        for entry in entries:
-            _ = entry["kernel"], entry["problem"], dict(entry["config"])
-        return entries
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(f"profile {file} skipped: {error}", stacklevel=2)
+        return _parsed(file)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        warnings.warn(f"profile {file} skipped: {reason}", JetfireWarning, stacklevel=2)
         return ()
 
 
-def lookup(kernel: Kernel, problem: Any, device: Device) -> tuple[Any, Source]:
-    """The config for a problem, and whether it was tuned for just this problem or is the default.
+def _parsed(file: Path) -> tuple[Entry, ...]:
+    """A file's entries, none where there is no file; ValueError says why it is no profile."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    if not isinstance(content, dict):
+        raise ValueError("expected a JSON object")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"schema {content.get('schema')}, this version reads {SCHEMA}")
+    try:
+        return tuple(_entry(raw, content["provenance"]) for raw in content["entries"])
+    except KeyError as error:
+        raise ValueError(f"{error} is missing") from None
+    except TypeError:
+        raise ValueError("its entries have another form") from None
 
-    A tuned config that is no longer legal is passed over.
+
+_NUMBERS = ("ms", "ms_p20", "ms_p80", "default_ms")
+_OBJECTS = ("problem", "config", "vs_peer", "provenance")
+
+
+def _entry(raw: dict[str, Any], table: dict[str, Any]) -> Entry:
+    known = {field.name: raw[field.name] for field in dataclasses.fields(Entry)}
+    entry = Entry(**{**known, "provenance": table[raw["provenance"]]})
+    for names, kind in ((_NUMBERS, (int, float)), (_OBJECTS, dict)):
+        for name in names:
+            if not isinstance(getattr(entry, name), kind):
+                raise ValueError(f"{name}={getattr(entry, name)!r}")
+    return entry
+
+
+# Lookup.
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    entry: Entry
+    problem: Any
+    config: Any
+    stale: bool
+    place: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A kernel's entries on one device: by problem, and by what `EQUAL_FIELDS` hold."""
+
+    exact: dict[Any, list[_Tuned]]
+    alike: dict[tuple[Any, ...], list[_Tuned]]
+
+
+@cache
+def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """The fields of few values that are in neither `dims` nor `EQUAL_FIELDS`, with the values."""
+    hints = get_type_hints(op.Problem)
+    choices = {
+        field.name: (False, True) if hints[field.name] is bool else get_args(hints[field.name])
+        for field in dataclasses.fields(op.Problem)
+        if field.name not in (*op.dims, *EQUAL_FIELDS)
+    }
+    return tuple((name, values) for name, values in choices.items() if values)
+
+
+def _place(op: Op, problem: Any) -> tuple[float, ...]:
+    """A problem as a point: log2 of each dimension, and a corner for each other field's value.
+
+    Two values of a field are `OTHER_FIELD` apart.
     """
-    fields = problem.as_dict()
-    for folder in (user_folder(), SHIPPED):
-        for entry in read(path(folder, device, kernel.op)):
-            if entry["kernel"] == kernel.name and entry["problem"] == fields:
-                try:
-                    config = kernel.Config.parse(entry["config"])
-                except UsageError:
-                    continue
-                if kernel.legal(problem, config, device) is None:
-                    return config, "tuned"
-    return kernel.default(problem, device), "default"
+    corner = OTHER_FIELD / math.sqrt(2)
+    return (
+        *(math.log2(getattr(problem, dim)) for dim in op.dims),
+        *(corner * (getattr(problem, name) == value)
+          for name, values in _other_fields(op) for value in values),
+    )  # fmt: skip
+
+
+def _kind(problem: Any) -> tuple[Any, ...]:
+    return tuple(getattr(problem, name, None) for name in EQUAL_FIELDS)
+
+
+def _entries(op: str, slug: str) -> Iterator[Entry]:
+    """Of one device, or of every one of an architecture, whose slug is ``sm-90``."""
+    architecture = re.fullmatch(r"sm-\d+", slug)
+    for file in files():
+        if file.stem == op and (architecture or file.parent.name == slug):
+            for entry in read(file):
+                capability = entry.provenance.get("capability") or ()
+                if not architecture or f"sm-{''.join(map(str, capability))}" == slug:
+                    yield entry
+
+
+@remembered
+def _index(kernel: Kernel, slug: str) -> _Index:
+    op = ops.get(kernel.op)
+    index = _Index({}, {})
+    for entry in _entries(kernel.op, slug):
+        if entry.kernel != kernel.name:
+            continue
+        try:
+            problem = op.Problem.parse(entry.problem)
+            config = kernel.Config.parse(entry.config)
+        except (UsageError, TypeError):
+            continue
+        stale = entry.provenance.get("source") != kernel.source_hash()
+        tuned = _Tuned(entry, problem, config, stale, _place(op, problem))
+        index.exact.setdefault(problem, []).append(tuned)
+        index.alike.setdefault(_kind(problem), []).append(tuned)
+    return index
+
+
+def _legal_by_distance(
+    kernel: Kernel, problem: Any, device: Device, farthest: float
+) -> Iterator[_Tuned]:
+    alike = _index(kernel, device_slug(device)).alike.get(_kind(problem), ())
+    if not alike:
+        return
+    here = _place(ops.get(kernel.op), problem)
+    distances = sorted((math.dist(here, tuned.place), i) for i, tuned in enumerate(alike))
+    for distance, i in distances:
+        if distance > farthest:
+            return
+        if kernel.legal(problem, alike[i].config, device) is None:
+            yield alike[i]
+
+
+def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
+    """The config tuned for just this problem, if there is one that is still legal."""
+    for tuned in _index(kernel, device_slug(device)).exact.get(problem, ()):
+        if kernel.legal(problem, tuned.config, device) is None:
+            return Found(tuned.config, "tuned", tuned.entry, tuned.stale)
+    return None
+
+
+def find(kernel: Kernel, problem: Any, device: Device) -> Found:
+    """The config tuned for a problem, else for the nearest one, else the kernel's default.
+
+    Near is what differs by less than `FARTHEST`: the root of the sum of squares of each dimension's
+    ratio as a log2, and `OTHER_FIELD` for each further field that differs. Configs that are illegal
+    for the problem, or that this version's kernel does not know, are passed over.
+    """
+    if found := exact(kernel, problem, device):
+        return found
+    for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
+        return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
+    return Found(kernel.default(problem, device), "default")
+
+
+def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:
+    """The entries nearest to a problem, however far, each with another config that is legal."""
+    found: dict[Any, Entry] = {}
+    for tuned in _legal_by_distance(kernel, problem, device, math.inf):
+        if len(found) == count:
+            break
+        found.setdefault(tuned.config, tuned.entry)
+    return list(found.values())
+
+
+def preload() -> None:
+    """Read every profile and hash its kernels' sources, so that no first step has to."""
+    for file in files():
+        if read(file) and file.stem in ops.names():
+            for kernel in ops.kernels(file.stem).values():
+                _index(kernel, file.parent.name)
+
+
+def strict() -> bool:
+    """Whether a problem without a config tuned for it is an error: JETFIRE_STRICT_PROFILE=1."""
+    return os.environ.get(STRICT) == "1"
+
+
+# Writing.
+
+
+def provenance(kernel: Kernel, device: Device, driver: str | None) -> dict[str, Any]:
+    """What a tuned config's times depend on beside the problem."""
+    from importlib import metadata
+
+    import torch
+
+    import jetfire
+    from jetfire.bench.timer import VERSION
+
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "gpu": device.name,
+        "capability": list(device.capability) if device.capability else None,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton,
+        "source": kernel.source_hash(),
+        "timer": VERSION,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "jetfire": jetfire.__version__,
+    }
+
+
+def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Path:
+    """Put entries into a device's profile of an op, in place of those for the same problems.
+
+    Written whole or not at all, and one process after another. A file there that cannot be read is
+    kept beside it as ``<op>.json.old``.
+
+    Raises:
+        UsageError: the file cannot be written; what it held is still there.
+    """
+    from filelock import FileLock
+
+    file = path(folder, device, op)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
+            _replace(file, _text(device, op, list(merged.values())))
+    except OSError as error:
+        raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
+    forget()
+    return file
+
+
+def _held(file: Path) -> tuple[Entry, ...]:
+    try:
+        return _parsed(file)
+    except (ValueError, RecursionError) as error:
+        old = file.with_suffix(".json.old")
+        _replace(old, file.read_bytes())
+        warnings.warn(f"profile {file} kept as {old.name}: {error}", JetfireWarning, stacklevel=3)
+        return ()
+
+
+def _identity(op: str, entry: Entry) -> tuple[str, Any]:
+    try:
+        return entry.kernel, ops.get(op).Problem.parse(entry.problem)
+    except UsageError:  # of another version
+        return entry.kernel, json.dumps(entry.problem, sort_keys=True)
+
+
+def _order(entry: Entry) -> tuple[Any, ...]:
+    fields = entry.problem.items()
+    return entry.kernel, [(name, isinstance(value, str), value) for name, value in fields]
+
+
+def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:
+    """JSON with a line for each entry and for each provenance."""
+    table: dict[str, str] = {}
+    lines = []
+    for entry in sorted(entries, key=_order):
+        origin = _line(entry.provenance)
+        key = hashlib.sha256(origin.encode()).hexdigest()[:8]
+        table[key] = origin
+        lines.append(_line({**dataclasses.asdict(entry), "provenance": key}))
+    head = {"schema": SCHEMA, "device": device.name,
+            "capability": list(device.capability) if device.capability else None,
+            "op": op}  # fmt: skip
+    return "".join(
+        [
+            _line(head)[:-1],
+            ',\n"provenance": {\n',
+            ",\n".join(f'"{key}": {table[key]}' for key in sorted(table)),
+            '\n},\n"entries": [\n',
+            ",\n".join(lines),
+            "\n]}\n",
+        ]
+    ).encode()
+
+
+def _line(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Under the lock there is one writer, so that a killed one's leavings are the next one's."""
+    part = file.with_name(f"{file.name}.tmp")
+    try:
+        with part.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
