@@ -54,7 +54,8 @@ def digest(files: Sequence[Path]) -> str:
 def _read(path: Path) -> _File:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return _File(tuple(_included(path, text)), " ".join(_CUDA_TOKEN.findall(text)))
+        tokens = filter(None, _CUDA_TOKEN.findall(text))  # a comment is an empty one
+        return _File(tuple(_included(path, text)), " ".join(tokens))
     tree = ast.parse(text)
     return _File((*_imported(path, tree), *_named(path, tree)), _code(tree))
 

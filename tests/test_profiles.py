@@ -1,0 +1,668 @@
+"""Profiles: written whole, found exactly or nearest, and never a crash."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetfire import cli, ops
+from jetfire.bench import runner
+from jetfire.bench.plan import Case
+from jetfire.ops import profiles, run, sources, workloads
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import JetfireWarning, UsageError
+from jetfire.ops.op import Config, Kernel
+from jetfire.ops.profiles import Entry, find
+from jetfire.ops.run import choose, command_for
+from jetfire.tuner.show import show
+
+GEMM = ops.get("gemm")
+H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132, 227 << 10, 50 << 20)
+CPU = Device("cpu", name="Some CPU")
+
+
+@dataclass(frozen=True)
+class ToyConfig(Config):
+    tile: int = 1
+
+
+class Toy(Kernel):
+    """Takes tiles of at most m."""
+
+    op = "gemm"
+    Config = ToyConfig
+
+    def __init__(self, name="toy", values=(1, 2, 4, 8)):
+        self.name, self.values = name, values
+
+    def legal(self, problem, config, device):
+        return None if config.tile <= problem.m else "the tile is larger than m"
+
+    def default(self, problem, device):
+        return ToyConfig()
+
+    def space(self, problem, device):
+        return {"tile": self.values} if self.values else {}
+
+    def launch(self, problem, config, inputs, outputs):
+        raise AssertionError
+
+    def source_hash(self):
+        return "0123456789ab"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The user's folder; nothing is shipped."""
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "user"))
+    monkeypatch.delenv(profiles.STRICT, raising=False)
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(run, "_said", set())
+    profiles.forget()
+    yield tmp_path / "user"
+    profiles.forget()
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The only kernel that there is."""
+    kernel = Toy()
+    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": kernel})
+    return kernel
+
+
+def entry(problem, tile=2, kernel="toy", source="0123456789ab", ms=1.0, **more):
+    values = {
+        "kernel": kernel, "problem": problem.as_dict(), "config": {"tile": tile}, "ms": ms,
+        "ms_p20": 0.9, "ms_p80": 1.1, "samples": 20, "default_ms": 1.5, "joules": None,
+        "objective": "time", "vs_peer": {"cublas_bf16": 1.25}, "trials": 50, "strategy": "tpe",
+        "provenance": {"gpu": "NVIDIA H200", "capability": [9, 0], "source": source,
+                       "date": "2026-01-02"},
+    }  # fmt: skip
+    return Entry(**{**values, **more})
+
+
+def gemm(m=64, n=64, k=64, **fields):
+    return GEMM.Problem(m, n, k, **fields)
+
+
+def save(*entries, folder=None, device=H200):
+    return profiles.save(folder or profiles.user_folder(), device, "gemm", entries)
+
+
+def warned(call):
+    """What a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if w.category is JetfireWarning]
+
+
+# Files.
+
+
+def test_a_profile_is_read_as_it_was_written(folder):
+    entries = [entry(gemm(m), joules=0.1) for m in (256, 32, 64)]
+    file = save(*entries)
+    assert file == folder / "nvidia-h200" / "gemm.json"
+    assert profiles.read(file) == tuple(entries[i] for i in (1, 2, 0))
+    content = json.loads(file.read_text())
+    assert content["schema"] == profiles.SCHEMA == 2
+    assert (content["device"], content["capability"], content["op"]) == (
+        "NVIDIA H200", [9, 0], "gemm",
+    )  # fmt: skip
+    lines = file.read_text().splitlines()
+    assert len(content["provenance"]) == 1
+    assert sum(line.startswith('{"kernel"') for line in lines) == 3
+
+
+def test_the_order_of_saving_leaves_no_trace():
+    every = itertools.product((128, 64, 1024), (32, 128), ("b", "a"))
+    entries = [entry(gemm(m, block=block), kernel=kernel) for m, block, kernel in every]
+    text = save(*entries).read_bytes()
+    for e in reversed(entries):
+        assert save(e).read_bytes() == text
+
+
+def test_saving_replaces_the_same_problem_of_the_same_kernel():
+    save(entry(gemm(), ms=1.0), entry(gemm(), kernel="other", ms=2.0))
+    old = entry(gemm(), ms=3.0)
+    del old.problem["accumulate"]  # as in a file from before that field
+    save(old)
+    file = save(entry(gemm(), ms=4.0))
+    assert {e.kernel: e.ms for e in profiles.read(file)} == {"toy": 4.0, "other": 2.0}
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from jetfire.ops import profiles
+from jetfire.tests.test_profiles import H200, entry, gemm
+first, count, fatal = map(int, sys.argv[1:])
+if fatal:
+    profiles.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+for i in range(first, first + count):
+    profiles.save(profiles.user_folder(), H200, "gemm", [entry(gemm(m=i))])
+"""
+
+
+def writer(first, count, fatal=False):
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(first), str(count), str(int(fatal))])
+
+
+def test_two_processes_that_save_at_once_lose_nothing():
+    processes = [writer(1, 20), writer(101, 20)]
+    assert [p.wait(120) for p in processes] == [0, 0]
+    file = profiles.path(profiles.user_folder(), H200, "gemm")
+    assert {e.problem["m"] for e in profiles.read(file)} == {*range(1, 21), *range(101, 121)}
+
+
+def test_a_writer_killed_before_the_end_leaves_the_old_file():
+    file = save(entry(gemm(8)))
+    text = file.read_bytes()
+    assert writer(1, 1, fatal=True).wait(120) == -signal.SIGKILL
+    assert file.read_bytes() == text
+    assert len(profiles.read(save(entry(gemm(9))))) == 2  # no lock is left either
+    assert not list(file.parent.glob("*.tmp"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(monkeypatch):
+    file = save(entry(gemm(8)))
+    text = file.read_bytes()
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UsageError, match=r"^cannot write profile .*gemm.json: No space left"):
+        save(entry(gemm(9)))
+    assert file.read_bytes() == text
+    assert not list(file.parent.glob("*.tmp"))
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"^cannot write profile "):
+        save(entry(gemm()), folder=tmp_path / "file")
+
+
+def edited(change):
+    def made(text):
+        content = json.loads(text)
+        change(content)
+        return json.dumps(content)
+
+    return made
+
+
+BROKEN = {
+    "cut": (lambda text: text[: len(text) // 2], "."),
+    "empty": (lambda _: "", "Expecting value"),
+    "list": (lambda _: "[]", "expected a JSON object"),
+    "deep": (lambda _: "[" * 100_000, "."),
+    "old": (edited(lambda c: c.update(schema=1)), "schema 1, this version reads 2"),
+    "new": (edited(lambda c: c.update(schema=3)), "schema 3, this version reads 2"),
+    "no schema": (edited(lambda c: c.pop("schema")), "schema None"),
+    "no entries": (edited(lambda c: c.pop("entries")), "'entries' is missing"),
+    "no ms": (edited(lambda c: c["entries"][0].pop("ms")), "'ms' is missing"),
+    "text for ms": (edited(lambda c: c["entries"][0].update(ms="fast")), "ms='fast'"),
+    "text for config": (edited(lambda c: c["entries"][0].update(config="x")), "config='x'"),
+    "no provenance": (edited(lambda c: c.update(provenance={})), "is missing"),
+    "entries of text": (edited(lambda c: c.update(entries=["x"])), "another form"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_named_once_and_skipped(toy, kind):
+    change, reason = BROKEN[kind]
+    file = save(entry(gemm()))
+    broken = change(file.read_text())
+    file.write_text(broken)
+    profiles.forget()
+    sought = []
+    told = warned(lambda: sought.extend(find(toy, gemm(m), H200).source for m in (64, 8)))
+    assert sought == ["default", "default"]
+    assert len(told) == 1
+    assert re.search(rf"profile {file} skipped: .*{reason}", told[0])
+    with pytest.warns(JetfireWarning, match=r"kept as gemm.json.old"):
+        save(entry(gemm()))
+    assert file.with_name("gemm.json.old").read_text() == broken
+    assert find(toy, gemm(), H200).source == "tuned"
+
+
+def test_a_folder_that_cannot_be_read_is_skipped(toy, folder):
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("no folder")
+    assert find(toy, gemm(), H200).source == "default"
+
+
+# Lookup.
+
+
+def test_what_was_tuned_is_found(toy):
+    save(entry(gemm(), tile=8))
+    found = find(toy, gemm(), H200)
+    assert (found.config, found.source, found.stale) == (ToyConfig(8), "tuned", False)
+    assert found.entry == entry(gemm(), tile=8)
+    assert find(toy, gemm(), CPU).source == "default"
+    assert find(Toy("other"), gemm(), H200).source == "default"
+
+
+def test_the_users_come_before_those_shipped(toy):
+    save(entry(gemm(), tile=2), entry(gemm(96), tile=2), folder=profiles.SHIPPED)
+    assert find(toy, gemm(), H200).config.tile == 2
+    save(entry(gemm(), tile=4))
+    assert find(toy, gemm(), H200).config.tile == 4
+    save(entry(gemm(128), tile=8))
+    assert find(toy, gemm(96), H200).source == "tuned"  # exact in shipped, before near in user
+    assert find(toy, gemm(120), H200).config.tile == 8
+    assert find(toy, gemm(97), H200).config.tile == 2  # nearest of both together
+    save(entry(gemm(), tile=1024))
+    found = find(toy, gemm(), H200)
+    assert (found.config.tile, found.source) == (2, "tuned")  # the user's is illegal
+
+
+def test_a_changed_source_is_stale_and_used(toy):
+    save(entry(gemm(), tile=4, source="ffffffffffff"))
+    found = find(toy, gemm(), H200)
+    assert (found.config.tile, found.source, found.stale) == (4, "tuned", True)
+    assert find(toy, gemm(80), H200).stale
+
+
+@pytest.mark.parametrize("config", [{"tile": 0}, {"tile": [1]}, {"size": 3}, {"tile": 999}])
+def test_a_config_that_the_kernel_no_longer_takes_is_passed_over(toy, config):
+    save(entry(gemm(), config=config), entry(gemm(256), tile=4))
+    found = find(toy, gemm(), H200)
+    assert (found.config.tile, found.source) == (4, "nearest")
+
+
+def test_a_problem_of_another_version_is_passed_over(toy):
+    save(dataclasses.replace(entry(gemm()), problem={"m": 64, "rows": 3}), entry(gemm(), tile=8))
+    assert find(toy, gemm(), H200).config.tile == 8
+
+
+def test_the_nearest_is_of_the_same_block_and_output(toy):
+    save(entry(gemm(64, block=64), tile=8), entry(gemm(64, out="fp32"), tile=8),
+         entry(gemm(128), tile=4))  # fmt: skip
+    found = find(toy, gemm(65), H200)
+    assert (found.config.tile, found.source) == (4, "nearest")
+    assert find(toy, gemm(65, block=128), H200).source == "default"
+
+
+def test_a_field_that_matters_less_is_a_distance():
+    op = ops.get("gemm")
+    place = profiles._place
+    same = gemm(out="int8", layout="q", rounding="nearest")
+    for other in (gemm(out="int8", layout="qt"), gemm(out="int8", bias=True)):
+        assert math.dist(place(op, same), place(op, other)) == pytest.approx(profiles.OTHER_FIELD)
+    both = gemm(out="int8", layout="both", rounding="stochastic")
+    assert math.dist(place(op, same), place(op, both)) == pytest.approx(
+        math.hypot(profiles.OTHER_FIELD, profiles.OTHER_FIELD)
+    )
+
+
+def test_what_is_too_far_is_not_used(toy):
+    save(entry(gemm(64), tile=8))
+    factor = 2**profiles.FARTHEST
+    assert find(toy, gemm(int(64 * factor)), H200).source == "nearest"
+    assert find(toy, gemm(int(64 * factor) + 1), H200).source == "default"
+    assert len(profiles.nearest(toy, gemm(64 * 1000), H200, 3)) == 1
+
+
+def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
+    save(*(entry(gemm(m), tile=tile)
+           for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8))))  # fmt: skip
+    found = profiles.nearest(toy, gemm(64), H200, 3)
+    assert [e.config["tile"] for e in found] == [2, 4, 8]
+    assert len(profiles.nearest(toy, gemm(64), H200, 2)) == 2
+
+
+sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 64)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tuned=st.lists(st.tuples(sizes, st.integers(1, 300)), max_size=8), wanted=sizes)
+def test_nothing_legal_is_nearer(tuned, wanted):
+    kernel = Toy()
+    index = profiles._Index({}, {})
+    for problem, tile in tuned:
+        one = profiles._Tuned(
+            entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
+        )
+        index.exact.setdefault(problem, []).append(one)
+        index.alike.setdefault(profiles._kind(problem), []).append(one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "_index", lambda *_: index)
+        found = find(kernel, wanted, H200)
+
+    def distance(problem):
+        return math.hypot(*(math.log2(getattr(problem, d) / getattr(wanted, d)) for d in "mnk"))
+
+    near = [distance(problem) for problem, tile in tuned
+            if tile <= wanted.m and problem.block == wanted.block]  # fmt: skip
+    near = [d for d in near if d <= profiles.FARTHEST]
+    assert (found.source == "default") == (not near)
+    if near:
+        assert distance(gemm(**found.entry.problem)) == pytest.approx(min(near))
+        assert (found.source == "tuned") == (min(near) == 0)
+
+
+def test_an_architecture_has_the_profiles_of_its_devices(toy):
+    save(entry(gemm(), tile=4))
+    assert find(toy, gemm(), target_device((9, 0))).config.tile == 4
+    assert find(toy, gemm(), target_device((8, 0))).source == "default"
+
+
+def gpt2_350m(*token_counts):
+    """The distinct GEMMs of a training step, for several sizes of batch."""
+    model = workloads.MODELS["gpt2-350m"]
+    return list(
+        dict.fromkeys(
+            problem
+            for tokens in token_counts
+            for mode in GEMM.modes
+            for shape in GEMM.shapes(dataclasses.replace(model, tokens=tokens))
+            for problem in GEMM.problems(mode, shape)
+        )
+    )
+
+
+def test_25_lookups_after_preloading_600_entries_take_under_a_millisecond(monkeypatch):
+    gluon, triton = (ops.get_kernel("gemm", name) for name in ("gluon", "triton"))
+    kinds = itertools.product((gluon, triton), (32, 64, 128), ("bf16", "fp16", "fp32", "int8"))
+    entries = [
+        entry(problem, kernel=kernel.name, config=kernel.default(problem, H200).as_dict())
+        for kernel, block, out in kinds
+        for n, k in itertools.product((1024, 2048, 3072, 4096, 8192), repeat=2)
+        for problem in (gemm(8192, n, k, block=block, out=out),)
+    ]
+    assert len(entries) == 600
+    save(*entries)
+    profiles.preload()
+    monkeypatch.setattr(Path, "read_text", None)  # nothing is read from here on
+    wanted = gpt2_350m(8192, 8000, 4096, 2048)[:25]
+    assert len(wanted) == 25
+
+    def once():
+        begin = time.perf_counter()
+        found = [find(gluon, problem, H200).source for problem in wanted]
+        return time.perf_counter() - begin, found
+
+    tries = [once() for _ in range(20)]
+    assert {"tuned", "nearest"} < set(tries[0][1])
+    assert min(seconds for seconds, _ in tries) < 1e-3
+
+
+def test_importing_nn_loads_profiles_and_survives_a_broken_one(folder):
+    file = profiles.path(folder, H200, "gemm")
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    done = subprocess.run(
+        [sys.executable, "-c", "import jetfire.nn"], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("skipped:") == 1
+
+
+# What a model and the bench make of them.
+
+
+def test_a_miss_is_told_once_with_the_command(toy):
+    problem = gemm(4096, 1024, 2048, out="fp32", accumulate=True)
+    told = warned(lambda: choose(GEMM, problem, H200))
+    assert told == [
+        "gemm: no profile for m=4096 n=1024 k=2048 block=32 on NVIDIA H200: the default is used; "
+        "tune it: jetfire-tune gemm --m 4096 --n 1024 --k 2048 --block 32 --set out=fp32 "
+        "--set accumulate=true"
+    ]
+    assert warned(lambda: choose(GEMM, gemm(), H200)) == []
+
+
+def test_the_nearest_is_told_of(toy):
+    save(entry(gemm(80, 32)))
+    (told,) = warned(lambda: choose(GEMM, gemm(64, 64), H200))
+    assert "the nearest is used (m=80 n=32);" in told
+
+
+def test_a_stale_profile_is_told_of_once(toy):
+    save(entry(gemm(), source="ffffffffffff"), entry(gemm(128), source="ffffffffffff"))
+    (told,) = warned(lambda: choose(GEMM, gemm(), H200))
+    assert told.startswith("gemm/toy: its source has changed since it was tuned on NVIDIA H200; ")
+    assert warned(lambda: choose(GEMM, gemm(128), H200)) == []
+
+
+def test_strict_makes_a_miss_an_error(toy, monkeypatch):
+    save(entry(gemm()))
+    monkeypatch.setenv(profiles.STRICT, "1")
+    choose(GEMM, gemm(), H200)
+    for problem in (gemm(80), gemm(4096)):
+        with pytest.raises(UsageError, match=r"no profile for m=\d+ .*; tune it: jetfire-tune"):
+            choose(GEMM, problem, H200)
+
+
+def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
+    monkeypatch.setenv(profiles.STRICT, "1")
+    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": Toy(values=())})
+    assert warned(lambda: choose(GEMM, gemm(), H200)) == []
+
+
+def test_nothing_is_told_of_interpreted_kernels(monkeypatch):
+    monkeypatch.setenv(profiles.STRICT, "1")
+    triton = ops.get_kernel("gemm", "triton")
+    monkeypatch.setattr(ops, "kernels", lambda _: {"triton": triton})
+    here = dataclasses.replace(CPU, interpreted=True)
+    assert warned(lambda: choose(GEMM, gemm(), here)) == []
+
+
+def test_the_fastest_is_chosen_of_kernels_tuned_for_a_problem(monkeypatch):
+    kernels = {name: Toy(name) for name in ("first", "second", "third")}
+    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    save(entry(gemm(), kernel="second", ms=2.0))
+    with pytest.warns(JetfireWarning):  # nobody knows that the first is slower
+        assert choose(GEMM, gemm(), H200)[0].name == "first"
+    save(entry(gemm(), kernel="first", ms=3.0), entry(gemm(), kernel="third", ms=1.0, tile=4))
+    kernel, config = choose(GEMM, gemm(), H200)
+    assert (kernel.name, config.tile) == ("third", 4)
+    save(entry(gemm(), kernel="third", ms=1.0, tile=999))
+    assert choose(GEMM, gemm(), H200)[0].name == "second"
+
+
+def test_a_choice_is_made_once_until_profiles_change(toy, monkeypatch):
+    asked = []
+    legal = Toy.legal
+    monkeypatch.setattr(Toy, "legal", lambda *given: asked.append(given) or legal(*given))
+    with pytest.warns(JetfireWarning):
+        first = choose(GEMM, gemm(), H200)
+    count = len(asked)
+    assert choose(GEMM, gemm(), H200) is first
+    assert len(asked) == count
+    save(entry(gemm(), tile=8))
+    assert choose(GEMM, gemm(), H200)[1].tile == 8
+
+
+def every_problem():
+    for name in ops.names():
+        op = ops.get(name)
+        for mode in op.modes:
+            for fields in ({}, {"m": "33"}):
+                yield from op.problems(mode, {**dict.fromkeys(op.dims, "96"), **fields})
+    yield from (
+        gemm(33, out="int8", layout="both", rounding="stochastic", bias=True),
+        gemm(5, 6, 7),
+    )
+    for name in ("gelu", "layernorm", "add"):
+        yield from ops.get(name).problems("bwd", {"m": 5, "n": 6, "rounding": "nearest"})
+    yield from ops.get("layernorm").problems("fwd", {"m": 5, "n": 6, "stats": "given", "eps": 1e-6})
+    yield from ops.get("dropout").problems("bwd", {"m": 5, "n": 6, "p": 0.25})
+
+
+@pytest.mark.parametrize("problem", list(every_problem()), ids=str)
+def test_the_command_tunes_just_the_problem(problem):
+    op = next(op for op in map(ops.get, ops.names()) if op.Problem is type(problem))
+    script, *words = command_for(op, problem).split()
+    assert script == "jetfire-tune"
+    command = typer.main.get_command(cli.app).commands["tune"]
+    given = command.make_context("tune", words).params
+    names = ("op", "m", "n", "k", "workload", "block", "mode", "set_")
+    assert cli._asked(*(given[name] for name in names), "4096") == [Case(op, problem)]
+
+
+def test_the_bench_says_where_a_config_comes_from(toy):
+    save(entry(gemm(), tile=4), entry(gemm(1024), tile=8))
+    case, options = Case(GEMM, gemm()), runner.Options()
+    (choice,) = runner.choices(case, H200, options)
+    assert (choice.config.tile, choice.profile) == (4, "tuned")
+    (told,) = warned(lambda: runner.choices(Case(GEMM, gemm(1000)), H200, options))
+    assert "the nearest is used (m=1024)" in told
+    given = runner.Options(config={"tile": "2"})
+    assert warned(lambda: runner.choices(Case(GEMM, gemm(9, block=64)), H200, given)) == []
+
+
+def test_the_bench_asks_for_no_second_kernel_to_be_tuned(monkeypatch):
+    kernels = {name: Toy(name) for name in ("first", "second")}
+    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    save(entry(gemm(), kernel="first"))
+    case = Case(GEMM, gemm())
+    assert warned(lambda: runner.choices(case, H200, runner.Options())) == []
+    monkeypatch.setenv(profiles.STRICT, "1")
+    with pytest.raises(UsageError, match="no profile"):
+        runner.choices(case, H200, runner.Options())
+
+
+DRY = ["gemm", "--m", "64", "--block", "32", "--device", "cpu", "--dry-run"]
+
+
+def test_the_command_line_warns_in_a_line(toy, capsys):
+    assert cli.execute("bench", DRY) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jetfire: gemm: no profile for m=64 n=64 k=64 block=32 on ")
+
+
+def test_a_strict_command_line_exits_2(toy, capsys, monkeypatch):
+    monkeypatch.setenv(profiles.STRICT, "0")
+    assert cli.execute("bench", [*DRY, "--strict-profile"]) == 2
+    assert "tune it: jetfire-tune gemm --m 64" in capsys.readouterr().err
+
+
+# What is shown.
+
+
+def test_show_lists_the_users_then_those_shipped(toy, capsys):
+    save(entry(gemm(), tile=4), entry(gemm(128), kernel="gone"))
+    save(entry(gemm(), source="ffffffffffff"), folder=profiles.SHIPPED)
+    show([], None)
+    text = capsys.readouterr().out
+    assert text.index("user: ") < text.index("shipped: ")
+    for part in ("NVIDIA H200", "64×64×64", "tile=4", "1.000 ms", "1.50×", "1.25× cublas_bf16",
+                 "2026-01-02", "no kernel", "stale"):  # fmt: skip
+        assert part in text
+    assert "\x1b" not in text
+
+
+def test_show_as_json(toy, capsys):
+    save(entry(gemm(), tile=4))
+    save(entry(gemm()), device=CPU)
+    show(["gemm"], H200, as_json=True)
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["op"], record["state"], record["gain"]) == ("gemm", "current", 1.5)
+    assert not record["shipped"]
+    assert record["config"] == {"tile": 4}
+
+
+def test_show_says_where_it_found_nothing(capsys):
+    show(["gemm"], H200)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "no profile of gemm on NVIDIA H200 in " in shown.err
+    with pytest.raises(UsageError, match="no op 'nope'"):
+        show(["nope"], None)
+
+
+# Sources.
+
+
+PYTHON = '''"""A module."""
+from x import y  # a comment
+def f(a: int, *, b=None) -> str:
+    """A function."""
+    return f"{a!r:>{b}} {{}}" + "  x # y" if a else y(-1.5e-3, [...], b"z")
+'''
+CUDA = """// A kernel.
+#include "a.cuh"
+__global__ void f(int* x) { x[0] = 1 /* one */ + 2; printf("// %d\\n", x[0]); }
+"""
+
+
+def code(tmp_path, name, text):
+    file = tmp_path / f"{abs(hash(text))}-{name}"
+    file.write_text(text)
+    return sources.digest((file,))
+
+
+def test_a_hash_is_the_same_under_every_python(tmp_path):
+    assert code(tmp_path, "a.py", PYTHON) == "c62c9d01df6c"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "old", "new", "same"),
+    [
+        ("a.py", PYTHON, "# a comment", "", True),
+        ("a.py", PYTHON, '"""A function."""', '"""Another."""', True),
+        ("a.py", PYTHON, "a: int, *,", "\n  a:int,*,", True),
+        ("a.py", PYTHON, "# y", "# z", False),
+        ("a.py", PYTHON, "1.5e-3", "1.6e-3", False),
+        ("a.py", PYTHON, "b=None", "b=0", False),
+        ("a.cu", CUDA, "A kernel", "Another", True),
+        ("a.cu", CUDA, "/* one */ + 2", "+\n  2", True),
+        ("a.cu", CUDA, "// %d", "//%d", False),
+        ("a.cu", CUDA, "= 1", "= 3", False),
+    ],
+)
+def test_a_hash_changes_with_code_alone(tmp_path, name, text, old, new, same):
+    assert old in text
+    assert (code(tmp_path, name, text) == code(tmp_path, name, text.replace(old, new))) is same
+
+
+def test_a_kernel_is_made_of_its_own_sources():
+    names = {
+        kernel: {file.name for file in ops.get_kernel("gemm", kernel).sources()}
+        for kernel in ("wgmma", "mma", "gluon", "triton")
+    }
+    assert {"wgmma.py", "wgmma.cu", "pad.cu", "epilogue.cuh", "ptx.cuh"} < names["wgmma"]
+    assert {"mma.py", "mma.cu", "epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
+    assert not {"mma.py", "mma.cu", "ptx_sm80.cuh"} & names["wgmma"]
+    assert not {"wgmma.py", "wgmma.cu", "pad.cu"} & names["mma"]
+    assert {"hopper.py", "mainloop.py", "gluon_common.py"} < names["gluon"]
+    assert "mainloop.py" not in names["triton"]
+    assert "common.py" in names["triton"]
+
+
+def test_every_kernel_has_a_hash_of_its_own():
+    kernels = [k for name in ops.names() for k in ops.kernels(name).values()]
+    hashes = {kernel.source_hash() for kernel in kernels}
+    assert len(hashes) == len(kernels)
+    assert all(len(text) == 12 and int(text, 16) >= 0 for text in hashes)
+
+
+def test_provenance_names_what_times_depend_on():
+    kernel = ops.get_kernel("gemm", "triton")
+    made = profiles.provenance(kernel, H200, "580.1")
+    assert set(made) == {"gpu", "capability", "driver", "cuda", "torch", "triton", "source",
+                         "timer", "date", "jetfire"}  # fmt: skip
+    assert (made["gpu"], made["capability"], made["driver"]) == ("NVIDIA H200", [9, 0], "580.1")
+    assert made["source"] == kernel.source_hash()
+    assert json.loads(json.dumps(made)) == made
