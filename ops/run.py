@@ -37,8 +37,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
         if found.source == "default":
             reason = kernel.legal(problem, found.config, device)
         if reason is None:
-            if found.source == "tuned":
-                kernel, found = _fastest(op, problem, device)
+            kernel, found = _fastest(op, problem, device, kernel, found)
             report(op, kernel, problem, device, found)
             return kernel, found.config
         reasons.append(f"{kernel.name}: {reason}")
@@ -47,13 +46,16 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     )
 
 
-def _fastest(op: Op, problem: Any, device: Device) -> tuple[Kernel, Found]:
-    tuned = [
-        (found.entry.ms, kernel, found)
-        for kernel in ops.kernels(op.name).values()
-        if (found := profiles.exact(kernel, problem, device)) and found.entry
-    ]
-    _, kernel, found = min(tuned, key=lambda triple: triple[0])
+def _fastest(
+    op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
+) -> tuple[Kernel, Found]:
+    """Itself, or where it was tuned for just this problem the fastest that was too."""
+    for other in ops.kernels(op.name).values():
+        if found.source != "tuned" or other is kernel:
+            continue
+        rival = profiles.exact(other, problem, device)
+        if rival and rival.entry and found.entry and rival.entry.ms < found.entry.ms:
+            kernel, found = other, rival
     return kernel, found
 
 
@@ -72,31 +74,44 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         return
     if interpreted(kernel, device) or not kernel.space(problem, device):
         return
-    tune = f"tune it: {command_for(op, problem)}"
     if found.source != "tuned":
-        missing = f"{op.name}: no profile for {_shape(op, problem)} on {device.label}"
         if profiles.strict():
-            raise UsageError(f"{missing}; {tune}")
-        used = "the default is used"
-        if found.entry is not None:
-            mine = problem.as_dict()
-            differing = [f"{k}={v}" for k, v in found.entry.problem.items() if v != mine.get(k)]
-            used = f"the nearest is used ({' '.join(differing)})"
-        _say(f"{missing}: {used}; {tune}", op.name)
-    if found.stale:
-        _say(f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
-             f"{device.label}; {tune}", op.name, kernel.name)  # fmt: skip
+            raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
+        if _first(op.name):
+            _warn(f"{_missing(op, problem, device)}: {_used(problem, found)}; "
+                  f"{_remedy(op, problem)}")  # fmt: skip
+    if found.stale and _first(op.name, kernel.name):
+        _warn(f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
+              f"{device.label}; {_remedy(op, problem)}")  # fmt: skip
 
 
-def _say(text: str, *once: str) -> None:
-    if once not in _said:
-        _said.add(once)
-        warnings.warn(text, JetfireWarning, stacklevel=3)
+def _first(*what: str) -> bool:
+    """Whether a warning was not yet given; it counts as given from now on."""
+    new = what not in _said
+    _said.add(what)
+    return new
 
 
-def _shape(op: Op, problem: Any) -> str:
+def _warn(text: str) -> None:
+    warnings.warn(text, JetfireWarning, stacklevel=3)
+
+
+def _missing(op: Op, problem: Any, device: Device) -> str:
     fields = problem.as_dict()
-    return " ".join(f"{n}={fields[n]}" for n in (*op.dims, "block", "mode") if n in fields)
+    shape = " ".join(f"{n}={fields[n]}" for n in (*op.dims, "block", "mode") if n in fields)
+    return f"{op.name}: no profile for {shape} on {device.label}"
+
+
+def _used(problem: Any, found: Found) -> str:
+    if found.entry is None:
+        return "the default is used"
+    mine = problem.as_dict()
+    differing = [f"{k}={v}" for k, v in found.entry.problem.items() if v != mine.get(k)]
+    return f"the nearest is used ({' '.join(differing)})"
+
+
+def _remedy(op: Op, problem: Any) -> str:
+    return f"tune it: {command_for(op, problem)}"
 
 
 def command_for(op: Op, problem: Any) -> str:
