@@ -159,10 +159,11 @@ _OBJECTS = ("problem", "config", "vs_peer", "provenance")
 def _entry(raw: dict[str, Any], table: dict[str, Any]) -> Entry:
     known = {field.name: raw[field.name] for field in dataclasses.fields(Entry)}
     entry = Entry(**{**known, "provenance": table[raw["provenance"]]})
-    for names, kind in ((_NUMBERS, (int, float)), (_OBJECTS, dict)):
-        for name in names:
-            if not isinstance(getattr(entry, name), kind):
-                raise ValueError(f"{name}={getattr(entry, name)!r}")
+    for name in (*_NUMBERS, *_OBJECTS):
+        value = getattr(entry, name)
+        number = isinstance(value, int | float) and value > 0
+        if not (number if name in _NUMBERS else isinstance(value, dict)):
+            raise ValueError(f"{name}={value!r}")
     return entry
 
 

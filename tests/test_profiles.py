@@ -221,6 +221,7 @@ BROKEN = {
     "no entries": (edited(lambda c: c.pop("entries")), "'entries' is missing"),
     "no ms": (edited(lambda c: c["entries"][0].pop("ms")), "'ms' is missing"),
     "text for ms": (edited(lambda c: c["entries"][0].update(ms="fast")), "ms='fast'"),
+    "no time": (edited(lambda c: c["entries"][0].update(ms=math.nan)), "ms=nan"),
     "text for config": (edited(lambda c: c["entries"][0].update(config="x")), "config='x'"),
     "no provenance": (edited(lambda c: c.update(provenance={})), "is missing"),
     "entries of text": (edited(lambda c: c.update(entries=["x"])), "another form"),
