@@ -198,7 +198,7 @@ DeviceName = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda o
 Seed = Annotated[int, typer.Option(parser=_integer("--seed"), metavar="INT", help="Seed.")]
 
 
-def _duration(text: str) -> float:
+def _duration(option: str, text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h``."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
@@ -206,7 +206,7 @@ def _duration(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"--budget {text}: expected a time such as 90, 90s, 10m or 1h")
+        raise UsageError(f"{option} {text}: expected a time such as 90, 90s, 10m or 1h")
     return seconds
 
 
@@ -226,28 +226,109 @@ def _asked(
 
 @app.command()
 def tune(
-    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, workload: Workload = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OP...",
+            help="Ops by name, or [b]all[/b]; or [b]show[/b] [OP...]: list the profiles.",
+        ),
+    ] = None,
+    m: Sizes = None, n: Sizes = None, k: Sizes = None, workload: Workload = None,
     block: Blocks = None, mode: ModeOption = "fwd", set_: Setting = None,
     kernel: KernelNames = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Every problem that profiles are shipped for.")
+    ] = False,
     trials: Annotated[
-        int, typer.Option(parser=_integer("--trials"), metavar="INT", help="Configs a kernel.")
-    ] = 50,
+        int | None,
+        typer.Option(parser=_integer("--trials"), metavar="INT", help="Configs a kernel and "
+                     "problem, those of earlier runs included; instead of --effort's."),
+    ] = None,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
     ] = "10m",
+    effort: Annotated[
+        str, typer.Option(metavar="NAME", help="quick (40 configs) or full (250).")
+    ] = "quick",
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="tpe, gp, random or exhaustive.")
+    ] = "tpe",
+    objective: Annotated[
+        str, typer.Option(metavar="NAME", help="time, energy or both.")
+    ] = "time",
+    space: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=V,...", help="Search only these values of a config field."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only these peers; none for none.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL|FILE|DIR", help="Where studies are kept: a database's URL "
+                     "(sqlite:///…, postgresql://…), FILE.journal or a folder (JETFIRE_STUDIES)."),
+    ] = None,
+    trial_timeout: Annotated[
+        str, typer.Option(metavar="TIME", help="What a config may take to be checked and timed.")
+    ] = "30s",
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the searches as a page.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE.json.gz", help="Keep the trials for --replay.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json.gz", help="Search recorded trials; no device, no profile."),
+    ] = None,
     data: Annotated[str, typer.Option(metavar="NAME", help="The inputs' distribution.")] = "normal",
-    device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
+    device: DeviceName = "auto", seed: Seed = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be searched.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="show: as JSON.")] = False,
+    debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Search tile sizes on this device; the best are kept as a profile that bench and nn load."""
-    from jetfire.ops.device import Device
+    """Search tile sizes on this device; the best are kept as a profile that bench and nn load.
+
+    Every trial is durable: after an interruption the same command goes on where it was.
+    """
+    if op and op[0] == "show":
+        from jetfire.tuner.show import show
+
+        show(op[1:], None, as_json)
+        return
+    if trials is not None and trials < 1:
+        raise UsageError(f"--trials {trials}: expected at least 1")
     from jetfire.tuner import command
 
-    where = Device.parse(device)
-    default_m = "4096" if where.kind == "cuda" else "256"
-    cases = _asked(op, m, n, k, workload, block, mode, set_, default_m)
-    if trials < 1:
-        raise UsageError(f"--trials {trials}: expected at least 1")
-    command.tune(cases, kernel or (), where, trials, _duration(budget), seed, data)
+    if replay is not None:
+        print(command.replay(replay, strategy, trials, seed))
+        return
+    from jetfire.bench import plan
+    from jetfire.ops.device import Device
+
+    default_m = "4096" if Device.parse(device).kind == "cuda" else "256"
+    if all_:
+        from jetfire.tuner import shipped
+
+        if m or n or k or workload or set_:
+            raise UsageError("--all has its own problems: only OP and --block narrow it")
+        cases = shipped.cases(plan.parse_list(op or []), plan.parse_list(block or []))
+    else:
+        cases = _asked(op, m, n, k, workload, block, mode, set_, default_m)
+    peers = plan.parse_list(peer or [])
+    command.tune(
+        command.Asked(
+            cases=cases, kernels=plan.parse_list(kernel or []), device=device,
+            budget_s=_duration("--budget", budget), trials=trials, effort=effort,
+            strategy=strategy, objective=objective, seed=seed, data=data,
+            space=plan.parse_settings("--space", space or []), storage=storage,
+            trial_s=_duration("--trial-timeout", trial_timeout),
+            peers=[] if peers == ["none"] else (peers or None), report=report, record=record,
+            dry_run=dry_run,
+        )
+    )  # fmt: skip
 
 
 @app.command()
@@ -281,7 +362,8 @@ def fuzz(
 
     names = ops.names() if not op or "all" in op else [ops.get(name).name for name in op]
     where = Device.parse(device)
-    command.run(names, kernel or (), where, examples, _duration(budget), seed, largest, replay)
+    seconds = _duration("--budget", budget)
+    command.run(names, kernel or (), where, examples, seconds, seed, largest, replay)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ class Timing:
         sm_mhz: the median SM clock while it ran (None where nothing could be read, as below).
         watts: the board's power while it ran without pause.
         throttled: why the clock was held down while it ran; empty where it was not.
+        values: the samples, in the order of the rounds.
     """
 
     ms: float
@@ -46,11 +47,18 @@ class Timing:
     sm_mhz: float | None = None
     watts: float | None = None
     throttled: tuple[str, ...] | None = None
+    values: tuple[float, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         p20, median, p80 = np.percentile(np.asarray(samples), (20, 50, 80))
-        return cls(float(median), float(p20), float(p80), len(samples))
+        values = tuple(float(sample) for sample in samples)
+        return cls(float(median), float(p20), float(p80), len(samples), values=values)
+
+    @property
+    def joules(self) -> float | None:
+        """Energy a call; None where the power could not be read."""
+        return None if self.watts is None else self.watts * self.ms / 1e3
 
 
 class Monitor(Protocol):
@@ -192,10 +200,11 @@ def _time_cuda(
     monitor: Monitor | None,
     power_ms: float,
     capture: bool,
+    warm_ms: float,
 ) -> dict[str, Timing]:
     prepared = {name: _Variant(calls, sample_ms, capture) for name, calls in variants.items()}
     begin = time.perf_counter()
-    while (time.perf_counter() - begin) * 1e3 < WARM_MS:
+    while (time.perf_counter() - begin) * 1e3 < warm_ms:
         for variant in prepared.values():
             variant.elapsed()
     begin = time.perf_counter()
@@ -251,6 +260,7 @@ def time_calls(
     monitor: Monitor | None = None,
     power_ms: float = 0.0,
     capture: bool = True,
+    warm_ms: float = WARM_MS,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -263,6 +273,7 @@ def time_calls(
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
+        warm_ms: how long a GPU runs all of them beforehand.
 
     Returns:
         name → milliseconds a call.
@@ -271,5 +282,7 @@ def time_calls(
         return {}
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _time_cuda(variants, rounds, sample_ms, budget_s, monitor, power_ms, capture)
+            return _time_cuda(
+                variants, rounds, sample_ms, budget_s, monitor, power_ms, capture, warm_ms
+            )
     return _time_cpu(variants, rounds, sample_ms, budget_s)

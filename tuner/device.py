@@ -1,0 +1,205 @@
+"""The runner that measures on the devices at hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import connection as mp_connection
+
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config
+from jetfire.tuner import worker as workers
+from jetfire.tuner.measure import Job
+from jetfire.tuner.runner import Comparison, RunnerError
+from jetfire.tuner.trial import Measurement, Outcome
+from jetfire.tuner.worker import Worker
+
+COMPILERS = 8
+COMPILE_S = 120.0
+START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
+
+
+@dataclass
+class _Task:
+    """A trial on its way.
+
+    Attributes:
+        began: when it was handed to a worker.
+        spent: seconds that its compilation took.
+    """
+
+    number: int
+    config: Config
+    limit: float
+    began: float = 0.0
+    spent: float = 0.0
+
+
+class _Seat:
+    """A worker's place: the worker, started again when it has died, and what it does."""
+
+    def __init__(self, target: object, argument: object) -> None:
+        self._target, self._argument = target, argument
+        self.worker: Worker | None = None
+        self.task: _Task | None = None
+        self.job: Job | None = None
+
+    def ask(self, *request: object) -> bool:
+        """Send a request; True if a worker had to be started for it."""
+        fresh = self.worker is None
+        if self.worker is None:
+            self.worker = Worker(self._target, self._argument)  # type: ignore[arg-type]
+        self.worker.ask(*request)
+        return fresh
+
+    def dismiss(self) -> None:
+        """Kill the worker; the next request starts another."""
+        if self.worker is not None:
+            self.worker.close()
+        self.worker = self.task = self.job = None
+
+
+class DeviceRunner:
+    """Compiles in parallel processes and measures in one process a device, one config at a time.
+
+    Args:
+        devices: of one model; each gets its own worker.
+        trial_s: seconds that a config may take to be checked and timed.
+        compilers: processes that compile; by default as many as there are cores to spare, up to 8.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], trial_s: float, compilers: int | None = None
+    ) -> None:
+        self.trial_s = trial_s
+        names = [d.kind if d.kind == "cpu" else f"cuda:{d.index}" for d in devices]
+        self._measuring = [_Seat(workers.measure_configs, name) for name in names]
+        capability = devices[0].capability
+        spare = max(1, (os.cpu_count() or 1) - len(devices))
+        count = min(COMPILERS, spare) if compilers is None else compilers
+        self._compiling = [
+            _Seat(workers.compile_configs, capability) for _ in range(count if capability else 0)
+        ]
+        self.capacity = len(self._compiling) + len(self._measuring)
+        self._to_compile: deque[_Task] = deque()
+        self._to_measure: deque[_Task] = deque()
+        self._done: list[tuple[int, Measurement]] = []
+        self.job: Job | None = None
+
+    def begin(self, job: Job) -> None:
+        """Measure this job's configs from now on."""
+        self.cancel()
+        self.job = job
+
+    def submit(self, number: int, config: Config) -> None:
+        task = _Task(number, config, self.trial_s)
+        (self._to_compile if self._compiling else self._to_measure).append(task)
+        self._hand_out()
+
+    def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
+        end = self.now() + timeout
+        while not self._done and self._busy() and (left := end - self.now()) > 0:
+            self._step(left)
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self) -> None:
+        self._to_compile.clear()
+        self._to_measure.clear()
+        self._done.clear()
+        for seat in self._busy():
+            seat.dismiss()
+
+    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
+        self.cancel()
+        seat, job = self._measuring[0], self.job
+        fresh = seat.ask("compare", job, dict(configs), budget_s)
+        limit = self.trial_s + budget_s + (START_S if fresh or seat.job != job else 0.0)
+        seat.job = job
+        assert seat.worker is not None
+        try:
+            if not seat.worker.connection.poll(limit):
+                raise RunnerError(f"the final comparison hung for {limit:.0f} s")
+            answer = seat.worker.answer()
+        except (EOFError, OSError):
+            words = seat.worker.last_words()
+            seat.dismiss()
+            raise RunnerError(f"the final comparison crashed: {words}") from None
+        except BaseException:
+            seat.dismiss()
+            raise
+        if not isinstance(answer, Comparison):
+            raise RunnerError(answer.message)
+        return answer
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        for seat in (*self._compiling, *self._measuring):
+            seat.dismiss()
+
+    def _busy(self) -> list[_Seat]:
+        return [seat for seat in (*self._compiling, *self._measuring) if seat.task is not None]
+
+    def _hand_out(self) -> None:
+        job = self.job
+        assert job is not None
+        for seat in self._compiling:
+            if seat.task is None and self._to_compile:
+                task = self._to_compile.popleft()
+                fresh = seat.ask(job.kernel, job.problem, task.config)
+                self._give(seat, task, COMPILE_S + START_S * fresh)
+        for seat in self._measuring:
+            if seat.task is None and self._to_measure:
+                task = self._to_measure.popleft()
+                fresh = seat.ask("measure", job, task.config)
+                self._give(seat, task, self.trial_s + START_S * (fresh or seat.job != job))
+                seat.job = job
+
+    def _give(self, seat: _Seat, task: _Task, limit: float) -> None:
+        task.began, task.limit = self.now(), limit
+        seat.task = task
+
+    def _step(self, timeout: float) -> None:
+        """Wait for the next answer, death or time limit, and act on it."""
+        busy = self._busy()
+        ends = [s.task.began + s.task.limit for s in busy if s.task is not None]
+        by_connection = {s.worker.connection: s for s in busy if s.worker is not None}
+        wait_s = max(0.0, min([timeout, *(end - self.now() for end in ends)]))
+        for ready in mp_connection.wait(list(by_connection), wait_s):
+            self._receive(by_connection[ready])  # type: ignore[index]
+        for seat in busy:
+            if seat.task is not None and self.now() >= seat.task.began + seat.task.limit:
+                what = "compile" if seat in self._compiling else "check and time"
+                self._end(seat, "timeout", f"took over {seat.task.limit:.0f} s to {what}")
+        self._hand_out()
+
+    def _receive(self, seat: _Seat) -> None:
+        task, worker = seat.task, seat.worker
+        if task is None or worker is None:
+            return
+        try:
+            answer = worker.answer()
+        except (EOFError, OSError):
+            outcome: Outcome = "compile" if seat in self._compiling else "crash"
+            self._end(seat, outcome, worker.last_words())
+            return
+        seat.task = None
+        if answer is None:  # compiled
+            task.spent = self.now() - task.began
+            self._to_measure.append(task)
+        else:
+            seconds = answer.seconds + task.spent
+            self._done.append((task.number, replace(answer, seconds=seconds)))
+
+    def _end(self, seat: _Seat, outcome: Outcome, message: str) -> None:
+        """A worker that died or hangs: the trial ends, and the next one gets another worker."""
+        task = seat.task
+        assert task is not None
+        seconds = self.now() - task.began + task.spent
+        self._done.append((task.number, Measurement(outcome, message=message, seconds=seconds)))
+        seat.dismiss()

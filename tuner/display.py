@@ -1,0 +1,136 @@
+"""What a person sees on stderr while the tuner works: a live table on a terminal, else lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from jetfire.ops.op import Config
+from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
+
+UNITS = {"time": "ms", "energy": "J", "both": "ms·J"}
+
+
+def config_text(config: Config) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.as_dict().items())
+
+
+class Display:
+    """The state of the search under way.
+
+    Args:
+        total: searches in all.
+    """
+
+    def __init__(self, objective: Objective, total: int) -> None:
+        self.objective, self.total, self.index = objective, total, 0
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self.title, self.trials, self._end = "", 0, 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.best: tuple[float, Config] | None = None
+        self.first: float | None = None
+        self._began, self._done = time.monotonic(), 0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self.table, console=self._console, transient=True,
+                refresh_per_second=4,
+            )  # fmt: skip
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self._live is not None:
+            self._live.__exit__(kind, value, trace)
+
+    def begin(
+        self, title: str, trials: int, seconds: float, known: list[tuple[Config, Measurement]]
+    ) -> None:
+        """A new search.
+
+        Args:
+            trials, seconds: its limits.
+            known: what earlier runs of its study found.
+        """
+        self._reset()
+        self.index += 1
+        self.title, self.trials, self._end = title, trials, time.monotonic() + seconds
+        for config, measurement in known:
+            self._count(config, measurement)
+        self._done = 0
+        earlier = f", {len(known)} trials known" if known else ""
+        if self._live is None:
+            self.note(f"[{self.index}/{self.total}] {title}{earlier}")
+
+    def _count(self, config: Config, measurement: Measurement) -> bool:
+        """Add a trial; True if it is the best so far."""
+        self.counts[measurement.outcome] += 1
+        self._done += 1
+        values = measurement.values(self.objective)
+        if measurement.outcome != "ok" or values is None:
+            return False
+        self.first = score(values) if self.first is None else self.first
+        if self.best is not None and self.best[0] <= score(values):
+            return False
+        self.best = score(values), config
+        return True
+
+    def trial(self, config: Config, measurement: Measurement) -> None:
+        better = self._count(config, measurement)
+        if self._live is not None:
+            return
+        if better:
+            self.note(f"  trial {sum(self.counts.values())}: {self._level()} {config_text(config)}")
+        elif not measurement.measured:
+            reason = measurement.message.strip().splitlines() or [""]
+            self.note(f"  {measurement.outcome}: {config_text(config)}: {reason[0]}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._live.console.print(Text(f"jetfire: {text}"))
+        else:
+            print(f"jetfire: {text}", file=sys.stderr, flush=True)
+
+    def _level(self) -> str:
+        if self.best is None or self.first is None:
+            return ""
+        value = f"{self.best[0]:.4g} {UNITS[self.objective]}"
+        return f"{value} ({self.first / self.best[0]:.2f}× the first)"
+
+    def _eta(self) -> str:
+        left = self._end - time.monotonic()
+        tried = sum(self.counts.values())
+        if self._done:
+            rate = (time.monotonic() - self._began) / self._done
+            left = min(left, rate * (self.trials - tried))
+        seconds = max(0, round(left))
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+    def table(self) -> RenderableType:
+        table = Table(title=f"[{self.index}/{self.total}] {self.title}", show_header=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        if self.best is not None:
+            table.add_row("best so far", self._level())
+            table.add_row("config", config_text(self.best[1]))
+        outcomes = " · ".join(f"{o} {self.counts[o]}" for o in OUTCOMES if self.counts[o])
+        table.add_row("trials", f"{sum(self.counts.values())} of {self.trials}: {outcomes}")
+        table.add_row("left", f"at most {self._eta()}")
+        return table

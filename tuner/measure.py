@@ -1,0 +1,152 @@
+"""Check and time configs of one problem in this process, which is a worker's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.timer import Timing, input_sets, time_calls
+from jetfire.ops import peers as peer_ops
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Config, Kernel, Op
+from jetfire.ops.run import launch, verify
+from jetfire.tuner.runner import Comparison
+from jetfire.tuner.trial import Measurement, Outcome
+
+# A config this many times slower than the best, at first sight, is not timed any closer.
+HOPELESS = 3.0
+POWER_MS = 200.0
+# A product of so many operations is timed over longer samples: see jetfire.bench.runner.
+LONG_FLOPS = 1e11
+# Peers that take seconds to compile are left to the bench.
+SLOW_PEERS = ("compile", "eager")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A problem to measure configs of.
+
+    Attributes:
+        energy: read the energy of each config too.
+        peers: those to compare with in the end; None for all that need no compiling.
+    """
+
+    op: Op
+    kernel: Kernel
+    problem: Any
+    seed: int
+    data: str
+    energy: bool
+    peers: Sequence[str] | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other jobs, in any process."""
+        return (type(self.op), type(self.kernel), self.problem, self.seed, self.data, self.energy)
+
+
+class Bench:
+    """A job's inputs, outputs and expected results on one device."""
+
+    def __init__(self, job: Job, device: Device) -> None:
+        self.job, self.device = job, device
+        op, problem = job.op, job.problem
+        where = device.torch_device
+        sets = range(input_sets(op.bytes(problem), device.l2_bytes))
+        self.inputs = [op.inputs(problem, where, job.seed + i, job.data) for i in sets]
+        self.outputs = [op.outputs(problem, inputs) for inputs in self.inputs]
+        self.expected = op.reference(problem, self.inputs[0])
+        self.monitor = Nvml.open(where) if job.energy else None
+        self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
+        self.least_ms = float("inf")
+
+    def measure(self, config: Config) -> Measurement:
+        """Check a config, have a first look at its time, then time it where that is worth it."""
+        begin = time.perf_counter()
+        try:
+            found = self._measure(config)
+        except Exception as error:
+            found = Measurement(outcome_of(error), message=f"{type(error).__name__}: {error}")
+        return replace(found, seconds=time.perf_counter() - begin)
+
+    def _measure(self, config: Config) -> Measurement:
+        if reason := self._wrong(config):
+            return Measurement("wrong", message=reason)
+        where, calls = self.device.torch_device, {"config": self._calls(config)}
+        first = time_calls(calls, where, rounds=2, sample_ms=0.0, warm_ms=0.0)["config"].ms
+        if first > HOPELESS * self.least_ms:
+            return Measurement("slow", first)
+        self.least_ms = min(self.least_ms, first)
+        timing = time_calls(
+            calls, where, rounds=7, sample_ms=self.sample_ms, warm_ms=20.0, budget_s=5.0,
+            monitor=self.monitor, power_ms=POWER_MS if self.monitor else 0.0,
+        )["config"]  # fmt: skip
+        return Measurement("ok", timing.ms, timing.ms_p20, timing.ms_p80, timing.joules)
+
+    def _wrong(self, config: Config) -> str | None:
+        """What is wrong with a config's results, or None."""
+        check = verify(
+            self.job.op, self.job.kernel, self.job.problem, config, self.inputs[0], self.expected
+        )
+        if self.device.kind == "cuda":
+            torch.cuda.synchronize()
+        return None if check.ok else check.message or "wrong result"
+
+    def _calls(self, config: Config) -> list[Callable[[], object]]:
+        def call(i: int) -> Callable[[], object]:
+            return lambda: launch(
+                self.job.kernel, self.job.problem, config, self.inputs[i], self.outputs[i]
+            )
+
+        return [call(i) for i in range(len(self.inputs))]
+
+    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
+        """Configs, once more checked, and peers, in turn."""
+        wrong = {label: self._wrong(config) for label, config in configs.items()}
+        failed = {label: reason for label, reason in wrong.items() if reason is not None}
+        calls: dict[str, Sequence[Callable[[], object]]] = {
+            label: self._calls(config) for label, config in configs.items() if label not in failed
+        }
+        peers = self._peers() if calls else {}
+        timings = time_calls(
+            {**calls, **{f"peer {name}": thunks for name, thunks in peers.items()}},
+            self.device.torch_device, rounds=15, sample_ms=2 * self.sample_ms, budget_s=budget_s,
+            monitor=self.monitor, power_ms=POWER_MS if self.monitor else 0.0,
+        )  # fmt: skip
+
+        def of(prefix: str, names: Mapping[str, Any]) -> dict[str, Timing]:
+            return {name: timings[f"{prefix}{name}"] for name in names}
+
+        return Comparison(of("", calls), of("peer ", peers), failed)
+
+    def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
+        """Those that run here, prepared for each set of inputs."""
+        factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.inputs]
+        found: dict[str, Sequence[Callable[[], object]]] = {}
+        for name in factories[0]:
+            wanted = self.job.peers
+            if name not in wanted if wanted is not None else name in SLOW_PEERS:
+                continue
+            try:
+                thunks = [factory[name]() for factory in factories]
+                thunks[0]()
+                found[name] = thunks
+            except (peer_ops.Unsupported, RuntimeError):
+                continue
+        return found
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The kind of failure that an exception stands for."""
+    if isinstance(error, UsageError):
+        return "illegal"
+    # Triton's and NVRTC's; Triton says only at the launch that shared memory does not suffice.
+    if type(error).__name__ in ("CompilationError", "CompileError", "OutOfResources", "PTXASError"):
+        return "compile"
+    return "crash"

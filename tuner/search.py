@@ -1,0 +1,79 @@
+"""The loop: ask the study for configs, have the runner measure them, tell the study."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetfire.ops.op import Config
+from jetfire.tuner.runner import Runner
+from jetfire.tuner.strategies import Exhausted
+from jetfire.tuner.study import Study
+from jetfire.tuner.trial import Measurement
+
+Progress = Callable[[Config, Measurement], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a search ends.
+
+    Attributes:
+        trials: with an outcome, those of earlier runs of the study counted in.
+        deadline: on the runner's clock.
+    """
+
+    trials: int
+    deadline: float
+
+
+def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> None:
+    """Try configs until either limit, or until there are none left.
+
+    Whatever ends it, no trial is left under way: those without an outcome may be tried again.
+
+    Raises:
+        StorageError: the study cannot be written.
+    """
+    under_way: dict[int, Config] = {}
+    tried = len(study.finished())
+    exhausted = False
+    try:
+        while runner.now() < limits.deadline:
+            while (
+                not exhausted
+                and len(under_way) < runner.capacity
+                and tried + len(under_way) < limits.trials
+            ):
+                try:
+                    number, config = study.ask()
+                except Exhausted:
+                    exhausted = True
+                    break
+                under_way[number] = config
+                runner.submit(number, config)
+            if not under_way:
+                return
+            for number, measurement in runner.wait(limits.deadline - runner.now()):
+                config = under_way[number]
+                study.tell(number, config, measurement)
+                del under_way[number]
+                tried += 1
+                _log(study.log, number, config, measurement)
+                progress(config, measurement)
+    finally:
+        runner.cancel()
+        study.give_up(list(under_way))
+
+
+def _log(file: Path, number: int, config: Config, measurement: Measurement) -> None:
+    """Failures with all that is known of them."""
+    if measurement.measured:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    with file.open("a") as log:
+        log.write(f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
+                  f"{measurement.message}\n\n")  # fmt: skip

@@ -1,0 +1,49 @@
+"""The problems that profiles are shipped for: the GEMM and the other ops of the known models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetfire import ops
+from jetfire.bench.plan import BLOCKS, Case
+from jetfire.ops import workloads
+from jetfire.ops.op import Mode, Op
+
+WORKLOADS = (*workloads.MODELS, "square")
+
+
+def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
+    """Which other fields are worth a profile of their own: those that decide what is written.
+
+    Layouts, biases and roundings otherwise find the same shape's entry as their nearest.
+    """
+    if op.name != "gemm":
+        return [{}]
+    if workload == "square":
+        return [{"out": out} for out in ("bf16", "fp16", "fp32", "int8")]
+    rounding = "stochastic" if mode == "bwd" else "nearest"
+    return [{}, {"out": "int8", "rounding": rounding}]
+
+
+def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
+    """The problems of some ops and blocks (of all where none is named), each once."""
+    found: dict[Case, None] = {}
+    for name in names or ops.names():
+        op = ops.get(name)
+        for block in blocks or BLOCKS:
+            for workload in WORKLOADS:
+                for case in _of(op, workload, {"block": block}):
+                    found[case] = None
+    return list(found)
+
+
+def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
+    # A square has no direction: a GEMM's is the same problem in each.
+    modes = op.modes[:1] if op.name == "gemm" and workload == "square" else op.modes
+    return [
+        Case(op, problem)
+        for mode in modes
+        for settings in _settings(op, mode, workload)
+        for problem in workloads.problems(op, workload, mode, {**fields, **settings})
+    ]

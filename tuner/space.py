@@ -1,0 +1,132 @@
+"""The configs that a search may choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Config, Kernel
+
+# A product of up to WHOLE configs is asked for its legal ones in 0.2 s. Of a larger one (the Hopper
+# GEMM's has 138 240) a search looks at POOL random ones and at the neighbours of its best.
+WHOLE = 20_000
+POOL = 2_000
+Point = tuple[int, ...]
+
+
+class Space:
+    """Config fields with the values to try, and the judge of their combinations.
+
+    A point is a config as the rank of each field's value.
+
+    Args:
+        fields: name → values; fields of one value are kept at it.
+        base: gives the fields that are not searched.
+        reason: why a config is illegal, or None: `Kernel.legal`.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, Sequence[Any]], base: Config,
+        reason: Callable[[Config], str | None],
+    ) -> None:  # fmt: skip
+        self.fields = {name: tuple(values) for name, values in fields.items()}
+        self.base = base
+        self.reason = reason
+        self._legal: dict[Point, bool] = {}
+
+    @classmethod
+    def of(
+        cls, kernel: Kernel, problem: Any, device: Device,
+        limits: Mapping[str, Sequence[str]] | None = None,
+    ) -> Space:  # fmt: skip
+        """A kernel's space for a problem, with fields limited to some values.
+
+        Raises:
+            UsageError: a limit names no field of the space, or no value of it.
+        """
+        fields = {name: tuple(v) for name, v in kernel.space(problem, device).items()}
+        for name, texts in (limits or {}).items():
+            if name not in fields:
+                known = ", ".join(fields) or "none"
+                raise UsageError(f"--space {name}: {kernel.name} searches {known}")
+            values = {str(value): value for value in fields[name]}
+            for text in texts:
+                if text not in values:
+                    raise UsageError(f"--space {name}={text}: expected {' or '.join(values)}")
+            fields[name] = tuple(values[text] for text in texts)
+        base = kernel.default(problem, device)
+        return cls(fields, base, lambda config: kernel.legal(problem, config, device))
+
+    @property
+    def size(self) -> int:
+        """Combinations, legal or not."""
+        return math.prod(len(values) for values in self.fields.values())
+
+    def config(self, point: Point) -> Config:
+        chosen = {n: v[i] for (n, v), i in zip(self.fields.items(), point, strict=True)}
+        return dataclasses.replace(self.base, **chosen)
+
+    def parameters(self, point: Point) -> dict[str, Any]:
+        """The searched fields alone."""
+        return {n: v[i] for (n, v), i in zip(self.fields.items(), point, strict=True)}
+
+    def point(self, parameters: Mapping[str, Any]) -> Point | None:
+        """The point of a config's fields; None where it lies outside."""
+        try:
+            return tuple(v.index(parameters[n]) for n, v in self.fields.items())
+        except (KeyError, ValueError):
+            return None
+
+    def legal(self, point: Point) -> bool:
+        if point not in self._legal:
+            self._legal[point] = self.reason(self.config(point)) is None
+        return self._legal[point]
+
+    def points(self) -> Iterator[Point]:
+        """Every legal point, in order."""
+        ranges = (range(len(values)) for values in self.fields.values())
+        return (point for point in itertools.product(*ranges) if self.legal(point))
+
+    def neighbours(self, point: Point) -> Iterator[Point]:
+        """The legal points that differ in one field."""
+        for axis, values in enumerate(self.fields.values()):
+            for i in range(len(values)):
+                other = (*point[:axis], i, *point[axis + 1 :])
+                if i != point[axis] and self.legal(other):
+                    yield other
+
+    @cached_property
+    def whole(self) -> bool:
+        """`pool` holds every legal point."""
+        return self.size <= WHOLE
+
+    @cached_property
+    def pool(self) -> list[Point]:
+        """Every legal point where that is quick to find out, else some random ones."""
+        if self.whole:
+            return list(self.points())
+        # One pool for all seeds: what a search finds depends on the seed only by its choices.
+        rng = np.random.default_rng(0)
+        counts = [len(values) for values in self.fields.values()]
+        found: dict[Point, None] = {}
+        for _ in range(20):  # where fewer than one in 200 is legal, the pool is smaller
+            drawn = rng.integers(counts, size=(WHOLE, len(counts)))
+            for point in map(tuple, drawn.tolist()):
+                if self.legal(point):
+                    found[point] = None
+                if len(found) == POOL:
+                    return list(found)
+        return list(found)
+
+    def unit(self, points: Iterable[Point]) -> np.ndarray:
+        """Points in the unit cube: ranks over the highest; n×fields, float64."""
+        highest = np.array([max(len(v) - 1, 1) for v in self.fields.values()], dtype=np.float64)
+        return np.array(list(points), dtype=np.float64).reshape(-1, len(highest)) / highest

@@ -1,0 +1,258 @@
+"""What to try next: Optuna samplers over a `Space`, by name.
+
+All of them try `first` before anything else, and no point twice. They are told of every point that
+is tried or under way, by whomever: a study may have several tuners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from jetfire.ops.errors import UsageError
+from jetfire.tuner.space import Point, Space
+from jetfire.tuner.trial import score
+
+# Points chosen at random before a model of the time is worth asking.
+RANDOM_FIRST = 10
+
+
+class Exhausted(Exception):
+    """Every legal config that the strategy knows of has been tried."""
+
+
+def distributions(space: Space) -> dict[str, BaseDistribution]:
+    return {name: CategoricalDistribution(values) for name, values in space.fields.items()}
+
+
+class Strategy(BaseSampler):
+    """Chooses a point that is in no trial yet.
+
+    Args:
+        first: points to try before all others.
+        seed: of all that is drawn.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
+        self.space = space
+        self.first = first
+        self.rng = np.random.default_rng(seed)
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return distributions(self.space)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        seen = observations(study, self.space, but=trial.number)
+        try:
+            point = next((p for p in self.first if p not in seen), None)
+            return self.space.parameters(point or self.pick(seen, study, trial))
+        except BaseException:  # Optuna has begun the trial already
+            study.tell(trial.number, state=TrialState.FAIL)
+            raise
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:  # fmt: skip
+        raise AssertionError(f"{param_name} is no field of the space")
+
+    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+        """A legal point that is not in `seen`.
+
+        Raises:
+            Exhausted: there is none.
+        """
+        raise NotImplementedError
+
+    def unseen(self, seen: Mapping[Point, Seen]) -> list[Point]:
+        """Of the pool and around the best: what is left to try."""
+        left = dict.fromkeys(p for p in self.space.pool if p not in seen)
+        if not self.space.whole:
+            for point in best(seen, 3):
+                left.update(dict.fromkeys(p for p in self.space.neighbours(point) if p not in seen))
+        if not left:
+            raise Exhausted
+        return list(left)
+
+    def any_of(self, points: Sequence[Point]) -> Point:
+        return points[int(self.rng.integers(len(points)))]
+
+
+# A point's values; None where it failed, and of a trial that is under way.
+Seen = list[float] | None
+
+
+def observations(study: Study, space: Space, but: int = -1) -> dict[Point, Seen]:
+    """Every point of a study's trials but one; those given up before an outcome are not seen."""
+    found: dict[Point, Seen] = {}
+    for trial in study.get_trials(deepcopy=False):
+        if trial.number == but or (point := space.point(trial.params)) is None:
+            continue
+        if trial.state == TrialState.COMPLETE:
+            found[point] = list(trial.values)
+        elif trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs:
+            found.setdefault(point, None)
+    return found
+
+
+def best(seen: Mapping[Point, Seen], count: int) -> list[Point]:
+    scores = {point: score(values) for point, values in seen.items() if values is not None}
+    return sorted(scores, key=lambda point: scores[point])[:count]
+
+
+class Random(Strategy):
+    """Each of the rest as likely as any other."""
+
+    name = "random"
+
+    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+        return self.any_of(self.unseen(seen))
+
+
+class Exhaustive(Strategy):
+    """Every legal point, in the order of the space."""
+
+    name = "exhaustive"
+
+    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+        points = iter(self.space.pool) if self.space.whole else self.space.points()
+        for point in points:
+            if point not in seen:
+                return point
+        raise Exhausted
+
+
+class Tpe(Strategy):
+    """Optuna's tree-structured Parzen estimator over all fields together.
+
+    It knows nothing of legality: what it proposes is taken to the nearest point that is left.
+    """
+
+    name = "tpe"
+
+    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
+        super().__init__(space, seed, first)
+        self._tpe = TPESampler(
+            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=RANDOM_FIRST
+        )  # fmt: skip
+
+    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+        wanted = self._tpe.sample_relative(study, trial, distributions(self.space))
+        if not wanted:
+            return self.any_of(self.unseen(seen))
+        point = self.space.point(wanted)
+        assert point is not None
+        if point not in seen and self.space.legal(point):
+            return point
+        left = self.unseen(seen)
+        away = np.abs(self.space.unit(left) - self.space.unit([point])).sum(axis=1)
+        return left[int(away.argmin())]
+
+
+class GaussianProcess(Strategy):
+    """Expected improvement under a Gaussian process of log time over the ranks of the fields.
+
+    Covariance exp(-Σ w_f·|x_f - y_f|), x in the unit cube, which unlike smoother ones lets a value
+    be far better than the next; the weights are those of the highest likelihood (Rasmussen and
+    Williams, Gaussian Processes for Machine Learning, 2006, §2.2 and §5.4.1; expected improvement:
+    Jones, Schonlau and Welch 1998). A failed point counts as the slowest so far, one under way as
+    what is expected of it. Of several objectives each pick weighs them anew (ParEGO, Knowles 2006).
+    """
+
+    name = "gp"
+    noise = 1e-3
+
+    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
+        super().__init__(space, seed, first)
+        self._weights = np.ones(len(space.fields))
+
+    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+        left = self.unseen(seen)
+        known = {point: values for point, values in seen.items() if values is not None}
+        if len(known) < RANDOM_FIRST:
+            return self.any_of(left)
+        trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        running = [p for t in trials if (p := self.space.point(t.params)) in seen and p]
+        failed = [p for p, values in seen.items() if values is None and p not in running]
+        logs = np.log(list(known.values()))
+        y = logs @ self.rng.dirichlet(np.ones(logs.shape[1]))
+        y = np.concatenate([y, np.full(len(failed), y.max())])
+        y = (y - y.mean()) / max(float(y.std()), 1e-9)
+        x = self.space.unit([*known, *failed])
+        if len(y) % 5 == 0 or (self._weights == 1).all():
+            self._fit(x, y)
+        mean, _ = self._predict(x, y, waiting := self.space.unit(running))
+        x, y = np.concatenate([x, waiting]), np.concatenate([y, mean])
+        mean, deviation = self._predict(x, y, self.space.unit(left))
+        return left[int(_expected_improvement(mean, deviation, float(y.min())).argmax())]
+
+    def _covariance(self, x: np.ndarray, z: np.ndarray) -> np.ndarray:
+        apart = sum(
+            weight * np.abs(x[:, i, None] - z[None, :, i]) for i, weight in enumerate(self._weights)
+        )
+        return np.exp(-np.asarray(apart).reshape(len(x), len(z)))
+
+    def _factor(self, x: np.ndarray) -> np.ndarray:
+        return np.linalg.cholesky(self._covariance(x, x) + self.noise * np.eye(len(x)))
+
+    def _predict(
+        self, x: np.ndarray, y: np.ndarray, where: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation at some places, given values y at x."""
+        factor, cross = self._factor(x), self._covariance(x, where)
+        half = np.linalg.solve(factor, cross)
+        mean = half.T @ np.linalg.solve(factor, y)
+        return mean, np.sqrt(np.maximum(1 - (half**2).sum(axis=0), 1e-12))
+
+    def _likelihood(self, x: np.ndarray, y: np.ndarray) -> float:
+        factor = self._factor(x)
+        return float(-0.5 * (np.linalg.solve(factor, y) ** 2).sum() - np.log(np.diag(factor)).sum())
+
+    def _fit(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Each weight in turn, a factor of 3 up or down where that is likelier; two rounds."""
+        highest = self._likelihood(x, y)
+        for axis in [*range(x.shape[1])] * 2:
+            for factor in (3.0, 1 / 3.0):
+                kept = self._weights.copy()
+                self._weights[axis] = float(np.clip(kept[axis] * factor, 0.01, 30.0))
+                likelihood = self._likelihood(x, y)
+                if likelihood > highest:
+                    highest = likelihood
+                    break
+                self._weights = kept
+
+
+def _expected_improvement(mean: np.ndarray, deviation: np.ndarray, least: float) -> np.ndarray:
+    z = (least - mean) / deviation
+    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    below = 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
+    return deviation * (z * below + density)
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (Tpe, GaussianProcess, Random, Exhaustive)
+}
+
+
+def strategy_of(name: str, space: Space, seed: int, first: Sequence[Point]) -> Strategy:
+    """A strategy by name.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in STRATEGIES:
+        raise UsageError(f"--strategy {name}: expected {', '.join(STRATEGIES)}")
+    return STRATEGIES[name](space, seed, first)

@@ -1,0 +1,326 @@
+"""An Optuna study that survives its tuners: every trial durable, none left running by the dead.
+
+A study is of one op, kernel, problem, device, kernel source and objective; the same command finds
+it again. It lies in a journal file of its own, in one that is named, or behind a database's URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import filelock
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal._file import BaseJournalFileLock
+from optuna.trial import FrozenTrial, TrialState
+
+from jetfire.bench.timer import VERSION as TIMER_VERSION
+from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Config, Kernel
+from jetfire.tuner.space import Space
+from jetfire.tuner.strategies import Strategy, distributions
+from jetfire.tuner.trial import Measurement, Objective, score
+
+# A trial of another machine that has run for so long has lost its tuner.
+ABANDONED_S = 3600.0
+Note = Callable[[str], None]
+
+
+def studies_folder() -> Path:
+    """Where journals and logs are kept: JETFIRE_STUDIES, else the platform's user data folder."""
+    if set_by_user := os.environ.get("JETFIRE_STUDIES"):
+        return Path(set_by_user)
+    import platformdirs
+
+    return platformdirs.user_data_path("jetfire") / "studies"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that makes two searches the same one."""
+
+    kernel: Kernel
+    problem: Any
+    device: Device
+    space: Space
+    objective: Objective
+    data: str
+
+    @property
+    def name(self) -> str:
+        """Readable, and a hash of what the readable part leaves out."""
+        shape = "-".join(str(value) for value in self.problem.as_dict().values())
+        told = [self.kernel.source_hash(), TIMER_VERSION, self.objective, self.data,
+                self.problem.as_dict(), {k: list(v) for k, v in self.space.fields.items()},
+                self.space.base.as_dict()]  # fmt: skip
+        key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+        device = profiles.device_slug(self.device)
+        return f"{device}/{self.kernel.op}/{self.kernel.name}-{shape}-{key}"
+
+
+class _FileLock(BaseJournalFileLock):
+    """A lock that the operating system lets go when its holder dies."""
+
+    def __init__(self, file: Path) -> None:
+        self._lock = filelock.FileLock(f"{file}.lock")
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def _repair(file: Path, note: Note) -> None:
+    """Cut a journal before its first line that is torn or no JSON; the whole is kept beside it.
+
+    A process killed while it wrote leaves half a line, which the next line would join.
+    """
+    content = file.read_bytes()
+    good = 0
+    for line in content.splitlines(keepends=True):
+        try:
+            if not (line.endswith(b"\n") and isinstance(json.loads(line), dict)):
+                break
+        except ValueError:
+            break
+        good += len(line)
+    if good == len(content):
+        return
+    if content.find(b"\n", good) not in (-1, len(content) - 1):
+        aside = file.with_name(f"{file.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}")
+        aside.write_bytes(content)
+        line_number = content.count(b"\n", 0, good) + 1
+        note(f"study {file}: line {line_number} is corrupt: goes on from the lines before it; "
+             f"the whole file is kept as {aside.name}")  # fmt: skip
+    os.truncate(file, good)
+
+
+def _journal(file: Path, note: Note) -> JournalStorage:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{file}.lock"):
+        if file.exists():
+            _repair(file, note)
+    return JournalStorage(JournalFileBackend(str(file), _FileLock(file)))
+
+
+def storage_of(text: str | None, name: str, note: Note) -> tuple[BaseStorage, Path | None]:
+    """The storage of a study, and the folder or file that is this machine's own.
+
+    Args:
+        text: a database's URL, a journal's path, a folder for a journal a study, or None for the
+            default folder.
+
+    Raises:
+        UsageError: it cannot be opened.
+    """
+    try:
+        if text is not None and "://" in text:
+            return RDBStorage(text), None
+        if text is not None and text.endswith(".journal"):
+            return _journal(file := Path(text), note), file
+        folder = studies_folder() if text is None else Path(text)
+        return _journal(file := folder / f"{name}.journal", note), file
+    except OSError as error:
+        raise UsageError(f"cannot use study {error.filename}: {error.strerror}") from None
+    except Exception as error:  # what a database's driver raises, or the lack of one
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"cannot open --storage {text}: {type(error).__name__}: {first}") from None
+
+
+class StorageError(UsageError):
+    """The study cannot be written any more: a full disk, a database that is gone."""
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise StorageError(f"cannot write the study{where}: {error.strerror}") from None
+    except optuna.exceptions.StorageInternalError as error:
+        raise StorageError(f"cannot write the study: {error}".splitlines()[0]) from None
+
+
+class Study:
+    """Asks a strategy for configs and keeps what became of them.
+
+    Args:
+        storage: as `storage_of` takes it, or an open one.
+        attributes: set on the study for those who read it: see `jetfire.tuner.report`.
+    """
+
+    log_suffix: ClassVar[str] = ".log"
+
+    def __init__(
+        self, identity: Identity, strategy: Strategy, storage: str | BaseStorage | None, note: Note,
+        attributes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._asked: dict[int, optuna.Trial] = {}
+        self.identity, self.space, self.objective = identity, identity.space, identity.objective
+        opened: BaseStorage
+        if isinstance(storage, BaseStorage):
+            opened, self.file = storage, None
+        else:
+            opened, self.file = storage_of(storage, identity.name, note)
+        with _writing(), self._alone():
+            self.optuna = optuna.create_study(
+                storage=opened, sampler=strategy, study_name=identity.name, load_if_exists=True,
+                directions=["minimize"] * (2 if identity.objective == "both" else 1),
+            )  # fmt: skip
+            self._describe(attributes)
+            self._reap()
+
+    @property
+    def log(self) -> Path:
+        """The file for the full messages of its trials."""
+        if self.file is not None and self.file.stem == Path(self.identity.name).name:
+            return self.file.with_suffix(self.log_suffix)
+        return studies_folder() / f"{self.identity.name}{self.log_suffix}"
+
+    def _alone(self) -> Any:
+        """Held while a trial is begun, so that no other tuner here sees half of one."""
+        return nullcontext() if self.file is None else filelock.FileLock(f"{self.file}.ask.lock")
+
+    def _describe(self, attributes: Mapping[str, Any]) -> None:
+        known = self.optuna.user_attrs
+        for name, value in attributes.items():
+            if known.get(name) != value:
+                self.optuna.set_user_attr(name, value)
+
+    def _reap(self) -> None:
+        """End the trials whose tuner has died; configs without an outcome may be tried again."""
+        for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "outcome" in trial.user_attrs and _is_dead(trial, local=self.file is not None):
+                self._end(trial.number, Measurement.parse(trial.user_attrs))
+            elif _is_dead(trial, local=self.file is not None):
+                self._give_up(trial.number)
+
+    def _give_up(self, number: int) -> None:
+        # Another tuner may have given it up at the same time.
+        with _writing():
+            self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def ask(self) -> tuple[int, Config]:
+        """A new trial's number and config.
+
+        Raises:
+            Exhausted: the strategy has none left.
+            StorageError: the trial cannot be written.
+        """
+        with _writing(), self._alone():
+            while True:
+                trial = self.optuna.ask(distributions(self.space))
+                trial.set_user_attr("owner", _owner())
+                if not self._tried_before(trial):
+                    break
+                self._give_up(trial.number)  # another machine was quicker
+            self._asked[trial.number] = trial
+            point = self.space.point(trial.params)
+            assert point is not None
+            return trial.number, self.space.config(point)
+
+    def _tried_before(self, asked: optuna.Trial) -> bool:
+        """An earlier trial has the same config and an outcome, or may yet have one."""
+        return any(
+            trial.number < asked.number
+            and trial.params == asked.params
+            and (trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs)
+            for trial in self.optuna.get_trials(deepcopy=False)
+        )
+
+    def tell(self, number: int, config: Config, measurement: Measurement) -> None:
+        """End a trial; it is durable when this returns.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        attributes = {"config": config.as_dict(), **measurement.as_dict()}
+        del attributes["outcome"]
+        with _writing():
+            trial = self._asked.pop(number)
+            # The outcome comes last: with it, a trial whose tuner dies here is whole.
+            for name, value in {**attributes, "outcome": measurement.outcome}.items():
+                trial.set_user_attr(name, value)
+            self._end(number, measurement)
+
+    def _end(self, number: int, measurement: Measurement) -> None:
+        values = measurement.values(self.objective)
+        if values is None:
+            self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+        else:
+            self.optuna.tell(number, values, skip_if_finished=True)
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """End trials that nothing is known of; their configs may be tried again."""
+        for number in numbers:
+            self._give_up(number)
+
+    def finished(self) -> list[tuple[Config, Measurement]]:
+        """Every trial that has an outcome, of whichever tuner, in order."""
+        return [
+            (self.identity.kernel.Config.parse(t.user_attrs["config"]),
+             Measurement.parse(t.user_attrs))
+            for t in self.optuna.get_trials(deepcopy=False)
+            if t.state.is_finished() and "outcome" in t.user_attrs
+        ]  # fmt: skip
+
+    def best(self, count: int) -> list[Config]:
+        """The configs of the least values; of two objectives, of the least product."""
+        scores: dict[Config, float] = {}
+        for config, measurement in self.finished():
+            values = measurement.values(self.objective)
+            if measurement.outcome == "ok" and values is not None:
+                scores[config] = score(values)
+        return sorted(scores, key=lambda config: scores[config])[:count]
+
+    def conclude(self, final: Mapping[str, Any]) -> None:
+        """Keep what the final comparison found."""
+        with _writing():
+            self.optuna.set_user_attr("final", dict(final))
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot; None where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{_start_time(os.getpid())}"
+
+
+def _is_dead(trial: FrozenTrial, local: bool) -> bool:
+    """Nobody will end this trial.
+
+    Args:
+        local: the caller holds the lock under which a trial here gets its owner.
+    """
+    began = trial.datetime_start
+    age = 0.0 if began is None else time.time() - began.timestamp()
+    owner = str(trial.user_attrs.get("owner", ""))
+    host, _, rest = owner.partition(":")
+    if not owner:
+        return local or age > 60.0
+    if host != socket.gethostname():
+        return age > ABANDONED_S
+    pid, _, began_at = rest.partition(":")
+    return not re.fullmatch(r"\d+", pid) or _start_time(int(pid)) != began_at
