@@ -17,7 +17,7 @@ from jetfire.tuner.runner import Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
 from jetfire.tuner.worker import Worker
 
-COMPILERS = 8
+COMPILERS = 16
 COMPILE_S = 120.0
 START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
 
@@ -68,7 +68,7 @@ class DeviceRunner:
     Args:
         devices: of one model; each gets its own worker.
         trial_s: seconds that a config may take to be checked and timed.
-        compilers: processes that compile; by default as many as there are cores to spare, up to 8.
+        compilers: processes that compile; by default as many as there are cores to spare, up to 16.
     """
 
     def __init__(

@@ -144,11 +144,11 @@ class TritonGemm(TritonKernel):
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return {
-            "tile_m": (64, 128, 256),
-            "tile_n": (64, 128, 256),
-            "warps": (4, 8),
-            "stages": (3, 4, 5),
-            "group": (4, 8, 16),
+            "tile_m": (32, 64, 128, 256),
+            "tile_n": (32, 64, 128, 256),
+            "warps": (2, 4, 8, 16),
+            "stages": (2, 3, 4, 5),
+            "group": (1, 4, 8, 16),
         }
 
     def launch(
