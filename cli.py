@@ -210,6 +210,14 @@ def _duration(option: str, text: str) -> float:
     return seconds
 
 
+def _shard(text: str | None) -> tuple[int, int]:
+    """The index and the count of ``0/4``."""
+    index, _, count = (text or "0/1").partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
+    return int(index), int(count)
+
+
 def _asked(
     op: list[str] | None, m: str | None, n: str | None, k: str | None, workload: str | None,
     block: list[str] | None, mode: str, settings: list[str] | None, default_m: str,
@@ -239,6 +247,13 @@ def tune(
     all_: Annotated[
         bool, typer.Option("--all", help="Every problem that profiles are shipped for.")
     ] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only what has no profile yet, or a stale one.")
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Only every Nth problem, from the Ith (0/4 to 3/4)."),
+    ] = None,
     trials: Annotated[
         int | None,
         typer.Option(parser=_integer("--trials"), metavar="INT", help="Configs a kernel and "
@@ -326,7 +341,7 @@ def tune(
             space=plan.parse_settings("--space", space or []), storage=storage,
             trial_s=_duration("--trial-timeout", trial_timeout),
             peers=[] if peers == ["none"] else (peers or None), report=report, record=record,
-            dry_run=dry_run,
+            missing=missing, shard=_shard(shard), dry_run=dry_run,
         )
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -78,6 +79,8 @@ class Asked:
     peers: Sequence[str] | None = None
     report: Path | None = None
     record: Path | None = None
+    missing: bool = False
+    shard: tuple[int, int] = (0, 1)
     dry_run: bool = False
 
 
@@ -126,14 +129,18 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     Raises:
         UsageError: there is none.
     """
-    found, reasons = [], []
-    for case in asked.cases:
+    found: list[Target] = []
+    reasons: list[str] = []
+    index, count = asked.shard
+    for case in asked.cases[index::count]:
         for kernel in _kernels(case, asked.kernels):
             default = kernel.default(case.problem, device)
             if reason := kernel.legal(case.problem, default, device):
                 reasons.append(f"{kernel.name}: {reason}")
             elif not kernel.space(case.problem, device):
                 reasons.append(f"{kernel.name}: has nothing to tune")
+            elif asked.missing and _is_tuned(kernel, case.problem, device):
+                reasons.append(f"{kernel.name}: is tuned for them already")
             else:
                 space = Space.of(kernel, case.problem, device, asked.space)
                 found.append(Target(case, kernel, space))
@@ -141,6 +148,11 @@ def targets(asked: Asked, device: Device) -> list[Target]:
         why = "; ".join(dict.fromkeys(reasons))
         raise UsageError(f"no kernel to tune for these problems on {device.label}: {why}")
     return found
+
+
+def _is_tuned(kernel: Kernel, problem: Any, device: Device) -> bool:
+    found = profiles.find(kernel, problem, device)
+    return found.source == "tuned" and not found.stale
 
 
 def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
