@@ -131,6 +131,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     """
     found: list[Target] = []
     reasons: list[str] = []
+    _check_kernels(asked.cases, asked.kernels)
     index, count = asked.shard
     for case in asked.cases[index::count]:
         for kernel in _kernels(case, asked.kernels):
@@ -157,9 +158,14 @@ def _is_tuned(kernel: Kernel, problem: Any, device: Device) -> bool:
 
 def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
     known = ops.kernels(case.op.name)
+    return [known[name] for name in names or known if name in known]
+
+
+def _check_kernels(cases: Sequence[Case], names: Sequence[str]) -> None:
+    known = {name for op in {case.op.name for case in cases} for name in ops.kernels(op)}
     for name in names:
-        ops.get_kernel(case.op.name, name)
-    return [known[name] for name in names or known]
+        if name not in known:
+            raise UsageError(f"no kernel {name!r}: expected one of {', '.join(sorted(known))}")
 
 
 class Session:

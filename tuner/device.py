@@ -8,14 +8,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import connection as mp_connection
+from typing import Any
 
 from jetfire.ops.device import Device
 from jetfire.ops.op import Config
+from jetfire.tuner import interrupts
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
 from jetfire.tuner.runner import Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
-from jetfire.tuner.worker import Worker
+from jetfire.tuner.worker import BEGUN, Worker
 
 COMPILERS = 16
 COMPILE_S = 120.0
@@ -27,39 +29,50 @@ class _Task:
     """A trial on its way.
 
     Attributes:
-        began: when it was handed to a worker.
+        limit: seconds that the worker may take for the stage it is at, from `began` on.
+        ready: the worker has begun with it; before, it starts or sets up the job.
         spent: seconds that its compilation took.
     """
 
     number: int
     config: Config
-    limit: float
+    limit: float = START_S
     began: float = 0.0
+    ready: bool = False
     spent: float = 0.0
 
 
 class _Seat:
-    """A worker's place: the worker, started again when it has died, and what it does."""
+    """A worker's place: the worker, started again when it has died, and what it does.
 
-    def __init__(self, target: object, argument: object) -> None:
+    Args:
+        limit: seconds that the worker may take for a config.
+    """
+
+    def __init__(self, target: object, argument: object, what: str, limit: float) -> None:
         self._target, self._argument = target, argument
+        self.what, self.limit = what, limit
         self.worker: Worker | None = None
         self.task: _Task | None = None
-        self.job: Job | None = None
 
-    def ask(self, *request: object) -> bool:
-        """Send a request; True if a worker had to be started for it."""
-        fresh = self.worker is None
-        if self.worker is None:
+    def ask(self, *request: object) -> Worker:
+        """Send a request, to a new worker if there is none that lives."""
+        if self.worker is not None:
+            try:
+                self.worker.ask(*request)
+                return self.worker
+            except OSError:  # it was killed while it had nothing to do
+                self.dismiss()
+        with interrupts.deferred():
             self.worker = Worker(self._target, self._argument)  # type: ignore[arg-type]
         self.worker.ask(*request)
-        return fresh
+        return self.worker
 
     def dismiss(self) -> None:
         """Kill the worker; the next request starts another."""
         if self.worker is not None:
             self.worker.close()
-        self.worker = self.task = self.job = None
+        self.worker = self.task = None
 
 
 class DeviceRunner:
@@ -76,12 +89,15 @@ class DeviceRunner:
     ) -> None:
         self.trial_s = trial_s
         names = [d.kind if d.kind == "cpu" else f"cuda:{d.index}" for d in devices]
-        self._measuring = [_Seat(workers.measure_configs, name) for name in names]
+        self._measuring = [
+            _Seat(workers.measure_configs, name, "check and time", trial_s) for name in names
+        ]
         capability = devices[0].capability
         spare = max(1, (os.cpu_count() or 1) - len(devices))
         count = min(COMPILERS, spare) if compilers is None else compilers
         self._compiling = [
-            _Seat(workers.compile_configs, capability) for _ in range(count if capability else 0)
+            _Seat(workers.compile_configs, capability, "compile", COMPILE_S)
+            for _ in range(count if capability else 0)
         ]
         self.capacity = len(self._compiling) + len(self._measuring)
         self._to_compile: deque[_Task] = deque()
@@ -95,7 +111,7 @@ class DeviceRunner:
         self.job = job
 
     def submit(self, number: int, config: Config) -> None:
-        task = _Task(number, config, self.trial_s)
+        task = _Task(number, config)
         (self._to_compile if self._compiling else self._to_measure).append(task)
         self._hand_out()
 
@@ -115,25 +131,30 @@ class DeviceRunner:
 
     def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
         self.cancel()
-        seat, job = self._measuring[0], self.job
-        fresh = seat.ask("compare", job, dict(configs), budget_s)
-        limit = self.trial_s + budget_s + (START_S if fresh or seat.job != job else 0.0)
-        seat.job = job
-        assert seat.worker is not None
+        seat = self._measuring[0]
         try:
-            if not seat.worker.connection.poll(limit):
-                raise RunnerError(f"the final comparison hung for {limit:.0f} s")
-            answer = seat.worker.answer()
-        except (EOFError, OSError):
-            words = seat.worker.last_words()
-            seat.dismiss()
-            raise RunnerError(f"the final comparison crashed: {words}") from None
+            answer, usable = self._compared(seat.ask("compare", self.job, dict(configs), budget_s),
+                                            budget_s)  # fmt: skip
         except BaseException:
             seat.dismiss()
             raise
+        if not usable:
+            seat.dismiss()
         if not isinstance(answer, Comparison):
             raise RunnerError(answer.message)
         return answer
+
+    def _compared(self, worker: Worker, budget_s: float) -> tuple[Any, bool]:
+        limits = {"start": START_S, "end": self.trial_s + budget_s}
+        try:
+            for what, limit in limits.items():
+                if not worker.connection.poll(limit):
+                    raise RunnerError(f"the final comparison did not {what} in {limit:.0f} s")
+                if (answer := worker.answer()) != BEGUN:
+                    break
+        except (EOFError, OSError):
+            raise RunnerError(f"the final comparison crashed: {worker.last_words()}") from None
+        return answer  # type: ignore[no-any-return]
 
     def now(self) -> float:
         return time.monotonic()
@@ -151,17 +172,16 @@ class DeviceRunner:
         for seat in self._compiling:
             if seat.task is None and self._to_compile:
                 task = self._to_compile.popleft()
-                fresh = seat.ask(job.kernel, job.problem, task.config)
-                self._give(seat, task, COMPILE_S + START_S * fresh)
+                seat.ask(job.kernel, job.problem, task.config)
+                self._give(seat, task)
         for seat in self._measuring:
             if seat.task is None and self._to_measure:
                 task = self._to_measure.popleft()
-                fresh = seat.ask("measure", job, task.config)
-                self._give(seat, task, self.trial_s + START_S * (fresh or seat.job != job))
-                seat.job = job
+                seat.ask("measure", job, task.config)
+                self._give(seat, task)
 
-    def _give(self, seat: _Seat, task: _Task, limit: float) -> None:
-        task.began, task.limit = self.now(), limit
+    def _give(self, seat: _Seat, task: _Task) -> None:
+        task.began, task.limit, task.ready = self.now(), START_S, False
         seat.task = task
 
     def _step(self, timeout: float) -> None:
@@ -174,8 +194,8 @@ class DeviceRunner:
             self._receive(by_connection[ready])  # type: ignore[index]
         for seat in busy:
             if seat.task is not None and self.now() >= seat.task.began + seat.task.limit:
-                what = "compile" if seat in self._compiling else "check and time"
-                self._end(seat, "timeout", f"took over {seat.task.limit:.0f} s to {what}")
+                what = seat.what if seat.task.ready else "start"
+                self._end(seat, "timeout", f"took over {seat.task.limit:g} s to {what}")
         self._hand_out()
 
     def _receive(self, seat: _Seat) -> None:
@@ -183,12 +203,18 @@ class DeviceRunner:
         if task is None or worker is None:
             return
         try:
-            answer = worker.answer()
+            said = worker.answer()
         except (EOFError, OSError):
             outcome: Outcome = "compile" if seat in self._compiling else "crash"
             self._end(seat, outcome, worker.last_words())
             return
+        if said == BEGUN:
+            task.began, task.limit, task.ready = self.now(), seat.limit, True
+            return
+        answer, usable = said
         seat.task = None
+        if not usable:
+            seat.dismiss()
         if answer is None:  # compiled
             task.spent = self.now() - task.began
             self._to_measure.append(task)

@@ -75,20 +75,37 @@ class _FileLock(BaseJournalFileLock):
     """A lock that the operating system lets go when its holder dies."""
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._lock = filelock.FileLock(f"{file}.lock")
 
     def acquire(self) -> bool:
         self._lock.acquire()
+        try:
+            self._cut_torn_line()
+        except BaseException:
+            self._lock.release()
+            raise
         return True
+
+    def _cut_torn_line(self) -> None:
+        """Nobody else writes now: half a line is what a killed tuner or a full disk left."""
+        with self._file.open("rb+") as journal:
+            if journal.seek(0, os.SEEK_END) == 0:
+                return
+            journal.seek(-1, os.SEEK_END)
+            if journal.read(1) != b"\n":
+                journal.seek(0)
+                journal.truncate(journal.read().rfind(b"\n") + 1)
 
     def release(self) -> None:
         self._lock.release()
 
 
 def _repair(file: Path, note: Note) -> None:
-    """Cut a journal before its first line that is torn or no JSON; the whole is kept beside it.
+    """Cut a journal before its first line that is torn or no JSON.
 
-    A process killed while it wrote leaves half a line, which the next line would join.
+    Unless that is half of the last one, which a process killed while it wrote leaves, the whole
+    file is kept beside it.
     """
     content = file.read_bytes()
     good = 0
@@ -101,7 +118,7 @@ def _repair(file: Path, note: Note) -> None:
         good += len(line)
     if good == len(content):
         return
-    if content.find(b"\n", good) not in (-1, len(content) - 1):
+    if not content.startswith(b"{", good) or content.find(b"\n", good) != -1:
         aside = file.with_name(f"{file.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}")
         aside.write_bytes(content)
         line_number = content.count(b"\n", 0, good) + 1
@@ -111,11 +128,50 @@ def _repair(file: Path, note: Note) -> None:
 
 
 def _journal(file: Path, note: Note) -> JournalStorage:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{file}.lock"):
-        if file.exists():
-            _repair(file, note)
-    return JournalStorage(JournalFileBackend(str(file), _FileLock(file)))
+    """
+    Raises:
+        UsageError: the file cannot be opened, or holds something else.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{file}.lock"):
+            if file.exists():
+                _repair(file, note)
+        return JournalStorage(JournalFileBackend(str(file), _FileLock(file)))
+    except OSError as error:
+        where = error.filename or file
+        raise UsageError(f"cannot use study {where}: {error.strerror or error}") from None
+    except Exception as error:  # what Optuna makes of another program's JSON
+        raise UsageError(f"study {file} is no journal of Optuna's: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
+
+
+def _database(url: str) -> RDBStorage:
+    """
+    Raises:
+        UsageError: it cannot be reached, or its driver is missing.
+    """
+    # A tuner waits for others' writes; SQLite's 5 s are short on a slow disk.
+    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
+    for attempt in range(5):
+        try:
+            return RDBStorage(url, engine_kwargs=options)
+        except Exception as error:  # what a database's driver raises, or the lack of one
+            # Of two tuners that make the tables at once, one is too late.
+            if attempt < 4 and re.search("already exists|UNIQUE|duplicate", str(error)):
+                time.sleep(0.1 * 2**attempt)
+                continue
+            shown = _without_password(url)
+            reason = _first_line(error).replace(url, shown)
+            raise UsageError(f"cannot open --storage {shown}: {reason}") from None
+    raise AssertionError("unreachable")
 
 
 def storage_of(text: str | None, name: str, note: Note) -> tuple[BaseStorage, Path | None]:
@@ -128,18 +184,12 @@ def storage_of(text: str | None, name: str, note: Note) -> tuple[BaseStorage, Pa
     Raises:
         UsageError: it cannot be opened.
     """
-    try:
-        if text is not None and "://" in text:
-            return RDBStorage(text), None
-        if text is not None and text.endswith(".journal"):
-            return _journal(file := Path(text), note), file
-        folder = studies_folder() if text is None else Path(text)
-        return _journal(file := folder / f"{name}.journal", note), file
-    except OSError as error:
-        raise UsageError(f"cannot use study {error.filename}: {error.strerror}") from None
-    except Exception as error:  # what a database's driver raises, or the lack of one
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"cannot open --storage {text}: {type(error).__name__}: {first}") from None
+    if text is not None and "://" in text:
+        return _database(text), None
+    if text is not None and text.endswith(".journal"):
+        return _journal(file := Path(text), note), file
+    folder = studies_folder() if text is None else Path(text)
+    return _journal(file := folder / f"{name}.journal", note), file
 
 
 class StorageError(UsageError):

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from jetfire.ops.device import Device
+from jetfire.tuner import interrupts
 from jetfire.tuner.trial import Measurement, Outcome
 
-LOG_TAIL = 4000  # characters of a dead worker's output that its trial's message gets
+LOG_TAIL = 4000  # bytes of a dead worker's output that its trial's message gets
+# Said once a worker has started and made what it needs: from here on its time is the config's.
+BEGUN = "begun"
+
+
+class _Output:
+    """A file without a name: nothing is left of it, whoever is killed. A child gets its number."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._file.fileno()),)
+
+    def tail(self) -> str:
+        number = self._file.fileno()
+        start = max(0, os.fstat(number).st_size - LOG_TAIL)
+        return os.pread(number, LOG_TAIL, start).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _received(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    return number
 
 
 class Worker:
@@ -31,13 +59,12 @@ class Worker:
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        handle, name = tempfile.mkstemp(prefix="jetfire-worker-", suffix=".log")
-        os.close(handle)
-        self._output = Path(name)
+        self._output = _Output()
         self._process = context.Process(
-            target=_child, args=(theirs, name, os.getpid(), target, arguments), daemon=True
+            target=_child, args=(theirs, self._output, os.getpid(), target, arguments), daemon=True
         )
-        self._process.start()
+        with interrupts.blocked():  # Ctrl-C reaches the whole process group
+            self._process.start()
         theirs.close()
 
     def ask(self, *request: Any) -> None:
@@ -52,7 +79,7 @@ class Worker:
         self._process.join(5.0)
         code = self._process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        printed = self._output.read_text(errors="replace")[-LOG_TAIL:].strip()
+        printed = self._output.tail()
         return f"worker ended by {how}" + (f"\n{printed}" if printed else "")
 
     def close(self) -> None:
@@ -60,32 +87,37 @@ class Worker:
         self._process.kill()
         self._process.join(10.0)
         self.connection.close()
-        self._output.unlink(missing_ok=True)
+        self._output.close()
 
 
 def _child(
-    connection: Connection, output: str, parent: int, target: Callable[..., None],
+    connection: Connection, output: int, parent: int, target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    # Ctrl-C reaches the whole process group; the parent decides what ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.ignore()  # the parent decides what ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             return
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
         target(connection, *arguments)
 
 
 def compile_configs(connection: Connection, capability: tuple[int, int]) -> None:
-    """Answers ``(kernel, problem, config)`` with None, or why the config does not compile."""
+    """Answers ``(kernel, problem, config)`` with None, or why the config does not compile.
+
+    Every request is answered by `BEGUN` first, then by a pair: the answer, and that the worker is
+    fit for more.
+    """
     from jetfire.tuner.measure import outcome_of
 
     while True:
         kernel, problem, config = connection.recv()
+        connection.send(BEGUN)
         begin = time.perf_counter()
         answer = None
         try:
@@ -94,14 +126,15 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
             outcome: Outcome = "illegal" if outcome_of(error) == "illegal" else "compile"
             message = f"{type(error).__name__}: {error}"
             answer = Measurement(outcome, message=message, seconds=time.perf_counter() - begin)
-        connection.send(answer)
+        connection.send((answer, True))
 
 
 def measure_configs(connection: Connection, device_name: str) -> None:
     """Answers ``("measure", job, config)`` and ``("compare", job, configs, budget_s)``.
 
-    An answer is a Measurement or a Comparison, or an exception's text. After an error that leaves
-    the device's context unusable the process ends.
+    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`,
+    which is left out where the job cannot be set up, and with whether the worker is fit for more:
+    not after an error that leaves the device's context unusable.
     """
     import torch
 
@@ -121,15 +154,13 @@ def measure_configs(connection: Connection, device_name: str) -> None:
                 if device.kind == "cuda":
                     torch.cuda.empty_cache()
                 bench = Bench(job, device)
+            connection.send(BEGUN)
             answer = getattr(bench, verb)(*rest)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             answer = Measurement(outcome_of(error), message=message,
                                  seconds=time.perf_counter() - begin)  # fmt: skip
-        usable = _usable(device)
-        connection.send(answer)
-        if not usable:
-            return
+        connection.send((answer, _usable(device)))
 
 
 def _usable(device: Device) -> bool:
