@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jetfire.bench.timer import Timing
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.errors import JetfireError, WrongResultError
 from jetfire.ops.op import Config
 from jetfire.tuner.runner import Comparison, Runner, RunnerError
 from jetfire.tuner.trial import Objective
@@ -87,19 +87,25 @@ def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
 
 def decide(
     runner: Runner, finalists: Sequence[Config], default: Config, incumbent: Config | None,
-    objective: Objective, budget_s: float,
+    objective: Objective, budget_s: float, broken: Mapping[Config, str] | None = None,
 ) -> Final:  # fmt: skip
     """Compare, and keep the incumbent (else the default) unless a finalist beats it.
 
+    Args:
+        broken: configs that are known to fail, and why: they are not run again.
+
     Raises:
-        JetfireError: neither the default nor any finalist is right.
+        WrongResultError: neither the default nor any finalist is right.
     """
     holder = default if incumbent is None else incumbent
     configs = list(dict.fromkeys([holder, default, *finalists]))
-    comparison = _compare(runner, configs, budget_s)
+    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
+    comparison = _compare(
+        runner, {str(i): c for i, c in enumerate(configs) if str(i) not in known}, budget_s, known
+    )
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
-        raise _nothing(comparison)
+        raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
     best = min(timings, key=lambda config: float(np.median(costs(timings[config], objective))))
     held = timings.get(holder)
     kept = held is not None and not beats(timings[best], held, objective)
@@ -110,18 +116,29 @@ def decide(
     )  # fmt: skip
 
 
-def _compare(runner: Runner, configs: list[Config], budget_s: float) -> Comparison:
-    """A comparison that brings its worker down is tried again with one challenger fewer."""
-    while True:
-        try:
-            return runner.compare({str(i): c for i, c in enumerate(configs)}, budget_s)
-        except RunnerError as error:
-            if len(configs) == 1:
-                raise JetfireError(str(error)) from None
-            configs.pop()
+def _compare(
+    runner: Runner, configs: Mapping[str, Config], budget_s: float, failed: Mapping[str, str]
+) -> Comparison:
+    """A comparison that brings its worker down is repeated without those who do so alone.
 
-
-def _nothing(comparison: Comparison) -> JetfireError:
-    reason = next(iter(comparison.failed.values()), "nothing was measured")
-    kind = WrongResultError if comparison.failed else UsageError
-    return kind(f"no config is right: {reason}")
+    Args:
+        failed: label → why, of those that have failed already.
+    """
+    if not configs:
+        return Comparison({}, {}, failed)
+    try:
+        found = runner.compare(configs, budget_s)
+        return replace(found, failed={**failed, **found.failed})
+    except RunnerError as error:
+        culprits = {label: str(error) for label in configs}
+    if len(configs) > 1:
+        culprits = {}
+        for label, config in configs.items():
+            try:
+                culprits.update(runner.compare({label: config}, 0.0).failed)
+            except RunnerError as error:
+                culprits[label] = str(error)
+        if not culprits:
+            raise JetfireError("the finalists run alone but not in turn")
+    sound = {label: config for label, config in configs.items() if label not in culprits}
+    return _compare(runner, sound, budget_s, {**failed, **culprits})

@@ -98,6 +98,15 @@ class Bench:
             torch.cuda.synchronize()
         return None if check.ok else check.message or "wrong result"
 
+    def _failure(self, config: Config) -> str | None:
+        """As `_wrong`, or its exception; one that the device does not survive is raised."""
+        try:
+            return self._wrong(config)
+        except Exception as error:
+            if self.device.kind == "cuda":
+                torch.cuda.synchronize()
+            return f"{type(error).__name__}: {error}"
+
     def _calls(self, config: Config) -> list[Callable[[], object]]:
         def call(i: int) -> Callable[[], object]:
             return lambda: launch(
@@ -108,7 +117,7 @@ class Bench:
 
     def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
         """Configs, once more checked, and peers, in turn."""
-        wrong = {label: self._wrong(config) for label, config in configs.items()}
+        wrong = {label: self._failure(config) for label, config in configs.items()}
         failed = {label: reason for label, reason in wrong.items() if reason is not None}
         calls: dict[str, Sequence[Callable[[], object]]] = {
             label: self._calls(config) for label, config in configs.items() if label not in failed

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetfire.ops.op import Config
+from jetfire.tuner import interrupts
 from jetfire.tuner.runner import Runner
 from jetfire.tuner.strategies import Exhausted
-from jetfire.tuner.study import Study
+from jetfire.tuner.study import StorageError, Study
 from jetfire.tuner.trial import Measurement
 
 Progress = Callable[[Config, Measurement], None]
@@ -21,7 +22,7 @@ class Limits:
     """When a search ends.
 
     Attributes:
-        trials: with an outcome, those of earlier runs of the study counted in.
+        trials: of the study, those of earlier runs and of other tuners counted in.
         deadline: on the runner's clock.
     """
 
@@ -38,14 +39,11 @@ def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> 
         StorageError: the study cannot be written.
     """
     under_way: dict[int, Config] = {}
-    tried = len(study.finished())
     exhausted = False
     try:
         while runner.now() < limits.deadline:
             while (
-                not exhausted
-                and len(under_way) < runner.capacity
-                and tried + len(under_way) < limits.trials
+                not exhausted and len(under_way) < runner.capacity and study.taken() < limits.trials
             ):
                 try:
                     number, config = study.ask()
@@ -57,23 +55,25 @@ def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> 
             if not under_way:
                 return
             for number, measurement in runner.wait(limits.deadline - runner.now()):
-                config = under_way[number]
+                config = under_way.pop(number)
                 study.tell(number, config, measurement)
-                del under_way[number]
-                tried += 1
                 _log(study.log, number, config, measurement)
                 progress(config, measurement)
     finally:
-        runner.cancel()
-        study.give_up(list(under_way))
+        with interrupts.deferred():
+            runner.cancel()
+            study.give_up()
 
 
 def _log(file: Path, number: int, config: Config, measurement: Measurement) -> None:
     """Failures with all that is known of them."""
     if measurement.measured:
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with file.open("a") as log:
-        log.write(f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
-                  f"{measurement.message}\n\n")  # fmt: skip
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as log:
+            log.write(f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
+                      f"{measurement.message}\n\n")  # fmt: skip
+    except OSError as error:
+        raise StorageError(f"cannot write log {file}: {error.strerror}") from None

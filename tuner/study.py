@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,15 @@ from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel
+from jetfire.tuner import interrupts
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Strategy, distributions
 from jetfire.tuner.trial import Measurement, Objective, score
 
 # A trial of another machine that has run for so long has lost its tuner.
 ABANDONED_S = 3600.0
+# What another tuner may take between beginning a trial and choosing its config.
+CHOOSING_S = 10.0
 Note = Callable[[str], None]
 
 
@@ -196,17 +199,6 @@ class StorageError(UsageError):
     """The study cannot be written any more: a full disk, a database that is gone."""
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        raise StorageError(f"cannot write the study{where}: {error.strerror}") from None
-    except optuna.exceptions.StorageInternalError as error:
-        raise StorageError(f"cannot write the study: {error}".splitlines()[0]) from None
-
-
 class Study:
     """Asks a strategy for configs and keeps what became of them.
 
@@ -224,18 +216,34 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._asked: dict[int, optuna.Trial] = {}
         self.identity, self.space, self.objective = identity, identity.space, identity.objective
+        self._broken = False
         opened: BaseStorage
         if isinstance(storage, BaseStorage):
             opened, self.file = storage, None
         else:
             opened, self.file = storage_of(storage, identity.name, note)
-        with _writing(), self._alone():
+        self._where = str(self.file) if self.file else _without_password(str(storage))
+        with self._using(), self._alone():
             self.optuna = optuna.create_study(
                 storage=opened, sampler=strategy, study_name=identity.name, load_if_exists=True,
                 directions=["minimize"] * (2 if identity.objective == "both" else 1),
             )  # fmt: skip
             self._describe(attributes)
             self._reap()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Steps that are done whole in spite of Ctrl-C; what fails is told in one line."""
+        try:
+            with interrupts.deferred():
+                yield
+        except OSError as error:
+            self._broken = True
+            where = error.filename or self._where
+            raise StorageError(f"cannot use study {where}: {error.strerror or error}") from None
+        except (optuna.exceptions.StorageInternalError, json.JSONDecodeError) as error:
+            self._broken = True
+            raise StorageError(f"cannot use study {self._where}: {_cause(error)}") from None
 
     @property
     def log(self) -> Path:
@@ -264,8 +272,7 @@ class Study:
 
     def _give_up(self, number: int) -> None:
         # Another tuner may have given it up at the same time.
-        with _writing():
-            self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+        self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def ask(self) -> tuple[int, Config]:
         """A new trial's number and config.
@@ -274,7 +281,7 @@ class Study:
             Exhausted: the strategy has none left.
             StorageError: the trial cannot be written.
         """
-        with _writing(), self._alone():
+        with self._using(), self._alone():
             while True:
                 trial = self.optuna.ask(distributions(self.space))
                 trial.set_user_attr("owner", _owner())
@@ -288,12 +295,19 @@ class Study:
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
         """An earlier trial has the same config and an outcome, or may yet have one."""
-        return any(
-            trial.number < asked.number
-            and trial.params == asked.params
-            and (trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs)
-            for trial in self.optuna.get_trials(deepcopy=False)
-        )
+        end = time.monotonic() + CHOOSING_S
+        while True:
+            earlier = [t for t in self.optuna.get_trials(deepcopy=False) if t.number < asked.number]
+            running = [t for t in earlier if t.state == TrialState.RUNNING]
+            if any(t.params == asked.params for t in earlier
+                   if t in running or "outcome" in t.user_attrs):  # fmt: skip
+                return True
+            # Of tuners that choose at once, those who began later wait for what the first takes.
+            if all(t.params.keys() == asked.params.keys() for t in running):
+                return False
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
 
     def tell(self, number: int, config: Config, measurement: Measurement) -> None:
         """End a trial; it is durable when this returns.
@@ -303,12 +317,13 @@ class Study:
         """
         attributes = {"config": config.as_dict(), **measurement.as_dict()}
         del attributes["outcome"]
-        with _writing():
-            trial = self._asked.pop(number)
+        with self._using():
+            trial = self._asked[number]
             # The outcome comes last: with it, a trial whose tuner dies here is whole.
             for name, value in {**attributes, "outcome": measurement.outcome}.items():
                 trial.set_user_attr(name, value)
             self._end(number, measurement)
+            del self._asked[number]
 
     def _end(self, number: int, measurement: Measurement) -> None:
         values = measurement.values(self.objective)
@@ -317,17 +332,27 @@ class Study:
         else:
             self.optuna.tell(number, values, skip_if_finished=True)
 
-    def give_up(self, numbers: Sequence[int]) -> None:
-        """End trials that nothing is known of; their configs may be tried again."""
-        for number in numbers:
-            self._give_up(number)
+    def give_up(self) -> None:
+        """End the trials under way, of which nothing is known; their configs may be tried again."""
+        with self._using():
+            while self._asked:
+                self._give_up(self._asked.popitem()[0])
+
+    def _trials(self) -> list[FrozenTrial]:
+        with self._using():
+            return self.optuna.get_trials(deepcopy=False)
+
+    def taken(self) -> int:
+        """Trials that have an outcome, and those under way, of whichever tuner."""
+        return sum(t.state == TrialState.RUNNING or "outcome" in t.user_attrs
+                   for t in self._trials())  # fmt: skip
 
     def finished(self) -> list[tuple[Config, Measurement]]:
         """Every trial that has an outcome, of whichever tuner, in order."""
         return [
             (self.identity.kernel.Config.parse(t.user_attrs["config"]),
              Measurement.parse(t.user_attrs))
-            for t in self.optuna.get_trials(deepcopy=False)
+            for t in self._trials()
             if t.state.is_finished() and "outcome" in t.user_attrs
         ]  # fmt: skip
 
@@ -341,9 +366,18 @@ class Study:
         return sorted(scores, key=lambda config: scores[config])[:count]
 
     def conclude(self, final: Mapping[str, Any]) -> None:
-        """Keep what the final comparison found."""
-        with _writing():
+        """Keep what the final comparison found, but in a study that could not be written before."""
+        if self._broken:
+            return
+        with self._using():
             self.optuna.set_user_attr("final", dict(final))
+
+
+def _cause(error: BaseException) -> str:
+    """Optuna says only that something failed; the database's driver, beneath it, what."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _first_line(error)
 
 
 def _start_time(pid: int) -> str | None:
