@@ -1,0 +1,431 @@
+"""The report's figures: Plotly, drawn with SVG alone so that they print and need no WebGL."""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from jetfire.tuner.digest import FATES, Attempt, Digest, same, words
+
+# Okabe and Ito's palette where it can be told from white and from black alike.
+COLOURS = {
+    "ok": "#3b8fd1", "slow": "#e69f00", "illegal": "#999999", "compile": "#cc79a7",
+    "timeout": "#a67c00", "crash": "#d55e00", "wrong": "#e0245e", "lost": "#777777",
+    "running": "#777777",
+}  # fmt: skip
+BEST, DEFAULT, ROOF = "#009e73", "#b455c8", "#888888"
+FAST, SLOW = (31, 119, 208), (217, 119, 43)
+GRID = "rgba(128,128,128,0.25)"
+COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
+SHADES = 16
+Ticks = tuple[list[float], list[str]]
+
+
+def number(value: float) -> str:
+    """Four significant digits, without an exponent where that stays short."""
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        digits = 3 - math.floor(math.log10(abs(value))) if value else 0
+        return f"{value:.{max(digits, 0)}f}"
+    return f"{value:.3e}"
+
+
+def log_ticks(low: float, high: float) -> Ticks:
+    """Round values between two bounds, on a log axis: at least three of them, where there are."""
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for mantissas in ((1.0,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), [m / 10 for m in range(10, 100)],
+                      [m / 100 for m in range(100, 1000)]):  # fmt: skip
+        found = [float(f"{m}e{d}") for d in decades for m in mantissas]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 3:
+            break
+    found = found[:: math.ceil(len(found) / 8) or 1]
+    return found, [f"{value:.6g}" for value in found]
+
+
+def _log_axis(title: str, values: Sequence[float], pad: float = 0.08) -> dict[str, Any]:
+    """A log axis around values, with its own ticks: Plotly labels a narrow one by last digits."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    margin = max((high - low) * pad, 0.02)
+    ticks, texts = log_ticks(10 ** (low - margin), 10 ** (high + margin))
+    return {"title": {"text": title}, "type": "log", "range": [low - margin, high + margin],
+            "tickvals": ticks, "ticktext": texts}  # fmt: skip
+
+
+def _figure(height: int, **layout: Any) -> go.Figure:
+    """Transparent, so that the page's colours show through; the page colours its texts too."""
+    figure = go.Figure()
+    figure.update_layout(
+        template=go.layout.Template(), height=height,
+        margin={"l": 64, "r": 24, "t": 16, "b": 48}, paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)", hovermode="closest",
+        font={"color": "#808080", "family": "system-ui, sans-serif", "size": 12},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0,
+                "bgcolor": "rgba(0,0,0,0)"},
+        hoverlabel={"bgcolor": "#222222", "bordercolor": "#888888", "align": "left",
+                    "font": {"color": "#ffffff", "family": "ui-monospace, monospace"}},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#909090"}, **layout,
+    )  # fmt: skip
+    axis = {"gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True}
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    return figure
+
+
+def plain(text: object) -> str:
+    """Text as it is: Plotly reads some HTML tags."""
+    return html.escape(str(text), quote=False)
+
+
+def _hover(attempt: Attempt, *more: str) -> str:
+    lines = [f"trial {attempt.number}: {attempt.fate}"]
+    if attempt.ms is not None:
+        lines.append(f"{number(attempt.ms)} ms")
+    if attempt.joules is not None:
+        lines.append(f"{number(attempt.joules)} J")
+    lines += [*more, *textwrap.wrap(words(attempt.config), 72)]
+    lines += textwrap.wrap(attempt.message[:500], 72)[:6]
+    return "<br>".join(map(plain, lines))
+
+
+def _points(
+    name: str, attempts: Sequence[Attempt], x: Callable[[Attempt], float],
+    y: Callable[[Attempt], Any], **marker: Any,
+) -> go.Scatter:  # fmt: skip
+    return go.Scatter(
+        name=name, mode="markers", x=[x(a) for a in attempts], y=[y(a) for a in attempts],
+        hovertext=[_hover(a) for a in attempts], hoverinfo="text", marker={"size": 7, **marker},
+    )  # fmt: skip
+
+
+def _marked(
+    digest: Digest, among: Sequence[Attempt], x: Callable[[Attempt], float],
+    y: Callable[[Attempt], float],
+) -> list[go.Scatter]:  # fmt: skip
+    """The default and the best, where drawn, as large symbols on top."""
+    return [
+        _points(name, [attempt], x, y, size=size, symbol=symbol, color=colour,
+                line={"width": 1.5, "color": "#ffffff"})
+        for name, attempt, size, symbol, colour in (
+            ("default", digest.default, 13, "diamond", DEFAULT),
+            ("best", digest.best, 17, "star", BEST),
+        )
+        if attempt is not None and attempt in among
+    ]  # fmt: skip
+
+
+def _by_fate(
+    attempts: Sequence[Attempt], x: Callable[[Attempt], float], y: Callable[[Attempt], float]
+) -> list[go.Scatter]:
+    """Measured trials, a trace an outcome; what was measured briefly is drawn hollow."""
+    return [
+        _points(fate, group, x, y, color=COLOURS[fate],
+                symbol="circle-open" if fate == "slow" else "circle")
+        for fate in FATES
+        if (group := [a for a in attempts if a.fate == fate])
+    ]  # fmt: skip
+
+
+def _cost(attempt: Attempt) -> float:
+    """What a measured trial's first objective was: ms or J."""
+    assert attempt.values is not None
+    return attempt.values[0]
+
+
+def _level(digest: Digest, name: str) -> tuple[float, str] | None:
+    """The default's or the best's cost, and where it was measured: the final comparison first."""
+    fields = {"best": digest.units[0].replace("J", "joules"), "default": "default_ms"}
+    if digest.final is not None and (name == "best" or digest.units[0] == "ms"):
+        value = digest.final.get(fields[name])
+        if value is not None:
+            return value, "final comparison"
+    attempt = digest.default if name == "default" else digest.best
+    return (_cost(attempt), f"trial {attempt.number}") if attempt else None
+
+
+def history(digest: Digest) -> go.Figure | None:
+    """Each trial's cost by number, the best so far, and above them those that failed."""
+    failed = [a for a in digest.attempts if a.values is None or a.ms is None]
+    if not digest.attempts:
+        return None
+    rows = [fate for fate in FATES if any(a.fate == fate for a in failed)]
+    strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
+    if not digest.measured:
+        strip = 1.0
+    figure = _figure(400 if digest.measured else 120 + 30 * len(rows))
+    for fate in rows:
+        group = [a for a in failed if a.fate == fate]
+        points = _points(fate, group, lambda a: a.number, lambda a: a.fate,
+                         symbol="x", color=COLOURS[fate])  # fmt: skip
+        figure.add_trace(points.update(yaxis="y2", showlegend=False))
+    last = digest.attempts[-1].number
+    figure.update_xaxes(title="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free",
+                        position=0)  # fmt: skip
+    if rows:
+        figure.update_layout(yaxis2={
+            "domain": [1 - strip + 0.02 * bool(digest.measured), 1], "type": "category",
+            "categoryorder": "array", "categoryarray": rows[::-1], "gridcolor": GRID,
+            "automargin": True, "range": [-0.6, len(rows) - 0.4], "fixedrange": True,
+        })  # fmt: skip
+    if digest.measured:
+        _measured_history(figure, digest, last, 1 - strip)
+    else:
+        figure.update_layout(yaxis={"visible": False})
+    return figure
+
+
+def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) -> None:
+    figure.add_traces(_by_fate(digest.measured, lambda a: a.number, _cost))
+    costs = [_cost(a) for a in digest.measured]
+    if digest.ok:
+        lowest = [min(_cost(a) for a in digest.ok[: i + 1]) for i in range(len(digest.ok))]
+        figure.add_trace(go.Scatter(
+            name="best so far", mode="lines", hoverinfo="skip",
+            x=[*(a.number for a in digest.ok), last + 0.5], y=[*lowest, lowest[-1]],
+            line={"shape": "hv", "color": BEST, "width": 2},
+        ))  # fmt: skip
+    for name, colour in (("default", DEFAULT), ("best", BEST)):
+        level = _level(digest, name)
+        if level is not None:
+            value, where = level
+            costs.append(value)
+            figure.add_trace(go.Scatter(
+                name=f"{name} {number(value)} {digest.units[0]} ({where})", mode="lines",
+                x=[-0.5, last + 0.5], y=[value, value], hoverinfo="name",
+                line={"dash": "dash" if name == "default" else "dot", "color": colour},
+            ))  # fmt: skip
+    marks = _marked(digest, digest.ok, lambda a: a.number, _cost)
+    figure.add_traces([mark.update(showlegend=False) for mark in marks])
+    axis = _log_axis(COST[digest.units[0]], costs)
+    figure.update_layout(yaxis={**axis, "domain": [0, top], "gridcolor": GRID})
+
+
+def importance(digest: Digest) -> go.Figure | None:
+    """A bar a parameter, longest on top; with two objectives two bars."""
+    found = {unit: shares for unit, shares in digest.importances.items() if shares}
+    if not found:
+        return None
+    order = list(next(iter(found.values())))[::-1]
+    figure = _figure(110 + 28 * len(order) * len(found), barmode="group")
+    for unit, shares in found.items():
+        values = [shares.get(name, 0.0) for name in order]
+        figure.add_trace(go.Bar(
+            name="time" if unit == "ms" else "energy", orientation="h", y=list(map(plain, order)),
+            x=values, text=[f"{value:.0%}" for value in values], textposition="outside",
+            cliponaxis=False, hoverinfo="skip", showlegend=len(found) > 1,
+            marker={"color": COLOURS["ok"] if unit == "ms" else COLOURS["slow"]},
+        ))  # fmt: skip
+    figure.update_xaxes(title="share of the importance", tickformat=".0%", range=[0, 1.08])
+    figure.update_yaxes(title="parameter", type="category")
+    return figure
+
+
+def _shade(share: float) -> str:
+    """From the fastest's blue (0) to the slowest's orange (1), by way of grey."""
+    middle = (150, 150, 150)
+    ends = (FAST, middle) if share < 0.5 else (middle, SLOW)
+    part = share * 2 if share < 0.5 else share * 2 - 1
+    mixed = (round(a + (b - a) * part) for a, b in zip(*ends, strict=True))
+    return f"rgb({','.join(map(str, mixed))})"
+
+
+def _places(digest: Digest, ranked: Sequence[Attempt]) -> dict[int, list[float]]:
+    """Trial number → its height on each field's axis, in [0, 1].
+
+    Every value has a band; within it the trials stand by cost, the best lowest, so that a band's
+    colours show how its value does.
+    """
+    places: dict[int, list[float]] = {a.number: [] for a in ranked}
+    for axis, (name, values) in enumerate(digest.fields.items()):
+        for row, value in enumerate(values):
+            band = [a for a in ranked if name in a.config and same(a.config[name], value)]
+            for i, attempt in enumerate(band):
+                inside = 0.15 + 0.7 * (i + 0.5) / len(band)
+                places[attempt.number].append((row + inside) / len(values))
+        for heights in places.values():  # a config without the field passes below the axis
+            heights += [-0.05] * (axis + 1 - len(heights))
+    return places
+
+
+def parallel(digest: Digest) -> go.Figure | None:
+    """A line a measured trial through its config's fields to its cost, coloured by it."""
+    ranked = sorted(digest.measured, key=lambda a: (_cost(a), a.number))
+    if not ranked or not digest.fields:
+        return None
+    low, high = math.log10(_cost(ranked[0])), math.log10(_cost(ranked[-1]))
+    share = {a.number: (math.log10(_cost(a)) - low) / ((high - low) or 1.0) for a in ranked}
+    places = _places(digest, ranked)
+    figure = _figure(460)
+    for shade in reversed(range(SHADES)):
+        group = [a for a in ranked if min(int(share[a.number] * SHADES), SHADES - 1) == shade]
+        if group:
+            middle = shade / (SHADES - 1)
+            line = {"color": _shade(middle), "width": 1.2 + 0.6 * (1 - middle)}
+            figure.add_trace(_lines("trials", group, places, share, line, opacity=0.6,
+                                    showlegend=False))  # fmt: skip
+    for name, attempt, colour, dash in (("default", digest.default, DEFAULT, "dash"),
+                                        ("best", digest.best, BEST, "solid")):  # fmt: skip
+        if attempt is not None:
+            line = {"color": colour, "width": 4, "dash": dash}
+            figure.add_trace(_lines(name, [attempt], places, share, line))
+    _parallel_axes(figure, digest, 10**low, 10**high)
+    return figure
+
+
+def _lines(
+    name: str, group: Sequence[Attempt], places: Mapping[int, Sequence[float]],
+    share: Mapping[int, float], line: Mapping[str, Any], **more: Any,
+) -> go.Scatter:  # fmt: skip
+    """One trace of many lines, with a gap after each."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    texts: list[str] = []
+    for attempt in group:
+        heights = [*places[attempt.number], share[attempt.number]]
+        x += [*range(len(heights)), None]
+        y += [*heights, None]
+        texts += [*[_hover(attempt)] * len(heights), ""]
+    return go.Scatter(
+        name=name, mode="lines+markers" if more == {} else "lines", x=x, y=y, hovertext=texts,
+        hoverinfo="text", line=line, connectgaps=False, **more,
+    )  # fmt: skip
+
+
+def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -> None:
+    """A vertical a field with its values' names; at the right the cost's own, logarithmic."""
+    names = [*digest.fields, COST[digest.units[0]]]
+    label = {"showarrow": False, "xref": "x", "yref": "y"}
+    texts = [
+        {**label, "x": i, "y": (row + 0.5) / len(values), "text": plain(value),
+         "xanchor": "right", "xshift": -6}
+        for i, values in enumerate(digest.fields.values())
+        for row, value in enumerate(values)
+    ]  # fmt: skip
+    span = math.log10(high / low) or 1.0
+    for value, text in zip(*log_ticks(low, high), strict=True):
+        height = math.log10(value / low) / span
+        texts.append({**label, "x": len(names) - 1, "y": height, "text": text, "xanchor": "left",
+                      "xshift": 6})  # fmt: skip
+    verticals = [
+        {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "layer": "below",
+         "line": {"color": ROOF, "width": 1}}
+        for i in range(len(names))
+    ]  # fmt: skip
+    figure.update_layout(annotations=texts, shapes=verticals, margin={"r": 64})
+    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=list(map(plain, names)),
+                        range=[-0.3, len(names) - 0.6], showgrid=False)  # fmt: skip
+    figure.update_yaxes(range=[-0.08, 1.06], visible=False)
+
+
+def roofline(digest: Digest) -> go.Figure | None:
+    """Attained rate under the measured peaks: TOPS by intensity; GB/s for a memory-bound op."""
+    flops, nbytes = digest.get("flops"), digest.get("bytes")
+    if not digest.measured or not nbytes:
+        return None
+    if not flops:
+        return _bandwidth(digest, nbytes)
+    peaks = digest.get("peaks") or {}
+    copy, tops = peaks.get("copy_gbps"), peaks.get("int8_tops")
+    intensity = flops / nbytes
+    ridge = tops * 1e3 / copy if copy and tops else intensity
+    left, right = min(intensity, ridge) / 8, max(intensity, ridge) * 8
+
+    def rate(attempt: Attempt) -> float:
+        assert attempt.ms is not None
+        return flops / attempt.ms / 1e9
+
+    figure = _figure(420)
+    ceilings = _roofs(copy, tops, left, ridge, right)
+    figure.add_traces(ceilings)
+    figure.add_traces(_by_fate(digest.measured, lambda a: intensity, rate))
+    figure.add_traces(_marked(digest, digest.ok, lambda a: intensity, rate))
+    heights = [y for trace in ceilings for y in trace.y] + [rate(a) for a in digest.measured]
+    figure.update_layout(
+        xaxis=_log_axis("arithmetic intensity (operations a byte)", [left, right], 0.0),
+        yaxis=_log_axis("attained rate (TOPS)", heights),
+    )
+    return figure
+
+
+def _roofs(
+    copy: float | None, tops: float | None, left: float, ridge: float, right: float
+) -> list[go.Scatter]:
+    """The slope of the copy bandwidth and the level of the INT8 peak, as far as each binds."""
+    found = []
+    if copy:
+        end = ridge if tops else right
+        found.append((f"copy {copy:.0f} GB/s", [left, end], [x * copy / 1e3 for x in (left, end)]))
+    if tops:
+        start = ridge if copy else left
+        found.append((f"INT8 peak {tops:.0f} TOPS", [start, right], [tops, tops]))
+    return [
+        go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo="name",
+                   line={"color": ROOF, "width": 2, "dash": dash})
+        for (name, x, y), dash in zip(found, ("solid", "longdash"), strict=False)
+    ]  # fmt: skip
+
+
+def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
+    """A strip of the trials' GB/s beside the copy bandwidth; the height only parts them."""
+    copy = (digest.get("peaks") or {}).get("copy_gbps")
+
+    def rate(attempt: Attempt) -> float:
+        assert attempt.ms is not None
+        return nbytes / attempt.ms / 1e6
+
+    def height(attempt: Attempt) -> float:
+        return attempt.number * 0.618034 % 1  # the golden ratio spreads any run of numbers
+
+    figure = _figure(240)
+    figure.add_traces(_by_fate(digest.measured, rate, height))
+    figure.add_traces(_marked(digest, digest.ok, rate, height))
+    if copy:
+        figure.add_trace(go.Scatter(
+            name=f"copy {copy:.0f} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
+            hoverinfo="name", line={"color": ROOF, "width": 2},
+        ))  # fmt: skip
+    highest = max([*(rate(a) for a in digest.measured), copy or 0.0])
+    figure.update_xaxes(title="attained bandwidth (GB/s)", range=[0, highest * 1.06])
+    figure.update_yaxes(visible=False, range=[-0.2, 1.2])
+    return figure
+
+
+def front(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Those that no other beats in both time and energy, fastest first."""
+    found: list[Attempt] = []
+    for attempt in sorted(attempts, key=lambda a: (a.ms or 0.0, a.joules or 0.0, a.number)):
+        if not found or (attempt.joules or 0.0) < (found[-1].joules or 0.0):
+            found.append(attempt)
+    return found
+
+
+def pareto(digest: Digest) -> go.Figure | None:
+    """Energy over time, with the trials that nothing beats in both."""
+    both = [a for a in digest.measured if a.joules is not None]
+    if not both:
+        return None
+
+    def ms(attempt: Attempt) -> float:
+        return attempt.ms or 0.0
+
+    def joules(attempt: Attempt) -> float:
+        return attempt.joules or 0.0
+
+    figure = _figure(420)
+    figure.add_traces(_by_fate(both, ms, joules))
+    edge = front([a for a in both if a.fate == "ok"])
+    figure.add_trace(go.Scatter(
+        name="Pareto front", mode="lines", x=[ms(a) for a in edge], y=[joules(a) for a in edge],
+        hoverinfo="skip", line={"shape": "hv", "color": BEST, "width": 2},
+    ))  # fmt: skip
+    figure.add_traces(_marked(digest, both, ms, joules))
+    figure.update_layout(
+        xaxis=_log_axis(COST["ms"], [ms(a) for a in both]),
+        yaxis=_log_axis(COST["J"], [joules(a) for a in both]),
+    )
+    return figure

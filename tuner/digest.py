@@ -1,0 +1,258 @@
+"""What an Optuna study of the tuner holds, read back as plain values for the report."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jetfire.tuner.trial import OUTCOMES, score
+
+if TYPE_CHECKING:
+    import optuna
+
+# Of a trial that nobody finished: under way or waiting, or told as failed after its tuner died.
+RUNNING, LOST = "running", "lost"
+FATES = (*OUTCOMES, LOST, RUNNING)
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\S\n]|[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+def clean(text: object) -> str:
+    """Text without a terminal's escapes and without what no UTF-8 file can hold."""
+    return _ESCAPES.sub(" ", str(text)).strip()
+
+
+def first_line(text: str) -> str:
+    return text.split("\n", 1)[0].rstrip()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One trial.
+
+    Attributes:
+        fate: one of `FATES`.
+        values: what was to be small (ms, J, or both), where it was measured.
+        ms, ms_p20, ms_p80: milliseconds a call.
+        joules: a call.
+        seconds: wall time that it cost.
+    """
+
+    number: int
+    fate: str
+    config: Mapping[str, Any]
+    values: tuple[float, ...] | None
+    ms: float | None
+    ms_p20: float | None
+    ms_p80: float | None
+    joules: float | None
+    message: str
+    seconds: float
+
+    @classmethod
+    def of(cls, trial: optuna.trial.FrozenTrial) -> Attempt:
+        from optuna.trial import TrialState
+
+        known = trial.user_attrs
+        measured = trial.state == TrialState.COMPLETE and all(map(math.isfinite, trial.values))
+        lost = RUNNING if trial.state in (TrialState.RUNNING, TrialState.WAITING) else LOST
+        return cls(
+            number=trial.number,
+            fate=known["outcome"] if known.get("outcome") in OUTCOMES else lost,
+            config=known.get("config") or trial.params,
+            values=tuple(trial.values) if measured else None,
+            ms=known.get("ms"),
+            ms_p20=known.get("ms_p20"),
+            ms_p80=known.get("ms_p80"),
+            joules=known.get("joules"),
+            message=clean(known.get("message") or ""),
+            seconds=known.get("seconds") or 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A study: its attributes as the tuner set them, and its trials in order."""
+
+    name: str
+    attributes: Mapping[str, Any]
+    attempts: Sequence[Attempt]
+    importances: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, study: optuna.Study) -> Digest:
+        trials = study.get_trials(deepcopy=False)
+        attributes = dict(study.user_attrs)
+        units = _units(attributes.get("objective"))
+        return cls(
+            name=study.study_name,
+            attributes=attributes,
+            attempts=[Attempt.of(trial) for trial in trials],
+            importances={unit: _importances(study, i) for i, unit in enumerate(units)},
+        )
+
+    def get(self, name: str) -> Any:
+        return self.attributes.get(name)
+
+    @property
+    def title(self) -> str:
+        return f"{self.get('op') or self.name} · {self.get('kernel') or 'unknown kernel'}"
+
+    @property
+    def problem(self) -> str:
+        return words(self.get("problem") or {})
+
+    @property
+    def device(self) -> Mapping[str, Any]:
+        return self.get("device") or {}
+
+    @property
+    def final(self) -> Mapping[str, Any] | None:
+        """The final comparison, once there was one."""
+        return self.get("final") or None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Of what was to be small: ms, J, or both."""
+        return _units(self.get("objective"))
+
+    @cached_property
+    def measured(self) -> list[Attempt]:
+        """With a time: ok, and slow, of which the time is rough."""
+        return [a for a in self.attempts if a.values is not None and a.ms is not None]
+
+    @cached_property
+    def ok(self) -> list[Attempt]:
+        return [a for a in self.measured if a.fate == "ok"]
+
+    @cached_property
+    def best(self) -> Attempt | None:
+        """The trial of the final's config; without a final, the best trial."""
+        if self.final is not None:
+            return self.of_config(self.final["config"])
+        return min(self.ok, key=lambda a: (score(a.values or ()), a.number), default=None)
+
+    @cached_property
+    def default(self) -> Attempt | None:
+        return self.of_config(self.get("default") or {})
+
+    def of_config(self, config: Mapping[str, Any]) -> Attempt | None:
+        return next((a for a in self.ok if a.config == config), None)
+
+    def role(self, config: Mapping[str, Any]) -> str:
+        """``best``, ``default``, both or neither."""
+        best = self.final["config"] if self.final else self.best.config if self.best else None
+        roles = {"default": self.get("default"), "best": best}
+        return ", ".join(name for name, of in roles.items() if of is not None and of == config)
+
+    @property
+    def ms(self) -> tuple[float, float | None, float | None] | None:
+        """Median, p20 and p80 of the best: the final comparison's, else its trial's."""
+        if self.final is not None:
+            return self.final["ms"], self.final.get("ms_p20"), self.final.get("ms_p80")
+        if self.best is None or self.best.ms is None:
+            return None
+        return self.best.ms, self.best.ms_p20, self.best.ms_p80
+
+    @property
+    def default_ms(self) -> float | None:
+        if self.final is not None:
+            return self.final.get("default_ms")
+        return self.default.ms if self.default else None
+
+    @property
+    def gain(self) -> float | None:
+        """The default's time over the best's, of one comparison where there was one."""
+        if self.ms is None or self.default_ms is None:
+            return None
+        return self.default_ms / self.ms[0]
+
+    @cached_property
+    def fates(self) -> dict[str, int]:
+        counted = Counter(a.fate for a in self.attempts)
+        return {fate: counted[fate] for fate in FATES if counted[fate]}
+
+    @property
+    def seconds(self) -> float:
+        return sum(a.seconds for a in self.attempts)
+
+    @cached_property
+    def fields(self) -> dict[str, list[Any]]:
+        """Config fields that were varied → their values that were tried, by rank in the space."""
+        space = self.get("space") or {}
+        tried: dict[str, list[Any]] = {name: [] for name in space}
+        for attempt in self.attempts:
+            for name, value in attempt.config.items():
+                values = tried.setdefault(name, [])
+                if not any(same(value, known) for known in values):
+                    values.append(value)
+        return {
+            name: sorted(values, key=_rank(space.get(name, ())))
+            for name, values in tried.items()
+            if len(values) > 1
+        }
+
+    @cached_property
+    def fixed(self) -> dict[str, Any]:
+        """Config fields that no trial varied."""
+        configs: Iterable[Mapping[str, Any]] = [a.config for a in self.attempts]
+        merged = {name: value for config in configs for name, value in config.items()}
+        return {name: value for name, value in merged.items() if name not in self.fields}
+
+
+def words(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _units(objective: str | None) -> tuple[str, ...]:
+    return {"energy": ("J",), "both": ("ms", "J")}.get(objective or "time", ("ms",))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, but 1 and True are two values."""
+    return type(a) is type(b) and bool(a == b)
+
+
+def _rank(order: Sequence[Any]) -> Callable[[Any], tuple[int, str, Any]]:
+    """The place in the space's list; values that are not in it follow, by size."""
+
+    def key(value: Any) -> tuple[int, str, Any]:
+        place = next((i for i, known in enumerate(order) if same(value, known)), len(order))
+        if isinstance(value, (bool, int, float)):
+            return place, "", value
+        return place, type(value).__name__, str(value)
+
+    return key
+
+
+def _importances(study: optuna.Study, objective: int) -> dict[str, float]:
+    """Share of each parameter in being among the best tenth (PED-ANOVA, arXiv 2304.10255).
+
+    Returns:
+        Highest first, summing to 1; empty where the trials say nothing.
+    """
+    import optuna
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    values = [t.values[objective] for t in complete if math.isfinite(t.values[objective])]
+    if len(set(values)) < 2 or not any(t.params for t in complete):
+        return {}
+    with warnings.catch_warnings():  # that `target` is minimised, which is what we want
+        warnings.simplefilter("ignore")
+        found = get_param_importances(
+            study,
+            evaluator=PedAnovaImportanceEvaluator(),
+            target=lambda trial: trial.values[objective],
+            normalize=False,
+        )
+    total = sum(found.values())
+    if not total > 0:
+        return {}
+    shares = {name: value / total for name, value in found.items()}
+    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))

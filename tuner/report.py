@@ -1,0 +1,294 @@
+"""A study as one HTML file that needs nothing else: figures, figures' data and Plotly inside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jetfire.bench.results import write_text
+from jetfire.ops.errors import UsageError
+from jetfire.tuner.digest import Attempt, Digest, first_line, words
+
+if TYPE_CHECKING:
+    import optuna
+    from plotly.graph_objects import Figure
+
+TEMPLATE = "report.html.j2"
+Pairs = list[tuple[str, str]]
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure as JSON that is safe inside a script element, or why there is none."""
+
+    id: str
+    title: str
+    caption: str
+    data: str | None
+    missing: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Heads and rows of text; a row's first cell is its role (best, default or nothing)."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    messages: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says of one study."""
+
+    id: str
+    title: str
+    problem: str
+    provenance: Pairs
+    summary: Pairs
+    charts: Sequence[Chart]
+    trials: Table
+    fixed: str
+
+
+def write(study: optuna.Study, file: Path) -> None:
+    """The report of one study.
+
+    Raises:
+        UsageError: the file cannot be written, or Plotly or Jinja is missing.
+    """
+    write_all([study], file)
+
+
+def write_all(studies: Sequence[optuna.Study], file: Path) -> None:
+    """The report of several studies: a table of them, then a section each.
+
+    The same studies give the same bytes. The file is there whole or not at all.
+
+    Raises:
+        UsageError: the file cannot be written, or Plotly or Jinja is missing.
+    """
+    text = render(studies)
+    try:
+        write_text(file, text)
+    except OSError as error:
+        raise UsageError(f"report {file}: cannot be written: {error.strerror}") from None
+
+
+def render(studies: Sequence[optuna.Study]) -> str:
+    """The page's HTML."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        name = (error.name or "plotly").split(".")[0]
+        raise UsageError(f"the report needs {name}: pip install {name}") from None
+    digests = [Digest.of(study) for study in studies]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(TEMPLATE).render(
+        title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",
+        index=_index(digests) if len(digests) > 1 else None,
+        mean=_mean(digests),
+        sections=[_section(f"study-{i}", digest) for i, digest in enumerate(digests)],
+        plotly=get_plotlyjs(),
+    )
+
+
+def _ms(value: float | None) -> str:
+    from jetfire.tuner.charts import number
+
+    return NOTHING if value is None else number(value)
+
+
+def _ratio(before: float | None, after: float | None) -> str:
+    return NOTHING if not before or not after else f"{before / after:.3f}×"
+
+
+def _index(digests: Sequence[Digest]) -> Table:
+    head = ("op · kernel", "problem", "device", "objective", "trials", "default ms", "best ms",
+            "gain")  # fmt: skip
+    rows = []
+    for digest in digests:
+        best = digest.ms[0] if digest.ms else None
+        rows.append((
+            digest.title, digest.problem, str(digest.device.get("name", NOTHING)),
+            str(digest.get("objective") or "time"), str(len(digest.attempts)),
+            _ms(digest.default_ms), _ms(best), _ratio(digest.default_ms, best),
+        ))  # fmt: skip
+    return Table(head, rows)
+
+
+def _mean(digests: Sequence[Digest]) -> str | None:
+    """The gains' geometric mean, of the studies that have one."""
+    gains = [digest.gain for digest in digests if digest.gain]
+    if not gains:
+        return None
+    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
+    return f"{mean:.3f}× over {len(gains)} of {len(digests)} studies"
+
+
+def _section(identifier: str, digest: Digest) -> Section:
+    return Section(
+        id=identifier,
+        title=digest.title,
+        problem=digest.problem,
+        provenance=_provenance(digest),
+        summary=_summary(digest),
+        charts=_charts(identifier, digest),
+        trials=_trials(digest),
+        fixed=words(digest.fixed),
+    )
+
+
+def _provenance(digest: Digest) -> Pairs:
+    """What was measured, on what, with what: as the study says."""
+    device = digest.device
+    capability = device.get("capability")
+    found = {
+        "device": device.get("name"),
+        "compute capability": ".".join(map(str, capability)) if capability else None,
+        **{name: device.get(name) for name in ("driver", "cuda", "torch", "triton", "jetfire")},
+        "timer": device.get("timer"),
+        "kernel source": digest.get("source"),
+        "strategy": digest.get("strategy"),
+        "objective": digest.get("objective"),
+        "measured": device.get("date"),
+        "study": digest.name,
+        "peaks": _peaks(digest),
+    }
+    return [(name, str(value)) for name, value in found.items() if value is not None]
+
+
+def _peaks(digest: Digest) -> str:
+    peaks = digest.get("peaks") or {}
+    units = {"copy_gbps": "copy {:.0f} GB/s", "int8_tops": "INT8 {:.0f} TOPS"}
+    known = [form.format(peaks[name]) for name, form in units.items() if peaks.get(name)]
+    return ", ".join(known) or "not measured"
+
+
+def _summary(digest: Digest) -> Pairs:
+    """The result, what it gains, and what the search cost."""
+    outcomes = ", ".join(f"{count} {fate}" for fate, count in digest.fates.items())
+    pairs = [*_result(digest), ("trials", f"{len(digest.attempts)}: {outcomes or 'none'}")]
+    return [*pairs, ("time spent on trials", _duration(digest.seconds))]
+
+
+def _result(digest: Digest) -> Pairs:
+    if digest.ms is None:
+        return [("result", "none: no config was measured to the end")]
+    median, p20, p80 = digest.ms
+    final = digest.final
+    config = final["config"] if final else digest.best.config if digest.best else {}
+    if final:
+        kept = "the incumbent, kept: no gain beyond the noise" if final.get("kept") else "the best"
+        name = f"config ({kept}, of the final comparison)"
+    else:
+        name = "config (the best trial; there was no final comparison)"
+    spread = f" (p20–p80: {_ms(p20)}–{_ms(p80)})" if p20 is not None and p80 is not None else ""
+    pairs = [
+        (name, words(config)),
+        ("time a call", f"{_ms(median)} ms{spread}"),
+        ("gain over the default", _gain(digest.default_ms, median)),
+    ]
+    joules = (final or {}).get("joules") or (digest.best.joules if digest.best else None)
+    if joules is not None:
+        pairs.append(("energy a call", f"{_ms(joules)} J"))
+    if final and final.get("incumbent_ms") is not None:
+        pairs.append(("gain over the incumbent", _gain(final["incumbent_ms"], median)))
+    peers: Mapping[str, float] = (final or {}).get("vs_peer") or {}
+    return [*pairs, *((f"gain over {peer}", f"{ratio:.3f}×") for peer, ratio in peers.items())]
+
+
+def _gain(before: float | None, after: float) -> str:
+    if before is None:
+        return "unknown: it was not measured"
+    return f"{_ratio(before, after)} ({_ms(before)} ms)"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _charts(identifier: str, digest: Digest) -> list[Chart]:
+    from jetfire.tuner import charts
+
+    cost = "time" if digest.units[0] == "ms" else "energy"
+    no_time = "No config was measured."
+    found = [
+        _chart(identifier, "history", charts.history(digest),
+               f"Each trial's {cost} in the order of the search; a hollow one was stopped early, a "
+               "cross failed and says why under the pointer.", "There are no trials."),
+        _chart(identifier, "importance of each parameter", charts.importance(digest),
+               "How much a parameter decides whether a config is among the best tenth (PED-ANOVA); "
+               "the shares sum to one.",
+               "Nothing can be said: that needs two measured configs at least, that differ in "
+               f"{cost}."),
+        _chart(identifier, "parallel coordinates", charts.parallel(digest),
+               f"A line a measured config, blue where it is best, orange where worst in {cost}. "
+               "Within a value's band the best stand lowest.",
+               no_time if not digest.measured else "Every config tried was the same."),
+        _chart(identifier, "roofline", charts.roofline(digest), _roofline_caption(digest),
+               no_time if digest.get("bytes") else "The study does not say what bytes it moves."),
+    ]  # fmt: skip
+    if digest.get("objective") == "both":
+        caption = "Energy over time; nothing beats the configs on the line in both."
+        found.append(_chart(identifier, "time and energy", charts.pareto(digest), caption, no_time))
+    return found
+
+
+def _roofline_caption(digest: Digest) -> str:
+    missing = "" if digest.get("peaks") else " The device's peaks were not measured: no roof."
+    if not digest.get("flops"):
+        return f"The op is memory-bound: bytes it must move at least, over time.{missing}"
+    return f"Operations over time, by operations over the fewest bytes to move.{missing}"
+
+
+def _chart(identifier: str, title: str, figure: Figure | None, caption: str, missing: str) -> Chart:
+    data = None if figure is None else script_json(figure.to_json())
+    return Chart(f"{identifier}-{title.split()[0]}", title, caption, data, missing)
+
+
+def script_json(text: str) -> str:
+    """The same JSON with nothing that could end a script element; keys sorted."""
+    dumped = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    for character in "<>&":
+        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
+    return dumped
+
+
+def _trials(digest: Digest) -> Table:
+    """A row a trial; config fields that varied have a column each."""
+    energy = any(attempt.joules is not None for attempt in digest.attempts)
+    head = ["", "trial", "outcome", "ms", "p20–p80", *(["J"] if energy else []), "seconds",
+            *digest.fields, "message"]  # fmt: skip
+    rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
+    return Table(head, rows, [attempt.message for attempt in digest.attempts])
+
+
+def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
+    spread = NOTHING
+    if attempt.ms_p20 is not None and attempt.ms_p80 is not None:
+        spread = f"{_ms(attempt.ms_p20)}–{_ms(attempt.ms_p80)}"
+    return [
+        digest.role(attempt.config),
+        str(attempt.number),
+        attempt.fate,
+        _ms(attempt.ms),
+        spread,
+        *([_ms(attempt.joules)] if energy else []),
+        f"{attempt.seconds:.1f}",
+        *(str(attempt.config.get(name, NOTHING)) for name in digest.fields),
+        first_line(attempt.message),
+    ]
