@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetfire import ops
-from jetfire.bench.plan import BLOCKS, Case
+from jetfire.bench.plan import BLOCKS, Case, choose_ops
 from jetfire.ops import workloads
 from jetfire.ops.op import Mode, Op
 
@@ -29,8 +28,7 @@ def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
     """The problems of some ops and blocks (of all where none is named), each once."""
     found: dict[Case, None] = {}
-    for name in names or ops.names():
-        op = ops.get(name)
+    for op in choose_ops(names or ["all"]):
         for block in blocks or BLOCKS:
             for workload in WORKLOADS:
                 for case in _of(op, workload, {"block": block}):
