@@ -72,7 +72,8 @@ TRIALS = [
 ]
 FINAL = {
     "config": config(256, 4), "ms": 0.52, "ms_p20": 0.51, "ms_p80": 0.55, "default_ms": 1.04,
-    "incumbent_ms": 0.78, "gain": 2.0, "kept": False, "vs_peer": {"cublas_bf16": 1.25},
+    "incumbent_ms": 0.78, "gain": 2.0, "kept": False,
+    "vs_peer": {"cublas_bf16": 1.25, "copy": 0.000345},
 }  # fmt: skip
 
 
@@ -239,6 +240,7 @@ def test_summary_and_provenance_say_the_final_figures():
     assert result["gain over the default"] == "2.000× (1.040 ms)"
     assert result["gain over the incumbent"] == "1.500× (0.7800 ms)"
     assert result["gain over cublas_bf16"] == "1.250×"
+    assert result["gain over copy"] == "0.0003450×"
     assert result["trials"] == "7: 4 ok, 1 slow, 1 compile, 1 wrong"
     assert result["time spent on trials"] == "14.0 s"
     assert provenance["kernel source"] == "cafe42"
@@ -355,6 +357,12 @@ def test_all_failed():
     assert "none: no config was measured to the end" in page.words
 
 
+def test_default_that_failed_is_marked():
+    page = page_of(study_of([trial("timeout"), trial(ms=1.0, tile_m=64)]))
+    assert [row[0] for row in page.table("trials")[1:]] == ["default", "best"]
+    assert page.pairs("result")["gain over the default"] == "unknown: it was not measured"
+
+
 def test_one_trial():
     page = page_of(study_of([trial(ms=1.0)]))
     assert set(page.figures) == {"study-0-history", "study-0-roofline"}
@@ -411,10 +419,13 @@ def test_unfinished_trials_are_counted_apart():
     study = study_of(TRIALS)
     study.ask({name: CategoricalDistribution(v) for name, v in SPACE.items()})
     study.tell(study.ask(), state=TrialState.FAIL)
+    again = create_trial(state=TrialState.FAIL, user_attrs={"config": config(256, 4)})
+    study.add_trial(again)  # of the best's config, given up
     page = page_of(study)
-    assert page.pairs("result")["trials"].endswith("1 lost, 1 running")
+    assert [row[0] for row in page.table("trials")[1:]].count("best") == 1
+    assert page.pairs("result")["trials"].endswith("2 lost, 1 running")
     found = traces(page.figures["study-0-history"])
-    assert (found["running"]["x"], found["lost"]["x"]) == ([7], [8])
+    assert (found["running"]["x"], found["lost"]["x"]) == ([7], [8, 9])
 
 
 def test_study_of_another_tool_is_shown_as_far_as_it_goes():

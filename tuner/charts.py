@@ -6,6 +6,7 @@ import html
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import plotly.graph_objects as go
@@ -183,7 +184,7 @@ def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) 
     figure.add_traces(_by_fate(digest.measured, lambda a: a.number, _cost))
     costs = [_cost(a) for a in digest.measured]
     if digest.ok:
-        lowest = [min(_cost(a) for a in digest.ok[: i + 1]) for i in range(len(digest.ok))]
+        lowest = list(accumulate(map(_cost, digest.ok), min))
         figure.add_trace(go.Scatter(
             name="best so far", mode="lines", hoverinfo="skip",
             x=[*(a.number for a in digest.ok), last + 0.5], y=[*lowest, lowest[-1]],
@@ -359,10 +360,12 @@ def _roofs(
     found = []
     if copy:
         end = ridge if tops else right
-        found.append((f"copy {copy:.0f} GB/s", [left, end], [x * copy / 1e3 for x in (left, end)]))
+        found.append(
+            (f"copy {number(copy)} GB/s", [left, end], [x * copy / 1e3 for x in (left, end)])
+        )
     if tops:
         start = ridge if copy else left
-        found.append((f"INT8 peak {tops:.0f} TOPS", [start, right], [tops, tops]))
+        found.append((f"INT8 peak {number(tops)} TOPS", [start, right], [tops, tops]))
     return [
         go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo="name",
                    line={"color": ROOF, "width": 2, "dash": dash})
@@ -386,7 +389,7 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     figure.add_traces(_marked(digest, digest.ok, rate, height))
     if copy:
         figure.add_trace(go.Scatter(
-            name=f"copy {copy:.0f} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
+            name=f"copy {number(copy)} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
             hoverinfo="name", line={"color": ROOF, "width": 2},
         ))  # fmt: skip
     highest = max([*(rate(a) for a in digest.measured), copy or 0.0])

@@ -144,11 +144,11 @@ class Digest:
     def of_config(self, config: Mapping[str, Any]) -> Attempt | None:
         return next((a for a in self.ok if a.config == config), None)
 
-    def role(self, config: Mapping[str, Any]) -> str:
-        """``best``, ``default``, both or neither."""
-        best = self.final["config"] if self.final else self.best.config if self.best else None
-        roles = {"default": self.get("default"), "best": best}
-        return ", ".join(name for name, of in roles.items() if of is not None and of == config)
+    def role(self, attempt: Attempt) -> str:
+        """``best``, ``default``, both or neither; a default that failed is the default still."""
+        default = attempt.fate in OUTCOMES and attempt.config == self.get("default")
+        roles = {"default": default, "best": attempt is self.best}
+        return ", ".join(name for name, held in roles.items() if held)
 
     @property
     def ms(self) -> tuple[float, float | None, float | None] | None:

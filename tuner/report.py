@@ -102,7 +102,7 @@ def render(studies: Sequence[optuna.Study]) -> str:
     )
 
 
-def _ms(value: float | None) -> str:
+def _digits(value: float | None) -> str:
     from jetfire.tuner.charts import number
 
     return NOTHING if value is None else number(value)
@@ -121,7 +121,7 @@ def _index(digests: Sequence[Digest]) -> Table:
         rows.append((
             digest.title, digest.problem, str(digest.device.get("name", NOTHING)),
             str(digest.get("objective") or "time"), str(len(digest.attempts)),
-            _ms(digest.default_ms), _ms(best), _ratio(digest.default_ms, best),
+            _digits(digest.default_ms), _digits(best), _ratio(digest.default_ms, best),
         ))  # fmt: skip
     return Table(head, rows)
 
@@ -169,8 +169,8 @@ def _provenance(digest: Digest) -> Pairs:
 
 def _peaks(digest: Digest) -> str:
     peaks = digest.get("peaks") or {}
-    units = {"copy_gbps": "copy {:.0f} GB/s", "int8_tops": "INT8 {:.0f} TOPS"}
-    known = [form.format(peaks[name]) for name, form in units.items() if peaks.get(name)]
+    units = {"copy_gbps": "copy {} GB/s", "int8_tops": "INT8 {} TOPS"}
+    known = [form.format(_digits(peaks[name])) for name, form in units.items() if peaks.get(name)]
     return ", ".join(known) or "not measured"
 
 
@@ -192,25 +192,27 @@ def _result(digest: Digest) -> Pairs:
         name = f"config ({kept}, of the final comparison)"
     else:
         name = "config (the best trial; there was no final comparison)"
-    spread = f" (p20–p80: {_ms(p20)}–{_ms(p80)})" if p20 is not None and p80 is not None else ""
+    spread = (
+        f" (p20–p80: {_digits(p20)}–{_digits(p80)})" if p20 is not None and p80 is not None else ""
+    )
     pairs = [
         (name, words(config)),
-        ("time a call", f"{_ms(median)} ms{spread}"),
+        ("time a call", f"{_digits(median)} ms{spread}"),
         ("gain over the default", _gain(digest.default_ms, median)),
     ]
     joules = (final or {}).get("joules") or (digest.best.joules if digest.best else None)
     if joules is not None:
-        pairs.append(("energy a call", f"{_ms(joules)} J"))
+        pairs.append(("energy a call", f"{_digits(joules)} J"))
     if final and final.get("incumbent_ms") is not None:
         pairs.append(("gain over the incumbent", _gain(final["incumbent_ms"], median)))
     peers: Mapping[str, float] = (final or {}).get("vs_peer") or {}
-    return [*pairs, *((f"gain over {peer}", f"{ratio:.3f}×") for peer, ratio in peers.items())]
+    return [*pairs, *((f"gain over {peer}", f"{_digits(ratio)}×") for peer, ratio in peers.items())]
 
 
 def _gain(before: float | None, after: float) -> str:
     if before is None:
         return "unknown: it was not measured"
-    return f"{_ratio(before, after)} ({_ms(before)} ms)"
+    return f"{_ratio(before, after)} ({_digits(before)} ms)"
 
 
 def _duration(seconds: float) -> str:
@@ -280,14 +282,14 @@ def _trials(digest: Digest) -> Table:
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
     spread = NOTHING
     if attempt.ms_p20 is not None and attempt.ms_p80 is not None:
-        spread = f"{_ms(attempt.ms_p20)}–{_ms(attempt.ms_p80)}"
+        spread = f"{_digits(attempt.ms_p20)}–{_digits(attempt.ms_p80)}"
     return [
-        digest.role(attempt.config),
+        digest.role(attempt),
         str(attempt.number),
         attempt.fate,
-        _ms(attempt.ms),
+        _digits(attempt.ms),
         spread,
-        *([_ms(attempt.joules)] if energy else []),
+        *([_digits(attempt.joules)] if energy else []),
         f"{attempt.seconds:.1f}",
         *(str(attempt.config.get(name, NOTHING)) for name in digest.fields),
         first_line(attempt.message),
