@@ -37,8 +37,9 @@ from jetfire.tuner.study import Identity, StorageError, Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
-# What the final comparison takes at first guess, and after that at most this share of the budget.
-FINAL_S, FINAL_SHARE = 4.0, 0.2
+# Seconds that the final comparison takes at first guess, and that a search gets at least: of many
+# searches and little time the first are done well, and the others left.
+FINAL_S, LEAST_S = 3.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Session:
         """Search one target with its share of the time left, decide, save.
 
         Returns:
-            None where an earlier run has done it all.
+            None where an earlier run has done it all, or there was no time for a single config.
 
         Raises:
             KeyboardInterrupt: after the best so far has been saved.
@@ -226,7 +227,8 @@ class Session:
             return None
         asked = self.asked
         now = self.runner.now()
-        share = max(0.0, (self.end - now) / searches_left - self.final_s)
+        share = max(LEAST_S, (self.end - now) / searches_left - self.final_s)
+        share = min(share, max(0.0, self.end - now - self.final_s))
         self.display.begin(str(target), self.trials, share, study.finished())
         self.runner.begin(Job(target.case.op, target.kernel, target.case.problem, asked.seed,
                               asked.data, self.objective != "time", asked.peers))  # fmt: skip
@@ -236,6 +238,11 @@ class Session:
         except (KeyboardInterrupt, StorageError) as error:
             self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
             stopped = error
+        if not study.finished():
+            if stopped is not None:
+                raise stopped
+            self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
+            return None
         tuned = self._finish(target, study, incumbent, found.stale)
         if stopped is not None:
             raise Stopped(tuned) from stopped
@@ -266,7 +273,7 @@ class Session:
             self.runner, study.best(self.effort.finalists), target.space.base, incumbent,
             self.objective, rounds_s,
         )  # fmt: skip
-        self.final_s = min(self.runner.now() - begin, FINAL_SHARE * self.asked.budget_s)
+        self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
         saved = None
@@ -333,6 +340,7 @@ def tune(asked: Asked) -> None:
     with _terminated_as_interrupted(), Display(objective, len(work)) as display:
         session = Session(asked, objective, devices, display)
         try:
+            session.runner.start()
             wrong = _tune_all(session, work, tuned)
         except Stopped as error:
             tuned.append(error.tuned)
@@ -356,7 +364,7 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
     """Each target in turn while there is time; those of which nothing is right are named."""
     wrong: list[JetfireError] = []
     for i, target in enumerate(work):
-        if session.runner.now() >= session.end:
+        if session.runner.now() + session.final_s >= session.end:
             session.display.note(f"the budget is spent: {len(work) - i} of {len(work)} searches "
                                  "are left; the same command goes on")  # fmt: skip
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
 from jetfire.tuner.runner import Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
-from jetfire.tuner.worker import BEGUN, Worker
+from jetfire.tuner.worker import BEGUN, START, Worker
 
 COMPILERS = 16
 COMPILE_S = 120.0
@@ -32,6 +33,7 @@ class _Task:
         limit: seconds that the worker may take for the stage it is at, from `began` on.
         ready: the worker has begun with it; before, it starts or sets up the job.
         spent: seconds that its compilation took.
+        dropped: nobody waits for it any more, but its worker is still at it.
     """
 
     number: int
@@ -40,6 +42,7 @@ class _Task:
     began: float = 0.0
     ready: bool = False
     spent: float = 0.0
+    dropped: bool = False
 
 
 class _Seat:
@@ -105,6 +108,17 @@ class DeviceRunner:
         self._done: list[tuple[int, Measurement]] = []
         self.job: Job | None = None
 
+    def start(self) -> None:
+        """Start every worker, and wait for those that measure to be ready."""
+        for seat in (*self._compiling, *self._measuring):
+            seat.ask(START)
+        end = self.now() + START_S
+        for seat in self._measuring:
+            # One that dies or hangs so early does so again at its first trial, which says it.
+            if seat.worker is not None and seat.worker.connection.poll(max(0.0, end - self.now())):
+                with contextlib.suppress(EOFError, OSError):
+                    seat.worker.answer()
+
     def begin(self, job: Job) -> None:
         """Measure this job's configs from now on."""
         self.cancel()
@@ -117,7 +131,7 @@ class DeviceRunner:
 
     def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
         end = self.now() + timeout
-        while not self._done and self._busy() and (left := end - self.now()) > 0:
+        while not self._done and self._awaited() and (left := end - self.now()) > 0:
             self._step(left)
         done, self._done = self._done, []
         return done
@@ -126,12 +140,15 @@ class DeviceRunner:
         self._to_compile.clear()
         self._to_measure.clear()
         self._done.clear()
-        for seat in self._busy():
-            seat.dismiss()
+        # To wait for what a worker is at costs less than to start another one.
+        for task in self._tasks():
+            task.dropped = True
 
     def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
         self.cancel()
         seat = self._measuring[0]
+        while seat.task is not None:
+            self._step(START_S)
         try:
             answer, usable = self._compared(seat.ask("compare", self.job, dict(configs), budget_s),
                                             budget_s)  # fmt: skip
@@ -166,9 +183,19 @@ class DeviceRunner:
     def _busy(self) -> list[_Seat]:
         return [seat for seat in (*self._compiling, *self._measuring) if seat.task is not None]
 
+    def _tasks(self) -> list[_Task]:
+        return [seat.task for seat in self._busy() if seat.task is not None]
+
+    def _awaited(self) -> bool:
+        """Something will come to an end that somebody waits for."""
+        return bool(self._to_compile or self._to_measure) or any(
+            not task.dropped for task in self._tasks()
+        )
+
     def _hand_out(self) -> None:
         job = self.job
-        assert job is not None
+        if job is None:
+            return
         for seat in self._compiling:
             if seat.task is None and self._to_compile:
                 task = self._to_compile.popleft()
@@ -215,6 +242,8 @@ class DeviceRunner:
         seat.task = None
         if not usable:
             seat.dismiss()
+        if task.dropped:
+            return
         if answer is None:  # compiled
             task.spent = self.now() - task.began
             self._to_measure.append(task)
@@ -227,5 +256,7 @@ class DeviceRunner:
         task = seat.task
         assert task is not None
         seconds = self.now() - task.began + task.spent
-        self._done.append((task.number, Measurement(outcome, message=message, seconds=seconds)))
+        if not task.dropped:
+            found = Measurement(outcome, message=message, seconds=seconds)
+            self._done.append((task.number, found))
         seat.dismiss()

@@ -24,6 +24,7 @@ from jetfire.tuner.trial import Measurement, Outcome
 LOG_TAIL = 4000  # bytes of a dead worker's output that its trial's message gets
 # Said once a worker has started and made what it needs: from here on its time is the config's.
 BEGUN = "begun"
+START = "start"  # a request for nothing but that
 
 
 class _Output:
@@ -116,8 +117,11 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
     from jetfire.tuner.measure import outcome_of
 
     while True:
-        kernel, problem, config = connection.recv()
+        request = connection.recv()
         connection.send(BEGUN)
+        if request == (START,):
+            continue
+        kernel, problem, config = request
         begin = time.perf_counter()
         answer = None
         try:
@@ -145,7 +149,11 @@ def measure_configs(connection: Connection, device_name: str) -> None:
         torch.cuda.set_device(device.index)
     bench: Bench | None = None
     while True:
-        verb, job, *rest = connection.recv()
+        request = connection.recv()
+        if request == (START,):
+            connection.send(BEGUN)
+            continue
+        verb, job, *rest = request
         begin = time.perf_counter()
         answer: Any
         try:
