@@ -24,6 +24,9 @@ COMPILERS = 16
 COMPILE_S = 120.0
 START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
 
+# A config given up may hang: to start another worker takes no longer than to wait so long for it.
+DROPPED_S = 3.0
+
 
 @dataclass
 class _Task:
@@ -147,9 +150,12 @@ class DeviceRunner:
     def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
         self.cancel()
         seat = self._measuring[0]
-        while seat.task is not None:
-            self._step(START_S)
+        end = self.now() + DROPPED_S
+        while seat.task is not None and (left := end - self.now()) > 0:
+            self._step(left)
         try:
+            if seat.task is not None:
+                seat.dismiss()
             answer, usable = self._compared(seat.ask("compare", self.job, dict(configs), budget_s),
                                             budget_s)  # fmt: skip
         except BaseException:
