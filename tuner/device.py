@@ -129,8 +129,9 @@ class DeviceRunner:
 
     def submit(self, number: int, config: Config) -> None:
         task = _Task(number, config)
-        (self._to_compile if self._compiling else self._to_measure).append(task)
-        self._hand_out()
+        with interrupts.deferred():
+            (self._to_compile if self._compiling else self._to_measure).append(task)
+            self._hand_out()
 
     def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
         end = self.now() + timeout
@@ -177,7 +178,7 @@ class DeviceRunner:
                     break
         except (EOFError, OSError):
             raise RunnerError(f"the final comparison crashed: {worker.last_words()}") from None
-        return answer  # type: ignore[no-any-return]
+        return answer
 
     def now(self) -> float:
         return time.monotonic()
@@ -223,13 +224,15 @@ class DeviceRunner:
         ends = [s.task.began + s.task.limit for s in busy if s.task is not None]
         by_connection = {s.worker.connection: s for s in busy if s.worker is not None}
         wait_s = max(0.0, min([timeout, *(end - self.now() for end in ends)]))
-        for ready in mp_connection.wait(list(by_connection), wait_s):
-            self._receive(by_connection[ready])  # type: ignore[index]
-        for seat in busy:
-            if seat.task is not None and self.now() >= seat.task.began + seat.task.limit:
-                what = seat.what if seat.task.ready else "start"
-                self._end(seat, "timeout", f"took over {seat.task.limit:g} s to {what}")
-        self._hand_out()
+        ready = mp_connection.wait(list(by_connection), wait_s)
+        with interrupts.deferred():  # half a message read would be lost, and the rest misread
+            for connection in ready:
+                self._receive(by_connection[connection])  # type: ignore[index]
+            for seat in busy:
+                if seat.task is not None and self.now() >= seat.task.began + seat.task.limit:
+                    what = seat.what if seat.task.ready else "start"
+                    self._end(seat, "timeout", f"took over {seat.task.limit:g} s to {what}")
+            self._hand_out()
 
     def _receive(self, seat: _Seat) -> None:
         task, worker = seat.task, seat.worker

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.space import Point, Space
@@ -136,32 +137,52 @@ class Exhaustive(Strategy):
 
 
 class Tpe(Strategy):
-    """Optuna's tree-structured Parzen estimator over all fields together.
+    """Optuna's tree-structured Parzen estimator, of the ranks of the fields.
 
-    It knows nothing of legality: what it proposes is taken to the nearest point that is left. With a
-    weaker prior than Optuna's it finds the best of both recorded spaces (`tests/data`) after 15%.
+    Ranks, because 64 columns tell of 128: as mere categories it is no better than random on the
+    recorded Triton GEMM. It knows nothing of legality: what it proposes is taken to the nearest
+    point that is left.
     """
 
     name = "tpe"
 
     def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
         super().__init__(space, seed, first)
-        self._tpe = TPESampler(
-            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=RANDOM_FIRST,
-            prior_weight=0.3,
-        )  # fmt: skip
+        self._tpe = TPESampler(seed=seed, n_startup_trials=RANDOM_FIRST, n_ei_candidates=96)
+        self._ranks: dict[str, BaseDistribution] = {
+            name: IntDistribution(0, len(values) - 1)
+            if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+            else CategoricalDistribution(range(len(values)))
+            for name, values in space.fields.items()
+        }
 
     def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
-        wanted = self._tpe.sample_relative(study, trial, distributions(self.space))
-        if not wanted:
+        known = {point: values for point, values in seen.items() if values is not None}
+        if len(known) < RANDOM_FIRST:
             return self.any_of(self.unseen(seen))
-        point = self.space.point(wanted)
-        assert point is not None
+        point = self._proposed(seen, study)
         if point not in seen and self.space.legal(point):
             return point
         left = self.unseen(seen)
         away = np.abs(self.space.unit(left) - self.space.unit([point])).sum(axis=1)
         return left[int(away.argmin())]
+
+    def _proposed(self, seen: Mapping[Point, Seen], study: Study) -> Point:
+        """What it would try next, having seen the trials as ranks.
+
+        Those that failed count as the slowest, and so do those under way, so that it looks elsewhere.
+        """
+        ranked = optuna.create_study(sampler=self._tpe, directions=study.directions)
+        worst = [max(v) for v in zip(*(v for v in seen.values() if v is not None), strict=True)]
+        for point, values in seen.items():
+            ranked.add_trial(
+                create_trial(
+                    params=dict(zip(self._ranks, point, strict=True)), distributions=self._ranks,
+                    values=worst if values is None else values,
+                )
+            )  # fmt: skip
+        proposed = ranked.ask(self._ranks).params
+        return tuple(proposed[name] for name in self._ranks)
 
 
 class GaussianProcess(Strategy):
