@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from jetfire import ops
 from jetfire.bench import command as bench_command
 from jetfire.bench import peaks
@@ -25,8 +22,9 @@ from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.op import Config, Kernel
 from jetfire.ops.profiles import Entry
+from jetfire.tuner import summary
 from jetfire.tuner.device import DeviceRunner
-from jetfire.tuner.display import Display, config_text
+from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.measure import Job
 from jetfire.tuner.recording import Recording
@@ -105,6 +103,15 @@ class Tuned:
     final: Final
     study: Study
     saved: Path | None
+
+    @property
+    def outcome(self) -> summary.Outcome:
+        """It as the summary shows it."""
+        target = self.target
+        return summary.Outcome(
+            target.kernel, target.case.problem, target.space.base, self.final,
+            self.study.finished(), self.saved is not None,
+        )  # fmt: skip
 
 
 class Interrupted(JetfireError):
@@ -350,7 +357,7 @@ def tune(asked: Asked) -> None:
         finally:
             session.runner.close()
     if tuned:
-        Console().print(summary(tuned, devices[0]))
+        summary.show([t.outcome for t in tuned], devices[0])
         _write_files(asked, tuned, session)
     if isinstance(stopped, KeyboardInterrupt):
         raise Interrupted(f"interrupted: {len(tuned)} of {len(work)} searches decided and saved")
@@ -419,32 +426,6 @@ def _recording(tuned: Tuned) -> Recording:
     return Recording(
         target.kernel, target.case.problem, study.optuna.user_attrs["device"],
         target.space.fields, target.space.base, dict(study.finished()),
-    )  # fmt: skip
-
-
-def summary(tuned: Sequence[Tuned], device: Device) -> Table:
-    """A row a search: the winner, and its gain over the default and over the peers."""
-    gains = [t.final.gain for t in tuned if t.final.gain is not None]
-    mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
-    title = f"{device.label}: {mean:.3f}× the defaults' speed, geometric mean of {len(gains)}"
-    table = Table(title=title)
-    for column in ("problem", "kernel", "config", "ms", "default", "gain", "× peer", "trials", ""):
-        table.add_column(column, overflow="fold")
-    for t in tuned:
-        table.add_row(*_row(t))
-    return table
-
-
-def _row(tuned: Tuned) -> tuple[str, ...]:
-    final, finished = tuned.final, tuned.study.finished()
-    failed = sum(not m.measured for _, m in finished)
-    peers = "  ".join(f"{ratio:.2f}× {name}" for name, ratio in final.vs_peer.items())
-    return (
-        str(tuned.target.case), tuned.target.kernel.name, config_text(final.config),
-        f"{final.timing.ms:.4g}", "failed" if final.default is None else f"{final.default.ms:.4g}",
-        "" if final.gain is None else f"{final.gain:.3f}×", peers,
-        f"{len(finished)}" + (f" ({failed} failed)" if failed else ""),
-        "kept" if final.kept else "changed",
     )  # fmt: skip
 
 

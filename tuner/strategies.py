@@ -170,7 +170,7 @@ class Tpe(Strategy):
     def _proposed(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         """What it would try next, having seen the trials as ranks.
 
-        Those that failed count as the slowest, and so do those under way, so that it looks elsewhere.
+        Those that failed count as the slowest, and so do those under way: it looks elsewhere.
         """
         ranked = optuna.create_study(sampler=self._tpe, directions=study.directions)
         worst = [max(v) for v in zip(*(v for v in seen.values() if v is not None), strict=True)]

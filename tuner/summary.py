@@ -1,0 +1,89 @@
+"""What a run of the tuner found, as a table."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.bench import show as texts
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Kernel
+from jetfire.tuner.final import Final
+from jetfire.tuner.trial import Measurement
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = ("problem", "kernel", "config, where not the default's", "time", "default", "gain",
+           "× peer", "trials", "failed", "profile")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One search's end.
+
+    Attributes:
+        default: the kernel's default config.
+        saved: the profile was written; else the one that was there stays.
+    """
+
+    kernel: Kernel
+    problem: Any
+    default: Config
+    final: Final
+    trials: Sequence[tuple[Config, Measurement]]
+    saved: bool
+
+
+def mean_gain(outcomes: Sequence[Outcome]) -> float | None:
+    """The geometric mean of the gains over the defaults; None where every default failed."""
+    gains = [o.final.gain for o in outcomes if o.final.gain is not None]
+    return math.exp(sum(map(math.log, gains)) / len(gains)) if gains else None
+
+
+def show(outcomes: Sequence[Outcome], device: Device) -> None:
+    """Print the outcomes on stdout."""
+    from rich.console import Console
+
+    mean = mean_gain(outcomes)
+    Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(_table(outcomes))
+    if mean is not None:
+        print(f"{device.label}: {mean:.3f}× the defaults' speed, geometric mean of "
+              f"{len(outcomes)}")  # fmt: skip
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in COLUMNS:
+        right = name in ("time", "default", "gain", "trials", "failed")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for outcome in outcomes:
+        table.add_row(*_row(outcome))
+    return table
+
+
+def changes(config: Config, default: Config) -> str:
+    """The fields in which a config is not the default."""
+    usual = default.as_dict()
+    found = {name: v for name, v in config.as_dict().items() if v != usual[name]}
+    return texts.problem_text(found) or "the default"
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    final, problem = outcome.final, outcome.problem.as_dict()
+    failed = sum(not measurement.measured for _, measurement in outcome.trials)
+    peers = [f"{ratio:.2f}× {name}" for name, ratio in final.vs_peer.items()]
+    return (
+        f"{outcome.kernel.op} {texts.shape_text(problem, problem)}", outcome.kernel.name,
+        changes(final.config, outcome.default), texts.time_text(final.timing.ms),
+        "fails" if final.default is None else texts.time_text(final.default.ms),
+        "" if final.gain is None else f"{final.gain:.3f}×", "\n".join(peers),
+        str(len(outcome.trials)), str(failed) if failed else "",
+        "written" if outcome.saved else "stays",
+    )  # fmt: skip
