@@ -21,7 +21,7 @@ from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.op import Config, Kernel
-from jetfire.ops.profiles import Entry
+from jetfire.ops.profiles import Entry, Found
 from jetfire.tuner import summary
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import Display
@@ -228,9 +228,8 @@ class Session:
             KeyboardInterrupt: after the best so far has been saved.
         """
         found = profiles.find(target.kernel, target.case.problem, self.device)
-        incumbent = found.config if found.source == "tuned" else None
-        study = self.study(target, self._first(target, incumbent))
-        if self._done(study, incumbent is not None and not found.stale):
+        study = self.study(target, self._first(target, found))
+        if self._done(study, found.source == "tuned" and not found.stale):
             return None
         asked = self.asked
         now = self.runner.now()
@@ -250,17 +249,15 @@ class Session:
                 raise stopped
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
             return None
-        tuned = self._finish(target, study, incumbent, found.stale)
+        tuned = self._finish(target, study, found)
         if stopped is not None:
             raise Stopped(tuned) from stopped
         return tuned
 
-    def _first(self, target: Target, incumbent: Config | None) -> list[Point]:
+    def _first(self, target: Target, found: Found) -> list[Point]:
         """The default, the profile's config, and those of the nearest problems."""
         near = profiles.nearest(target.kernel, target.case.problem, self.device, NEAREST)
-        configs = [target.space.base.as_dict(), *(entry.config for entry in near)]
-        if incumbent is not None:
-            configs.insert(1, incumbent.as_dict())
+        configs = [target.space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
         points = [target.space.point(config) for config in configs]
         return [p for p in dict.fromkeys(points) if p is not None and target.space.legal(p)]
 
@@ -273,18 +270,18 @@ class Session:
                           "a higher --trials goes on")  # fmt: skip
         return True
 
-    def _finish(self, target: Target, study: Study, incumbent: Config | None, stale: bool) -> Tuned:
-        begin = self.runner.now()
+    def _finish(self, target: Target, study: Study, found: Found) -> Tuned:
+        begin, tuned = self.runner.now(), found.source == "tuned"
         rounds_s = min(self.effort.rounds_s, max(1.0, self.end - begin))
         final = decide(
-            self.runner, study.best(self.effort.finalists), target.space.base, incumbent,
+            self.runner, study.best(self.effort.finalists), target.space.base, found.config, tuned,
             self.objective, rounds_s,
         )  # fmt: skip
         self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
         saved = None
-        if not (final.kept and incumbent is not None and not stale):
+        if not (final.kept and tuned and not found.stale):
             saved = self._save(target, study, final)
         study.conclude(final.as_dict())
         return Tuned(target, final, study, saved)

@@ -26,8 +26,8 @@ class Final:
     Attributes:
         config, timing: the winner's.
         default: the default config's timing; None where the default fails.
-        incumbent: the timing of the config in use before; the default's where there was no profile.
-        kept: the incumbent stays.
+        before: the timing of the config in use before: the profile's, the nearest's or the default.
+        kept: no finalist beat what had to be beaten.
         peers: name → timing.
         failed: config's label → why it was left out.
     """
@@ -35,7 +35,7 @@ class Final:
     config: Config
     timing: Timing
     default: Timing | None
-    incumbent: Timing | None
+    before: Timing | None
     kept: bool
     peers: dict[str, Timing]
     failed: dict[str, str]
@@ -58,7 +58,7 @@ class Final:
             "ms_p80": self.timing.ms_p80,
             "joules": self.timing.joules,
             "default_ms": None if self.default is None else self.default.ms,
-            "incumbent_ms": None if self.incumbent is None else self.incumbent.ms,
+            "incumbent_ms": None if self.before is None else self.before.ms,
             "gain": self.gain,
             "kept": self.kept,
             "vs_peer": self.vs_peer,
@@ -86,32 +86,31 @@ def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
 
 
 def decide(
-    runner: Runner, finalists: Sequence[Config], default: Config, incumbent: Config | None,
+    runner: Runner, finalists: Sequence[Config], default: Config, before: Config, tuned: bool,
     objective: Objective, budget_s: float, broken: Mapping[Config, str] | None = None,
 ) -> Final:  # fmt: skip
-    """Compare, and keep the incumbent (else the default) unless a finalist beats it.
+    """Compare the finalists with the incumbent and take the best if it beats that.
 
     Args:
-        broken: configs that are known to fail, and why: they are not run again.
+        before: the config in use until now.
+        tuned: it is this problem's own, and so the incumbent; else the default is.
 
     Raises:
-        WrongResultError: neither the default nor any finalist is right.
+        JetfireError: neither the default nor any finalist is right.
     """
-    holder = default if incumbent is None else incumbent
-    configs = list(dict.fromkeys([holder, default, *finalists]))
-    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
-    comparison = _compare(
-        runner, {str(i): c for i, c in enumerate(configs) if str(i) not in known}, budget_s, known
-    )
+    incumbent = before if tuned else default
+    configs = list(dict.fromkeys([incumbent, default, before, *finalists]))
+    comparison = _compare(runner, configs, budget_s)
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
-        raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
+        raise _nothing(comparison)
     best = min(timings, key=lambda config: float(np.median(costs(timings[config], objective))))
-    held = timings.get(holder)
+    held = timings.get(incumbent)
     kept = held is not None and not beats(timings[best], held, objective)
-    winner = holder if kept else best
+    winner = incumbent if kept else best
     return Final(
-        winner, timings[winner], timings.get(default), held, kept, dict(comparison.peers),
+        winner, timings[winner], timings.get(default), timings.get(before), kept,
+        dict(comparison.peers),
         {str(configs[int(label)].as_dict()): reason for label, reason in comparison.failed.items()},
     )  # fmt: skip
 

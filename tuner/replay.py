@@ -61,5 +61,5 @@ def replayed(
     search(study, runner, Limits(trials, budget_s), _unheard)
     best = study.best(3)
     holder = recording.base if recording.base in recording.trials else best[0]
-    final = decide(runner, best, holder, None, "time", math.inf)
+    final = decide(runner, best, holder, holder, False, "time", math.inf)
     return Replayed(final.config, final.timing.ms, len(study.finished()), runner.now(), final)
