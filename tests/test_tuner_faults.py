@@ -1,0 +1,563 @@
+"""What a search must survive: faulty kernels, kills, full disks, broken studies, rivals."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import filelock
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+FAULTS = Path(__file__).parent / "faults"
+sys.path.insert(0, str(FAULTS))  # workers are given it
+
+import faulty  # noqa: E402
+from faulty import FaultyConfig, FaultyCudaConfig  # noqa: E402
+
+from jetfire import cli, ops  # noqa: E402
+from jetfire.ops import profiles  # noqa: E402
+from jetfire.ops.device import Device  # noqa: E402
+from jetfire.ops.errors import WrongResultError  # noqa: E402
+from jetfire.tuner import device as device_module  # noqa: E402
+from jetfire.tuner.device import DeviceRunner  # noqa: E402
+from jetfire.tuner.final import decide  # noqa: E402
+from jetfire.tuner.measure import Job  # noqa: E402
+from jetfire.tuner.runner import ReplayRunner  # noqa: E402
+from jetfire.tuner.search import Limits, search  # noqa: E402
+from jetfire.tuner.space import Space  # noqa: E402
+from jetfire.tuner.strategies import strategy_of  # noqa: E402
+from jetfire.tuner.study import Identity, StorageError, Study  # noqa: E402
+from jetfire.tuner.trial import Measurement  # noqa: E402
+
+OP = ops.get("transpose")
+PROBLEM = OP.Problem(m=32, n=32, block=32)
+CPU = Device.parse("cpu")
+COMMON = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
+          "--peer", "none", "--trial-timeout", "1s")  # fmt: skip
+GOOD = ("--space", "fault=none")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Profiles, studies and temporary files of a test's own; the faulty kernels are there."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setitem(ops.kernels("transpose"), "faulty", faulty.KERNEL)
+    monkeypatch.setitem(ops.kernels("transpose"), "faulty_cuda", faulty.KERNEL_CUDA)
+    profiles.forget()
+    yield tmp_path
+    profiles.forget()
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return tmp_path / "kept" / "study.journal"
+
+
+def start(*arguments, **popen):
+    """The command in a process group of its own, as a terminal would start it."""
+    return subprocess.Popen(
+        [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **popen,
+    )  # fmt: skip
+
+
+def end(process, timeout=60):
+    """Exit code and lines on stderr."""
+    try:
+        _, errors = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert "Traceback" not in errors, errors
+    return process.returncode, errors.splitlines()
+
+
+def tune(capsys, *arguments):
+    """The command in this process: exit code, stdout, lines on stderr."""
+    code = cli.execute("tune", [*COMMON, *map(str, arguments)])
+    out, errors = capsys.readouterr()
+    assert "Traceback" not in errors, errors
+    return code, out, errors.splitlines()
+
+
+def trials(storage):
+    """The trials of the only study there is."""
+    if isinstance(storage, Path):
+        storage = JournalStorage(JournalFileBackend(str(storage)))
+    (name,) = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=name, storage=storage).get_trials()
+
+
+def outcomes(storage):
+    """Params as text → outcome; a config that has two fails here."""
+    found = [(json.dumps(t.params), t.user_attrs["outcome"]) for t in trials(storage)
+             if "outcome" in t.user_attrs]  # fmt: skip
+    assert max(Counter(params for params, _ in found).values(), default=1) == 1
+    return dict(found)
+
+
+def running(storage):
+    return [t.number for t in trials(storage) if t.state == TrialState.RUNNING]
+
+
+def entries(tmp_path):
+    """What all profiles in the user's folder hold."""
+    files = list((tmp_path / "profiles").rglob("*.json"))
+    return [entry for file in files for entry in json.loads(file.read_text())["entries"]]
+
+
+def until(condition, seconds=30.0, every=0.02):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(every)
+
+
+def measured(journal):
+    return journal.read_bytes().count(b'"outcome"') if journal.exists() else 0
+
+
+# Faults of kernels, through the command.
+
+TYPED = {
+    "none": ("ok", ""),
+    "hang": ("timeout", "took over 1 s to check and time"),
+    "segfault": ("crash", "signal 11\nthe kernel's last words\nFatal Python error: Segmentation"),
+    "exit": ("crash", "worker ended by exit code 7"),
+    "raise": ("crash", "RuntimeError: first line\nsecond line"),
+    "compile": ("compile", "CompilationError: at 1:2: no such thing"),
+    "memory": ("crash", "MemoryError: 9 PiB asked for"),
+    "oom": ("crash", "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 PiB"),
+    "wrong": ("wrong", "qt: 1024 of 1024 differ"),
+    "illegal": ("illegal", "UsageError: the launcher knew better"),
+}
+
+
+def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
+    fields = (f"--space=fault={','.join(TYPED)}", "--space=ms=1", "--space=tile=1,13")
+    code, _, _ = tune(capsys, *fields, "--storage", journal)
+    assert code == 0
+    assert len(outcomes(journal)) == len(TYPED)  # tile 13 is never asked for
+    found = {t.params["fault"]: t for t in trials(journal) if "outcome" in t.user_attrs}
+    log = next((tmp_path / "studies").rglob("*.log")).read_text()
+    for fault, (outcome, message) in TYPED.items():
+        attributes = found[fault].user_attrs
+        assert attributes["outcome"] == outcome, fault
+        assert message in attributes["message"], fault
+        assert attributes["message"] in log
+    assert found["hang"].user_attrs["seconds"] < 2  # its limit, not its worker's start too
+    (entry,) = entries(tmp_path)
+    assert entry["config"]["fault"] == "none"
+    assert not list((tmp_path / "tmp").iterdir())
+    # The same command has nothing left to try.
+    code, _, errors = tune(capsys, *fields, "--storage", journal, "--trials", len(TYPED))
+    assert code == 0
+    assert "tuned already, 10 trials" in errors[-1]
+    assert len(outcomes(journal)) == len(TYPED)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raise"])
+def test_nothing_right(capsys, tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("FAULTY_DEFAULT", fault)
+    code, _, errors = tune(capsys, f"--space=fault={fault}", "--space=ms=1", "--space=tile=1,2")
+    assert code == 3
+    assert "no config is right" in errors[-1]
+    assert entries(tmp_path) == []
+
+
+# Workers.
+
+
+def runner_on(device=CPU, kernel=faulty.KERNEL, **options):
+    runner = DeviceRunner([device], 1.0, **options)
+    runner.begin(Job(OP, kernel, PROBLEM, 0, "normal", False, ()))
+    return contextlib.closing(runner)
+
+
+def measure(runner, *configs):
+    """Each config's outcome, all submitted at once."""
+    found = {}
+    for number, config in enumerate(configs):
+        runner.submit(number, config)
+    while len(found) < len(configs):
+        done = runner.wait(30.0)
+        assert done
+        found.update(done)
+    return [found[number] for number in range(len(configs))]
+
+
+def kill_worker(runner):
+    runner._measuring[0].worker._process.kill()
+    runner._measuring[0].worker._process.join()
+
+
+def test_a_killed_worker_costs_at_most_its_trial():
+    with runner_on() as runner:
+        runner.submit(0, FaultyConfig(ms=900))
+        until(lambda: runner.wait(0.1) or runner._measuring[0].task.ready)
+        kill_worker(runner)
+        ((number, found),) = runner.wait(10.0)
+        assert (number, found.outcome) == (0, "crash")
+        assert "worker ended by signal 9" in found.message
+        assert measure(runner, FaultyConfig())[0].outcome == "ok"
+        kill_worker(runner)  # while it has nothing to do
+        assert measure(runner, FaultyConfig())[0].outcome == "ok"
+
+
+def test_compilers_that_fail(monkeypatch):
+    monkeypatch.setattr(device_module, "COMPILE_S", 1.0)
+    device = Device("cpu", name="a CPU for which there is a compiler", capability=(9, 0))
+    names = ("compiler_raises", "compiler_dies", "compiler_hangs", "none")
+    with runner_on(device, compilers=2) as runner:
+        raises, dies, hangs, good = measure(runner, *(FaultyConfig(fault) for fault in names))
+    assert (raises.outcome, dies.outcome, hangs.outcome) == ("compile", "compile", "timeout")
+    assert raises.message == "CompilationError: ptxas: line 1\nptxas: line 2"
+    assert dies.message == "worker ended by exit code 9"
+    assert hangs.message == "took over 1 s to compile"
+    assert good.outcome == "ok"
+
+
+def test_a_final_comparison_that_crashes_leaves_out_the_culprit():
+    crashing, good = FaultyConfig("exit"), FaultyConfig(tile=2)
+    with runner_on() as runner:
+        final = decide(runner, [good, FaultyConfig("raise")], crashing, None, "time", 1.0)
+        assert final.config == good
+        assert final.default is None
+        assert {"ended by exit code 7" in r or "first line" in r for r in final.failed.values()}
+        with pytest.raises(WrongResultError, match="ended by exit code 7"):
+            decide(runner, [], crashing, None, "time", 1.0)
+        begin = time.monotonic()
+        hanging = FaultyConfig("hang")
+        final = decide(runner, [good], hanging, None, "time", 1.0, {hanging: "took over 1 s"})
+        assert time.monotonic() - begin < 5
+        assert list(final.failed.values()) == ["took over 1 s"]
+
+
+@pytest.mark.gpu
+def test_faults_of_a_gpu():
+    """An endless kernel and a bad address cost a trial each; the configs after them are right."""
+    good, illegal = FaultyCudaConfig(), FaultyCudaConfig("illegal")
+    faults = [FaultyCudaConfig(fault) for fault in ("hang", "illegal", "wrong")]
+    with runner_on(Device.parse("cuda:0"), faulty.KERNEL_CUDA, compilers=0) as runner:
+        configs = [good, *(c for fault in faults for c in (fault, good))]
+        first, hang, second, bad_address, third, wrong, last = measure(runner, *configs)
+        assert {m.outcome for m in (first, second, third, last)} == {"ok"}
+        assert hang.outcome == "timeout"
+        assert bad_address.outcome == "crash"
+        assert "illegal memory access" in bad_address.message
+        assert wrong.outcome == "wrong"
+        final = decide(runner, [good, FaultyCudaConfig(threads=64)], illegal, None, "time", 1.0)
+        assert final.default is None
+        assert final.config.fault == "none"
+        assert "illegal memory access" in final.failed[str(illegal.as_dict())]
+
+
+# Disks and files.
+
+
+def limited():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def test_a_full_disk(tmp_path, journal):
+    arguments = (*GOOD, "--space=ms=1,2", "--trials", 30, "--storage", journal)
+    code, errors = end(start(*arguments, preexec_fn=limited))
+    assert code == 2
+    assert errors[-1] == f"jetfire: cannot use study {journal}: File too large"
+    assert len(entries(tmp_path)) == 1
+    before = outcomes(journal)
+    assert 2 < len(before) < 30
+    code, _ = end(start(*arguments))
+    assert code == 0
+    after = outcomes(journal)
+    assert before.items() <= after.items()
+    assert len(after) == 30
+    assert running(journal) == []
+
+
+def test_no_place_for_a_profile(capsys, tmp_path, monkeypatch, journal):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "file"))
+    arguments = (*GOOD, "--space=ms=1", "--trials", 3, "--storage", journal)
+    code, _, errors = tune(capsys, *arguments)
+    assert code == 2
+    assert f"{tmp_path / 'file'}" in errors[-1]
+
+
+def identity():
+    space = Space.of(faulty.KERNEL, PROBLEM, CPU, {"fault": ["none"], "ms": ["1"]})
+    return Identity(faulty.KERNEL, PROBLEM, CPU, space, "time", "normal")
+
+
+def some_trials(journal, count, notes=None):
+    """Search on, without a device, until there are so many trials."""
+    known = identity()
+    strategy = strategy_of("random", known.space, 0, ())
+    study = Study(known, strategy, str(journal), (notes if notes is not None else []).append, {})
+    points = known.space.points()
+    recorded = {known.space.config(p): Measurement("ok", 1.0 + p[2], seconds=0.1) for p in points}
+    search(study, ReplayRunner(recorded), Limits(count, 1e9), lambda *_: None)
+    return study
+
+
+def test_a_corrupt_study_goes_on_from_the_lines_before(journal):
+    some_trials(journal, 8)
+    before, lines = outcomes(journal), journal.read_bytes().splitlines(keepends=True)
+    lines[len(lines) // 2] = b"\x00\xff garbage\n"
+    broken = b"".join(lines).replace(b":%d:" % os.getpid(), b":999999999:")  # of one who died
+    journal.write_bytes(broken)
+    notes = []
+    some_trials(journal, 8, notes)
+    (aside,) = journal.parent.glob("*.corrupt-*")
+    assert aside.read_bytes() == broken
+    line = len(lines) // 2 + 1
+    assert notes == [f"study {journal}: line {line} is corrupt: goes on from the lines before it; "
+                     f"the whole file is kept as {aside.name}"]  # fmt: skip
+    after = outcomes(journal)
+    assert len(after) == 8
+    assert len(before.items() & after.items()) >= 2
+    assert running(journal) == []
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_torn_last_line_is_cut(journal, cut):
+    some_trials(journal, 4)
+    content = journal.read_bytes()
+    journal.write_bytes(content + content.splitlines()[-1][:cut])
+    notes = []
+    some_trials(journal, 6, notes)
+    assert notes == []
+    assert not list(journal.parent.glob("*.corrupt-*"))
+    assert len(outcomes(journal)) == 6
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+def test_a_line_torn_by_another_tuner_is_not_joined(journal):
+    study = some_trials(journal, 4)
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 8, "wor')
+    number, config = study.ask()
+    study.tell(number, config, Measurement("ok", 1.0))
+    assert len(outcomes(journal)) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01\x01\x00\n\x00rest\n", b"no line end"])
+def test_other_files_than_journals_are_kept(journal, content):
+    journal.parent.mkdir(parents=True)
+    journal.write_bytes(content)
+    some_trials(journal, 3)
+    assert len(outcomes(journal)) == 3
+    assert [file.read_bytes() for file in journal.parent.glob("*.corrupt-*")] == [content] * (
+        len(content) > 0
+    )
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '{"op_code": 8}\n', '{"op_code": 99}\n'])
+def test_json_that_is_not_optunas(capsys, journal, content):
+    journal.parent.mkdir(parents=True)
+    journal.write_text(content)
+    code, _, errors = tune(capsys, *GOOD, "--storage", journal)
+    assert code == 2
+    assert len(errors) == 1
+    assert f"study {journal} is no journal of Optuna's" in errors[0]
+    assert journal.read_text() == content
+
+
+def test_a_folder_or_a_file_in_the_way(capsys, tmp_path, journal):
+    journal.mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    for place in (journal, tmp_path / "file", tmp_path / "file" / "x.journal"):
+        code, _, errors = tune(capsys, *GOOD, "--storage", place)
+        assert code == 2
+        assert len(errors) == 1
+        assert re.search(f"cannot use study {tmp_path}.*: (Is a|Not a|File)", errors[0])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(capsys, journal):
+    journal.parent.mkdir(parents=True)
+    journal.write_text("")
+    journal.chmod(0o400)
+    code, _, errors = tune(capsys, *GOOD, "--storage", journal)
+    assert code == 2
+    assert errors == [f"jetfire: cannot use study {journal}: Permission denied"]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("foo://bar", "Can't load plugin: sqlalchemy.dialects:foo"),
+        ("sqlite:////no/such/folder/x.db", "unable to open database file"),
+        ("postgresql+nodriver://me:secret@127.0.0.1:1/x", "nodriver"),
+    ],
+)
+def test_a_database_that_cannot_be_used(capsys, url, says):
+    code, _, errors = tune(capsys, *GOOD, "--storage", url)
+    assert code == 2
+    assert len(errors) == 1
+    assert f"cannot open --storage {url.replace('secret', '***')}: " in errors[0]
+    assert says in errors[0]
+    assert "secret" not in errors[0]
+
+
+def test_an_unwritable_log_is_named(journal, monkeypatch, tmp_path):
+    study = some_trials(journal, 1)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match=f"cannot write log {tmp_path / 'file'}"):
+        search(study, ReplayRunner({}), Limits(3, 1e9), lambda *_: None)
+    assert running(journal) == []
+
+
+# Several tuners.
+
+
+@pytest.mark.parametrize("database", [False, True], ids=["journal", "sqlite"])
+def test_two_tuners_of_one_study(tmp_path, journal, database):
+    url = f"sqlite:///{tmp_path}/study.db" if database else journal
+    arguments = (*GOOD, "--space=ms=30", "--trials", 16, "--storage", url)
+    pair = [start(*arguments) for _ in range(2)]
+    results = [end(process) for process in pair]
+    assert [code for code, _ in results] == [0, 0], results
+    storage = optuna.storages.RDBStorage(url) if database else journal
+    assert 16 <= len(outcomes(storage)) <= 17  # each may have begun the last one
+    assert running(storage) == []
+    assert len({t.user_attrs["owner"] for t in trials(storage)}) == 2
+    assert len(entries(tmp_path)) == 1
+
+
+def test_rivals_that_choose_at_once_differ():
+    """In a database a tuner sees others' trials before these have their configs."""
+    known = identity()
+    strategy = strategy_of("exhaustive", known.space, 0, ())
+    study = Study(known, strategy, optuna.storages.InMemoryStorage(), print, {})
+    half = study.optuna.ask()
+    assert half.relative_params["tile"] == 1  # chosen, not yet written
+    fields = known.space.fields.items()
+    choose = [lambda n=n, v=v: half.suggest_categorical(n, v) for n, v in fields]
+    timer = threading.Timer(0.3, lambda: [write() for write in choose])
+    timer.start()
+    _, config = study.ask()
+    timer.join()
+    assert config.tile == 2
+    assert half.params["tile"] == 1
+
+
+# Ends that come from outside.
+
+
+def children(pid):
+    """Processes whose parent it is."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_kill_9_at_any_instant(tmp_path, journal):
+    rng = random.Random(4)
+    arguments = (*GOOD, "--space=ms=30", "--trials", 20, "--storage", journal)
+    finished = {}
+    for i in range(6):
+        process = start(*arguments)
+        if i % 3:  # else at any time from its start on
+            more = measured(journal) + i % 3
+            until(lambda more=more: measured(journal) >= more)
+        time.sleep(rng.uniform(0.0, 2.5 if i % 3 == 0 else 0.5))
+        workers = children(process.pid)
+        process.kill()
+        process.communicate()
+        until(lambda pids=workers: all(gone(pid) for pid in pids), 5.0)
+        if not journal.exists():
+            continue
+        for lock in journal.parent.glob("*.lock"):
+            with filelock.FileLock(lock, timeout=1):
+                pass
+        now = outcomes(journal)
+        assert finished.items() <= now.items()
+        finished = now
+        assert not list((tmp_path / "tmp").iterdir())
+        assert not list(tmp_path.rglob("*.tmp"))
+    assert 0 < len(finished) < 20
+    code, _ = end(start(*arguments))
+    assert code == 0
+    after = outcomes(journal)
+    assert finished.items() <= after.items()
+    assert len(after) == 20
+    assert running(journal) == []
+    assert len(entries(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
+    process = start(*GOOD, "--space=ms=3,60", "--trials", 70, "--storage", journal)
+    until(lambda: measured(journal) >= 6)
+    begin = time.monotonic()
+    os.killpg(process.pid, number)
+    code, errors = end(process)
+    assert time.monotonic() - begin < 10
+    assert code == 130, errors[-3:]
+    assert "saved" in errors[-1]
+    assert 6 <= len(outcomes(journal)) < 70
+    assert set(outcomes(journal).values()) <= {"ok", "slow"}  # the signal failed no config
+    assert running(journal) == []
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_interrupt_does_not_wait_for_a_hanging_config(journal):
+    process = start("--space=fault=none,hang", "--space=ms=1", "--space=tile=1", "--storage",
+                    journal, "--strategy", "exhaustive", "--trial-timeout", "60s")  # fmt: skip
+    until(lambda: measured(journal) >= 1)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    code, errors = end(process)
+    assert time.monotonic() - begin < 10
+    assert code == 130, errors[-3:]
+    assert list(outcomes(journal).values()) == ["ok"]
+
+
+def test_an_interrupt_while_the_first_worker_starts(journal):
+    process = start(*GOOD, "--space=ms=1", "--storage", journal)
+    until(lambda: len(children(process.pid)) > 1)  # multiprocessing's own and the worker
+    os.killpg(process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    code, errors = end(process)
+    assert time.monotonic() - begin < 10
+    assert code == 130, errors[-3:]
+    assert not journal.exists() or running(journal) == []
+
+
+def test_a_budget_is_kept(tmp_path, journal):
+    begin = time.monotonic()
+    code, _ = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "8s",
+                        "--strategy", "random", "--storage", journal))  # fmt: skip
+    assert time.monotonic() - begin < 18
+    assert code == 0
+    assert running(journal) == []
+    assert "timeout" in outcomes(journal).values()
+    assert len(entries(tmp_path)) == 1
