@@ -276,6 +276,7 @@ class Session:
         final = decide(
             self.runner, study.best(self.effort.finalists), target.space.base, found.config, tuned,
             self.objective, rounds_s,
+            {config: m.message for config, m in study.finished() if not m.measured},
         )  # fmt: skip
         self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():

@@ -94,16 +94,20 @@ def decide(
     Args:
         before: the config in use until now.
         tuned: it is this problem's own, and so the incumbent; else the default is.
+        broken: configs that are known to fail, and why: they are not run again.
 
     Raises:
-        JetfireError: neither the default nor any finalist is right.
+        WrongResultError: neither the default nor any finalist is right.
     """
     incumbent = before if tuned else default
     configs = list(dict.fromkeys([incumbent, default, before, *finalists]))
-    comparison = _compare(runner, configs, budget_s)
+    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
+    comparison = _compare(
+        runner, {str(i): c for i, c in enumerate(configs) if str(i) not in known}, budget_s, known
+    )
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
-        raise _nothing(comparison)
+        raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
     best = min(timings, key=lambda config: float(np.median(costs(timings[config], objective))))
     held = timings.get(incumbent)
     kept = held is not None and not beats(timings[best], held, objective)
