@@ -150,8 +150,8 @@ TYPED = {
 
 def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
     fields = (f"--space=fault={','.join(TYPED)}", "--space=ms=1", "--space=tile=1,13")
-    code, _, _ = tune(capsys, *fields, "--storage", journal)
-    assert code == 0
+    code, _, errors = tune(capsys, *fields, "--storage", journal)
+    assert code == 0, errors[-3:]
     assert len(outcomes(journal)) == len(TYPED)  # tile 13 is never asked for
     found = {t.params["fault"]: t for t in trials(journal) if "outcome" in t.user_attrs}
     log = next((tmp_path / "studies").rglob("*.log")).read_text()
@@ -166,7 +166,7 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
     assert not list((tmp_path / "tmp").iterdir())
     # The same command has nothing left to try.
     code, _, errors = tune(capsys, *fields, "--storage", journal, "--trials", len(TYPED))
-    assert code == 0
+    assert code == 0, errors[-3:]
     assert "tuned already, 10 trials" in errors[-1]
     assert len(outcomes(journal)) == len(TYPED)
 
@@ -282,8 +282,8 @@ def test_a_full_disk(tmp_path, journal):
     assert len(entries(tmp_path)) == 1
     before = outcomes(journal)
     assert 2 < len(before) < 30
-    code, _ = end(start(*arguments))
-    assert code == 0
+    code, errors = end(start(*arguments))
+    assert code == 0, errors[-3:]
     after = outcomes(journal)
     assert before.items() <= after.items()
     assert len(after) == 30
@@ -503,8 +503,8 @@ def test_kill_9_at_any_instant(tmp_path, journal):
         assert not list((tmp_path / "tmp").iterdir())
         assert not list(tmp_path.rglob("*.tmp"))
     assert 0 < len(finished) < 20
-    code, _ = end(start(*arguments))
-    assert code == 0
+    code, errors = end(start(*arguments))
+    assert code == 0, errors[-3:]
     after = outcomes(journal)
     assert finished.items() <= after.items()
     assert len(after) == 20
@@ -554,10 +554,10 @@ def test_an_interrupt_while_the_first_worker_starts(journal):
 
 def test_a_budget_is_kept(tmp_path, journal):
     begin = time.monotonic()
-    code, _ = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "8s",
+    code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "8s",
                         "--strategy", "random", "--storage", journal))  # fmt: skip
     assert time.monotonic() - begin < 18
-    assert code == 0
+    assert code == 0, errors[-3:]
     assert running(journal) == []
     assert "timeout" in outcomes(journal).values()
     assert len(entries(tmp_path)) == 1
