@@ -14,6 +14,8 @@ from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
 from jetfire.tuner.trial import Measurement
 
+# A search of which nothing is known yet may take longer than it has, so that something is.
+GRACE_S = 4.0
 Progress = Callable[[Config, Measurement], None]
 
 
@@ -39,9 +41,9 @@ def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> 
         StorageError: the study cannot be written.
     """
     under_way: dict[int, Config] = {}
-    exhausted = False
+    exhausted, tried = False, bool(study.finished())
     try:
-        while runner.now() < limits.deadline:
+        while runner.now() < (end := limits.deadline + (0.0 if tried else GRACE_S)):
             while (
                 not exhausted and len(under_way) < runner.capacity and study.taken() < limits.trials
             ):
@@ -54,7 +56,8 @@ def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> 
                 runner.submit(number, config)
             if not under_way:
                 return
-            for number, measurement in runner.wait(limits.deadline - runner.now()):
+            for number, measurement in runner.wait(end - runner.now()):
+                tried = True
                 config = under_way.pop(number)
                 study.tell(number, config, measurement)
                 _log(study.log, number, config, measurement)

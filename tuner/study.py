@@ -32,7 +32,7 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner import interrupts
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import Strategy, distributions
+from jetfire.tuner.strategies import Exhausted, Strategy, distributions, observations
 from jetfire.tuner.trial import Measurement, Objective, score
 
 # A trial of another machine that has run for so long has lost its tuner.
@@ -282,6 +282,8 @@ class Study:
             StorageError: the trial cannot be written.
         """
         with self._using(), self._alone():
+            if self.exhausted():
+                raise Exhausted
             while True:
                 trial = self.optuna.ask(distributions(self.space))
                 trial.set_user_attr("owner", _owner())
@@ -292,6 +294,12 @@ class Study:
             point = self.space.point(trial.params)
             assert point is not None
             return trial.number, self.space.config(point)
+
+    def exhausted(self) -> bool:
+        """Every legal config has an outcome or is under way."""
+        if not self.space.whole:
+            return False
+        return len(observations(self.optuna, self.space)) >= len(self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
         """An earlier trial has the same config and an outcome, or may yet have one."""

@@ -1,0 +1,281 @@
+"""The searches of one command: their devices, their time, and what each is worth in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optuna.storages import BaseStorage
+
+from jetfire.bench import command as bench_command
+from jetfire.bench import peaks
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.plan import Case
+from jetfire.bench.results import check_writable
+from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel
+from jetfire.ops.profiles import Entry, Found
+from jetfire.tuner import summary
+from jetfire.tuner.device import DeviceRunner
+from jetfire.tuner.display import Display
+from jetfire.tuner.final import Final, decide
+from jetfire.tuner.measure import Job
+from jetfire.tuner.search import Limits, search
+from jetfire.tuner.space import Point, Space
+from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.study import Identity, StorageError, Study
+from jetfire.tuner.trial import Objective
+
+NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
+# Seconds that the final comparison takes at first guess, and that a search gets at least: of many
+# searches and little time the first are done well, and the others left.
+FINAL_S, LEAST_S = 3.0, 2.0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is worth spending on a search.
+
+    Attributes:
+        trials: configs.
+        finalists: those that are measured again.
+        rounds_s: seconds of the final comparison's rounds.
+    """
+
+    trials: int
+    finalists: int
+    rounds_s: float
+
+
+EFFORTS = {"quick": Effort(40, 3, 4.0), "full": Effort(250, 6, 20.0)}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given.
+
+    Attributes:
+        keep: write the winners into the user's profiles.
+    """
+
+    cases: Sequence[Case]
+    kernels: Sequence[str]
+    device: str
+    budget_s: float
+    trials: int | None = None
+    effort: str = "quick"
+    strategy: str = "tpe"
+    objective: str = "time"
+    seed: int = 0
+    data: str = "normal"
+    space: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    storage: str | BaseStorage | None = None
+    trial_s: float = 30.0
+    peers: Sequence[str] | None = None
+    report: Path | None = None
+    record: Path | None = None
+    missing: bool = False
+    shard: tuple[int, int] = (0, 1)
+    keep: bool = True
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kernel at one problem, and what it may be tuned over."""
+
+    case: Case
+    kernel: Kernel
+    space: Space
+
+    def __str__(self) -> str:
+        return f"{self.case.op.name}/{self.kernel.name} {self.case.problem}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A search that has come to its end.
+
+    Attributes:
+        found: what a lookup gave before.
+        saved: the profile that was written; None where it stays as it was.
+    """
+
+    target: Target
+    found: Found
+    final: Final
+    study: Study
+    saved: Path | None
+
+    @property
+    def outcome(self) -> summary.Outcome:
+        """It as the summary shows it."""
+        target = self.target
+        return summary.Outcome(
+            target.kernel, target.case.problem, target.space.base, self.final,
+            self.study.finished(), self.saved is not None,
+        )  # fmt: skip
+
+
+class Session:
+    """The devices, the display and the limits that all the searches of one command share."""
+
+    def __init__(
+        self, asked: Asked, objective: Objective, devices: Sequence[Device], display: Display
+    ) -> None:
+        self.asked, self.objective = asked, objective
+        self.device, self.display = devices[0], display
+        self.effort = EFFORTS[asked.effort]
+        self.trials = asked.trials or self.effort.trials
+        self.runner = DeviceRunner(devices, asked.trial_s)
+        self._started = False
+        self.end = self.runner.now() + asked.budget_s
+        self.final_s = FINAL_S
+        nvml = Nvml.open(self.device.torch_device)
+        self.driver = nvml.driver() if nvml else None
+        if objective != "time" and (nvml is None or nvml.joules() is None):
+            raise UsageError(
+                f"--objective {asked.objective}: {self.device.label} has no energy counter to read"
+            )
+        self.peaks = peaks.cached(self.device, self.driver)
+
+    def study(self, target: Target, first: Sequence[Point]) -> Study:
+        """The target's study, described for whoever reads it."""
+        asked, problem = self.asked, target.case.problem
+        name = asked.strategy
+        if name == "tpe" and target.space.whole and len(target.space.pool) <= self.trials:
+            name = "exhaustive"
+        identity = Identity(
+            target.kernel, problem, self.device, target.space, self.objective, asked.data
+        )
+        record = bench_command.device_record(self.device, dict(self.peaks), self.driver)
+        attributes = {
+            "op": target.case.op.name, "kernel": target.kernel.name, "problem": problem.as_dict(),
+            "device": record, "default": target.space.base.as_dict(),
+            "objective": self.objective, "strategy": name, "seed": asked.seed,
+            "space": {field: list(v) for field, v in target.space.fields.items()},
+            "source": target.kernel.source_hash(), "peaks": dict(self.peaks),
+            "flops": target.case.op.flops(problem), "bytes": target.case.op.bytes(problem),
+        }  # fmt: skip
+        strategy = strategy_of(name, target.space, asked.seed, first)
+        return Study(identity, strategy, asked.storage, self.display.note, attributes)
+
+    def tune(self, target: Target, searches_left: int) -> Tuned | None:
+        """Search one target with its share of the time left, decide, save.
+
+        Returns:
+            None where an earlier run has done it all, or there was no time for a single config.
+
+        Raises:
+            KeyboardInterrupt: after the best so far has been saved.
+        """
+        found = profiles.find(target.kernel, target.case.problem, self.device)
+        study = self.study(target, self._first(target, found))
+        if self._done(study, found.source == "tuned" and not found.stale):
+            return None
+        self._start()
+        asked, now = self.asked, self.runner.now()
+        share = max(LEAST_S, (self.end - now) / searches_left - self.final_s)
+        share = min(share, max(0.0, self.end - now - self.final_s))
+        self.display.begin(str(target), self.trials, share, study.finished())
+        self.runner.begin(Job(target.case.op, target.kernel, target.case.problem, asked.seed,
+                              asked.data, self.objective != "time", asked.peers))  # fmt: skip
+        stopped: BaseException | None = None
+        try:
+            search(study, self.runner, Limits(self.trials, now + share), self.display.trial)
+        except (KeyboardInterrupt, StorageError) as error:
+            self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
+            stopped = error
+        if not study.finished():
+            if stopped is not None:
+                raise stopped
+            self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
+            return None
+        try:
+            tuned = self._finish(target, study, found, self.effort.rounds_s)
+        except KeyboardInterrupt as error:
+            stopped = error
+            tuned = self._finish(target, study, found, 1.0)
+        if stopped is not None:
+            raise Stopped(tuned) from stopped
+        return tuned
+
+    def _start(self) -> None:
+        """Start the workers, which takes seconds, once something is sure to need them."""
+        if not self._started:
+            if self.asked.keep:
+                _check_folder(profiles.path(profiles.user_folder(), self.device, "any"))
+            self.runner.start()
+            self._started = True
+
+    def _first(self, target: Target, found: Found) -> list[Point]:
+        """The default, the profile's config, and those of the nearest problems."""
+        near = profiles.nearest(target.kernel, target.case.problem, self.device, NEAREST)
+        configs = [target.space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
+        points = [target.space.point(config) for config in configs]
+        return [p for p in dict.fromkeys(points) if p is not None and target.space.legal(p)]
+
+    def _done(self, study: Study, fresh: bool) -> bool:
+        tried = len(study.finished())
+        enough = tried >= self.trials or study.exhausted()
+        if not (fresh and "final" in study.optuna.user_attrs and enough):
+            return False
+        self.display.index += 1
+        self.display.note(f"{study.identity.name}: tuned already, {tried} trials: "
+                          + ("all that are legal" if study.exhausted() else
+                             "a higher --trials goes on"))  # fmt: skip
+        return True
+
+    def _finish(self, target: Target, study: Study, found: Found, rounds_s: float) -> Tuned:
+        begin, tuned = self.runner.now(), found.source == "tuned"
+        rounds_s = min(rounds_s, max(1.0, self.end - begin))
+        final = decide(
+            self.runner, study.best(self.effort.finalists), target.space.base, found.config, tuned,
+            self.objective, rounds_s,
+            {config: m.message for config, m in study.finished() if not m.measured},
+        )  # fmt: skip
+        self.final_s = self.runner.now() - begin
+        for config, reason in final.failed.items():
+            self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
+        saved = None
+        if self.asked.keep and not (final.kept and tuned and not found.stale):
+            saved = self._save(target, study, final)
+        study.conclude(final.as_dict())
+        return Tuned(target, found, final, study, saved)
+
+    def _save(self, target: Target, study: Study, final: Final) -> Path:
+        timing = final.timing
+        default = final.default or final.timing
+        entry = Entry(
+            kernel=target.kernel.name, problem=target.case.problem.as_dict(),
+            config=final.config.as_dict(), ms=timing.ms, ms_p20=timing.ms_p20,
+            ms_p80=timing.ms_p80, samples=timing.samples, default_ms=default.ms,
+            joules=timing.joules, objective=self.objective, vs_peer=final.vs_peer,
+            trials=len(study.finished()), strategy=str(study.optuna.user_attrs["strategy"]),
+            provenance=profiles.provenance(target.kernel, self.device, self.driver),
+        )  # fmt: skip
+        return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
+
+
+def _check_folder(file: Path) -> None:
+    """Fail before the search rather than after it.
+
+    Raises:
+        UsageError: profiles cannot be written there.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write profile {file}: {error.strerror}") from None
+    check_writable(file)
+
+
+class Stopped(Exception):
+    """A search that was cut short, and what it found."""
+
+    def __init__(self, tuned: Tuned) -> None:
+        super().__init__()
+        self.tuned = tuned
