@@ -247,6 +247,14 @@ def tune(
     all_: Annotated[
         bool, typer.Option("--all", help="Every problem that profiles are shipped for.")
     ] = False,
+    unseen: Annotated[
+        int,
+        typer.Option(parser=_integer("--unseen"), metavar="N", help="Tune N random shapes that no "
+                     "profile is for, keep nothing, and say how far off the profiles are."),
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="--unseen: its rows.")
+    ] = None,
     missing: Annotated[
         bool, typer.Option("--missing", help="Only what has no profile yet, or a stale one.")
     ] = False,
@@ -324,11 +332,14 @@ def tune(
     from jetfire.ops.device import Device
 
     default_m = "4096" if Device.parse(device).kind == "cuda" else "256"
-    if all_:
+    if output is not None and not unseen:
+        raise UsageError(f"-o {output}: expected --unseen N, whose rows it holds")
+    if all_ or unseen:
         from jetfire.tuner import shipped
 
-        if m or n or k or workload or set_:
-            raise UsageError("--all has its own problems: only OP and --block narrow it")
+        if m or n or k or workload or set_ or (unseen and (all_ or block or kernel)):
+            what = "--unseen: only OP narrows" if unseen else "--all: only OP and --block narrow"
+            raise UsageError(f"{what} its problems")
         cases = shipped.cases(plan.parse_list(op or []), plan.parse_list(block or []))
     else:
         cases = _asked(op, m, n, k, workload, block, mode, set_, default_m)
@@ -342,6 +353,7 @@ def tune(
             trial_s=_duration("--trial-timeout", trial_timeout),
             peers=[] if peers == ["none"] else (peers or None), report=report, record=record,
             missing=missing, shard=_shard(shard), dry_run=dry_run,
+            unseen=unseen, output=output, keep=not unseen,
         )
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.op import Config, Kernel
-from jetfire.tuner import summary
+from jetfire.tuner import summary, unseen
 from jetfire.tuner.display import Display
 from jetfire.tuner.recording import Recording
 from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned
@@ -71,6 +71,15 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     return found
 
 
+def _unseen(asked: Asked, device: Device) -> list[Target]:
+    names = list(dict.fromkeys(case.op.name for case in asked.cases))
+    drawn = unseen.draw(names, asked.unseen, asked.seed, device)
+    return [
+        Target(Case(ops.get(kernel.op), problem), kernel, Space.of(kernel, problem, device))
+        for kernel, problem in drawn
+    ]
+
+
 def _is_tuned(kernel: Kernel, problem: Any, device: Device) -> bool:
     found = profiles.find(kernel, problem, device)
     return found.source == "tuned" and not found.stale
@@ -114,7 +123,7 @@ def tune(asked: Asked) -> None:
     """
     objective = _check(asked)
     devices = devices_of(asked.device)
-    work = targets(asked, devices[0])
+    work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
     if asked.dry_run:
         _dry_run(work, devices)
         return
@@ -169,7 +178,7 @@ def _check(asked: Asked) -> Objective:
     if asked.effort not in EFFORTS:
         raise UsageError(f"--effort {asked.effort}: expected {' or '.join(EFFORTS)}")
     strategy_of(asked.strategy, Space({}, Config(), lambda _: None), 0, ())
-    for file in (asked.report, asked.record):
+    for file in (asked.report, asked.record, asked.output):
         if file is not None:
             check_writable(file)
     for objective in OBJECTIVES:
@@ -191,6 +200,12 @@ def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None
         from jetfire.tuner import report
 
         report.write_all([t.study.optuna for t in tuned], asked.report)
+    if asked.unseen:
+        rows = unseen.rows(tuned)
+        print(unseen.conclusion(rows))
+        if asked.output is not None:
+            device = tuned[0].study.optuna.user_attrs["device"]
+            unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         if len(tuned) > 1:
             session.display.note(f"--record {asked.record}: only the first search is recorded")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optuna.storages import BaseStorage
+from optuna.storages import InMemoryStorage
 
 from jetfire.bench import command as bench_command
 from jetfire.bench import peaks
@@ -58,7 +58,9 @@ class Asked:
     """The options as they were given.
 
     Attributes:
-        keep: write the winners into the user's profiles.
+        keep: the studies, and in the user's profiles the winners.
+        unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
+        output: where what they show is written.
     """
 
     cases: Sequence[Case]
@@ -72,7 +74,7 @@ class Asked:
     seed: int = 0
     data: str = "normal"
     space: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    storage: str | BaseStorage | None = None
+    storage: str | None = None
     trial_s: float = 30.0
     peers: Sequence[str] | None = None
     report: Path | None = None
@@ -80,6 +82,8 @@ class Asked:
     missing: bool = False
     shard: tuple[int, int] = (0, 1)
     keep: bool = True
+    unseen: int = 0
+    output: Path | None = None
     dry_run: bool = False
 
 
@@ -161,7 +165,8 @@ class Session:
             "flops": target.case.op.flops(problem), "bytes": target.case.op.bytes(problem),
         }  # fmt: skip
         strategy = strategy_of(name, target.space, asked.seed, first)
-        return Study(identity, strategy, asked.storage, self.display.note, attributes)
+        storage = asked.storage if asked.keep else InMemoryStorage()
+        return Study(identity, strategy, storage, self.display.note, attributes)
 
     def tune(self, target: Target, searches_left: int) -> Tuned | None:
         """Search one target with its share of the time left, decide, save.
@@ -251,13 +256,21 @@ class Session:
         default = final.default or final.timing
         entry = Entry(
             kernel=target.kernel.name, problem=target.case.problem.as_dict(),
-            config=final.config.as_dict(), ms=timing.ms, ms_p20=timing.ms_p20,
-            ms_p80=timing.ms_p80, samples=timing.samples, default_ms=default.ms,
-            joules=timing.joules, objective=self.objective, vs_peer=final.vs_peer,
+            config=final.config.as_dict(), ms=_digits(timing.ms),
+            ms_p20=_digits(timing.ms_p20), ms_p80=_digits(timing.ms_p80),
+            samples=timing.samples, default_ms=_digits(default.ms),
+            joules=None if timing.joules is None else _digits(timing.joules),
+            objective=self.objective,
+            vs_peer={name: _digits(ratio) for name, ratio in final.vs_peer.items()},
             trials=len(study.finished()), strategy=str(study.optuna.user_attrs["strategy"]),
             provenance=profiles.provenance(target.kernel, self.device, self.driver),
         )  # fmt: skip
         return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
+
+
+def _digits(value: float) -> float:
+    """Six digits: no clock gives more, and a profile is read by people too."""
+    return float(f"{value:.6g}")
 
 
 def _check_folder(file: Path) -> None:
