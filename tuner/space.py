@@ -61,7 +61,7 @@ class Space:
             for text in texts:
                 if text not in values:
                     raise UsageError(f"--space {name}={text}: expected {' or '.join(values)}")
-            fields[name] = tuple(values[text] for text in texts)
+            fields[name] = tuple(dict.fromkeys(values[text] for text in texts))
         base = kernel.default(problem, device)
         return cls(fields, base, lambda config: kernel.legal(problem, config, device))
 
