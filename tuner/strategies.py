@@ -38,7 +38,7 @@ class Strategy(BaseSampler):
 
     Args:
         first: points to try before all others.
-        seed: of all that is drawn.
+        seed: of all that is drawn; any integer.
     """
 
     name: ClassVar[str]
@@ -46,7 +46,8 @@ class Strategy(BaseSampler):
     def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
         self.space = space
         self.first = first
-        self.rng = np.random.default_rng(seed)
+        self.seed = seed % 2**32  # what NumPy's generators take
+        self.rng = np.random.default_rng(self.seed)
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -148,7 +149,7 @@ class Tpe(Strategy):
 
     def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
         super().__init__(space, seed, first)
-        self._tpe = TPESampler(seed=seed, n_startup_trials=RANDOM_FIRST, n_ei_candidates=96)
+        self._tpe = TPESampler(seed=self.seed, n_startup_trials=RANDOM_FIRST, n_ei_candidates=96)
         self._ranks: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(values) - 1)
             if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
