@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from jetfire.tuner.space import Space
 from jetfire.tuner.trial import OUTCOMES, Measurement
 
 SCHEMA = 1
+# What a file that is cut, damaged or of another kind raises; EOFError, zlib.error and gzip's
+# OSError come from unpacking it.
+_BROKEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError, zlib.error,
+           OSError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,11 @@ class Recording:
             "base": self.base.as_dict(), "outcomes": OUTCOMES, "trials": trials,
         }  # fmt: skip
         text = json.dumps(content, separators=(",", ":"))
-        if file.suffix != ".gz":
-            write_text(file, text)
-            return
         try:
-            file.write_bytes(gzip.compress(text.encode(), mtime=0))
+            if file.suffix == ".gz":
+                file.write_bytes(gzip.compress(text.encode(), mtime=0))
+            else:
+                write_text(file, text)
         except OSError as error:
             raise UsageError(f"cannot write {file}: {error.strerror}") from None
 
@@ -83,24 +88,32 @@ class Recording:
         """
         try:
             data = file.read_bytes()
-            content = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
-            if content["schema"] != SCHEMA:
-                raise UsageError(f"{file}: schema {content['schema']}, expected {SCHEMA}")
-            kernel = ops.get_kernel(content["op"], content["kernel"])
-            base, fields = kernel.Config.parse(content["base"]), content["fields"]
-            space = Space(fields, base, lambda _: None)
-            trials = {}
-            for row in content["trials"]:
-                point, rest = tuple(row[: len(fields)]), row[len(fields) :]
-                outcome, ms, ms_p20, ms_p80, joules, seconds = rest
-                trials[space.config(point)] = Measurement(
-                    content["outcomes"][outcome], ms, ms_p20, ms_p80, joules, seconds=seconds
-                )
-            problem = ops.get(content["op"]).Problem.parse(content["problem"])
-            return cls(kernel, problem, content["device"], fields, base, trials)
         except OSError as error:
             raise UsageError(f"cannot read {file}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, IndexError, EOFError) as error:
+        try:
+            return cls._parsed(json.loads(gzip.decompress(data) if file.suffix == ".gz" else data))
+        except UsageError as error:
+            raise UsageError(f"recording {file}: {error}") from None
+        except _BROKEN as error:
             raise UsageError(
                 f"{file} is no recording of the tuner: {type(error).__name__}: {error}"
             ) from None
+
+    @classmethod
+    def _parsed(cls, content: Any) -> Recording:
+        if content["schema"] != SCHEMA:
+            raise UsageError(f"schema {content['schema']}, expected {SCHEMA}")
+        kernel = ops.get_kernel(content["op"], content["kernel"])
+        base, fields = kernel.Config.parse(content["base"]), content["fields"]
+        space = Space(fields, base, lambda _: None)
+        trials = {}
+        for row in content["trials"]:
+            point, rest = tuple(row[: len(fields)]), row[len(fields) :]
+            outcome, ms, ms_p20, ms_p80, joules, seconds = rest
+            trials[space.config(point)] = Measurement(
+                content["outcomes"][outcome], ms, ms_p20, ms_p80, joules, seconds=seconds
+            )
+        if not any(m.outcome == "ok" for m in trials.values()):
+            raise UsageError("none of its configs was timed")
+        problem = ops.get(content["op"]).Problem.parse(content["problem"])
+        return cls(kernel, problem, content["device"], fields, base, trials)
