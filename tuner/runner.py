@@ -71,25 +71,34 @@ class ReplayRunner:
         self.capacity = slots
         self.seconds = 0.0
         self._queue: list[tuple[int, Config]] = []
+        self._spent = 0.0  # on the first of the queue
 
     def submit(self, number: int, config: Config) -> None:
         self._queue.append((number, config))
 
     def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
-        number, config = self._queue.pop(0)
+        number, config = self._queue[0]
         found = self.recorded.get(config, Measurement("illegal", message="not recorded"))
-        self.seconds += found.seconds
+        left = found.seconds - self._spent
+        if left > timeout:
+            self.seconds += timeout
+            self._spent += timeout
+            return []
+        self.seconds += left
+        self._queue.pop(0)
+        self._spent = 0.0
         return [(number, found)]
 
     def cancel(self) -> None:
         self._queue.clear()
+        self._spent = 0.0
 
     def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
         timings, failed = {}, {}
         for label, config in configs.items():
             found = self.recorded.get(config)
             if found is None or found.ms is None:
-                failed[label] = "not recorded" if found is None else found.message
+                failed[label] = "not recorded" if found is None else found.message or found.outcome
             else:
                 self.seconds += found.seconds
                 timings[label] = _timing(found)
