@@ -45,6 +45,7 @@ def replayed(
 
     Raises:
         UsageError: there is no such strategy.
+        WrongResultError: none of the configs that were looked at is right.
     """
     space = recording.space()
     default = space.point(recording.base.as_dict())
@@ -57,9 +58,8 @@ def replayed(
         _unheard, {"strategy": strategy},
     )  # fmt: skip
     runner = ReplayRunner(recording.trials)
-
     search(study, runner, Limits(trials, budget_s), _unheard)
     best = study.best(3)
-    holder = recording.base if recording.base in recording.trials else best[0]
+    holder = recording.base if recording.base in recording.trials or not best else best[0]
     final = decide(runner, best, holder, holder, False, "time", math.inf)
     return Replayed(final.config, final.timing.ms, len(study.finished()), runner.now(), final)
