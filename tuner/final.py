@@ -124,6 +124,8 @@ def _compare(
 ) -> Comparison:
     """A comparison that brings its worker down is repeated without those who do so alone.
 
+    Where none does it is repeated once as it is: a worker may have been killed from outside.
+
     Args:
         failed: label → why, of those that have failed already.
     """
@@ -142,6 +144,16 @@ def _compare(
             except RunnerError as error:
                 culprits[label] = str(error)
         if not culprits:
-            raise JetfireError("the finalists run alone but not in turn")
+            return _compare_again(runner, configs, budget_s, failed)
     sound = {label: config for label, config in configs.items() if label not in culprits}
     return _compare(runner, sound, budget_s, {**failed, **culprits})
+
+
+def _compare_again(
+    runner: Runner, configs: Mapping[str, Config], budget_s: float, failed: Mapping[str, str]
+) -> Comparison:
+    try:
+        found = runner.compare(configs, budget_s)
+    except RunnerError as error:
+        raise JetfireError(f"the finalists run alone but not in turn: {error}") from None
+    return replace(found, failed={**failed, **found.failed})
