@@ -52,7 +52,7 @@ def show(outcomes: Sequence[Outcome], device: Device) -> None:
     Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(_table(outcomes))
     if mean is not None:
         print(f"{device.label}: {mean:.3f}× the defaults' speed, geometric mean of "
-              f"{len(outcomes)}")  # fmt: skip
+              f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
