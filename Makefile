@@ -48,7 +48,7 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite promotion -o docs/results/h200.json --append
 	$(PY) -m jetfire.bench.report docs/results/h200.json
 
-report: $(INSTALLED)  ## tables and plots from docs/results/h200.json, without measuring
+report: $(INSTALLED)  ## tables and plots from docs/results/h200*.json and profiles/, without measuring
 	$(PY) -m jetfire.bench.report docs/results/h200.json
 
 clean:  ## remove the environment and caches

@@ -125,7 +125,7 @@ def _draw(
     if not axis.numeric:
         ax.margins(x=0.08)
     ax.set_xlabel(axis.label)
-    _plain(ax)
+    plain(ax)
 
 
 def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | None]) -> None:
@@ -139,7 +139,7 @@ def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | Non
     ax.set_yticks(range(len(series)), [one.label for one in series])
     ax.invert_yaxis()
     ax.margins(x=0.12)
-    _plain(ax)
+    plain(ax)
     ax.grid(False, axis="y")
 
 
@@ -151,7 +151,7 @@ def _readable(axis: MplAxis) -> None:
     axis.set_tick_params(labelsize=8)
 
 
-def _plain(ax: Axes) -> None:
+def plain(ax: Axes) -> None:
     ax.grid(True, color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -216,7 +216,7 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
     _readable(ax.yaxis)
     ax.set_xlabel("operations a byte (fewest bytes)")
     ax.set_ylabel("TFLOP/s")
-    _plain(ax)
+    plain(ax)
 
 
 def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
@@ -230,7 +230,7 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
         axis = axis_of([row for one in series for row in one.rows])
         compute = {"int8_tops", "copy_gbps"} <= set(peaks) and any(row.tflops for row in part)
         shared, _ = show.varying(part)
-        sub.suptitle(f"{part[0].op}   {show.problem_text(shared)}\n{_where(device)}", fontsize=11)
+        sub.suptitle(f"{part[0].op}   {show.problem_text(shared)}\n{where(device)}", fontsize=11)
         axes = sub.subplots(1, 3 if compute else 2)
         _time(axes[0], series, axis)
         _rate(axes[1], series, axis, peaks)
@@ -257,7 +257,7 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
     fig = Figure(figsize=(3.7 * len(charts) + 2.4, 4.8), layout="constrained")
     shape = show.shape_text(timed[0].problem, ())
-    fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{_where(device)}", fontsize=11)
+    fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}", fontsize=11)
     axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     for ax, (kind, by_row) in zip(axes, charts, strict=True):
         for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
@@ -267,7 +267,7 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
         ax.set_xlabel("SQNR of the median row of C, dB" if by_row else "SQNR, dB")
         ax.margins(x=0.16)
         ax.set_ylim(bottom=0)
-        _plain(ax)
+        plain(ax)
     axes[0].set_ylabel("TOPS")
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
@@ -291,7 +291,7 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
                     color=style["color"])  # fmt: skip
 
 
-def _where(device: Mapping[str, Any]) -> str:
+def where(device: Mapping[str, Any]) -> str:
     cpu = f" – {show.NO_GPU}" if device.get("kind") == "cpu" else ""
     return f"{device.get('name')}{cpu}"
 
@@ -303,9 +303,14 @@ def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description
     """
     if not any(row.ms is not None for row in rows):
         return
+    draw = promotion_figure if all(row.curve == "promotion" for row in rows) else figure
+    save(draw(rows, device), path, description)
+
+
+def save(fig: Figure, path: Path, description: str) -> None:
+    """To a .png, .svg (which keeps the description) or .pdf file, equal bytes for equal figures."""
     metadata: dict[str, Any] = {}
     if path.suffix == ".svg":
         metadata = {"Date": None, "Description": description}
     with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
-        draw = promotion_figure if all(row.curve == "promotion" for row in rows) else figure
-        draw(rows, device).savefig(path, dpi=120, metadata=metadata)
+        fig.savefig(path, dpi=120, metadata=metadata)

@@ -1,7 +1,8 @@
 """Tables and plots of a committed results file: `python -m jetfire.bench.report FILE.json`.
 
-Writes FILE.md and the FILE-*.svg beside it, and the README's table between its two markers. The
-same rows give the same bytes; `--check` writes nothing and fails if what stands there is stale.
+Writes FILE.md and the FILE-*.svg beside it, and the README's table between its two markers, with
+what the profiles shipped for that device and FILE-lookups.json say. The same rows give the same
+bytes; `--check` writes nothing and fails if what stands there is stale.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import show
+from jetfire.bench import show, tuned_report
+from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row, write_text
 from jetfire.bench.suite import PROMOTION_DATA
 from jetfire.ops.errors import JetfireError, UsageError
@@ -23,23 +25,6 @@ from jetfire.ops.workloads import MODELS
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
 LARGE = ((8192, 4096), (8192, 16384))
-
-
-@dataclass(frozen=True)
-class Table:
-    """A Markdown table: a title, a line of explanation, the head and the rows of texts."""
-
-    title: str
-    text: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def markdown(self) -> str:
-        lines = [f"## {self.title}", "", self.text, ""] if self.title else []
-        lines.append("| " + " | ".join(self.head) + " |")
-        lines.append("|" + "---|" + "---:|" * (len(self.head) - 1))
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join(lines) + "\n"
 
 
 def _timed(results: Results, op: str | None = None) -> list[Row]:
@@ -306,8 +291,8 @@ def device_text(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(results: Results, name: str, plots: Sequence[str]) -> str:
-    """The whole Markdown page."""
+def page(results: Results, name: str, plots: Sequence[str], tuned: Sequence[str] = ()) -> str:
+    """The whole Markdown page; `tuned` are the sections on profiles."""
     made = (gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models)
     tables = [table for make in made if (table := make(results)) is not None]
     parts = [
@@ -316,6 +301,7 @@ def page(results: Results, name: str, plots: Sequence[str]) -> str:
         device_text(results),
         *(f"![{plot}]({plot})\n" for plot in plots),
         *(table.markdown() for table in tables),
+        *tuned,
     ]
     return "\n".join(parts)
 
@@ -371,9 +357,9 @@ def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _digest(rows: Sequence[Row], device: dict[str, Any]) -> str:
-    content = json.dumps([device, *(row.as_dict() for row in rows)], sort_keys=True)
-    return f"rows sha256 {hashlib.sha256(content.encode()).hexdigest()}"
+def _digest(content: Sequence[Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _with_table(readme: str, table: str) -> str:
@@ -397,17 +383,32 @@ def report(file: Path, readme: Path | None, check: bool) -> list[Path]:
     """
     results = Results.load(file)
     plots = _plots(results, file)
-    texts = {file.with_suffix(".md"): page(results, file.name, list(plots))}
+    shipped = tuned_report.shipped(results.device)
+    found = tuned_report.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
+    chart = file.with_name(f"{file.stem}-tuned.svg")
+    sections = tuned_report.sections(shipped, found, chart.name)
+    texts = {file.with_suffix(".md"): page(results, file.name, list(plots), sections)}
     if readme is not None:
-        texts[readme] = _with_table(readme.read_text(encoding="utf-8"), readme_table(results))
+        lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
+        table = readme_table(results) + lines
+        texts[readme] = _with_table(readme.read_text(encoding="utf-8"), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
-    digests = {file.with_name(n): _digest(rows, results.device) for n, rows in plots.items()}
+    digests = {
+        file.with_name(name): _digest([results.device, *(row.as_dict() for row in rows)])
+        for name, rows in plots.items()
+    }
+    if shipped:
+        digests[chart] = _digest(tuned_report.records(shipped, found))
     stale += [path for path, digest in digests.items() if digest not in _read(path)]
     if not check:
         for path in stale:
             if path in texts:
                 write_text(path, texts[path])
+            elif path == chart:
+                from jetfire.bench import tuned_plot
+
+                tuned_plot.plot(shipped, found, results.device, path, digests[path])
             else:
                 from jetfire.bench.plot import plot
 

@@ -293,6 +293,14 @@ def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[En
     return list(found.values())
 
 
+def state(op: str, entry: Entry) -> str:
+    """``stale`` where the kernel's source has changed since, ``no kernel`` where it has gone."""
+    kernel = ops.kernels(op).get(entry.kernel)
+    if kernel is None:
+        return "no kernel"
+    return "" if kernel.source_hash() == entry.provenance.get("source") else "stale"
+
+
 def preload() -> None:
     """Read every profile and hash its kernels' sources, so that no first step has to."""
     for file in files():

@@ -48,14 +48,6 @@ def found(names: Sequence[str], device: Device | None) -> Iterator[Profile]:
             yield Profile(file, source, gpu, file.stem, entries)
 
 
-def state(op: str, entry: Entry) -> str:
-    """``stale`` where the kernel's source has changed since, ``no kernel`` where it has gone."""
-    kernel = ops.kernels(op).get(entry.kernel)
-    if kernel is None:
-        return "no kernel"
-    return "" if kernel.source_hash() == entry.provenance.get("source") else "stale"
-
-
 def show(names: Sequence[str], device: Device | None, as_json: bool = False) -> None:
     """Print the profiles of some ops (of all where none is named), the user's first.
 
@@ -87,7 +79,7 @@ def _record(profile: Profile, entry: Entry) -> dict[str, Any]:
         "op": profile.op,
         "file": str(profile.file),
         "shipped": profile.source == "shipped",
-        "state": state(profile.op, entry) or "current",
+        "state": profiles.state(profile.op, entry) or "current",
         "gain": entry.default_ms / entry.ms,
         **dataclasses.asdict(entry),
     }
@@ -131,7 +123,7 @@ def _table(profile: Profile) -> Table:
             f"{entry.default_ms / entry.ms:.2f}×",
             _peer_text(entry),
             str(entry.provenance.get("date", "")),
-            state(profile.op, entry),
+            profiles.state(profile.op, entry),
         )
     return table
 

@@ -1,0 +1,81 @@
+"""A chart of the shipped profiles: gains over the defaults, and how near lookups come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
+from jetfire.bench.tuned_report import NEAR, Lookup, Shipped, grouped, in_use, mean, near
+
+_T = TypeVar("_T", Shipped, Lookup)
+
+
+def plot(
+    entries: Sequence[Shipped], found: Sequence[Lookup], device: Mapping[str, Any],
+    path: Path, description: str = "",
+) -> None:  # fmt: skip
+    """Draw to a .png, .svg or .pdf file, equal bytes for equal values."""
+    save(figure(entries, found, device), path, description)
+
+
+def figure(
+    entries: Sequence[Shipped], found: Sequence[Lookup], device: Mapping[str, Any]
+) -> Figure:
+    """A column for each op, its problems sorted; beside it the same of the lookups, if any."""
+    fig = Figure(figsize=(17 if found else 9, 4.8), layout="constrained")
+    fig.suptitle(f"Tuned configs\n{where(device)}", fontsize=11)
+    axes = fig.subplots(1, 2 if found else 1, squeeze=False)[0]
+    _strips(
+        axes[0], in_use(entries), lambda one: one.gain,
+        lambda one: f"block {one.entry.problem['block']}",
+        lambda part: f"{mean(one.gain for one in part):.2f}×",
+    )  # fmt: skip
+    axes[0].set_title("default / tuned, each problem; below, the geometric mean", fontsize=10)
+    axes[0].set_ylabel("gain over the default")
+    if found:
+        _strips(
+            axes[1], found, lambda one: one.ratio, lambda one: f"{one.source} profile".replace(
+                "default profile", "default (none near)"),
+            lambda part: f"{near(part)} of {len(part)}",
+        )  # fmt: skip
+        axes[1].axhline(NEAR, color="#999999", linewidth=1, linestyle=":", zorder=1)
+        axes[1].set_title(
+            f"lookup / tuned, each shape without a profile; below, those within {NEAR - 1:.0%}",
+            fontsize=10,
+        )
+        axes[1].set_ylabel("time over the tuned config's")
+    return fig
+
+
+def _strips(
+    ax: Axes, values: Sequence[_T], value: Callable[[_T], float], kind: Callable[[_T], str],
+    summary: Callable[[Sequence[_T]], str],
+) -> None:  # fmt: skip
+    """Sorted points, a column an op and a colour a kind; the summary stands under the op's name."""
+    columns = {op: sorted(part, key=value) for op, part in grouped(values, lambda v: v.op).items()}
+    points: dict[str, tuple[list[float], list[float]]] = {
+        name: ([], []) for name in sorted({kind(v) for v in values}, key=lambda n: (len(n), n))
+    }
+    for i, part in enumerate(columns.values()):
+        for rank, one in enumerate(part):
+            xs, ys = points[kind(one)]
+            xs.append(round(i - 0.4 + 0.8 * (rank + 0.5) / len(part), 4))
+            ys.append(value(one))
+        if i:
+            ax.axvline(i - 0.5, color="#e6e6e6", linewidth=0.8)
+    for i, (name, (xs, ys)) in enumerate(points.items()):
+        ax.plot(xs, ys, linestyle="", marker=MARKERS[i], markersize=3.5, alpha=0.8,
+                color=KERNEL_COLOURS[i], label=name)  # fmt: skip
+    names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
+    ax.set_xticks(range(len(columns)), names, fontsize=8)
+    ax.set_xlim(-0.5, len(columns) - 0.5)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.2f}×"))
+    plain(ax)
+    ax.grid(False, axis="x")
+    ax.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))

@@ -1,0 +1,330 @@
+"""What the documents say of the shipped profiles, and of lookups for shapes that they lack.
+
+The profiles are those of the results' device. The lookups are beside the results, in
+FILE-lookups.json, as `jetfire-tune --unseen N -o FILE-lookups.json` writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jetfire import ops
+from jetfire.bench import show
+from jetfire.bench.markdown import Table
+from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.profiles import Entry
+
+LOOKUPS_SCHEMA = 1
+NEAR = 1.1
+# Of two times that differ by less, neither is the slower one.
+ROUNDING = 0.999
+PEERS = {"gemm": "cublas_bf16"}
+OTHER_PEER = "copy"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """One entry of a shipped profile."""
+
+    op: str
+    entry: Entry
+
+    @property
+    def gain(self) -> float:
+        """The default's time over the tuned config's."""
+        return self.entry.default_ms / self.entry.ms
+
+    @property
+    def slower(self) -> bool:
+        return self.gain < ROUNDING
+
+    @property
+    def kind(self) -> str:
+        """The direction, or what a GEMM writes; empty where there is but one."""
+        return str(self.entry.problem.get("mode") or self.entry.problem.get("out") or "")
+
+    @property
+    def peer(self) -> float | None:
+        """The time of the peer in `PEERS` over the tuned config's."""
+        return self.entry.vs_peer.get(PEERS.get(self.op, OTHER_PEER))
+
+    @property
+    def stale(self) -> bool:
+        return profiles.state(self.op, self.entry) != ""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A problem without a profile: the config that a lookup gives, the default and the tuned one.
+
+    Attributes:
+        source: ``"nearest"``, or ``"default"`` where no profile was near.
+        distance: to the nearest, as the root of the squares of each size's ratio as a log2.
+        trials: what tuning it took.
+    """
+
+    op: str
+    kernel: str
+    problem: Mapping[str, Any]
+    source: str
+    distance: float | None
+    lookup_ms: float
+    default_ms: float
+    tuned_ms: float
+    trials: int
+
+    @property
+    def ratio(self) -> float:
+        return self.lookup_ms / self.tuned_ms
+
+    @property
+    def default_ratio(self) -> float:
+        return self.default_ms / self.tuned_ms
+
+
+def shipped(device: Mapping[str, Any]) -> list[Shipped]:
+    """Every entry shipped for a device, op by op."""
+    folder = profiles.path(profiles.SHIPPED, Device("cuda", name=str(device.get("name"))), "")
+    return [
+        Shipped(op, entry)
+        for op in ops.names()
+        for entry in profiles.read(folder.parent / f"{op}.json")
+    ]
+
+
+def lookups(file: Path, device: Mapping[str, Any]) -> list[Lookup]:
+    """The rows of a lookups file, op by op; none where there is no file.
+
+    Raises:
+        UsageError: it cannot be used, or is of another device.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["schema"] != LOOKUPS_SCHEMA:
+            raise UsageError(f"{file}: schema {content['schema']}, expected {LOOKUPS_SCHEMA}")
+        if content["device"]["name"] != device.get("name"):
+            raise UsageError(f"{file}: of {content['device']['name']}, not {device.get('name')}")
+        return sorted((Lookup(**row) for row in content["rows"]), key=lambda one: one.op)
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}: not a file of lookups: {error}") from None
+
+
+def records(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[Any]:
+    """Both as JSON."""
+    both: list[Shipped | Lookup] = [*entries, *found]
+    return [dataclasses.asdict(one) for one in both]
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def in_use(entries: Sequence[Shipped]) -> list[Shipped]:
+    """Of each problem the fastest kernel's, which is the one that a model runs."""
+    best: dict[str, Shipped] = {}
+    for one in entries:
+        key = json.dumps([one.op, one.entry.problem], sort_keys=True)
+        if key not in best or one.entry.ms < best[key].entry.ms:
+            best[key] = one
+    return list(best.values())
+
+
+def grouped(values: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
+    """In the order of each key's first value."""
+    found: dict[Any, list[_T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
+
+
+def _times(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}×"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} ({count / total:.0%})"
+
+
+def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, list[_T]]:
+    parts = {
+        "all ops": list(entries), "GEMM": [one for one in entries if is_gemm(one)],
+        "the other ops": [one for one in entries if not is_gemm(one)],
+    }  # fmt: skip
+    return {name: part for name, part in parts.items() if part}
+
+
+# The shipped configs.
+
+
+def overall(entries: Sequence[Shipped]) -> Table:
+    """The GEMM and the other ops, a problem once."""
+    rows = []
+    for name, part in _parts(in_use(entries), lambda one: one.op == "gemm").items():
+        ratios = grouped(
+            (one for one in part if one.peer), lambda one: PEERS.get(one.op, OTHER_PEER)
+        )
+        peers = [f"{mean(one.peer or 0 for one in of):.2f}× {peer}" for peer, of in ratios.items()]
+        rows.append([
+            name, str(len(part)), _times(mean(one.gain for one in part), 3),
+            _share(sum(one.gain > 1 for one in part), len(part)),
+            str(sum(one.slower for one in part)), ", ".join(peers) or "–",
+        ])  # fmt: skip
+    head = ["", "problems", "gain", "faster than the default", "slower", "× peer"]
+    return Table("", "", head, rows)
+
+
+def by_kernel(entries: Sequence[Shipped]) -> Table:
+    """A row for each op, kernel, direction or output, and block."""
+    found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
+    order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
+    rows = []
+    for op, kernel, kind in sorted(found, key=lambda k: (order[k[0]], k[1], k[2] == "bwd", k[2])):
+        blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem["block"])
+        for block, part in sorted(blocks.items()):
+            best = max(part, key=lambda one: one.gain)
+            where = show.shape_text(best.entry.problem, ()) if best.gain > 1 else "–"
+            rows.append([
+                f"{op} {kind}".strip(), kernel, str(block), str(len(part)),
+                _times(mean(one.gain for one in part)), _times(best.gain), where,
+                str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
+            ])  # fmt: skip
+    head = ["", "kernel", "block", "problems", "gain", "largest", "at", "slower", "trials"]
+    return Table("", "", head, rows)
+
+
+def _provenance(entries: Sequence[Shipped]) -> str:
+    """What they were tuned with, and whether the kernels are still the same."""
+
+    def values(name: str) -> str:
+        found = {str(one.entry.provenance.get(name)) for one in entries}
+        return ", ".join(sorted(found))
+
+    stale = sum(one.stale for one in entries)
+    sources = (
+        f"**Of {stale} configs the kernel's source has changed since.**" if stale
+        else "No kernel's source has changed since."
+    )  # fmt: skip
+    return (
+        f"Tuned on {values('gpu')}, driver {values('driver')}, CUDA {values('cuda')}, "
+        f"torch {values('torch')}, Triton {values('triton')}, timer {values('timer')}; "
+        f"{values('date')}. {sources}"
+    )
+
+
+def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup]) -> str:
+    trials = sum(one.entry.trials for one in entries)
+    problems = len(in_use(entries))
+    text = (
+        f"`profiles/` has {len(entries)} configs for {problems} problems, found in {trials} "
+        "trials; `jetfire-tune show` lists them. The gain is the default's time over the tuned "
+        "config's, both timed in turn in the tuner's last comparison. There a config displaces the "
+        "default only where it is faster beyond the noise and by half a percent; else the default "
+        "is kept, and the gain is 1. Means are geometric. Of a problem tuned for several kernels "
+        "the first table has the fastest, which is the one that models run; `× peer` is the peer's "
+        "time over the tuned config's, `copy` a pass that moves as many bytes."
+    )
+    return "\n".join([
+        "## Tuned configs\n", f"{text}\n", f"{_provenance(entries)}\n",
+        f"![{alt(entries, found)}]({plot})\n", overall(entries).markdown(),
+        by_kernel(entries).markdown(),
+    ])  # fmt: skip
+
+
+def alt(entries: Sequence[Shipped], found: Sequence[Lookup]) -> str:
+    """What the plot shows, in words."""
+    problems = in_use(entries)
+    best = max(problems, key=lambda one: one.gain)
+    text = (
+        f"Gain over the default of {len(problems)} tuned problems, sorted within each op: "
+        f"from {min(one.gain for one in problems):.2f}× to {best.gain:.2f}× ({best.op})."
+    )
+    if found:
+        worst = max(found, key=lambda one: one.ratio)
+        text += (
+            f" Time of {len(found)} looked-up configs over the tuned one's: "
+            f"up to {worst.ratio:.2f}× ({worst.op})."
+        )
+    return text
+
+
+# Lookups.
+
+
+def _worst(part: Sequence[Lookup], ratio: Callable[[Lookup], float]) -> str:
+    worst = max(part, key=ratio)
+    return f"{ratio(worst):.2f}× ({show.shape_text(worst.problem, ('block',))})"
+
+
+def near(found: Iterable[Lookup]) -> int:
+    """How many lookups are within 10% of what tuning gave, or faster."""
+    return sum(one.ratio <= NEAR for one in found)
+
+
+def _lookup_section(found: Sequence[Lookup]) -> str:
+    parts = {**grouped(found, lambda one: one.op), "all ops": list(found)}
+    rows = [
+        [
+            name, str(len(part)), _share(near(part), len(part)),
+            _times(mean(one.ratio for one in part), 3), _worst(part, lambda one: one.ratio),
+            _share(sum(one.default_ratio <= NEAR for one in part), len(part)),
+            _times(mean(one.default_ratio for one in part), 3),
+            _worst(part, lambda one: one.default_ratio),
+        ]
+        for name, part in parts.items()
+    ]  # fmt: skip
+    nearest = sum(one.source == "nearest" for one in found)
+    text = (
+        "Random shapes that no profile is for: the time of the config that a lookup gives over "
+        "the time of the one that tuning the shape gives, and the same of the kernel's default, "
+        f"all timed in turn. {nearest} lookups gave the nearest profile's config, "
+        f"{len(found) - nearest} found none near and gave the default. Tuning took "
+        f"{sum(one.trials for one in found)} trials. Means are geometric."
+    )
+    head = ["", "shapes", "within 10%", "mean", "worst", "default within 10%", "mean", "worst"]
+    return Table("Shapes without a profile", text, head, rows).markdown()
+
+
+# For the documents.
+
+
+def sections(entries: Sequence[Shipped], found: Sequence[Lookup], plot: str) -> list[str]:
+    """The sections of the page; none of what there is nothing of."""
+    made = [_tuned_section(entries, plot, found)] if entries else []
+    return [*made, _lookup_section(found)] if found else made
+
+
+def readme(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[str]:
+    """The README's line of each."""
+    lines = []
+    if entries:
+        problems = in_use(entries)
+        gains = {
+            name: _times(mean(one.gain for one in part), 3)
+            for name, part in _parts(problems, lambda one: one.op == "gemm").items()
+        }
+        apart = ", ".join(f"{name} {gains[name]}" for name in list(gains)[1:])
+        slower = sum(one.slower for one in problems)
+        lines.append(
+            f"Tuned configs are shipped for {len(problems)} problems: {gains['all ops']} the "
+            f"defaults' speed in the geometric mean ({apart}), {slower or 'none'} slower."
+        )
+    if found:
+        lines.append(
+            f"For shapes without one, a lookup is within 10% of what tuning gives in {near(found)} "
+            f"of {len(found)} ({near(found) / len(found):.0%})."
+        )
+    return lines

@@ -1,0 +1,83 @@
+"""The committed profiles: current, legal, no slower than the defaults, and of every problem."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+import pytest
+
+from jetfire import ops
+from jetfire.bench import report
+from jetfire.bench.tuned_report import ROUNDING
+from jetfire.ops import profiles
+from jetfire.ops.device import target_device
+from jetfire.ops.errors import JetfireWarning
+from jetfire.ops.run import choose
+from jetfire.tuner import shipped as problems
+
+ROOT = Path(__file__).parent.parent
+H200 = dataclasses.replace(target_device((9, 0)), name="NVIDIA H200")
+
+
+@pytest.fixture
+def entries(shipped):
+    """(op, entry) of each that is shipped for the H200."""
+    found = [
+        (file.stem, entry)
+        for file in sorted((shipped / profiles.device_slug(H200)).glob("*.json"))
+        for entry in profiles.read(file)
+    ]
+    assert {op for op, _ in found} == set(ops.names())
+    return found
+
+
+def named(op, entry):
+    return f"{op}/{entry.kernel} {entry.problem}"
+
+
+def test_the_documents_are_those_of_the_results_and_the_profiles(shipped):
+    results = ROOT / "docs" / "results" / "h200.json"
+    stale = report.report(results, ROOT / "README.md", check=True)
+    assert stale == [], "run `make report`"
+
+
+def test_every_file_is_of_a_profile_that_can_be_read(shipped):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", JetfireWarning)
+        for file in sorted(shipped.glob("*/*.json")):
+            assert profiles.read(file), file
+            assert file.stem in ops.names()
+
+
+def test_none_is_slower_than_its_default(entries):
+    slower = [named(op, e) for op, e in entries if e.default_ms < ROUNDING * e.ms]
+    assert slower == []
+
+
+def test_none_is_stale(entries):
+    stale = {f"{op}/{e.kernel}: {profiles.state(op, e)}" for op, e in entries
+             if profiles.state(op, e)}  # fmt: skip
+    assert stale == set()
+
+
+def test_every_config_is_legal(entries):
+    illegal = {}
+    for op, entry in entries:
+        kernel = ops.kernels(op)[entry.kernel]
+        problem = ops.get(op).Problem.parse(entry.problem)
+        reason = kernel.legal(problem, kernel.Config.parse(entry.config), H200)
+        if reason is not None:
+            illegal[named(op, entry)] = reason
+    assert illegal == {}
+
+
+def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(shipped):
+    missing = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JetfireWarning)
+        for case in problems.cases():
+            kernel, config = choose(case.op, case.problem, H200)
+            found = profiles.exact(kernel, case.problem, H200)
+            if found is None or found.config != config:
+                missing.append(f"{case.op.name}/{kernel.name} {case.problem}")
+    assert missing == []
