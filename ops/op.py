@@ -254,6 +254,10 @@ class Kernel(ABC):
         """
         return None
 
+    def estimate(self, problem: Any, config: Any, device: Device) -> float | None:
+        """Microseconds that a launch should take, to tell configs apart by; None where unknown."""
+        return None
+
     def sources(self) -> Sequence[Path]:
         """The files that decide how fast a config runs."""
         return sources.made_of(Path(inspect.getfile(type(self))))

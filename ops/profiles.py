@@ -28,9 +28,11 @@ from jetfire.ops.op import Kernel, Op
 
 SCHEMA = 2
 SHIPPED = Path(__file__).parent.parent / "profiles"
-FARTHEST = 2.0
+FARTHEST = 4.0
 # As far as a factor of 1.4 in one dimension.
 OTHER_FIELD = 0.5
+# A model of a kernel's time is no better than this.
+MODEL_SLACK = 1.03
 # A profile says nothing of a problem that differs in one of these.
 EQUAL_FIELDS = ("block", "mode", "out", "dtype")
 STRICT = "JETFIRE_STRICT_PROFILE"
@@ -273,14 +275,29 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     """The config tuned for a problem, else for the nearest one, else the kernel's default.
 
     Near is what differs by less than `FARTHEST`: the root of the sum of squares of each dimension's
-    ratio as a log2, and `OTHER_FIELD` for each further field that differs. Configs that are illegal
-    for the problem, or that this version's kernel does not know, are passed over.
+    ratio as a log2, and `OTHER_FIELD` for each further field that differs. Passed over are configs
+    that are illegal for the problem, that this version's kernel does not know, or that it expects
+    to be slower than its default.
     """
     if found := exact(kernel, problem, device):
         return found
     for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
-        return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
+        if _same_shape(kernel, problem, tuned.entry) or _promising(
+            kernel, problem, tuned.config, device
+        ):
+            return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
     return Found(kernel.default(problem, device), "default")
+
+
+def _same_shape(kernel: Kernel, problem: Any, entry: Entry) -> bool:
+    return all(entry.problem[dim] == getattr(problem, dim) for dim in ops.get(kernel.op).dims)
+
+
+def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> bool:
+    """The kernel expects no less of a config than of its default, or has no opinion."""
+    expected = kernel.estimate(problem, config, device)
+    usual = kernel.estimate(problem, kernel.default(problem, device), device)
+    return expected is None or usual is None or expected <= MODEL_SLACK * usual
 
 
 def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:

@@ -661,3 +661,18 @@ def test_machine_code_of_the_defaults():
     for (_, arch, fields), found in zip(cases, audits, strict=True):
         assert found["spills"] == 0, (arch, fields)
         assert found.get("IGMMA" if tuple(arch) == (9, 0) else "IMMA", 0) > 0, (arch, fields)
+
+
+def test_the_hopper_kernel_expects_its_default_to_be_the_fastest_of_what_it_knows():
+    from jetfire.ops.device import target_device
+
+    device = target_device((9, 0))
+    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    for shape in ((8192, 1024, 4096), (616, 2080, 1024), (1504, 2752, 11168)):
+        problem = op.Problem(*shape, block=32, out="fp32", accumulate=True)
+        default = kernel.default(problem, device)
+        least = kernel.estimate(problem, default, device)
+        for other in ({"groups": 3, "tile_n": 128}, {"groups": 2, "tile_n": 64}):
+            config = kernel.Config(stream=False, schedule="telescoped", **other)
+            assert kernel.estimate(problem, config, device) >= least
+    assert kernel.estimate(problem, kernel.Config(rows=2, groups=1, tile_n=64), device) is None

@@ -325,6 +325,20 @@ def test_what_is_too_far_is_not_used(toy):
     assert len(profiles.nearest(toy, gemm(64 * 1000), H200, 3)) == 1
 
 
+def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(toy, monkeypatch):
+    save(entry(gemm(64), tile=8), entry(gemm(70), tile=4), entry(gemm(80), tile=2))
+    expected = {1: 10.0, 8: 10.0 * profiles.MODEL_SLACK + 0.1, 4: None, 2: 9.0}
+    monkeypatch.setattr(toy, "estimate", lambda problem, config, device: expected[config.tile])
+    assert find(toy, gemm(65), H200).config.tile == 4  # of which it has no opinion
+    expected[4] = 11.0
+    assert find(toy, gemm(65), H200).config.tile == 2
+    expected[2] = 11.0
+    assert find(toy, gemm(65), H200).source == "default"
+    # What was measured at the very shape is not doubted.
+    assert find(toy, gemm(64, bias=True), H200).config.tile == 8
+    assert find(toy, gemm(64), H200).source == "tuned"
+
+
 def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
     save(*(entry(gemm(m), tile=tile)
            for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8))))  # fmt: skip
@@ -405,7 +419,7 @@ def test_25_lookups_after_preloading_600_entries_take_under_a_millisecond(monkey
         return time.perf_counter() - begin, found
 
     tries = [once() for _ in range(20)]
-    assert {"tuned", "nearest"} < set(tries[0][1])
+    assert {"tuned", "nearest"} <= set(tries[0][1])
     assert min(seconds for seconds, _ in tries) < 1e-3
 
 

@@ -233,7 +233,7 @@ class WgmmaGemm(Kernel):
             )
         if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
-        if config.stream and not (problem.accumulate and problem.out == "fp32"):
+        if config.stream and not _adds(problem):
             return "stream=True: expected accumulate=true out=fp32"
         if config.groups <= config.in_flight:
             return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
@@ -242,10 +242,19 @@ class WgmmaGemm(Kernel):
         return None
 
     def default(self, problem: GemmProblem, device: Device) -> WgmmaConfig:
-        return _default(problem, device)
+        # Imported here: what a default is says nothing of how fast a config is, so that a change of
+        # it leaves profiles as they are.
+        from jetfire.kernels_cuda.gemm import cost
+
+        return cost.fastest(problem, device)
+
+    def estimate(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
+        from jetfire.kernels_cuda.gemm import cost
+
+        return cost.estimate(problem, config, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE
+        return SPACE if _adds(problem) else {**SPACE, "stream": (False,)}
 
     def noise(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors
@@ -339,65 +348,9 @@ def _prepare(
     return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 640),)
 
 
-# Microseconds of a step of 128 of K on an H200, by groups and tile_n, for blocks of 32 and 128;
-# measured on one wave of telescoped tiles, 8192 along K.
-STEP_US = {
-    (1, 64): (0.33, 0.17),
-    (1, 128): (0.52, 0.30),
-    (2, 64): (0.47, 0.28),
-    (2, 96): (0.61, 0.36),
-    (2, 128): (0.81, 0.50),
-    (2, 192): (1.14, 0.66),
-    (3, 64): (0.61, 0.36),
-    (3, 96): (0.82, 0.52),
-    (3, 128): (1.05, 0.59),
-    (4, 64): (0.75, 0.45),
-}
-TILE_US, ADD_US = 1.2, 2.0  # of a tile's beginning and end; of one more block that adds to a tile
-
-
-@lru_cache(maxsize=4096)
-def _default(problem: GemmProblem, device: Device) -> WgmmaConfig:
-    """The candidate that should be fastest; every call of a model asks."""
-    kernel = WgmmaGemm()
-    legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
-    if not legal:
-        return WgmmaConfig()
-    return min(legal, key=lambda config: _estimate(problem, config, device))
-
-
-def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
-    """Configs of every tile worth trying, with what suits each."""
-    found = []
-    streams = (False, True) if problem.accumulate and problem.out == "fp32" else (False,)
-    large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
-    for groups, tile_n in STEP_US:
-        tile_m = 64 * groups
-        stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
-        turns: Literal[0, 2] = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
-        share = 2 if large and (groups, tile_n) == (3, 128) else 1
-        for stream in streams:
-            config = WgmmaConfig(
-                groups=groups, tile_n=tile_n, stages=stages,
-                buffers=1 if stages * (tile_m + tile_n) * TILE_K > 170_000 else 2,
-                cluster_n=share, raster=8 * share, in_flight=turns, stream=stream,
-                schedule="telescoped",
-            )  # fmt: skip
-            found.append(config)
-    return found
-
-
-def _estimate(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
-    """Microseconds that a launch should take: waves of tiles, or an even share of all steps."""
-    slow, fast = STEP_US[config.groups, config.tile_n]
-    step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
-    steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)
-    workers = device.sms // config.cluster
-    if not config.stream:
-        return ceil_div(tiles, workers) * (steps * step_us + TILE_US)
-    workers = min(workers, PARTS_A_TILE * tiles)
-    share = tiles * steps / workers
-    return share * step_us + (share / steps + 1) * TILE_US + ADD_US * max(1, workers / tiles)
+def _adds(problem: GemmProblem) -> bool:
+    """Blocks may add to C one after another."""
+    return problem.accumulate and problem.out == "fp32"
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:

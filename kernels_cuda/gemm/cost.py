@@ -1,0 +1,85 @@
+"""How long a launch of the sm_90a kernel should take, and the config that should be fastest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from jetfire.kernels_cuda.gemm.wgmma import (
+    PARTS_A_TILE,
+    TILE_K,
+    WgmmaConfig,
+    WgmmaGemm,
+    cluster_tiles,
+)
+from jetfire.ops.device import Device
+from jetfire.ops.op import ceil_div
+
+if TYPE_CHECKING:
+    from jetfire.ops.gemm import GemmProblem
+
+# Microseconds of a step of 128 of K on an H200, by groups and tile_n, for blocks of 32 and 128;
+# measured on one wave of telescoped tiles, 8192 along K.
+STEP_US = {
+    (1, 64): (0.33, 0.17),
+    (1, 128): (0.52, 0.30),
+    (2, 64): (0.47, 0.28),
+    (2, 96): (0.61, 0.36),
+    (2, 128): (0.81, 0.50),
+    (2, 192): (1.14, 0.66),
+    (3, 64): (0.61, 0.36),
+    (3, 96): (0.82, 0.52),
+    (3, 128): (1.05, 0.59),
+    (4, 64): (0.75, 0.45),
+}
+TILE_US, ADD_US = 1.2, 2.0  # of a tile's beginning and end; of one more block that adds to a tile
+
+
+@lru_cache(maxsize=4096)
+def fastest(problem: GemmProblem, device: Device) -> WgmmaConfig:
+    """The candidate that should be fastest; every call of a model asks."""
+    kernel = WgmmaGemm()
+    legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
+    if not legal:
+        return WgmmaConfig()
+    return min(legal, key=lambda config: _microseconds(problem, config, device))
+
+
+def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
+    """Configs of every tile worth trying, with what suits each."""
+    found = []
+    streams = (False, True) if problem.accumulate and problem.out == "fp32" else (False,)
+    large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
+    for groups, tile_n in STEP_US:
+        tile_m = 64 * groups
+        stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
+        turns: Literal[0, 2] = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
+        share = 2 if large and (groups, tile_n) == (3, 128) else 1
+        for stream in streams:
+            config = WgmmaConfig(
+                groups=groups, tile_n=tile_n, stages=stages,
+                buffers=1 if stages * (tile_m + tile_n) * TILE_K > 170_000 else 2,
+                cluster_n=share, raster=8 * share, in_flight=turns, stream=stream,
+                schedule="telescoped",
+            )  # fmt: skip
+            found.append(config)
+    return found
+
+
+def estimate(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
+    """Microseconds that a launch should take; None for a tile that was never measured."""
+    known = (config.groups, config.tile_n) in STEP_US and config.rows == 1
+    return _microseconds(problem, config, device) if known else None
+
+
+def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
+    """Waves of tiles, or an even share of all steps."""
+    slow, fast = STEP_US[config.groups, config.tile_n]
+    step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
+    steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)
+    workers = device.sms // config.cluster
+    if not config.stream:
+        return ceil_div(tiles, workers) * (steps * step_us + TILE_US)
+    workers = min(workers, PARTS_A_TILE * tiles)
+    share = tiles * steps / workers
+    return share * step_us + (share / steps + 1) * TILE_US + ADD_US * max(1, workers / tiles)
