@@ -1,0 +1,1435 @@
+"""The tuner without a device: spaces, strategies, the loop, the last word, the command."""
+
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import optuna
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optuna.trial import TrialState
+from rich.console import Console
+
+from jetfire import cli, ops
+from jetfire.bench.plan import BLOCKS
+from jetfire.bench.timer import Timing
+from jetfire.ops import profiles, workloads
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.op import Config, Kernel
+from jetfire.tuner import display as display_module
+from jetfire.tuner import shipped, summary
+from jetfire.tuner import space as space_module
+from jetfire.tuner.display import Display
+from jetfire.tuner.final import Final, beats, decide
+from jetfire.tuner.recording import Recording
+from jetfire.tuner.replay import replayed
+from jetfire.tuner.runner import Comparison, ReplayRunner, RunnerError
+from jetfire.tuner.search import GRACE_S, Limits, search
+from jetfire.tuner.session import Asked
+from jetfire.tuner.space import Space
+from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted, strategy_of
+from jetfire.tuner.study import Identity, Study
+from jetfire.tuner.trial import Measurement
+
+DATA = Path(__file__).parent / "data"
+TRANSPOSE = ops.get("transpose")
+PROBLEM = TRANSPOSE.Problem(m=64, n=64, block=32)
+HERE = Device("cpu", name="Some CPU")
+FOREVER = Limits(10**9, math.inf)
+
+
+@dataclass(frozen=True)
+class ToyConfig(Config):
+    tile: int = 64
+    warps: int = 4
+    fast: bool = False
+    order: Literal["row", "column"] = "row"
+
+
+FIELDS = {"tile": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8), "fast": (False, True),
+          "order": ("row", "column")}  # fmt: skip
+
+
+def reason(config):
+    return "too few warps for it" if config.tile > 64 * config.warps else None
+
+
+class Toy(Kernel):
+    """Runs nowhere."""
+
+    op = "transpose"
+    name = "toy"
+    Config = ToyConfig
+
+    def legal(self, problem, config, device):
+        return reason(config)
+
+    def default(self, problem, device):
+        return ToyConfig()
+
+    def space(self, problem, device):
+        return FIELDS
+
+    def launch(self, problem, config, inputs, outputs):
+        raise AssertionError
+
+    def source_hash(self):
+        return "0123456789ab"
+
+
+TOY = Toy()
+
+
+def toy_space(fields=FIELDS, legal=reason):
+    return Space(fields, ToyConfig(), legal)
+
+
+def cost(config):
+    """Least for one legal config."""
+    far = abs(math.log2(config.tile / 128)) + abs(math.log2(config.warps / 4))
+    return 1.0 + 0.3 * far + 0.2 * config.fast + 0.1 * (config.order == "row")
+
+
+def measured(config):
+    return Measurement("ok", cost(config), joules=2.0 / cost(config), seconds=1.0)
+
+
+def study_with(strategy, space, seed=0, first=(), objective="time", storage=None):
+    """A study of the toy, in memory."""
+    identity = Identity(TOY, PROBLEM, HERE, space, objective, "normal")
+    sampler = strategy_of(strategy, space, seed, first)
+    return Study(identity, sampler, storage or optuna.storages.InMemoryStorage(), print, {})
+
+
+def play(study, count=10**9, fate=measured):
+    """Ask and tell, one after the other, until there are none left; the configs in order."""
+    asked = []
+    for _ in range(count):
+        try:
+            number, config = study.ask()
+        except Exhausted:
+            break
+        asked.append(config)
+        study.tell(number, config, fate(config))
+    return asked
+
+
+def states(study):
+    return Counter(t.state for t in study.optuna.get_trials(deepcopy=False))
+
+
+# The recorded spaces.
+
+
+@cache
+def recorded(name):
+    return Recording.load(DATA / f"gemm-{name}-h200.json.gz")
+
+
+@cache
+def gaps(name, strategy):
+    """How far above the optimum 20 searches of 15% of the space end; they know no default."""
+    recording, found = recorded(name), []
+    for seed in range(20):
+        space = recording.space()
+        identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
+        sampler = strategy_of(strategy, space, seed, ())
+        study = Study(identity, sampler, optuna.storages.InMemoryStorage(), print, {})
+        trials = math.ceil(0.15 * len(space.pool))
+        search(study, ReplayRunner(recording.trials), Limits(trials, math.inf), lambda *_: None)
+        times = [m.ms for _, m in study.finished() if m.outcome == "ok"]
+        assert len(study.finished()) == trials
+        found.append(min(times) / recording.optimum_ms - 1)
+    return found
+
+
+def near_the_optimum(name, strategy):
+    assert len(recorded(name).space().pool) >= 400
+    assert statistics.median(gaps(name, strategy)) <= 0.03
+    assert statistics.median(gaps(name, strategy)) < statistics.median(gaps(name, "random"))
+
+
+@pytest.mark.parametrize("name", ["triton", "wgmma"])
+def test_tpe_is_near_the_optimum_soon(name):
+    near_the_optimum(name, "tpe")
+
+
+def test_a_replay_decides_as_the_tuner_does():
+    recording = recorded("triton")
+    found = replayed(recording, "gp", 60, 0)
+    assert found == replayed(recording, "gp", 60, 0)
+    assert found.ms == recording.trials[found.config].ms == found.final.timing.ms
+    assert found.ms <= recording.trials[recording.base].ms  # it began with the default
+    assert found.trials == 60
+    assert found.seconds > sum(sorted(m.seconds for m in recording.trials.values())[:60])
+    short = replayed(recording, "gp", 60, 0, budget_s=found.seconds / 4)
+    assert 0 < short.trials < 30
+
+
+def test_a_replay_of_which_nothing_is_right():
+    recording = recorded("triton")
+    broken = {config: Measurement("crash") for config in recording.trials}
+    for base in (recording.base, dataclasses.replace(recording.base, stages=9)):
+        failing = dataclasses.replace(recording, trials=broken, base=base)
+        with pytest.raises(WrongResultError, match="no config is right"):
+            replayed(failing, "random", 3, 0)
+
+
+# Spaces.
+
+
+def test_legality_is_asked_once_a_point():
+    asked = Counter()
+
+    def judge(config):
+        asked[config] += 1
+        return reason(config)
+
+    space = toy_space(legal=judge)
+    for _ in range(2):
+        assert list(space.points()) == space.pool
+        for point in space.pool:
+            assert space.legal(point)
+            list(space.neighbours(point))
+    play(study_with("tpe", space, first=[space.point(ToyConfig().as_dict())]))
+    assert len(asked) == space.size == 80
+    assert set(asked.values()) == {1}
+
+
+@st.composite
+def spaces(draw):
+    """A few values of some fields, of whose combinations any may be illegal."""
+    fields = {
+        name: tuple(draw(st.lists(st.sampled_from(values), min_size=1, unique=True)))
+        for name, values in FIELDS.items()
+        if draw(st.booleans())
+    } or {"tile": (16, 64)}
+    illegal = draw(st.sets(st.integers(0, math.prod(map(len, fields.values())) - 1)))
+    combinations = [dict(zip(fields, c, strict=True)) for c in itertools.product(*fields.values())]
+    bad = {dataclasses.replace(ToyConfig(), **combinations[i]) for i in illegal}
+    return toy_space(fields, lambda config: "drawn" if config in bad else None)
+
+
+def differing(a, b):
+    return sum(x != y for x, y in zip(a, b, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces())
+def test_points_configs_and_parameters_tell_the_same(space):
+    every = list(itertools.product(*(range(len(v)) for v in space.fields.values())))
+    assert space.size == len(every)
+    assert space.whole
+    assert space.pool == [p for p in every if space.reason(space.config(p)) is None]
+    for point in every:
+        config = space.config(point)
+        assert space.point(space.parameters(point)) == point
+        assert space.point(config.as_dict()) == point
+        assert space.parameters(point).items() <= config.as_dict().items()
+        kept = {n: v for n, v in space.base.as_dict().items() if n not in space.fields}
+        assert kept.items() <= config.as_dict().items()
+        assert space.legal(point) == (space.reason(config) is None)
+        others = list(space.neighbours(point))
+        assert len(set(others)) == len(others)
+        assert set(others) == {p for p in space.pool if differing(p, point) == 1}
+    cube = space.unit(every)
+    assert cube.shape == (len(every), len(space.fields))
+    assert cube.min() == 0
+    assert cube.max() <= 1
+
+
+def test_what_lies_outside_has_no_point():
+    space = toy_space()
+    assert space.point(ToyConfig(tile=48).as_dict()) is None
+    assert space.point({"tile": 64}) is None
+    assert space.point({**ToyConfig().as_dict(), "more": 1}) == (2, 2, 0, 0)
+
+
+def test_limits():
+    space = Space.of(TOY, PROBLEM, HERE, {"tile": ["256", "16", "256"], "fast": ["True"]})
+    assert space.fields == {**FIELDS, "tile": (256, 16), "fast": (True,)}
+    assert space.base == ToyConfig()
+    assert {space.config(p).fast for p in space.pool} == {True}
+    assert len(play(study_with("exhaustive", space))) == len(space.pool) == 12
+    assert Space.of(TOY, PROBLEM, HERE).fields == FIELDS
+    with pytest.raises(
+        UsageError, match=r"^--space stages: toy searches tile, warps, fast, order$"
+    ):
+        Space.of(TOY, PROBLEM, HERE, {"stages": ["3"]})
+    with pytest.raises(UsageError, match=r"^--space warps=3: expected 1 or 2 or 4 or 8$"):
+        Space.of(TOY, PROBLEM, HERE, {"warps": ["1", "3"]})
+
+
+@dataclass(frozen=True)
+class WideConfig(Config):
+    a: int = 0
+    b: int = 0
+    c: int = 0
+
+
+def wide_space(judge):
+    return Space({name: tuple(range(40)) for name in "abc"}, WideConfig(), judge)
+
+
+def test_of_a_large_product_the_pool_is_a_sample():
+    assert space_module.WHOLE < 40**3
+    asked = Counter()
+
+    def judge(config):
+        asked[config] += 1
+        return None if (config.a + config.b + config.c) % 3 == 0 else "no"
+
+    space = wide_space(judge)
+    assert not space.whole
+    assert len(space.pool) == len(set(space.pool)) == space_module.POOL
+    assert all(judge(space.config(point)) is None for point in space.pool)
+    assert len(asked) < 40**3 / 3
+    assert space.pool == wide_space(judge).pool
+    rare = wide_space(lambda c: None if c.a == c.b == c.c else "no")
+    assert 30 < len(rare.pool) <= 40
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "gp"])
+def test_beyond_the_pool_a_search_goes_on_around_its_best(strategy):
+    def far(config):
+        return (abs(config.a - 31) + abs(config.b - 7) + abs(config.c - 20)) / 10
+
+    space = wide_space(lambda config: None)
+    space.__dict__["pool"] = space.pool[:30]
+    study = study_with(strategy, space)
+    # The study parses configs of the toy's: ask and tell what the sampler gives.
+    tried = []
+    for _ in range(60):
+        trial = study.optuna.ask(distributions_of(space))
+        tried.append(point := space.point(trial.params))
+        trial.set_user_attr("outcome", "ok")
+        study.optuna.tell(trial, 1.0 + far(space.config(point)))
+    assert len(set(tried)) == 60
+    assert set(tried) - set(space.pool)
+    values = [far(space.config(point)) for point in tried]
+    assert min(values) < min(far(space.config(point)) for point in space.pool)
+
+
+def distributions_of(space):
+    return {
+        n: optuna.distributions.CategoricalDistribution(values)
+        for n, values in space.fields.items()
+    }
+
+
+# Strategies.
+
+FATES = {
+    0: measured,
+    1: lambda config: Measurement("slow", 9.0, seconds=0.1),
+    2: lambda config: Measurement("crash", message="it crashed"),
+    3: lambda config: Measurement("timeout", message="it hung"),
+}
+
+
+@pytest.mark.parametrize("objective", ["time", "energy", "both"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_point_twice_and_none_illegal(strategy, objective):
+    """With several under way, some that fail, and some that are given up and come again."""
+    space = toy_space()
+    first = [space.point(ToyConfig(tile=16).as_dict()), space.point(ToyConfig().as_dict())]
+    study = study_with(strategy, space, 3, first, objective)
+    rng, under_way, asked, again = np.random.default_rng(5), {}, [], []
+    while True:
+        try:
+            number, config = study.ask()
+        except Exhausted:
+            break
+        assert reason(config) is None
+        assert config not in under_way.values()
+        asked.append(config)
+        under_way[number] = config
+        if len(asked) == 30:
+            again += under_way.values()
+            study.give_up()
+            under_way.clear()
+        elif len(under_way) == 4:
+            done = int(rng.choice(list(under_way)))
+            study.tell(done, ended := under_way.pop(done), FATES[int(rng.integers(4))](ended))
+    assert asked[:2] == [space.config(point) for point in first]
+    assert set(asked) == {space.config(point) for point in space.pool}
+    assert Counter(asked) - Counter(again) == Counter(set(asked))
+    assert states(study)[TrialState.RUNNING] == len(under_way) <= 4
+    with pytest.raises(Exhausted):
+        study.ask()
+    study.give_up()
+    assert states(study)[TrialState.RUNNING] == 0
+    assert len(study.ask()) == 2  # what was given up is there again
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_that_is_exhausted_leaves_no_trial(strategy):
+    """Asked through Optuna, without the study's own look at what is left."""
+    space = toy_space({"tile": (16, 32), "warps": (1, 2)})
+    study = study_with(strategy, space)
+    assert len(play(study)) == 4
+    with pytest.raises(Exhausted):
+        study.optuna.ask(distributions_of(space))
+    assert states(study) == {TrialState.COMPLETE: 4, TrialState.FAIL: 1}
+    assert len(study.finished()) == 4
+
+
+def test_exhaustive_goes_in_order():
+    space = toy_space()
+    first = [space.pool[7]]
+    expected = [space.config(p) for p in dict.fromkeys([*first, *space.pool])]
+    assert play(study_with("exhaustive", space, first=first)) == expected
+
+
+def test_exhaustive_of_a_large_product_does_not_end_with_the_pool():
+    space = wide_space(lambda c: None if c.b == 3 and c.c == 5 else "no")
+    space.__dict__["pool"] = []
+    sampler = strategy_of("exhaustive", space, 0, ())
+    study = optuna.create_study(sampler=sampler)
+    for i in range(40):
+        trial = study.ask(distributions_of(space))
+        assert trial.params == {"a": i, "b": 3, "c": 5}
+        study.tell(trial, 1.0)
+    with pytest.raises(Exhausted):
+        study.ask(distributions_of(space))
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "gp", "random"])
+def test_the_seed_decides(strategy):
+    one, same, other = (play(study_with(strategy, toy_space(), s), 30) for s in (7, 7, 8))
+    assert one == same
+    assert one != other
+    if strategy != "random":  # the models choose, not the dice alone
+        dice = play(study_with("random", toy_space(), 7), 30)
+        assert one[:RANDOM_FIRST] == dice[:RANDOM_FIRST]
+        assert one[RANDOM_FIRST:] != dice[RANDOM_FIRST:]
+    for seed in (-1, 2**62 - 1):
+        assert len(play(study_with(strategy, toy_space(), seed), 12)) == 12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_study_that_others_add_to(strategy):
+    """Two tuners of different strategies and seeds, in turn, then one that comes later."""
+    storage, space = optuna.storages.InMemoryStorage(), toy_space()
+    mine = study_with(strategy, space, 1, storage=storage)
+    theirs = study_with("random", space, 2, storage=storage)
+    asked = []
+    for _ in range(12):
+        asked += play(mine, 1) + play(theirs, 1)
+    number, running = theirs.ask()
+    late = study_with(strategy, space, 1, storage=storage)
+    asked += [running, *play(late)]
+    assert Counter(asked) == Counter(space.config(point) for point in space.pool)
+    theirs.tell(number, running, measured(running))
+    assert len(late.finished()) == len(space.pool)
+    assert late.best(1) == [min(asked, key=cost)]
+
+
+def test_a_model_learns_from_others():
+    """What other tuners measured is as good as its own: no random start, a good guess at once."""
+    space = toy_space()
+    best = min(map(space.config, space.pool), key=cost)
+    for strategy in ("tpe", "gp"):
+        left = []
+        for seed in range(5):
+            storage = optuna.storages.InMemoryStorage()
+            known = study_with("random", space, seed, storage=storage)
+            play(known, 25, lambda c: Measurement("crash") if c == best else measured(c))
+            study = study_with(strategy, space, seed, storage=storage)
+            if best not in dict(known.finished()):
+                left.append(best in play(study, 8))
+        assert left
+        assert sum(left) > len(left) / 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fields_of_one_value(strategy):
+    space = toy_space({"tile": (64,), "warps": (1, 2, 4), "order": ("row",), "fast": (False, True)})
+    found = play(study_with(strategy, space, first=[(0, 2, 0, 1)]))
+    assert len(found) == 6
+    assert found[0] == ToyConfig(64, 4, True, "row")
+    assert {config.tile for config in found} == {64}
+    only = toy_space({"tile": (64,)})
+    assert play(study_with(strategy, only)) == [ToyConfig()]
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "gp"])
+def test_failures_are_kept_away_from(strategy):
+    """Large tiles fail, which a model sees and dice do not."""
+
+    def failures(name, seed):
+        study = study_with(name, toy_space(legal=lambda _: None), seed)
+        found = play(study, 36, lambda c: Measurement("crash") if c.tile > 64 else measured(c))
+        return sum(config.tile > 64 for config in found[2 * RANDOM_FIRST :])
+
+    counts = {n: statistics.mean(failures(n, s) for s in range(8)) for n in (strategy, "random")}
+    assert counts[strategy] < 0.8 * counts["random"]
+
+
+def test_an_unknown_strategy():
+    with pytest.raises(
+        UsageError, match=r"^--strategy luck: expected tpe, gp, random, exhaustive$"
+    ):
+        strategy_of("luck", toy_space(), 0, ())
+
+
+# The loop.
+
+
+class Clockwork:
+    """Measures several at once on a clock of its own, as a device would."""
+
+    def __init__(self, capacity=1, seconds=lambda config: 1.0, fate=measured):
+        self.capacity, self.seconds, self.fate = capacity, seconds, fate
+        self.clock, self.most = 0.0, 0
+        self.ends, self.configs = {}, {}
+
+    def submit(self, number, config):
+        self.ends[number] = self.clock + self.seconds(config)
+        self.configs[number] = config
+        self.most = max(self.most, len(self.ends))
+
+    def wait(self, timeout):
+        end = self.clock + timeout
+        self.clock = min(end, *self.ends.values(), end)
+        done = [number for number, when in self.ends.items() if when <= self.clock]
+        for number in done:
+            del self.ends[number]
+        return [(number, self.fate(self.configs[number])) for number in done]
+
+    def cancel(self):
+        self.ends.clear()
+
+    def now(self):
+        return self.clock
+
+
+def searched(runner, limits, strategy="random", study=None):
+    """The study, and the configs of which progress was told."""
+    study, told = study or study_with(strategy, toy_space()), []
+    search(study, runner, limits, lambda config, measurement: told.append(config))
+    return study, told
+
+
+def given_up(study):
+    """Trials that failed without an outcome: their configs may be tried again."""
+    return [t for t in study.optuna.get_trials() if t.state == TrialState.FAIL
+            and "outcome" not in t.user_attrs]  # fmt: skip
+
+
+@pytest.mark.parametrize("capacity", [1, 4])
+def test_a_search_ends_with_its_trials(capacity):
+    runner = Clockwork(capacity, lambda config: config.tile / 16)
+    study, told = searched(runner, Limits(11, math.inf))
+    assert states(study) == {TrialState.COMPLETE: 11}
+    assert sorted(map(str, told)) == sorted(str(config) for config, _ in study.finished())
+    assert runner.most == capacity
+    # Those of this run count for the next one.
+    study, told = searched(runner, Limits(16, math.inf), study=study)
+    assert (len(told), len(study.finished())) == (5, 16)
+    study, told = searched(runner, Limits(16, math.inf), study=study)
+    assert (told, len(study.finished())) == ([], 16)
+
+
+def test_a_search_ends_with_its_space():
+    study, told = searched(Clockwork(8), FOREVER)
+    assert len(told) == len(set(told)) == len(study.space.pool)
+    assert given_up(study) == []
+
+
+def test_results_that_come_together_are_all_told():
+    runner = Clockwork(5)
+    _, told = searched(runner, Limits(15, math.inf))
+    assert runner.clock == 3
+    assert len(set(told)) == 15
+
+
+def test_a_search_ends_at_its_deadline():
+    runner = Clockwork(3, lambda config: 2.0)
+    study, told = searched(runner, Limits(100, 7.0))
+    assert runner.clock == 7
+    assert len(told) == 9
+    assert runner.ends == {}
+    assert len(given_up(study)) == 3
+    assert states(study) == {TrialState.COMPLETE: 9, TrialState.FAIL: 3}
+    # They are asked for again.
+    runner.clock = 0
+    searched(runner, FOREVER, study=study)
+    finished = [config for config, _ in study.finished()]
+    assert Counter(finished) == Counter(study.space.config(p) for p in study.space.pool)
+
+
+def test_something_is_tried_however_little_time_there_is():
+    study, told = searched(Clockwork(1, lambda config: GRACE_S - 1), Limits(100, 0.0))
+    assert len(told) == 1
+    assert given_up(study) == []
+    runner = Clockwork(2, lambda config: GRACE_S + 1)
+    late, told = searched(runner, Limits(100, 0.0))
+    assert (told, runner.clock) == ([], GRACE_S)
+    assert len(given_up(late)) == 2
+    runner = Clockwork()
+    searched(runner, Limits(100, 0.0), study=study)  # of which something is known
+    assert runner.clock == 0
+    assert len(study.finished()) == 1
+
+
+def test_a_replay_gives_up_at_its_deadline_too():
+    space = toy_space()
+    every = {config: measured(config) for config in map(space.config, space.pool)}
+    runner = ReplayRunner(every, slots=2)
+    study, told = searched(runner, Limits(100, 3.5), study=study_with("exhaustive", space))
+    assert len(told) == 3
+    assert runner.now() == 3.5
+    assert len(given_up(study)) == 2
+    searched(runner, Limits(100, 4.5), study=study)
+    assert [config for config, _ in study.finished()] == list(every)[:4]
+
+
+def test_failures_are_logged_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path))
+    wrong = Measurement("wrong", message="qt: 7 of 9 differ\nsecond line")
+    study, _ = searched(Clockwork(fate=lambda c: wrong if c.fast else measured(c)), FOREVER)
+    failed = [config for config, m in study.finished() if not m.measured]
+    assert len(failed) == sum(config.fast for config, _ in study.finished()) > 10
+    text = study.log.read_text()
+    assert text.count("qt: 7 of 9 differ\nsecond line\n") == len(failed)
+    assert all(str(config.as_dict()) in text for config in failed)
+    assert study.best(3) == sorted(study.best(3), key=cost)
+
+
+class Breaking(Clockwork):
+    """Fails at one of its methods, after some calls."""
+
+    def __init__(self, where, after, error):
+        super().__init__(3)
+        self.where, self.left, self.error = where, after, error
+
+    def _step(self, name):
+        if name == self.where:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+
+    def submit(self, number, config):
+        self._step("submit")
+        super().submit(number, config)
+
+    def wait(self, timeout):
+        self._step("wait")
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "^C"]
+)
+@pytest.mark.parametrize("where", ["submit", "wait"])
+def test_whatever_ends_a_search_leaves_no_trial_running(where, error):
+    study, runner = study_with("random", toy_space()), Breaking(where, 4, error)
+    with pytest.raises(type(error)):
+        searched(runner, FOREVER, study=study)
+    assert states(study)[TrialState.RUNNING] == 0
+    assert runner.ends == {}
+    assert len(given_up(study)) > 0
+    searched(Clockwork(), FOREVER, study=study)
+    assert len(study.finished()) == len(study.space.pool)
+
+
+def test_progress_that_fails_leaves_no_trial_running():
+    study = study_with("random", toy_space())
+    with pytest.raises(ZeroDivisionError):
+        search(study, Clockwork(3), FOREVER, lambda *_: 1 // 0)
+    assert states(study) == {TrialState.COMPLETE: 1, TrialState.FAIL: 2}
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "gp", "random"])
+def test_both_objectives_find_the_least_product_and_the_pareto_set(strategy):
+    def fate(config):
+        ms = cost(config)
+        return Measurement("ok", ms, joules=1.0 + abs(ms - 1.4))
+
+    study = study_with(strategy, toy_space(), objective="both")
+    search(study, Clockwork(2, fate=fate), Limits(40, math.inf), lambda *_: None)
+    done = dict(study.finished())
+    assert study.best(1) == [min(done, key=lambda c: done[c].ms * done[c].joules)]
+    pareto = {(t.values[0], t.values[1]) for t in study.optuna.best_trials}
+    assert len(pareto) > 1
+    for ms, joules in pareto:
+        assert not any(m.ms <= ms and m.joules <= joules and (m.ms, m.joules) != (ms, joules)
+                       for m in done.values())  # fmt: skip
+
+
+def test_a_time_without_an_energy_is_no_value():
+    study = study_with("random", toy_space(), objective="energy")
+    play(study, 3, lambda c: Measurement("slow", 5.0))
+    assert states(study) == {TrialState.FAIL: 3}
+    assert study.best(1) == []
+    assert len(study.finished()) == 3
+
+
+# The last word.
+
+
+def samples(ms, seed=0, noise=0.0, drift=None, count=15):
+    """A timing; the drift is another one's too, the noise is its own."""
+    rng = np.random.default_rng(seed)
+    values = ms * np.exp(rng.normal(0, noise, count)) * (1.0 if drift is None else drift[:count])
+    return Timing.of(values)
+
+
+def drifting(seed, count=15):
+    """A clock that wanders by 3% a round."""
+    return np.exp(np.cumsum(np.random.default_rng(1000 + seed).normal(0, 0.03, count)))
+
+
+def wins(gain, noise, count=15, tries=200):
+    """How often a challenger that is so much faster is said to be."""
+    found = 0
+    for seed in range(tries):
+        drift = drifting(seed, count)
+        held = samples(1.0, 2 * seed, noise, drift, count)
+        found += beats(samples(1 - gain, 2 * seed + 1, noise, drift, count), held, "time")
+    return found / tries
+
+
+def test_a_gain_must_exceed_the_noise():
+    assert wins(0.01, 0.001) == 1
+    assert wins(0.01, 0.05) < 0.1
+    assert wins(0.1, 0.05) > 0.9
+    assert wins(0.0, 0.05) < 0.05
+    assert wins(0.0, 0.0) == 0
+    assert wins(-0.05, 0.001) == 0
+
+
+def test_a_gain_below_half_a_percent_is_not_worth_it():
+    assert wins(0.002, 0.0005) == 0
+    assert wins(0.004, 0.0) == 0
+    assert wins(0.006, 0.0) == 1
+
+
+def test_fewer_samples_must_all_agree():
+    held = Timing.of([1.0, 1.1, 1.2])
+    assert beats(Timing.of([0.98, 1.07, 1.17]), held, "time")
+    assert not beats(Timing.of([0.90, 1.00, 1.21]), held, "time")
+    # A tuner that had to hurry has fewer of one than of the other: the first of both are paired.
+    assert beats(Timing.of([0.98, 1.07, 1.17]), Timing.of([1.0, 1.1, 1.2, 0.1, 0.1]), "time")
+    assert wins(0.01, 0.001, count=4) == 1
+
+
+def test_what_is_compared_is_the_objective():
+    quick, frugal = Timing.of([1.0] * 9), Timing.of([1.2] * 9)
+    quick, frugal = (dataclasses.replace(t, watts=w) for t, w in ((quick, 600.0), (frugal, 450.0)))
+    assert beats(quick, frugal, "time")
+    assert not beats(frugal, quick, "time")
+    assert beats(frugal, quick, "energy")  # 0.54 J against 0.6 J
+    assert not beats(quick, frugal, "energy")
+    assert beats(quick, frugal, "both")  # 0.6 against 0.648 ms·J
+    unread = dataclasses.replace(quick, watts=None)
+    assert not beats(unread, frugal, "energy")
+    assert not beats(frugal, unread, "energy")
+
+
+class Comparer:
+    """Compares by known timings; None of one stands for a wrong result.
+
+    Args:
+        crashing: configs that end a comparison they are in; two that must be in it together.
+    """
+
+    def __init__(self, timings, crashing=(), together=(), flukes=0):
+        self.timings, self.crashing, self.together = timings, crashing, together
+        self.flukes, self.asked = flukes, []
+
+    def compare(self, configs, budget_s):
+        self.asked.append(list(configs.values()))
+        if self.flukes:
+            self.flukes -= 1
+            raise RunnerError("killed from outside")
+        for config in configs.values():
+            if config in self.crashing:
+                raise RunnerError(f"tile {config.tile} crashed")
+        if self.together and set(self.together) <= set(configs.values()):
+            raise RunnerError("out of memory")
+        good = {label: c for label, c in configs.items() if self.timings[c] is not None}
+        failed = {label: "wrong" for label in configs if label not in good}
+        peers = {"cublas_bf16": Timing.of([2.0] * 15)}
+        return Comparison({label: self.timings[c] for label, c in good.items()}, peers, failed)
+
+
+A, B, C, D, E = (ToyConfig(tile=tile) for tile in (16, 32, 64, 128, 256))
+
+
+def timed(**ms):
+    """Quiet timings of the configs by their names."""
+    configs = {"a": A, "b": B, "c": C, "d": D, "e": E}
+    return {configs[name]: None if value is None else samples(value, seed, 0.0005)
+            for seed, (name, value) in enumerate(ms.items())}  # fmt: skip
+
+
+def test_the_best_finalist_wins():
+    runner = Comparer(timed(a=1.0, b=0.9, c=0.8))
+    final = decide(runner, [B, C], A, A, False, "time", 5.0)
+    assert final.config == C
+    assert not final.kept
+    assert final.timing == runner.timings[C]
+    assert final.default == final.before == runner.timings[A]
+    assert final.gain == pytest.approx(1.25, rel=0.01)
+    assert final.vs_peer == {"cublas_bf16": pytest.approx(2.5, rel=0.01)}
+    assert runner.asked == [[A, B, C]]  # once, and all in turn
+    assert final.as_dict() == {
+        "config": C.as_dict(), "ms": final.timing.ms, "ms_p20": final.timing.ms_p20,
+        "ms_p80": final.timing.ms_p80, "joules": None, "default_ms": runner.timings[A].ms,
+        "incumbent_ms": runner.timings[A].ms, "gain": final.gain, "kept": False,
+        "vs_peer": final.vs_peer,
+    }  # fmt: skip
+    json.dumps(final.as_dict(), allow_nan=False)
+
+
+def test_the_incumbent_is_kept_unless_it_is_beaten():
+    final = decide(Comparer(timed(a=1.0, b=0.8, c=0.798)), [C], A, B, True, "time", 5.0)
+    assert (final.config, final.kept) == (B, True)
+    assert final.timing == final.before
+    final = decide(Comparer(timed(a=1.0, b=0.8, c=0.78)), [C], A, B, True, "time", 5.0)
+    assert (final.config, final.kept) == (C, False)
+    assert final.before.ms == pytest.approx(0.8, rel=0.01)
+
+
+def test_the_default_beats_a_bad_incumbent():
+    final = decide(Comparer(timed(a=1.0, b=1.5, c=1.1)), [C], A, B, True, "time", 5.0)
+    assert (final.config, final.kept, final.gain) == (A, False, 1.0)
+
+
+def test_the_nearest_problems_config_is_timed_but_need_not_be_beaten():
+    final = decide(Comparer(timed(a=1.0, b=0.5, c=0.9)), [C], A, B, False, "time", 5.0)
+    assert (final.config, final.kept) == (B, False)  # it was timed: it may win
+    final = decide(Comparer(timed(a=1.0, b=1.5, c=0.9)), [C], A, B, False, "time", 5.0)
+    assert final.config == C
+    assert final.before.ms == pytest.approx(1.5, rel=0.01)
+    final = decide(Comparer(timed(a=1.0, b=1.5, c=0.999)), [C], A, B, False, "time", 5.0)
+    assert (final.config, final.kept) == (A, True)  # the default is what has to be beaten
+
+
+def test_a_default_that_fails():
+    final = decide(Comparer(timed(a=None, b=0.9, c=0.8)), [B, C], A, A, False, "time", 5.0)
+    assert final.config == C
+    assert final.default is final.before is final.gain is None
+    assert not final.kept
+    assert final.failed == {str(A.as_dict()): "wrong"}
+    assert final.as_dict()["default_ms"] is None
+    with pytest.raises(WrongResultError, match=r"^no config is right: wrong$"):
+        decide(Comparer(timed(a=None, b=None)), [B], A, A, False, "time", 5.0)
+
+
+def test_what_is_known_to_fail_is_not_run_again():
+    runner = Comparer(timed(b=0.9))
+    final = decide(runner, [B], A, A, False, "time", 5.0, {A: "it hung"})
+    assert runner.asked == [[B]]
+    assert final.failed == {str(A.as_dict()): "it hung"}
+    with pytest.raises(WrongResultError, match=r"^no config is right: it hung$"):
+        decide(runner, [], A, A, False, "time", 5.0, {A: "it hung"})
+
+
+def test_a_comparison_that_crashes_goes_on_without_the_culprits():
+    runner = Comparer(timed(a=1.0, b=0.9, d=0.7, e=0.8), crashing=(B, D))
+    final = decide(runner, [B, D, E], A, A, False, "time", 5.0)
+    assert final.config == E
+    assert final.failed == {str(c.as_dict()): f"tile {c.tile} crashed" for c in (B, D)}
+    assert runner.asked == [[A, B, D, E], [A], [B], [D], [E], [A, E]]
+
+
+def test_a_comparison_whose_worker_was_killed_is_repeated():
+    runner = Comparer(timed(a=1.0, b=0.9), flukes=1)
+    final = decide(runner, [B], A, A, False, "time", 5.0)
+    assert final.config == B
+    assert final.failed == {}
+    assert runner.asked == [[A, B], [A], [B], [A, B]]
+
+
+def test_finalists_that_do_not_run_together():
+    runner = Comparer(timed(a=1.0, b=0.9), together=(A, B))
+    with pytest.raises(JetfireError, match="run alone but not in turn: out of memory"):
+        decide(runner, [B], A, A, False, "time", 5.0)
+
+
+@pytest.mark.parametrize(("objective", "winner"), [("time", A), ("energy", B), ("both", C)])
+def test_the_objective_decides(objective, winner):
+    watts = {A: 700.0, B: 300.0, C: 420.0}
+    plain = timed(a=1.0, b=1.6, c=1.2)  # 0.7, 0.48, 0.504 J; 0.7, 0.77, 0.60 ms·J
+    runner = Comparer({c: dataclasses.replace(t, watts=watts[c]) for c, t in plain.items()})
+    final = decide(runner, [B, C], A, A, False, objective, 5.0)
+    assert final.config == winner
+    assert final.kept == (winner == A)
+    assert final.as_dict()["joules"] == pytest.approx(watts[winner] * final.timing.ms / 1e3)
+
+
+# Recordings.
+
+
+def small_recording():
+    """Of the real kernel, since a file names it."""
+    kernel = ops.get_kernel("transpose", "triton")
+    fields = {"tile_m": [32, 64], "warps": [1, 2, 4]}
+    base = kernel.default(PROBLEM, HERE)
+    space = Space(fields, base, lambda _: None)
+    configs = [space.config(point) for point in space.pool]
+    fates = [
+        Measurement("ok", 0.0123456789, 0.012, 0.013, 0.5, seconds=1.23456),
+        Measurement("slow", 1.0, seconds=0.1),
+        Measurement("crash", seconds=2.0),
+        Measurement("ok", 0.02, 0.019, 0.021, seconds=1.0),
+        Measurement("timeout", seconds=30.0),
+    ]
+    trials = dict(zip(configs, fates, strict=False))
+    return Recording(kernel, PROBLEM, {"name": "Some CPU"}, fields, base, trials)
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.json.gz"])
+def test_a_recording_comes_back(tmp_path, name):
+    recording, file = small_recording(), tmp_path / name
+    recording.save(file)
+    found = Recording.load(file)
+    assert (found.kernel, found.problem, found.device, found.fields, found.base) == (
+        recording.kernel, recording.problem, recording.device, recording.fields, recording.base,
+    )  # fmt: skip
+    assert list(found.trials) == list(recording.trials)
+    for kept, made in zip(found.trials.values(), recording.trials.values(), strict=True):
+        assert kept.outcome == made.outcome
+        assert kept.joules == made.joules
+        for field in ("ms", "ms_p20", "ms_p80", "seconds"):
+            rounded = getattr(made, field)
+            assert getattr(kept, field) == (rounded and pytest.approx(rounded, rel=1e-3))
+    assert found.optimum_ms == pytest.approx(0.0123456789, rel=1e-4)
+    assert len(found.space().pool) == 5  # one of six was not recorded
+    assert file.read_bytes()[:2] == (b"\x1f\x8b" if name.endswith(".gz") else b'{"')
+    content = file.read_bytes()
+    found.save(file)
+    assert file.read_bytes() == content
+    with pytest.raises(UsageError, match=f"^cannot write {tmp_path}/no/{name}: No such file"):
+        recording.save(tmp_path / "no" / name)
+
+
+def plain():
+    """A recording's content, to be broken."""
+    return json.loads(gzip.decompress((DATA / "gemm-triton-h200.json.gz").read_bytes()))
+
+
+def changed(**fields):
+    return json.dumps({**plain(), **fields}).encode()
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+WHOLE = (DATA / "gemm-triton-h200.json.gz").read_bytes()
+BROKEN = {
+    "empty.json": (b"", "is no recording of the tuner: JSONDecodeError"),
+    "text.json": (b"hello", "is no recording of the tuner: JSONDecodeError"),
+    "binary.json": (WHOLE, "is no recording of the tuner: UnicodeDecodeError"),
+    "list.json": (b"[1, 2]", "is no recording of the tuner: TypeError"),
+    "other.json": (b'{"rows": []}', "is no recording of the tuner: KeyError: 'schema'"),
+    "deep.json": (b"[" * 100_000, "is no recording of the tuner: RecursionError"),
+    "plain.json.gz": (changed(), "is no recording of the tuner: BadGzipFile"),
+    "empty.json.gz": (b"", "is no recording of the tuner: "),
+    "cut.json.gz": (WHOLE[: len(WHOLE) // 2], "is no recording of the tuner: EOFError"),
+    "flipped.json.gz": (flipped(WHOLE, len(WHOLE) // 2), "is no recording of the tuner: "),
+    "sum.json.gz": (flipped(WHOLE, len(WHOLE) - 5), "is no recording of the tuner: BadGzipFile"),
+    "schema.json": (changed(schema=99), "schema 99, expected 1"),
+    "op.json": (changed(op="gem"), "gem"),
+    "kernel.json": (changed(kernel="gone"), "gone"),
+    "base.json": (changed(base={"tile": 1}), "no config field 'tile'"),
+    "form.json": (changed(base=[]), "is no recording of the tuner: AttributeError"),
+    "problem.json": (changed(problem={"m": 0, "n": 1, "k": 1}), "m=0: expected an integer"),
+    "row.json": (changed(trials=[[1, 2]]), "is no recording of the tuner: ValueError"),
+    "rank.json": (changed(trials=[[99, 0, 0, 0, 0, 0, 1, 1, 1, None, 1]]),
+                  "is no recording of the tuner: IndexError"),
+    "none.json": (changed(trials=[]), "none of its configs was timed"),
+}  # fmt: skip
+
+
+def tune(capsys, *words):
+    """The command in this process: exit code, stdout, lines on stderr."""
+    code = cli.execute("tune", [*map(str, words)])
+    out, errors = capsys.readouterr()
+    assert "Traceback" not in errors, errors
+    return code, out, errors.splitlines()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_recording_is_one_clear_line(capsys, tmp_path, name):
+    content, says = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    code, out, errors = tune(capsys, "--replay", tmp_path / name)
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert str(tmp_path / name) in errors[0]
+    assert says in errors[0]
+
+
+def test_the_command_replays(capsys, tmp_path):
+    file = DATA / "gemm-wgmma-h200.json.gz"
+    code, out, errors = tune(capsys, "--replay", file, "--strategy", "gp", "--seed", 1)
+    assert (code, errors) == (0, [])
+    assert out.count("\n") == 1
+    assert out.startswith("gemm/wgmma m=8192 n=3072 k=1024 block=128")
+    assert "gp found 0.048653 ms after 80 of 530 configs, the optimum is 0.048653 ms" in out
+    code, out, _ = tune(capsys, "--replay", file, "--strategy", "random", "--trials", 5)
+    assert (code, "after 5 of 530 configs" in out) == (0, True)
+    code, _, errors = tune(capsys, "--replay", file, "--strategy", "luck")
+    assert code == 2
+    assert errors == ["jetfire: --strategy luck: expected tpe, gp, random, exhaustive"]
+    code, _, errors = tune(capsys, "--replay", tmp_path / "no.json")
+    assert code == 2
+    assert errors == [f"jetfire: cannot read {tmp_path}/no.json: No such file or directory"]
+
+
+# What profiles are shipped for.
+
+
+@pytest.fixture(scope="module")
+def shipped_cases():
+    return shipped.cases()
+
+
+def test_every_op_block_and_model_is_shipped(shipped_cases):
+    assert len(shipped_cases) == len(set(shipped_cases))
+    problems = {(case.op.name, case.problem) for case in shipped_cases}
+    for name, block, workload in itertools.product(ops.names(), BLOCKS, shipped.WORKLOADS):
+        op = ops.get(name)
+        # A square GEMM is the same backward, but for the sums that wgrad may add to.
+        for mode in op.modes[:1] if (name, workload) == ("gemm", "square") else op.modes:
+            wanted = workloads.problems(op, workload, mode, {"block": block})
+            assert wanted
+            assert {(name, problem) for problem in wanted} <= problems
+    assert set(shipped.WORKLOADS) == {*workloads.MODELS, "square"}
+
+
+def test_every_output_of_the_gemm_is_shipped(shipped_cases):
+    gemms = [case.problem for case in shipped_cases if case.op.name == "gemm"]
+    squares = {
+        (p.m, p.block, p.out) for p in gemms if p.m == p.n == p.k and p.m in workloads.SQUARES
+    }
+    assert squares >= set(itertools.product(workloads.SQUARES, (32, 64, 128),
+                                            ("bf16", "fp16", "fp32", "int8")))  # fmt: skip
+    for model in workloads.MODELS.values():
+        for out_features, in_features in model.linears():
+            for out in ("bf16", "int8"):
+                forward = (model.tokens, out_features, in_features, out)
+                assert {p.block for p in gemms if (p.m, p.n, p.k, p.out) == forward} == {
+                    32,
+                    64,
+                    128,
+                }
+
+
+def test_a_kernel_takes_each_shipped_problem(shipped_cases):
+    device = target_device((9, 0))
+    for case in shipped_cases:
+        kernels = ops.kernels(case.op.name).values()
+        assert any(
+            kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
+            and kernel.space(case.problem, device)
+            for kernel in kernels
+        ), str(case)
+
+
+def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
+    some = shipped.cases(["gelu", "add"], ["64"])
+    assert some == [c for name in ("gelu", "add") for c in shipped_cases
+                    if c.op.name == name and c.problem.block == 64]  # fmt: skip
+    with pytest.raises(UsageError, match="block=33"):
+        shipped.cases([], ["33"])
+
+
+# The command.
+
+SERVER = """
+import contextlib, io, json, os, sys
+from jetfire import cli
+from jetfire.ops import profiles
+for line in sys.stdin:
+    words, environment = json.loads(line)
+    os.environ.update(environment)
+    profiles.forget()
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = cli.execute("tune", words)
+    print(json.dumps([code, out.getvalue(), errors.getvalue()]), flush=True)
+"""
+SMALL = ("transpose", "--m", "64", "--block", "32", "--device", "cpu", "--peer", "none")
+
+
+@contextmanager
+def serving():
+    """A process with Triton's interpreter, GPU or not, that runs one command after another."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as process:
+        yield process
+
+
+@pytest.fixture
+def interpreted(server, tmp_path):
+    """`jetfire-tune` there, with studies and profiles of the test's own."""
+    environment = {"JETFIRE_PROFILES": str(tmp_path / "profiles"),
+                   "JETFIRE_STUDIES": str(tmp_path / "studies")}  # fmt: skip
+
+    def tune(*words):
+        server.stdin.write(json.dumps([[*map(str, words)], environment]) + "\n")
+        server.stdin.flush()
+        code, out, errors = json.loads(server.stdout.readline())
+        assert "Traceback" not in errors, errors
+        return code, out, errors.splitlines()
+
+    return tune
+
+
+def entries(tmp_path):
+    files = list((tmp_path / "profiles").rglob("*.json"))
+    return [entry for file in files for entry in json.loads(file.read_text())["entries"]]
+
+
+def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
+    page, kept = tmp_path / "r.html", tmp_path / "r.json.gz"
+    journal = tmp_path / "t.journal"
+    arguments = (*SMALL, "--storage", journal)
+    code, out, errors = interpreted(*arguments, "--trials", 3, "--report", page, "--record", kept)
+    assert code == 0, errors[-3:]
+    (entry,) = entries(tmp_path)
+    assert (entry["kernel"], entry["trials"], entry["strategy"]) == ("triton", 3, "tpe")
+    assert entry["problem"] == PROBLEM.as_dict()
+    assert entry["ms_p20"] <= entry["ms"] <= entry["ms_p80"]
+    assert entry["ms"] <= 1.01 * entry["default_ms"]
+    assert errors[0] == f"jetfire: [1/1] transpose/triton {PROBLEM}"
+    assert any("trial 1: " in line for line in errors)
+    assert "64×64 block=32" in out
+    assert "written" in out
+    assert "defaults' speed, geometric mean of 1" in out
+    assert not (tmp_path / "studies").exists()
+    recording = Recording.load(kept)
+    assert len(recording.trials) == 3
+    default = recording.kernel.default(PROBLEM, HERE)
+    assert next(iter(recording.trials)) == default == recording.base
+    assert "<html" in page.read_text()
+    # The profile is listed, and looked up.
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
+    profiles.forget()
+    code, out, _ = tune(capsys, "show", "transpose", "--json")
+    assert code == 0
+    shown = [record for record in json.loads(out) if not record["shipped"]]
+    assert [record["config"] for record in shown] == [entry["config"]]
+    assert shown[0]["state"] == "current"
+    profiles.forget()
+    # The same command has nothing to do; one that wants more goes on.
+    code, _, errors = interpreted(*arguments, "--trials", 3)
+    assert code == 0
+    assert "tuned already, 3 trials: a higher --trials goes on" in errors[-1]
+    before = journal.read_bytes()
+    _, _, errors = interpreted(*arguments, "--missing", "--trials", 5)
+    assert "tuned for them already" in errors[-1]
+    assert journal.read_bytes() == before
+    code, out, errors = interpreted(*arguments, "--trials", 5)
+    assert code == 0, errors[-3:]
+    assert "3 trials known" in errors[0]
+    (entry,) = entries(tmp_path)
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(journal))
+    )
+    (name,) = optuna.get_all_study_names(storage)
+    study = optuna.load_study(study_name=name, storage=storage)
+    assert [t.state for t in study.get_trials()] == [TrialState.COMPLETE] * 5
+    assert len({tuple(t.params.items()) for t in study.get_trials()}) == 5
+    assert study.user_attrs["final"]["config"] in [entry["config"], default.as_dict()]
+    assert study.user_attrs["strategy"] == "tpe"
+
+
+def test_a_small_space_is_searched_whole(interpreted, tmp_path):
+    code, _, errors = interpreted(*SMALL, "--space", "tile_m=32", "--space", "tile_n=32,32",
+                                    "--space", "warps=1,2", "--trials", 9)  # fmt: skip
+    assert code == 0, errors[-3:]
+    (entry,) = entries(tmp_path)
+    assert (entry["trials"], entry["strategy"]) == (2, "exhaustive")
+
+
+def test_a_dry_run_measures_nothing(interpreted, tmp_path):
+    code, out, errors = interpreted(*SMALL, "--dry-run", "--space", "warps=4,8")
+    assert (code, errors) == (0, [])
+    assert out.splitlines()[0].endswith("(CPU): 1 searches")
+    assert out.splitlines()[1] == f"transpose/triton {PROBLEM}: 48 configs, 24 legal"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_skips_what_is_tuned(interpreted, tmp_path):
+    """Half of the problems have a profile."""
+    kernel = ops.get_kernel("transpose", "triton")
+    cpu = Device.parse("cpu")
+    origin = profiles.provenance(kernel, cpu, None)
+    tuned = profiles.Entry(
+        "triton", PROBLEM.as_dict(), kernel.default(PROBLEM, cpu).as_dict(), 1.0, 1.0, 1.0, 9, 1.0,
+        None, "time", {}, 3, "tpe", origin,
+    )  # fmt: skip
+    stale = dataclasses.replace(
+        tuned, problem={**PROBLEM.as_dict(), "block": 64}, provenance={**origin, "source": "old"}
+    )
+    profiles.save(tmp_path / "profiles", cpu, "transpose", [tuned, stale])
+    every = ("transpose", "--m", "64", "--block", "32,64,128", "--device", "cpu", "--dry-run")
+    assert len(interpreted(*every)[1].splitlines()) == 4
+    code, out, _ = interpreted(*every, "--missing")
+    assert code == 0
+    assert [line.split(":")[0].split("=")[-1] for line in out.splitlines()[1:]] == ["64", "128"]
+
+
+def test_shards_split_all_the_work(interpreted):
+    every = ("transpose", "gelu", "--m", "64,128", "--device", "cpu", "--dry-run")
+
+    def searches(*words):
+        code, out, errors = interpreted(*every, *words)
+        assert code == 0, errors
+        return out.splitlines()[1:]
+
+    whole = searches()
+    parts = [searches("--shard", f"{i}/3") for i in range(3)]
+    assert len(whole) == 12
+    assert sorted(line for part in parts for line in part) == sorted(whole)
+    assert {len(part) for part in parts} == {4}
+
+
+BAD = {
+    ("--effort", "heroic"): "--effort heroic: expected quick or full",
+    ("--objective", "money"): "--objective money: expected time, energy, both",
+    ("--strategy", "luck"): "--strategy luck: expected tpe, gp, random, exhaustive",
+    ("--shard", "3/3"): "--shard 3/3: expected I/N with 0 ≤ I < N",
+    ("--shard", "1"): "--shard 1: expected I/N",
+    ("--shard", "-1/2"): "--shard -1/2: expected I/N",
+    ("--shard", "0/0"): "--shard 0/0: expected I/N",
+    ("--space", "stages=3"): "--space stages: triton searches tile_m, tile_n, warps",
+    ("--space", "tile_m=33"): "--space tile_m=33: expected 32 or 64 or 128 or 256",
+    ("--space", "tile_m"): "--space tile_m: expected field=value",
+    ("--budget", "soon"): "--budget soon: expected a time",
+    ("--budget", "0"): "--budget 0: expected a time",
+    ("--budget", "nan"): "--budget nan: expected a time",
+    ("--budget", "-5m"): "--budget -5m: expected a time",
+    ("--trial-timeout", "1x"): "--trial-timeout 1x: expected a time",
+    ("--trials", "0"): "--trials 0: expected at least 1",
+    ("--trials", "many"): "--trials many: expected an integer",
+    ("--seed", "x"): "--seed x: expected an integer",
+    ("--data", "bogus"): "--data bogus: expected one of normal",
+    ("--kernel", "bogus"): "no kernel 'bogus': expected one of",
+    ("--storage", "foo://bar"): "cannot open --storage foo://bar: ",
+    ("--device", "tpu"): "device 'tpu': expected auto, cpu, cuda or cuda:N",
+    ("--block", "33"): "block=33: expected 32 or 64 or 128",
+    ("--workload", "gpt9"): "no workload 'gpt9'",
+    ("--report", "/no/such/r.html"): "/no/such/r.html: cannot be written: No such file",
+    ("--record", "/no/such/r.json"): "/no/such/r.json: cannot be written: No such file",
+    ("--objective", "energy"): "has no energy counter to read",
+    ("--objective", "both"): "has no energy counter to read",
+    ("--nonsense",): "no option --nonsense: expected one of --m",
+    ("--all",): "only OP and --block narrow",
+}
+
+
+def test_a_bad_option_is_one_line(interpreted, tmp_path):
+    for words, says in BAD.items():
+        code, out, errors = interpreted(*SMALL, *words)
+        assert (code, out, len(errors)) == (2, "", 1), (words, code, errors)
+        assert says in errors[0], words
+    assert not (tmp_path / "profiles").exists()
+    code, _, errors = interpreted("nonsense")
+    assert (code, len(errors)) == (2, 1)
+    assert "nonsense" in errors[0]
+
+
+def test_all_takes_ops_and_blocks(interpreted):
+    code, out, errors = interpreted("transpose", "--all", "--block", "64", "--dry-run",
+                                    "--device", "cpu")  # fmt: skip
+    assert code == 0, errors
+    count = len(shipped.cases(["transpose"], ["64"]))
+    assert out.splitlines()[0].endswith(f": {count} searches")
+    assert len(out.splitlines()) == 1 + count
+    for option in (("--m", "64"), ("--n", "64"), ("--k", "64"), ("--set", "rounding=nearest"),
+                   ("--workload", "gpt2-350m")):  # fmt: skip
+        code, _, errors = interpreted("--all", *option, "--device", "cpu", "--dry-run")
+        assert (code, len(errors)) == (2, 1)
+        assert "only OP and --block narrow" in errors[0]
+
+
+def test_what_the_options_default_to():
+    """As the help says: quick, tpe, time; profiles are written."""
+    asked = Asked([], [], "cpu", 600.0)
+    assert (asked.effort, asked.strategy, asked.objective, asked.keep) == (
+        "quick", "tpe", "time", True,
+    )  # fmt: skip
+
+
+# What a person sees.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The display's."""
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def test_lines_where_there_is_no_terminal(capsys):
+    with Display("time", 2) as display:
+        display.begin("gemm/triton m=1", 4, 60.0, [])
+        display.trial(C, Measurement("ok", 2.0))
+        display.trial(A, Measurement("ok", 3.0))  # no better: no line
+        display.trial(B, Measurement("crash", message="first line\nsecond line"))
+        display.trial(D, Measurement("slow", 9.0))
+        display.trial(E, Measurement("ok", 1.0))
+        display.begin("gemm/wgmma m=1", 4, 60.0, [(A, Measurement("ok", 2.0))])
+        display.trial(B, Measurement("wrong"))
+        display.note("[bold]as it is[/bold]")
+    out, errors = capsys.readouterr()
+    assert out == ""
+    text = display_module.config_text
+    assert errors.splitlines() == [
+        "jetfire: [1/2] gemm/triton m=1",
+        f"jetfire:   trial 1: 2 ms (1.00× the first) {text(C)}",
+        f"jetfire:   crash: {text(B)}: first line",
+        f"jetfire:   trial 5: 1 ms (2.00× the first) {text(E)}",
+        "jetfire: [2/2] gemm/wgmma m=1, 1 trials known",
+        f"jetfire:   wrong: {text(B)}: ",
+        "jetfire: [bold]as it is[/bold]",
+    ]
+    assert text(C) == "tile=64 warps=4 fast=False order=row"
+
+
+def rendered(display):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    console.print(display.table())
+    return console.file.getvalue()
+
+
+def test_the_table_of_a_search(clock):
+    display = Display("time", 3)
+    assert "best so far" not in rendered(display)
+    known = [(A, Measurement("ok", 4.0)), (B, Measurement("timeout"))]
+    display.begin("gemm/triton m=4096", 10, 600.0, known)
+    text = rendered(display)
+    assert "[1/3] gemm/triton m=4096" in text
+    assert "2 of 10: ok 1 · timeout 1" in text
+    assert "at most 10:00" in text  # the budget: nothing is known of how fast it goes
+    clock.seconds += 20
+    for config, found in ((C, Measurement("ok", 2.5)), (D, Measurement("slow", 9.0)),
+                          (E, Measurement("ok", 3.0)), (B, Measurement("wrong"))):  # fmt: skip
+        display.trial(config, found)
+    text = rendered(display)
+    assert "2.5 ms (1.60× the first)" in text
+    assert display_module.config_text(C) in text
+    assert "6 of 10: ok 3 · slow 1 · timeout 1 · wrong 1" in text
+    assert "at most 0:20" in text  # 5 s each, 4 to go
+    clock.seconds += 575
+    assert "at most 0:05" in rendered(display)
+    clock.seconds += 60
+    assert "at most 0:00" in rendered(display)
+
+
+@pytest.mark.parametrize(("objective", "unit"), [("energy", "J"), ("both", "ms·J")])
+def test_the_table_of_other_objectives(objective, unit):
+    display = Display(objective, 1)
+    display.begin("gemm/triton", 10, 600.0, [(A, Measurement("ok", 4.0))])  # without an energy
+    assert "best so far" not in rendered(display)
+    display.trial(B, Measurement("ok", 2.0, joules=0.5))
+    value = {"energy": 0.5, "both": 1.0}[objective]
+    assert f"{value:g} {unit} (1.00× the first)" in rendered(display)
+
+
+def test_a_terminal_gets_the_table_and_lines_above_it():
+    file = io.StringIO()
+    display = Display("time", 1)
+    display._console = Console(file=file, force_terminal=True, width=100, color_system=None)
+    with display:
+        display.begin("gemm/triton", 10, 600.0, [])
+        display.trial(C, Measurement("ok", 2.5))
+        display.trial(B, Measurement("crash", message="only counted"))
+        display.note("a [1/2] line")
+        display._live.refresh()
+    text = file.getvalue()
+    assert "jetfire: a [1/2] line" in text
+    assert "2.5 ms (1.00× the first)" in text
+    assert "ok 1 · crash 1" in text
+    assert "only counted" not in text
+
+
+def outcome(config=E, default=C, ms=0.5, default_ms=1.0, saved=True, peers=None, trials=()):
+    timing = Timing.of([ms] * 5)
+    before = None if default_ms is None else Timing.of([default_ms] * 5)
+    final = Final(config, timing, before, before, False,
+                  {n: Timing.of([v] * 5) for n, v in (peers or {}).items()}, {})  # fmt: skip
+    return summary.Outcome(TOY, PROBLEM, default, final, trials, saved)
+
+
+def test_the_summary(capsys):
+    trials = [(A, Measurement("ok", 1.0)), (B, Measurement("slow", 5.0)),
+              (D, Measurement("crash"))]  # fmt: skip
+    summary.show(
+        [outcome(peers={"compile": 1.5, "copy": 0.25}, trials=trials),
+         outcome(config=C, ms=2.0, default_ms=2.0, saved=False),
+         outcome(default_ms=None)],
+        HERE,
+    )  # fmt: skip
+    out, errors = capsys.readouterr()
+    assert errors == ""
+    lines = [line.split("  ") for line in out.splitlines()]
+    rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert [*summary.COLUMNS] in rows
+    assert rows[3] == [f"transpose 64×64 block={PROBLEM.block}", "toy", "tile=256", "500.00 µs",
+                       "1.000 ms", "2.000×", "3.00× compile", "3", "1", "written"]  # fmt: skip
+    assert rows[4] == ["0.50× copy"]
+    assert rows[5][2:6] == ["the default", "2.000 ms", "2.000 ms", "1.000×"]
+    assert rows[5][-1] == "stays"
+    assert rows[6][3:5] == ["500.00 µs", "fails"]
+    # Of two: the third has no default to compare with.
+    assert out.splitlines()[-1] == (
+        "Some CPU (CPU): 1.414× the defaults' speed, geometric mean of 2"
+    )
+    summary.show([outcome(default_ms=None)], HERE)
+    assert "geometric mean" not in capsys.readouterr().out
+    assert summary.mean_gain([]) is None
+
+
+def test_changes_name_only_what_differs():
+    assert summary.changes(ToyConfig(fast=True, order="column"), ToyConfig()) == (
+        "fast=true order=column"
+    )
+    assert summary.changes(ToyConfig(), ToyConfig()) == "the default"
+
+
+# The rest of the recorded spaces: here, so that two processes share what takes long.
+
+
+@pytest.mark.parametrize("name", ["triton", "wgmma"])
+def test_gp_is_near_the_optimum_soon(name):
+    near_the_optimum(name, "gp")
