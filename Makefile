@@ -10,7 +10,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 INSTALLED := $(STAMP)
 endif
 
-.PHONY: help bench test test-gpu lint format types audit results report clean
+.PHONY: help bench tune profiles test test-gpu lint format types audit results report clean
 
 help:  ## what each verb does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 bench: $(INSTALLED)  ## check and time every kernel of OP (default gemm) against its peers; M sets the size
 	$(PY) -m jetfire.cli bench $(OP) $(if $(M),--m $(M))
+
+tune: $(INSTALLED)  ## search configs of OP's kernels on this GPU, keep the best; M sets the size
+	$(PY) -m jetfire.cli tune $(OP) $(if $(M),--m $(M))
+
+profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and lacks
+	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune all --all --missing --strategy gp --trials 60 \
+	  --budget 3h
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)
