@@ -337,7 +337,8 @@ def tune(
     if all_ or unseen:
         from jetfire.tuner import shipped
 
-        if m or n or k or workload or set_ or (unseen and (all_ or block or kernel)):
+        modes = mode != "fwd"
+        if m or n or k or workload or set_ or modes or (unseen and (all_ or block or kernel)):
             what = "--unseen: only OP narrows" if unseen else "--all: only OP and --block narrow"
             raise UsageError(f"{what} its problems")
         cases = shipped.cases(plan.parse_list(op or []), plan.parse_list(block or []))

@@ -78,7 +78,7 @@ def parse_list(texts: Sequence[str]) -> list[str]:
 
 
 def parse_settings(option: str, texts: Sequence[str]) -> dict[str, list[str]]:
-    """``field=value`` or ``field=v1,v2``, several of them.
+    """``field=value`` or ``field=v1,v2``, several of them; those of one field are joined.
 
     Raises:
         UsageError: there is no ``=``, or nothing on one side of it.
@@ -88,7 +88,8 @@ def parse_settings(option: str, texts: Sequence[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         if not (name and equals and parse_list([values])):
             raise UsageError(f"{option} {text}: expected field=value or field=value,value")
-        settings[name] = parse_list([values])
+        found = [*settings.get(name, ()), *parse_list([values])]
+        settings[name] = list(dict.fromkeys(found))
     return settings
 
 

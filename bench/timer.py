@@ -201,6 +201,7 @@ def _time_cuda(
     power_ms: float,
     capture: bool,
     warm_ms: float,
+    least_rounds: int,
 ) -> dict[str, Timing]:
     prepared = {name: _Variant(calls, sample_ms, capture) for name, calls in variants.items()}
     begin = time.perf_counter()
@@ -209,7 +210,7 @@ def _time_cuda(
             variant.elapsed()
     begin = time.perf_counter()
     for i in range(rounds):
-        if i >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+        if i >= least_rounds and time.perf_counter() - begin > budget_s:
             break
         for variant in prepared.values():
             variant.samples.append(variant.elapsed(monitor))
@@ -227,8 +228,9 @@ def _time_cuda(
 
 
 def _time_cpu(
-    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float, budget_s: float
-) -> dict[str, Timing]:
+    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float, budget_s: float,
+    least_rounds: int,
+) -> dict[str, Timing]:  # fmt: skip
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
         begin = time.perf_counter()
         _walk(calls, repeats)
@@ -243,7 +245,7 @@ def _time_cpu(
     samples: dict[str, list[float]] = {name: [] for name in variants}
     begin = time.perf_counter()
     for i in range(rounds):
-        if i >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+        if i >= least_rounds and time.perf_counter() - begin > budget_s:
             break
         for name, calls in variants.items():
             samples[name].append(elapsed(calls, repeats[name]))
@@ -261,6 +263,7 @@ def time_calls(
     power_ms: float = 0.0,
     capture: bool = True,
     warm_ms: float = WARM_MS,
+    least_rounds: int = LEAST_ROUNDS,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -269,7 +272,7 @@ def time_calls(
         device: where they run.
         rounds: samples a variant.
         sample_ms: the least a sample should last, in milliseconds.
-        budget_s: after so many seconds no further round begins, once three are done.
+        budget_s: after so many seconds no further round begins, once `least_rounds` are done.
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
@@ -283,6 +286,14 @@ def time_calls(
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(
-                variants, rounds, sample_ms, budget_s, monitor, power_ms, capture, warm_ms
+                variants,
+                rounds,
+                sample_ms,
+                budget_s,
+                monitor,
+                power_ms,
+                capture,
+                warm_ms,
+                least_rounds,
             )
-    return _time_cpu(variants, rounds, sample_ms, budget_s)
+    return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds)

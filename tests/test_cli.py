@@ -193,7 +193,7 @@ def test_the_replay_command_measures_the_same(capsys):
     again = capsys.readouterr().out
 
     def problems(text: str) -> list[str]:
-        return [line for line in text.splitlines() if "×8×" in line]
+        return [line.strip() for line in text.splitlines() if "×8×" in line]
 
     assert problems(again) == problems(first)
     assert len(problems(first)) == 4

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire import ops
+from jetfire.bench import command as bench_command
 from jetfire.bench.plan import Case
 from jetfire.bench.results import check_writable
 from jetfire.ops import profiles
@@ -23,6 +24,7 @@ from jetfire.tuner.recording import Recording
 from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
 
 
@@ -46,29 +48,35 @@ def devices_of(text: str) -> list[Device]:
 def targets(asked: Asked, device: Device) -> list[Target]:
     """Every kernel of every problem that has something to tune.
 
+    None where the shard is empty, or where nothing is missing of what was to be tuned if it is.
+
     Raises:
-        UsageError: there is none.
+        UsageError: there is none otherwise.
     """
-    found: list[Target] = []
-    reasons: list[str] = []
     _check_kernels(asked.cases, asked.kernels)
     index, count = asked.shard
-    for case in asked.cases[index::count]:
-        for kernel in _kernels(case, asked.kernels):
-            default = kernel.default(case.problem, device)
-            if reason := kernel.legal(case.problem, default, device):
-                reasons.append(f"{kernel.name}: {reason}")
-            elif not kernel.space(case.problem, device):
-                reasons.append(f"{kernel.name}: has nothing to tune")
-            elif asked.missing and _is_tuned(kernel, case.problem, device):
-                reasons.append(f"{kernel.name}: is tuned for them already")
-            else:
-                space = Space.of(kernel, case.problem, device, asked.space)
-                found.append(Target(case, kernel, space))
-    if not found:
-        why = "; ".join(dict.fromkeys(reasons))
+    pairs = [(case, k) for case in asked.cases[index::count] for k in _kernels(case, asked.kernels)]
+    found = [_target(asked, case, kernel, device) for case, kernel in pairs]
+    tunable = [target for target in found if isinstance(target, Target)]
+    if pairs and not tunable:
+        why = "; ".join(dict.fromkeys(str(reason) for reason in found))
         raise UsageError(f"no kernel to tune for these problems on {device.label}: {why}")
-    return found
+    if not asked.missing:
+        return tunable
+    return [t for t in tunable if not _is_tuned(t.kernel, t.case.problem, device)]
+
+
+def _target(asked: Asked, case: Case, kernel: Kernel, device: Device) -> Target | str:
+    """A kernel with what it may be tuned over, or why there is nothing."""
+    default = kernel.default(case.problem, device)
+    if reason := kernel.legal(case.problem, default, device):
+        return f"{kernel.name}: {reason}"
+    if not kernel.space(case.problem, device):
+        return f"{kernel.name}: has nothing to tune"
+    space = Space.of(kernel, case.problem, device, asked.space)
+    if asked.space and space.whole and not space.pool:
+        return f"{kernel.name}: no config within --space is legal"
+    return Target(case, kernel, space)
 
 
 def _unseen(asked: Asked, device: Device) -> list[Target]:
@@ -87,7 +95,7 @@ def _is_tuned(kernel: Kernel, problem: Any, device: Device) -> bool:
 
 def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
     known = ops.kernels(case.op.name)
-    return [known[name] for name in names or known if name in known]
+    return [known[name] for name in dict.fromkeys(names or known) if name in known]
 
 
 def _check_kernels(cases: Sequence[Case], names: Sequence[str]) -> None:
@@ -124,6 +132,9 @@ def tune(asked: Asked) -> None:
     objective = _check(asked)
     devices = devices_of(asked.device)
     work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
+    if not work:
+        bench_command.note("nothing to tune: the shard is empty, or all has its profile already")
+        return
     if asked.dry_run:
         _dry_run(work, devices)
         return
@@ -143,7 +154,7 @@ def tune(asked: Asked) -> None:
             session.runner.close()
     if tuned:
         summary.show([t.outcome for t in tuned], devices[0])
-        _write_files(asked, tuned, session)
+    _write_files(asked, tuned, session)
     if isinstance(stopped, KeyboardInterrupt):
         raise Interrupted(f"interrupted: {len(tuned)} of {len(work)} searches decided and saved")
     if stopped is not None:
@@ -196,24 +207,25 @@ def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
 
 
 def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None:
+    if not session.studies:
+        return
     if asked.report is not None:
         from jetfire.tuner import report
 
-        report.write_all([t.study.optuna for t in tuned], asked.report)
+        report.write_all([study.optuna for _, study in session.studies], asked.report)
     if asked.unseen:
         rows = unseen.rows(tuned)
         print(unseen.conclusion(rows))
         if asked.output is not None:
-            device = tuned[0].study.optuna.user_attrs["device"]
+            device = session.studies[0][1].optuna.user_attrs["device"]
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
-        if len(tuned) > 1:
+        if len(session.studies) > 1:
             session.display.note(f"--record {asked.record}: only the first search is recorded")
-        _recording(tuned[0]).save(asked.record)
+        _recording(*session.studies[0]).save(asked.record)
 
 
-def _recording(tuned: Tuned) -> Recording:
-    study, target = tuned.study, tuned.target
+def _recording(target: Target, study: Study) -> Recording:
     return Recording(
         target.kernel, target.case.problem, study.optuna.user_attrs["device"],
         target.space.fields, target.space.base, dict(study.finished()),

@@ -108,10 +108,10 @@ def decide(
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
         raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
-    best = min(timings, key=lambda config: float(np.median(costs(timings[config], objective))))
+    ranked = sorted(timings, key=lambda c: float(np.median(costs(timings[c], objective))))
     held = timings.get(incumbent)
-    kept = held is not None and not beats(timings[best], held, objective)
-    winner = incumbent if kept else best
+    better = [c for c in ranked if held is None or beats(timings[c], held, objective)]
+    kept, winner = not better, next(iter(better), incumbent)
     return Final(
         winner, timings[winner], timings.get(default), timings.get(before), kept,
         dict(comparison.peers),

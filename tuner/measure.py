@@ -24,6 +24,8 @@ HOPELESS = 3.0
 POWER_MS = 200.0
 # A product of so many operations is timed over longer samples: see jetfire.bench.runner.
 LONG_FLOPS = 1e11
+# With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
+LEAST_ROUNDS = 6
 # Peers that take seconds to compile are left to the bench.
 SLOW_PEERS = ("compile", "eager")
 
@@ -126,6 +128,7 @@ class Bench:
         timings = time_calls(
             {**calls, **{f"peer {name}": thunks for name, thunks in peers.items()}},
             self.device.torch_device, rounds=15, sample_ms=2 * self.sample_ms, budget_s=budget_s,
+            least_rounds=LEAST_ROUNDS,
             monitor=self.monitor, power_ms=POWER_MS if self.monitor else 0.0,
         )  # fmt: skip
 

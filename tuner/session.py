@@ -135,6 +135,7 @@ class Session:
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
         self.runner = DeviceRunner(devices, asked.trial_s)
+        self.studies: list[tuple[Target, Study]] = []
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
@@ -179,6 +180,7 @@ class Session:
         """
         found = profiles.find(target.kernel, target.case.problem, self.device)
         study = self.study(target, self._first(target, found))
+        self.studies.append((target, study))
         if self._done(study, found.source == "tuned" and not found.stale):
             return None
         self._start()

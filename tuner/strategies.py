@@ -202,6 +202,7 @@ class GaussianProcess(Strategy):
     def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
         super().__init__(space, seed, first)
         self._weights = np.ones(len(space.fields))
+        self._fitted = 0
 
     def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
         left = self.unseen(seen)
@@ -216,8 +217,9 @@ class GaussianProcess(Strategy):
         y = np.concatenate([y, np.full(len(failed), y.max())])
         y = (y - y.mean()) / max(float(y.std()), 1e-9)
         x = self.space.unit([*known, *failed])
-        if len(y) % 5 == 0 or (self._weights == 1).all():
+        if len(y) >= self._fitted + 5:
             self._fit(x, y)
+            self._fitted = len(y)
         mean, _ = self._predict(x, y, waiting := self.space.unit(running))
         x, y = np.concatenate([x, waiting]), np.concatenate([y, mean])
         mean, deviation = self._predict(x, y, self.space.unit(left))
