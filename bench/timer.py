@@ -286,14 +286,7 @@ def time_calls(
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(
-                variants,
-                rounds,
-                sample_ms,
-                budget_s,
-                monitor,
-                power_ms,
-                capture,
-                warm_ms,
+                variants, rounds, sample_ms, budget_s, monitor, power_ms, capture, warm_ms,
                 least_rounds,
-            )
+            )  # fmt: skip
     return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds)
