@@ -317,28 +317,34 @@ def tune(
     Every trial is durable: after an interruption the same command goes on where it was.
     """
     if op and op[0] == "show":
+        from jetfire.ops.device import Device
         from jetfire.tuner.show import show
 
-        show(op[1:], None, as_json)
+        show(op[1:], None if device == "auto" else Device.parse(device), as_json)
         return
     if trials is not None and trials < 1:
         raise UsageError(f"--trials {trials}: expected at least 1")
     from jetfire.tuner import command
 
     if replay is not None:
+        if op:
+            raise UsageError(f"--replay {replay}: it says itself of which op it is: leave out OP")
         print(command.replay(replay, strategy, trials, seed))
         return
     from jetfire.bench import plan
     from jetfire.ops.device import Device
 
     default_m = "4096" if Device.parse(device).kind == "cuda" else "256"
+    if unseen < 0:
+        raise UsageError(f"--unseen {unseen}: expected at least 1")
     if output is not None and not unseen:
         raise UsageError(f"-o {output}: expected --unseen N, whose rows it holds")
     if all_ or unseen:
         from jetfire.tuner import shipped
 
         modes = mode != "fwd"
-        if m or n or k or workload or set_ or modes or (unseen and (all_ or block or kernel)):
+        other = all_ or block or kernel or missing or shard or space
+        if m or n or k or workload or set_ or modes or (unseen and other):
             what = "--unseen: only OP narrows" if unseen else "--all: only OP and --block narrow"
             raise UsageError(f"{what} its problems")
         cases = shipped.cases(plan.parse_list(op or []), plan.parse_list(block or []))

@@ -37,6 +37,7 @@ class Timing:
         watts: the board's power while it ran without pause.
         throttled: why the clock was held down while it ran; empty where it was not.
         values: the samples, in the order of the rounds.
+        energies: joules a call, of each of the runs that this was joined from.
     """
 
     ms: float
@@ -48,12 +49,23 @@ class Timing:
     watts: float | None = None
     throttled: tuple[str, ...] | None = None
     values: tuple[float, ...] = field(default=(), repr=False)
+    energies: tuple[float, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         p20, median, p80 = np.percentile(np.asarray(samples), (20, 50, 80))
         values = tuple(float(sample) for sample in samples)
         return cls(float(median), float(p20), float(p80), len(samples), values=values)
+
+    @classmethod
+    def joined(cls, runs: Sequence[Timing]) -> Timing:
+        """Several runs of one variant; without power where one of them has none."""
+        found = cls.of([value for run in runs for value in run.values])
+        watts = [run.watts for run in runs if run.watts is not None]
+        if len(watts) < len(runs):
+            return replace(found, graph=runs[0].graph)
+        joules = tuple(run.joules for run in runs if run.joules is not None)
+        return replace(found, graph=runs[0].graph, watts=float(np.median(watts)), energies=joules)
 
     @property
     def joules(self) -> float | None:

@@ -484,6 +484,13 @@ def test_failures_are_kept_away_from(strategy):
     assert counts[strategy] < 0.8 * counts["random"]
 
 
+def test_no_more_is_under_way_than_a_strategy_can_do_without():
+    for trials, most in ((10, 4), (50, 10), (400, 17)):
+        runner = Clockwork(17)
+        searched(runner, Limits(trials, math.inf))
+        assert runner.most == min(most, len(toy_space().pool))
+
+
 def test_an_unknown_strategy():
     with pytest.raises(
         UsageError, match=r"^--strategy luck: expected tpe, gp, random, exhaustive$"
@@ -556,10 +563,10 @@ def test_a_search_ends_with_its_space():
 
 
 def test_results_that_come_together_are_all_told():
-    runner = Clockwork(5)
-    _, told = searched(runner, Limits(15, math.inf))
-    assert runner.clock == 3
-    assert len(set(told)) == 15
+    runner = Clockwork(4)
+    _, told = searched(runner, Limits(16, math.inf))
+    assert runner.clock == 4
+    assert len(set(told)) == 16
 
 
 def test_a_search_ends_at_its_deadline():
@@ -733,15 +740,38 @@ def test_fewer_samples_must_all_agree():
     assert wins(0.01, 0.001, count=4) == 1
 
 
+def powered(timing, watts):
+    """With the power read in six runs."""
+    return dataclasses.replace(timing, watts=watts, energies=(watts * timing.ms / 1e3,) * 6)
+
+
+def test_runs_join_with_the_power_of_each():
+    runs = [dataclasses.replace(Timing.of([ms] * 3), watts=w) for ms, w in ((1, 500), (2, 600))]
+    joined = Timing.joined(runs)
+    assert joined.values == (1, 1, 1, 2, 2, 2)
+    assert (joined.ms, joined.samples, joined.watts) == (1.5, 6, 550)
+    assert joined.energies == (0.5, 1.2)
+    assert Timing.joined([runs[0], Timing.of([1.0])]).energies == ()
+
+
+def test_energy_must_be_saved_in_more_than_one_reading():
+    held = dataclasses.replace(powered(Timing.of([1.0] * 9), 600.0),
+                               energies=(0.60, 0.59, 0.61, 0.60, 0.62, 0.58))  # fmt: skip
+    noisy = dataclasses.replace(held, energies=(0.50, 0.66, 0.55, 0.65, 0.57, 0.50))
+    frugal = dataclasses.replace(held, energies=(0.57, 0.56, 0.58, 0.57, 0.59, 0.55))
+    assert not beats(noisy, held, "energy")
+    assert beats(frugal, held, "energy")
+
+
 def test_what_is_compared_is_the_objective():
     quick, frugal = Timing.of([1.0] * 9), Timing.of([1.2] * 9)
-    quick, frugal = (dataclasses.replace(t, watts=w) for t, w in ((quick, 600.0), (frugal, 450.0)))
+    quick, frugal = powered(quick, 600.0), powered(frugal, 450.0)
     assert beats(quick, frugal, "time")
     assert not beats(frugal, quick, "time")
     assert beats(frugal, quick, "energy")  # 0.54 J against 0.6 J
     assert not beats(quick, frugal, "energy")
     assert beats(quick, frugal, "both")  # 0.6 against 0.648 ms·J
-    unread = dataclasses.replace(quick, watts=None)
+    unread = dataclasses.replace(quick, watts=None, energies=())
     assert not beats(unread, frugal, "energy")
     assert not beats(frugal, unread, "energy")
 
@@ -751,14 +781,16 @@ class Comparer:
 
     Args:
         crashing: configs that end a comparison they are in; two that must be in it together.
+        choking: a peer does.
     """
 
-    def __init__(self, timings, crashing=(), together=(), flukes=0):
+    def __init__(self, timings, crashing=(), together=(), flukes=0, choking=False):
+        self.choking = choking
         self.timings, self.crashing, self.together = timings, crashing, together
         self.flukes, self.asked = flukes, []
 
-    def compare(self, configs, budget_s):
-        self.asked.append(list(configs.values()))
+    def compare(self, configs, budget_s, rounds=15, peers=True):
+        self.asked.append((list(configs.values()), peers))
         if self.flukes:
             self.flukes -= 1
             raise RunnerError("killed from outside")
@@ -769,8 +801,10 @@ class Comparer:
             raise RunnerError("out of memory")
         good = {label: c for label, c in configs.items() if self.timings[c] is not None}
         failed = {label: "wrong" for label in configs if label not in good}
-        peers = {"cublas_bf16": Timing.of([2.0] * 15)}
-        return Comparison({label: self.timings[c] for label, c in good.items()}, peers, failed)
+        if peers and self.choking:
+            raise RunnerError("a peer ran out of memory")
+        found = {"cublas_bf16": Timing.of([2.0] * 15)} if peers else {}
+        return Comparison({label: self.timings[c] for label, c in good.items()}, found, failed)
 
 
 A, B, C, D, E = (ToyConfig(tile=tile) for tile in (16, 32, 64, 128, 256))
@@ -792,7 +826,7 @@ def test_the_best_finalist_wins():
     assert final.default == final.before == runner.timings[A]
     assert final.gain == pytest.approx(1.25, rel=0.01)
     assert final.vs_peer == {"cublas_bf16": pytest.approx(2.5, rel=0.01)}
-    assert runner.asked == [[A, B, C]]  # once, and all in turn
+    assert runner.asked == [([A, B, C], True)]  # once, and all in turn
     assert final.as_dict() == {
         "config": C.as_dict(), "ms": final.timing.ms, "ms_p20": final.timing.ms_p20,
         "ms_p80": final.timing.ms_p80, "joules": None, "default_ms": runner.timings[A].ms,
@@ -840,7 +874,7 @@ def test_a_default_that_fails():
 def test_what_is_known_to_fail_is_not_run_again():
     runner = Comparer(timed(b=0.9))
     final = decide(runner, [B], A, A, False, "time", 5.0, {A: "it hung"})
-    assert runner.asked == [[B]]
+    assert runner.asked == [([B], True)]
     assert final.failed == {str(A.as_dict()): "it hung"}
     with pytest.raises(WrongResultError, match=r"^no config is right: it hung$"):
         decide(runner, [], A, A, False, "time", 5.0, {A: "it hung"})
@@ -851,7 +885,15 @@ def test_a_comparison_that_crashes_goes_on_without_the_culprits():
     final = decide(runner, [B, D, E], A, A, False, "time", 5.0)
     assert final.config == E
     assert final.failed == {str(c.as_dict()): f"tile {c.tile} crashed" for c in (B, D)}
-    assert runner.asked == [[A, B, D, E], [A], [B], [D], [E], [A, E]]
+    all_of_them = [A, B, D, E]
+    alone = [([config], False) for config in all_of_them]
+    assert runner.asked == [(all_of_them, True), (all_of_them, False), *alone, ([A, E], True)]
+
+
+def test_a_peer_that_ends_a_comparison_is_left_out():
+    final = decide(Comparer(timed(a=1.0, b=0.9), choking=True), [B], A, A, False, "time", 5.0)
+    assert final.config == B
+    assert (final.vs_peer, final.failed) == ({}, {})
 
 
 def test_a_comparison_whose_worker_was_killed_is_repeated():
@@ -859,7 +901,7 @@ def test_a_comparison_whose_worker_was_killed_is_repeated():
     final = decide(runner, [B], A, A, False, "time", 5.0)
     assert final.config == B
     assert final.failed == {}
-    assert runner.asked == [[A, B], [A], [B], [A, B]]
+    assert runner.asked == [([A, B], True), ([A, B], False)]
 
 
 def test_finalists_that_do_not_run_together():
@@ -872,7 +914,7 @@ def test_finalists_that_do_not_run_together():
 def test_the_objective_decides(objective, winner):
     watts = {A: 700.0, B: 300.0, C: 420.0}
     plain = timed(a=1.0, b=1.6, c=1.2)  # 0.7, 0.48, 0.504 J; 0.7, 0.77, 0.60 ms·J
-    runner = Comparer({c: dataclasses.replace(t, watts=watts[c]) for c, t in plain.items()})
+    runner = Comparer({c: powered(t, watts[c]) for c, t in plain.items()})
     final = decide(runner, [B, C], A, A, False, objective, 5.0)
     assert final.config == winner
     assert final.kept == (winner == A)

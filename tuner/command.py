@@ -8,20 +8,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jetfire import ops
 from jetfire.bench import command as bench_command
 from jetfire.bench.plan import Case
 from jetfire.bench.results import check_writable
+from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.errors import JetfireError, UsageError
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner import summary, unseen
 from jetfire.tuner.display import Display
 from jetfire.tuner.recording import Recording
-from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned
+from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned, is_current
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Study
@@ -63,7 +63,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
         raise UsageError(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
-    return [t for t in tunable if not _is_tuned(t.kernel, t.case.problem, device)]
+    return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
 
 
 def _target(asked: Asked, case: Case, kernel: Kernel, device: Device) -> Target | str:
@@ -88,9 +88,9 @@ def _unseen(asked: Asked, device: Device) -> list[Target]:
     ]
 
 
-def _is_tuned(kernel: Kernel, problem: Any, device: Device) -> bool:
-    found = profiles.find(kernel, problem, device)
-    return found.source == "tuned" and not found.stale
+def _is_tuned(target: Target, device: Device, objective: str) -> bool:
+    found = profiles.find(target.kernel, target.case.problem, device)
+    return is_current(found, objective)
 
 
 def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
@@ -135,16 +135,18 @@ def tune(asked: Asked) -> None:
     if not work:
         bench_command.note("nothing to tune: the shard is empty, or all has its profile already")
         return
+    if asked.record is not None and len(work) > 1:
+        raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
     if asked.dry_run:
         _dry_run(work, devices)
         return
     tuned: list[Tuned] = []
-    wrong: list[JetfireError] = []
+    failed: list[JetfireError] = []
     stopped: BaseException | None = None
     with _terminated_as_interrupted(), Display(objective, len(work)) as display:
         session = Session(asked, objective, devices, display)
         try:
-            wrong = _tune_all(session, work, tuned)
+            failed = _tune_all(session, work, tuned)
         except Stopped as error:
             tuned.append(error.tuned)
             stopped = error.__cause__
@@ -159,13 +161,16 @@ def tune(asked: Asked) -> None:
         raise Interrupted(f"interrupted: {len(tuned)} of {len(work)} searches decided and saved")
     if stopped is not None:
         raise UsageError(str(stopped))
-    if wrong:
-        raise wrong[0]
+    if failed and len(work) > 1:
+        text = f"{len(failed)} of {len(work)} searches failed, the first: {failed[0]}"
+        raise type(failed[0])(text)
+    if failed:
+        raise failed[0]
 
 
 def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> list[JetfireError]:
-    """Each target in turn while there is time; those of which nothing is right are named."""
-    wrong: list[JetfireError] = []
+    """Each target in turn while there is time; those that fail are named."""
+    failed: list[JetfireError] = []
     for i, target in enumerate(work):
         if session.runner.now() + session.final_s >= session.end:
             session.display.note(f"the budget is spent: {len(work) - i} of {len(work)} searches "
@@ -174,10 +179,11 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
         try:
             if (done := session.tune(target, len(work) - i)) is not None:
                 tuned.append(done)
-        except WrongResultError as error:
-            session.display.note(f"{target}: {error}")
-            wrong.append(WrongResultError(f"{target}: {error}"))
-    return wrong
+        except JetfireError as error:
+            if len(work) > 1:
+                session.display.note(f"{target}: {error}")
+            failed.append(error)
+    return failed
 
 
 def _check(asked: Asked) -> Objective:
@@ -189,6 +195,10 @@ def _check(asked: Asked) -> Objective:
     if asked.effort not in EFFORTS:
         raise UsageError(f"--effort {asked.effort}: expected {' or '.join(EFFORTS)}")
     strategy_of(asked.strategy, Space({}, Config(), lambda _: None), 0, ())
+    for name in asked.peers or ():
+        if name not in peer_ops.NAMES:
+            known = ", ".join(peer_ops.NAMES)
+            raise UsageError(f"no peer {name!r}: expected one of {known}, or none")
     for file in (asked.report, asked.record, asked.output):
         if file is not None:
             check_writable(file)
@@ -220,8 +230,6 @@ def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None
             device = session.studies[0][1].optuna.user_attrs["device"]
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
-        if len(session.studies) > 1:
-            session.display.note(f"--record {asked.record}: only the first search is recorded")
         _recording(*session.studies[0]).save(asked.record)
 
 

@@ -16,9 +16,9 @@ from jetfire.ops.op import Config
 from jetfire.tuner import interrupts
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
-from jetfire.tuner.runner import Comparison, RunnerError
+from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
-from jetfire.tuner.worker import BEGUN, START, Worker
+from jetfire.tuner.worker import BEGUN, START, NotSetUp, Worker
 
 COMPILERS = 16
 COMPILE_S = 120.0
@@ -37,6 +37,7 @@ class _Task:
         ready: the worker has begun with it; before, it starts or sets up the job.
         spent: seconds that its compilation took.
         dropped: nobody waits for it any more, but its worker is still at it.
+        again: a worker died or hung before it began with it, and another one is to.
     """
 
     number: int
@@ -46,6 +47,7 @@ class _Task:
     ready: bool = False
     spent: float = 0.0
     dropped: bool = False
+    again: bool = False
 
 
 class _Seat:
@@ -99,7 +101,7 @@ class DeviceRunner:
             _Seat(workers.measure_configs, name, "check and time", trial_s) for name in names
         ]
         capability = devices[0].capability
-        spare = max(1, (os.cpu_count() or 1) - len(devices))
+        spare = max(1, _cores() - len(devices))
         count = min(COMPILERS, spare) if compilers is None else compilers
         self._compiling = [
             _Seat(workers.compile_configs, capability, "compile", COMPILE_S)
@@ -109,6 +111,7 @@ class DeviceRunner:
         self._to_compile: deque[_Task] = deque()
         self._to_measure: deque[_Task] = deque()
         self._done: list[tuple[int, Measurement]] = []
+        self._trouble: str | None = None
         self.job: Job | None = None
 
     def start(self) -> None:
@@ -125,7 +128,7 @@ class DeviceRunner:
     def begin(self, job: Job) -> None:
         """Measure this job's configs from now on."""
         self.cancel()
-        self.job = job
+        self.job, self._trouble = job, None
 
     def submit(self, number: int, config: Config) -> None:
         task = _Task(number, config)
@@ -137,6 +140,8 @@ class DeviceRunner:
         end = self.now() + timeout
         while not self._done and self._awaited() and (left := end - self.now()) > 0:
             self._step(left)
+            if self._trouble is not None:
+                raise RunnerError(self._trouble)
         done, self._done = self._done, []
         return done
 
@@ -148,7 +153,10 @@ class DeviceRunner:
         for task in self._tasks():
             task.dropped = True
 
-    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
+    def compare(
+        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        peers: bool = True,
+    ) -> Comparison:  # fmt: skip
         self.cancel()
         seat = self._measuring[0]
         end = self.now() + DROPPED_S
@@ -157,13 +165,15 @@ class DeviceRunner:
         try:
             if seat.task is not None:
                 seat.dismiss()
-            answer, usable = self._compared(seat.ask("compare", self.job, dict(configs), budget_s),
-                                            budget_s)  # fmt: skip
+            worker = seat.ask("compare", self.job, dict(configs), budget_s, rounds, peers)
+            answer, usable = self._compared(worker, budget_s)
         except BaseException:
             seat.dismiss()
             raise
         if not usable:
             seat.dismiss()
+        if isinstance(answer, NotSetUp):
+            raise RunnerError(answer.reason)
         if not isinstance(answer, Comparison):
             raise RunnerError(answer.message)
         return answer
@@ -253,7 +263,9 @@ class DeviceRunner:
             seat.dismiss()
         if task.dropped:
             return
-        if answer is None:  # compiled
+        if isinstance(answer, NotSetUp):
+            self._trouble = answer.reason
+        elif answer is None:  # compiled
             task.spent = self.now() - task.began
             self._to_measure.append(task)
         else:
@@ -261,11 +273,28 @@ class DeviceRunner:
             self._done.append((task.number, replace(answer, seconds=seconds)))
 
     def _end(self, seat: _Seat, outcome: Outcome, message: str) -> None:
-        """A worker that died or hangs: the trial ends, and the next one gets another worker."""
+        """A worker that died or hangs: the trial ends, and the next one gets another worker.
+
+        Before it has begun with the config that is not to blame: another worker tries, once.
+        """
         task = seat.task
         assert task is not None
-        seconds = self.now() - task.began + task.spent
-        if not task.dropped:
+        seat.dismiss()
+        if task.dropped:
+            return
+        if task.ready:
+            seconds = self.now() - task.began + task.spent
             found = Measurement(outcome, message=message, seconds=seconds)
             self._done.append((task.number, found))
-        seat.dismiss()
+        elif task.again:
+            self._trouble = message
+        else:
+            task.again = True
+            (self._to_compile if seat in self._compiling else self._to_measure).appendleft(task)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -12,7 +12,7 @@ import numpy as np
 from jetfire.bench.timer import Timing
 from jetfire.ops.errors import JetfireError, WrongResultError
 from jetfire.ops.op import Config
-from jetfire.tuner.runner import Comparison, Runner, RunnerError
+from jetfire.tuner.runner import ROUNDS, Comparison, Runner, RunnerError
 from jetfire.tuner.trial import Objective
 
 # A gain below half a percent is not worth a change, however sure.
@@ -66,10 +66,14 @@ class Final:
 
 
 def costs(timing: Timing, objective: Objective) -> np.ndarray:
-    """Each sample's milliseconds, energy, or product of both; up to a constant factor."""
-    ms = np.array(timing.values)
-    watts = timing.watts if timing.watts is not None else math.nan
-    return {"time": ms, "energy": ms * watts, "both": ms * ms * watts}[objective]
+    """What is to be small, of each sample: milliseconds, joules, or the product of both.
+
+    Energy has a sample for each run in which power was read.
+    """
+    if objective == "time":
+        return np.array(timing.values)
+    joules = np.array(timing.energies)
+    return joules if objective == "energy" else joules * timing.ms
 
 
 def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
@@ -80,14 +84,21 @@ def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
     """
     a, b = costs(challenger, objective), costs(incumbent, objective)
     count = min(len(a), len(b))
+    if count == 0:  # of one of them no power could be read
+        return False
     ratios = np.sort(a[:count] / b[:count])
     upper = min(count, math.ceil(0.5 * count + 0.98 * math.sqrt(count))) - 1
     return bool(np.median(ratios) < 1 - LEAST_GAIN and ratios[upper] < 1)
 
 
+def _middle(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) else math.inf
+
+
 def decide(
     runner: Runner, finalists: Sequence[Config], default: Config, before: Config, tuned: bool,
     objective: Objective, budget_s: float, broken: Mapping[Config, str] | None = None,
+    rounds: int = ROUNDS,
 ) -> Final:  # fmt: skip
     """Compare the finalists with the incumbent and take the best if it beats that.
 
@@ -102,13 +113,12 @@ def decide(
     incumbent = before if tuned else default
     configs = list(dict.fromkeys([incumbent, default, before, *finalists]))
     known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
-    comparison = _compare(
-        runner, {str(i): c for i, c in enumerate(configs) if str(i) not in known}, budget_s, known
-    )
+    sound = {str(i): c for i, c in enumerate(configs) if str(i) not in known}
+    comparison = _compare(runner, sound, budget_s, rounds, known)
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
         raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
-    ranked = sorted(timings, key=lambda c: float(np.median(costs(timings[c], objective))))
+    ranked = sorted(timings, key=lambda config: _middle(costs(timings[config], objective)))
     held = timings.get(incumbent)
     better = [c for c in ranked if held is None or beats(timings[c], held, objective)]
     kept, winner = not better, next(iter(better), incumbent)
@@ -120,40 +130,31 @@ def decide(
 
 
 def _compare(
-    runner: Runner, configs: Mapping[str, Config], budget_s: float, failed: Mapping[str, str]
-) -> Comparison:
-    """A comparison that brings its worker down is repeated without those who do so alone.
-
-    Where none does it is repeated once as it is: a worker may have been killed from outside.
+    runner: Runner, configs: Mapping[str, Config], budget_s: float, rounds: int,
+    failed: Mapping[str, str],
+) -> Comparison:  # fmt: skip
+    """A comparison that brings its worker down is repeated without the peers, one of which may be
+    to blame, and then without those configs that bring it down alone.
 
     Args:
         failed: label → why, of those that have failed already.
     """
     if not configs:
         return Comparison({}, {}, failed)
-    try:
-        found = runner.compare(configs, budget_s)
-        return replace(found, failed={**failed, **found.failed})
-    except RunnerError as error:
-        culprits = {label: str(error) for label in configs}
-    if len(configs) > 1:
-        culprits = {}
-        for label, config in configs.items():
-            try:
-                culprits.update(runner.compare({label: config}, 0.0).failed)
-            except RunnerError as error:
-                culprits[label] = str(error)
-        if not culprits:
-            return _compare_again(runner, configs, budget_s, failed)
+    for peers in (True, False):
+        try:
+            found = runner.compare(configs, budget_s, rounds, peers)
+            return replace(found, failed={**failed, **found.failed})
+        except RunnerError as error:
+            trouble = str(error)
+    culprits: dict[str, str] = {}
+    for label, config in configs.items() if len(configs) > 1 else ():
+        try:
+            culprits.update(runner.compare({label: config}, 0.0, rounds, False).failed)
+        except RunnerError as error:
+            culprits[label] = str(error)
+    if not culprits and len(configs) > 1:
+        raise JetfireError(f"the finalists run alone but not in turn: {trouble}")
+    culprits = culprits or dict.fromkeys(configs, trouble)
     sound = {label: config for label, config in configs.items() if label not in culprits}
-    return _compare(runner, sound, budget_s, {**failed, **culprits})
-
-
-def _compare_again(
-    runner: Runner, configs: Mapping[str, Config], budget_s: float, failed: Mapping[str, str]
-) -> Comparison:
-    try:
-        found = runner.compare(configs, budget_s)
-    except RunnerError as error:
-        raise JetfireError(f"the finalists run alone but not in turn: {error}") from None
-    return replace(found, failed={**failed, **found.failed})
+    return _compare(runner, sound, budget_s, rounds, {**failed, **culprits})

@@ -11,7 +11,6 @@ import torch
 
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.timer import Timing, input_sets, time_calls
-from jetfire.ops import peers as peer_ops
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel, Op
@@ -26,6 +25,7 @@ POWER_MS = 200.0
 LONG_FLOPS = 1e11
 # With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
 LEAST_ROUNDS = 6
+POWER_RUNS = 6
 # Peers that take seconds to compile are left to the bench.
 SLOW_PEERS = ("compile", "eager")
 
@@ -117,25 +117,44 @@ class Bench:
 
         return [call(i) for i in range(len(self.inputs))]
 
-    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
-        """Configs, once more checked, and peers, in turn."""
+    def compare(
+        self, configs: Mapping[str, Config], budget_s: float, rounds: int, peers: bool
+    ) -> Comparison:
+        """Configs, once more checked, and the peers if they are wanted, in turn."""
         wrong = {label: self._failure(config) for label, config in configs.items()}
         failed = {label: reason for label, reason in wrong.items() if reason is not None}
         calls: dict[str, Sequence[Callable[[], object]]] = {
             label: self._calls(config) for label, config in configs.items() if label not in failed
         }
-        peers = self._peers() if calls else {}
-        timings = time_calls(
-            {**calls, **{f"peer {name}": thunks for name, thunks in peers.items()}},
-            self.device.torch_device, rounds=15, sample_ms=2 * self.sample_ms, budget_s=budget_s,
-            least_rounds=LEAST_ROUNDS,
-            monitor=self.monitor, power_ms=POWER_MS if self.monitor else 0.0,
-        )  # fmt: skip
+        rivals = self._peers() if calls and peers else {}
+        variants = {**calls, **{f"peer {name}": thunks for name, thunks in rivals.items()}}
+        timings = self._in_turn(variants, budget_s, rounds)
+        for label in [label for label in calls if self.monitor and not timings[label].energies]:
+            failed[label] = "its power could not be read"
+            del calls[label]
 
         def of(prefix: str, names: Mapping[str, Any]) -> dict[str, Timing]:
             return {name: timings[f"{prefix}{name}"] for name in names}
 
-        return Comparison(of("", calls), of("peer ", peers), failed)
+        return Comparison(of("", calls), of("peer ", rivals), failed)
+
+    def _in_turn(
+        self, variants: Mapping[str, Sequence[Callable[[], object]]], budget_s: float, rounds: int
+    ) -> dict[str, Timing]:
+        where, sample_ms = self.device.torch_device, 2 * self.sample_ms
+        if self.monitor is None:
+            return time_calls(
+                variants, where, rounds, sample_ms, budget_s=budget_s, least_rounds=LEAST_ROUNDS
+            )
+        # Power is one reading a run: several runs, so that its noise is known.
+        runs = [
+            time_calls(
+                variants, where, LEAST_ROUNDS // 2, sample_ms, monitor=self.monitor,
+                power_ms=POWER_MS,
+            )
+            for _ in range(POWER_RUNS)
+        ]  # fmt: skip
+        return {name: Timing.joined([run[name] for run in runs]) for name in variants}
 
     def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
         """Those that run here, prepared for each set of inputs."""
@@ -149,7 +168,7 @@ class Bench:
                 thunks = [factory[name]() for factory in factories]
                 thunks[0]()
                 found[name] = thunks
-            except (peer_ops.Unsupported, RuntimeError):
+            except Exception:  # the bench says why; here it is only left out
                 continue
         return found
 

@@ -10,6 +10,8 @@ from jetfire.bench.timer import Timing
 from jetfire.ops.op import Config
 from jetfire.tuner.trial import Measurement
 
+ROUNDS = 15
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -40,8 +42,11 @@ class Runner(Protocol):
     def cancel(self) -> None:
         """Give up all that is under way."""
 
-    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
-        """Measure again, all in turn: the final word.
+    def compare(
+        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        peers: bool = True,
+    ) -> Comparison:  # fmt: skip
+        """Measure again, all in turn, with the peers or without: the final word.
 
         Raises:
             RunnerError: it came to no end.
@@ -93,7 +98,10 @@ class ReplayRunner:
         self._queue.clear()
         self._spent = 0.0
 
-    def compare(self, configs: Mapping[str, Config], budget_s: float) -> Comparison:
+    def compare(
+        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        peers: bool = True,
+    ) -> Comparison:  # fmt: skip
         timings, failed = {}, {}
         for label, config in configs.items():
             found = self.recorded.get(config)
@@ -116,5 +124,6 @@ def _timing(found: Measurement) -> Timing:
     values = (found.ms_p20 or found.ms, found.ms, found.ms_p80 or found.ms)
     timing = Timing(found.ms, values[0], values[2], len(values), values=values)
     if found.joules is not None:
-        timing = replace(timing, watts=found.joules / found.ms * 1e3)
+        energies = (found.joules,) * len(values)
+        timing = replace(timing, watts=found.joules / found.ms * 1e3, energies=energies)
     return timing

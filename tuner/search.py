@@ -16,6 +16,7 @@ from jetfire.tuner.trial import Measurement
 
 # A search of which nothing is known yet may take longer than it has, so that something is.
 GRACE_S = 4.0
+LEAST_AHEAD = 4
 Progress = Callable[[Config, Measurement], None]
 
 
@@ -41,12 +42,12 @@ def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> 
         StorageError: the study cannot be written.
     """
     under_way: dict[int, Config] = {}
+    # A strategy that has heard of too few of its configs chooses blindly.
+    ahead = min(runner.capacity, max(LEAST_AHEAD, limits.trials // 5))
     exhausted, tried = False, bool(study.finished())
     try:
         while runner.now() < (end := limits.deadline + (0.0 if tried else GRACE_S)):
-            while (
-                not exhausted and len(under_way) < runner.capacity and study.taken() < limits.trials
-            ):
+            while not exhausted and len(under_way) < ahead and study.taken() < limits.trials:
                 try:
                     number, config = study.ask()
                 except Exhausted:

@@ -15,7 +15,7 @@ from jetfire.bench.plan import Case
 from jetfire.bench.results import check_writable
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.op import Kernel
 from jetfire.ops.profiles import Entry, Found
 from jetfire.tuner import summary
@@ -23,6 +23,7 @@ from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.measure import Job
+from jetfire.tuner.runner import RunnerError
 from jetfire.tuner.search import Limits, search
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.strategies import strategy_of
@@ -33,6 +34,8 @@ NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 # Seconds that the final comparison takes at first guess, and that a search gets at least: of many
 # searches and little time the first are done well, and the others left.
 FINAL_S, LEAST_S = 3.0, 2.0
+# Outcomes that another run would not change; a crash may have come from outside.
+HOPELESS = ("wrong", "illegal", "compile", "timeout")
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,16 @@ class Effort:
     Attributes:
         trials: configs.
         finalists: those that are measured again.
-        rounds_s: seconds of the final comparison's rounds.
+        rounds, rounds_s: samples of each in that comparison, and seconds that they may take.
     """
 
     trials: int
     finalists: int
+    rounds: int
     rounds_s: float
 
 
-EFFORTS = {"quick": Effort(40, 3, 4.0), "full": Effort(250, 6, 20.0)}
+EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
 
 
 @dataclass(frozen=True)
@@ -178,37 +182,63 @@ class Session:
         Raises:
             KeyboardInterrupt: after the best so far has been saved.
         """
-        found = profiles.find(target.kernel, target.case.problem, self.device)
+        found = self._found(target)
         study = self.study(target, self._first(target, found))
         self.studies.append((target, study))
-        if self._done(study, found.source == "tuned" and not found.stale):
+        if self._done(study, is_current(found, self.objective)):
             return None
         self._start()
-        asked, now = self.asked, self.runner.now()
-        share = max(LEAST_S, (self.end - now) / searches_left - self.final_s)
-        share = min(share, max(0.0, self.end - now - self.final_s))
-        self.display.begin(str(target), self.trials, share, study.finished())
-        self.runner.begin(Job(target.case.op, target.kernel, target.case.problem, asked.seed,
-                              asked.data, self.objective != "time", asked.peers))  # fmt: skip
-        stopped: BaseException | None = None
-        try:
-            search(study, self.runner, Limits(self.trials, now + share), self.display.trial)
-        except (KeyboardInterrupt, StorageError) as error:
-            self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
-            stopped = error
+        share = max(LEAST_S, (self.end - self.runner.now()) / searches_left - self.final_s)
+        share = min(share, max(0.0, self.end - self.runner.now() - self.final_s))
+        stopped = self._search(target, study, share)
         if not study.finished():
             if stopped is not None:
                 raise stopped
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
             return None
         try:
-            tuned = self._finish(target, study, found, self.effort.rounds_s)
-        except KeyboardInterrupt as error:
-            stopped = error
-            tuned = self._finish(target, study, found, 1.0)
+            tuned, stopped = self._finished(target, study, found, stopped)
+        except WrongResultError:
+            if stopped is not None:
+                raise stopped from None
+            raise
         if stopped is not None:
             raise Stopped(tuned) from stopped
         return tuned
+
+    def _found(self, target: Target) -> Found:
+        return profiles.find(target.kernel, target.case.problem, self.device)
+
+    def _search(self, target: Target, study: Study, share: float) -> BaseException | None:
+        """Search for so many seconds; what stopped it before, if anything did."""
+        asked = self.asked
+        self.display.begin(str(target), self.trials, share, study.finished())
+        self.runner.begin(Job(target.case.op, target.kernel, target.case.problem, asked.seed,
+                              asked.data, self.objective != "time", asked.peers))  # fmt: skip
+        try:
+            limits = Limits(self.trials, self.runner.now() + share)
+            search(study, self.runner, limits, self.display.trial)
+        except RunnerError as error:
+            raise JetfireError(f"its inputs or expected results cannot be made: {error}") from None
+        except (KeyboardInterrupt, StorageError) as error:
+            self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
+            return error
+        failed = sum(not measurement.measured for _, measurement in study.finished())
+        if failed:
+            self.display.note(f"{target}: {failed} trials failed: {study.log} says how")
+        return None
+
+    def _finished(
+        self, target: Target, study: Study, found: Found, stopped: BaseException | None
+    ) -> tuple[Tuned, BaseException | None]:
+        """Decide and save; Ctrl-C hastens it."""
+        if self.asked.keep:  # another tuner may have written a profile in the meantime
+            profiles.forget()
+            found = self._found(target)
+        try:
+            return self._finish(target, study, found, self.effort.rounds_s), stopped
+        except KeyboardInterrupt as error:
+            return self._finish(target, study, found, 1.0), error
 
     def _start(self) -> None:
         """Start the workers, which takes seconds, once something is sure to need them."""
@@ -242,25 +272,26 @@ class Session:
         final = decide(
             self.runner, study.best(self.effort.finalists), target.space.base, found.config, tuned,
             self.objective, rounds_s,
-            {config: m.message for config, m in study.finished() if not m.measured},
+            {config: m.message for config, m in study.finished() if m.outcome in HOPELESS},
+            self.effort.rounds,
         )  # fmt: skip
         self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
         saved = None
-        if self.asked.keep and not (final.kept and tuned and not found.stale):
+        if self.asked.keep and not (final.kept and is_current(found, self.objective)):
             saved = self._save(target, study, final)
         study.conclude(final.as_dict())
         return Tuned(target, found, final, study, saved)
 
     def _save(self, target: Target, study: Study, final: Final) -> Path:
         timing = final.timing
-        default = final.default or final.timing
         entry = Entry(
             kernel=target.kernel.name, problem=target.case.problem.as_dict(),
             config=final.config.as_dict(), ms=_digits(timing.ms),
             ms_p20=_digits(timing.ms_p20), ms_p80=_digits(timing.ms_p80),
-            samples=timing.samples, default_ms=_digits(default.ms),
+            samples=timing.samples,
+            default_ms=None if final.default is None else _digits(final.default.ms),
             joules=None if timing.joules is None else _digits(timing.joules),
             objective=self.objective,
             vs_peer={name: _digits(ratio) for name, ratio in final.vs_peer.items()},
@@ -268,6 +299,13 @@ class Session:
             provenance=profiles.provenance(target.kernel, self.device, self.driver),
         )  # fmt: skip
         return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
+
+
+def is_current(found: Found, objective: str) -> bool:
+    """A profile for just this problem, objective and kernel source."""
+    if found.entry is None or found.source != "tuned" or found.stale:
+        return False
+    return found.entry.objective == objective
 
 
 def _digits(value: float) -> float:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,13 @@ LOG_TAIL = 4000  # bytes of a dead worker's output that its trial's message gets
 # Said once a worker has started and made what it needs: from here on its time is the config's.
 BEGUN = "begun"
 START = "start"  # a request for nothing but that
+
+
+@dataclass(frozen=True)
+class NotSetUp:
+    """Why a job's inputs or expected results cannot be made: no config is to blame."""
+
+    reason: str
 
 
 class _Output:
@@ -136,9 +144,9 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
 def measure_configs(connection: Connection, device_name: str) -> None:
     """Answers ``("measure", job, config)`` and ``("compare", job, configs, budget_s)``.
 
-    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`,
-    which is left out where the job cannot be set up, and with whether the worker is fit for more:
-    not after an error that leaves the device's context unusable.
+    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, and
+    with whether the worker is fit for more: not after an error that leaves the device's context
+    unusable. Where the job cannot be set up there is no `BEGUN`, and the answer is a NotSetUp.
     """
     import torch
 
@@ -162,7 +170,11 @@ def measure_configs(connection: Connection, device_name: str) -> None:
                 if device.kind == "cuda":
                     torch.cuda.empty_cache()
                 bench = Bench(job, device)
-            connection.send(BEGUN)
+        except Exception as error:
+            connection.send((NotSetUp(f"{type(error).__name__}: {error}"), _usable(device)))
+            continue
+        connection.send(BEGUN)
+        try:
             answer = getattr(bench, verb)(*rest)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
