@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
-from jetfire.bench.tuned_report import NEAR, Lookup, Shipped, grouped, in_use, mean, near
+from jetfire.bench.tuned_report import NEAR, Lookup, Shipped, grouped, in_use, mean_gain, near
 
 _T = TypeVar("_T", Shipped, Lookup)
 
@@ -32,9 +33,10 @@ def figure(
     fig.suptitle(f"Tuned configs\n{where(device)}", fontsize=11)
     axes = fig.subplots(1, 2 if found else 1, squeeze=False)[0]
     _strips(
-        axes[0], in_use(entries), lambda one: one.gain,
+        axes[0], [one for one in in_use(entries) if one.gain is not None],
+        lambda one: one.gain or math.nan,
         lambda one: f"block {one.entry.problem['block']}",
-        lambda part: f"{mean(one.gain for one in part):.2f}×",
+        mean_gain,
     )  # fmt: skip
     axes[0].set_title("default / tuned, each problem; below, the geometric mean", fontsize=10)
     axes[0].set_ylabel("gain over the default")
@@ -74,8 +76,11 @@ def _strips(
                 color=KERNEL_COLOURS[i], label=name)  # fmt: skip
     names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
     ax.set_xticks(range(len(columns)), names, fontsize=8)
-    ax.set_xlim(-0.5, len(columns) - 0.5)
+    ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.2f}×"))
     plain(ax)
     ax.grid(False, axis="x")
-    ax.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))
+    if points:
+        ax.legend(
+            frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11)
+        )

@@ -40,13 +40,13 @@ class Shipped:
     entry: Entry
 
     @property
-    def gain(self) -> float:
-        """The default's time over the tuned config's."""
-        return self.entry.default_ms / self.entry.ms
+    def gain(self) -> float | None:
+        """The default's time over the tuned config's; None where the default failed."""
+        return self.entry.gain
 
     @property
     def slower(self) -> bool:
-        return self.gain < ROUNDING
+        return self.gain is not None and self.gain < ROUNDING
 
     @property
     def kind(self) -> str:
@@ -133,6 +133,17 @@ def mean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
+def gains(entries: Iterable[Shipped]) -> list[float]:
+    """Of those whose default did not fail."""
+    return [one.gain for one in entries if one.gain is not None]
+
+
+def mean_gain(entries: Iterable[Shipped], digits: int = 2) -> str:
+    """The geometric mean as text; empty where every default failed."""
+    known = gains(entries)
+    return f"{mean(known):.{digits}f}×" if known else ""
+
+
 def in_use(entries: Sequence[Shipped]) -> list[Shipped]:
     """Of each problem the fastest kernel's, which is the one that a model runs."""
     best: dict[str, Shipped] = {}
@@ -179,8 +190,8 @@ def overall(entries: Sequence[Shipped]) -> Table:
         )
         peers = [f"{mean(one.peer or 0 for one in of):.2f}× {peer}" for peer, of in ratios.items()]
         rows.append([
-            name, str(len(part)), _times(mean(one.gain for one in part), 3),
-            _share(sum(one.gain > 1 for one in part), len(part)),
+            name, str(len(part)), mean_gain(part, 3),
+            _share(sum(gain > 1 for gain in gains(part)), len(part)),
             str(sum(one.slower for one in part)), ", ".join(peers) or "–",
         ])  # fmt: skip
     head = ["", "problems", "gain", "faster than the default", "slower", "× peer"]
@@ -195,11 +206,11 @@ def by_kernel(entries: Sequence[Shipped]) -> Table:
     for op, kernel, kind in sorted(found, key=lambda k: (order[k[0]], k[1], k[2] == "bwd", k[2])):
         blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem["block"])
         for block, part in sorted(blocks.items()):
-            best = max(part, key=lambda one: one.gain)
-            where = show.shape_text(best.entry.problem, ()) if best.gain > 1 else "–"
+            best = max(part, key=lambda one: one.gain or 0)
+            where = show.shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"
             rows.append([
                 f"{op} {kind}".strip(), kernel, str(block), str(len(part)),
-                _times(mean(one.gain for one in part)), _times(best.gain), where,
+                mean_gain(part), mean_gain([best]), where,
                 str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
             ])  # fmt: skip
     head = ["", "kernel", "block", "problems", "gain", "largest", "at", "slower", "trials"]
@@ -227,9 +238,9 @@ def _provenance(entries: Sequence[Shipped]) -> str:
 
 def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup]) -> str:
     trials = sum(one.entry.trials for one in entries)
-    problems = len(in_use(entries))
+    problems = in_use(entries)
     text = (
-        f"`profiles/` has {len(entries)} configs for {problems} problems, found in {trials} "
+        f"`profiles/` has {len(entries)} configs for {len(problems)} problems, found in {trials} "
         "trials; `jetfire-tune show` lists them. The gain is the default's time over the tuned "
         "config's, both timed in turn in the tuner's last comparison. There a config displaces the "
         "default only where it is faster beyond the noise and by half a percent; else the default "
@@ -237,6 +248,8 @@ def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup
         "the first table has the fastest, which is the one that models run; `× peer` is the peer's "
         "time over the tuned config's, `copy` a pass that moves as many bytes."
     )
+    if failed := len(problems) - len(gains(problems)):
+        text += f" Of {failed} problems the default fails: they are in no mean."
     return "\n".join([
         "## Tuned configs\n", f"{text}\n", f"{_provenance(entries)}\n",
         f"![{alt(entries, found)}]({plot})\n", overall(entries).markdown(),
@@ -246,12 +259,12 @@ def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup
 
 def alt(entries: Sequence[Shipped], found: Sequence[Lookup]) -> str:
     """What the plot shows, in words."""
-    problems = in_use(entries)
-    best = max(problems, key=lambda one: one.gain)
-    text = (
-        f"Gain over the default of {len(problems)} tuned problems, sorted within each op: "
-        f"from {min(one.gain for one in problems):.2f}× to {best.gain:.2f}× ({best.op})."
-    )
+    problems = [one for one in in_use(entries) if one.gain is not None]
+    text = f"Gain over the default of {len(problems)} tuned problems, sorted within each op"
+    if problems:
+        best = max(problems, key=lambda one: one.gain or 0)
+        text += f": from {min(gains(problems)):.2f}× to {best.gain:.2f}× ({best.op})"
+    text += "."
     if found:
         worst = max(found, key=lambda one: one.ratio)
         text += (
@@ -312,15 +325,20 @@ def readme(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[str]:
     lines = []
     if entries:
         problems = in_use(entries)
-        gains = {
-            name: _times(mean(one.gain for one in part), 3)
+        means = {
+            name: mean_gain(part, 3)
             for name, part in _parts(problems, lambda one: one.op == "gemm").items()
+            if gains(part)
         }
-        apart = ", ".join(f"{name} {gains[name]}" for name in list(gains)[1:])
+        apart = ", ".join(f"{name} {means[name]}" for name in list(means)[1:])
+        speed = (
+            f"{means['all ops']} the defaults' speed in the geometric mean ({apart})"
+            if means else "no default could run"
+        )  # fmt: skip
         slower = sum(one.slower for one in problems)
         lines.append(
-            f"Tuned configs are shipped for {len(problems)} problems: {gains['all ops']} the "
-            f"defaults' speed in the geometric mean ({apart}), {slower or 'none'} slower."
+            f"Tuned configs are shipped for {len(problems)} problems: {speed}, "
+            f"{slower or 'none'} slower."
         )
     if found:
         lines.append(

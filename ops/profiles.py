@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from jetfire import ops
@@ -44,6 +47,7 @@ class Entry:
     """One tuned config; times are those of the tuner's final comparison.
 
     Attributes:
+        default_ms: None where the default config failed.
         joules: of one call; None where power could not be read.
         vs_peer: name → the peer's time over the kernel's.
         provenance: as `provenance` gives it.
@@ -56,13 +60,18 @@ class Entry:
     ms_p20: float
     ms_p80: float
     samples: int
-    default_ms: float
+    default_ms: float | None
     joules: float | None
     objective: str
     vs_peer: dict[str, float]
     trials: int
     strategy: str
     provenance: dict[str, Any]
+
+    @property
+    def gain(self) -> float | None:
+        """The default's time over the config's; None where the default failed."""
+        return None if self.default_ms is None else self.default_ms / self.ms
 
 
 @dataclass(frozen=True)
@@ -147,25 +156,67 @@ def _parsed(file: Path) -> tuple[Entry, ...]:
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')}, this version reads {SCHEMA}")
     try:
-        return tuple(_entry(raw, content["provenance"]) for raw in content["entries"])
+        entries = tuple(_entry(raw, content["provenance"]) for raw in content["entries"])
+        _line(content).encode()  # infinities and halves of characters could not be saved again
+        return entries
     except KeyError as error:
         raise ValueError(f"{error} is missing") from None
     except TypeError:
         raise ValueError("its entries have another form") from None
 
 
-_NUMBERS = ("ms", "ms_p20", "ms_p80", "default_ms")
-_OBJECTS = ("problem", "config", "vs_peer", "provenance")
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_positive_or_none(value: Any) -> bool:
+    return value is None or _is_positive(value)
+
+
+def _is_energy(value: Any) -> bool:
+    # A counter of energy may not move within a short run.
+    return value is None or value == 0 or _is_positive(value)
+
+
+def _is_problem(value: Any) -> bool:
+    return _is_object(value) and all(type(v) in (bool, int, float, str) for v in value.values())
+
+
+def _is_ratios(value: Any) -> bool:
+    return _is_object(value) and all(map(_is_positive, value.values()))
+
+
+def _is_provenance(value: Any) -> bool:
+    return _is_object(value) and isinstance(value.get("capability"), list | NoneType)
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "kernel": _is_text, "problem": _is_problem, "config": _is_object,
+    "ms": _is_positive, "ms_p20": _is_positive, "ms_p80": _is_positive, "samples": _is_count,
+    "default_ms": _is_positive_or_none, "joules": _is_energy, "objective": _is_text,
+    "vs_peer": _is_ratios, "trials": _is_count, "strategy": _is_text,
+    "provenance": _is_provenance,
+}  # fmt: skip
 
 
 def _entry(raw: dict[str, Any], table: dict[str, Any]) -> Entry:
     known = {field.name: raw[field.name] for field in dataclasses.fields(Entry)}
     entry = Entry(**{**known, "provenance": table[raw["provenance"]]})
-    for name in (*_NUMBERS, *_OBJECTS):
-        value = getattr(entry, name)
-        number = isinstance(value, int | float) and value > 0
-        if not (number if name in _NUMBERS else isinstance(value, dict)):
-            raise ValueError(f"{name}={value!r}")
+    for name, valid in _VALID.items():
+        if not valid(value := getattr(entry, name)):
+            raise ValueError(f"{name}={value!r:.80}")
     return entry
 
 
@@ -334,26 +385,29 @@ def strict() -> bool:
 # Writing.
 
 
-def provenance(kernel: Kernel, device: Device, driver: str | None) -> dict[str, Any]:
-    """What a tuned config's times depend on beside the problem."""
+def software() -> dict[str, str | None]:
+    """The versions of what compiles kernels: ``cuda``, ``torch``, ``triton``."""
     from importlib import metadata
 
     import torch
-
-    import jetfire
-    from jetfire.bench.timer import VERSION
 
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
         triton = None
+    return {"cuda": torch.version.cuda, "torch": str(torch.__version__), "triton": triton}
+
+
+def provenance(kernel: Kernel, device: Device, driver: str | None) -> dict[str, Any]:
+    """What a tuned config's times depend on beside the problem."""
+    import jetfire
+    from jetfire.bench.timer import VERSION
+
     return {
         "gpu": device.name,
         "capability": list(device.capability) if device.capability else None,
         "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton,
+        **software(),
         "source": kernel.source_hash(),
         "timer": VERSION,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -365,7 +419,7 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
     """Put entries into a device's profile of an op, in place of those for the same problems.
 
     Written whole or not at all, and one process after another. A file there that cannot be read is
-    kept beside it as ``<op>.json.old``.
+    kept beside it as ``<op>.json.old``, or ``.old-2`` where there is one already.
 
     Raises:
         UsageError: the file cannot be written; what it held is still there.
@@ -388,22 +442,34 @@ def _held(file: Path) -> tuple[Entry, ...]:
     try:
         return _parsed(file)
     except (ValueError, RecursionError) as error:
-        old = file.with_suffix(".json.old")
+        old = _unused(file.with_suffix(".json.old"))
         _replace(old, file.read_bytes())
         warnings.warn(f"profile {file} kept as {old.name}: {error}", JetfireWarning, stacklevel=3)
         return ()
 
 
+def _unused(file: Path) -> Path:
+    """The file, numbered where there is one already."""
+    names = itertools.chain(
+        [file], (file.with_name(f"{file.name}-{i}") for i in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())
+
+
 def _identity(op: str, entry: Entry) -> tuple[str, Any]:
     try:
         return entry.kernel, ops.get(op).Problem.parse(entry.problem)
-    except UsageError:  # of another version
+    except (UsageError, TypeError):  # of another version
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:
+    """Numbers by value and before all else, whatever another version's problem holds."""
     fields = entry.problem.items()
-    return entry.kernel, [(name, isinstance(value, str), value) for name, value in fields]
+    return entry.kernel, [
+        (name, False, value, "") if isinstance(value, int | float) else (name, True, 0, str(value))
+        for name, value in fields
+    ]
 
 
 def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:

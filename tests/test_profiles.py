@@ -224,6 +224,29 @@ BROKEN = {
     "no time": (edited(lambda c: c["entries"][0].update(ms=math.nan)), "ms=nan"),
     "text for config": (edited(lambda c: c["entries"][0].update(config="x")), "config='x'"),
     "no provenance": (edited(lambda c: c.update(provenance={})), "is missing"),
+    **{
+        f"{name} {value}": (edited(lambda c, n=name, v=value: c["entries"][0].update({n: v})), said)
+        for name, value, said in (
+            ("kernel", [], r"kernel=\[\]"),
+            ("joules", math.nan, "joules=nan"),
+            ("ms_p80", 10**400, "ms_p80=1000"),
+            ("default_ms", 0, "default_ms=0"),
+            ("samples", 1.5, "samples=1.5"),
+            ("trials", math.inf, "trials=inf"),
+            ("trials", True, "trials=True"),
+            ("objective", None, "objective=None"),
+            ("strategy", 1, "strategy=1"),
+            ("problem", {"m": None}, "problem={'m': None}"),
+            ("vs_peer", {"copy": "x"}, "vs_peer={'copy': 'x'}"),
+            ("provenance", [], "another form"),
+            ("config", {"tile": math.inf}, "Out of range"),
+            ("config", {"tile": "\ud800"}, "surrogates"),
+        )
+    },
+    "capability": (
+        edited(lambda c: next(iter(c["provenance"].values())).update(capability=9)),
+        "provenance={",
+    ),
     "entries of text": (edited(lambda c: c.update(entries=["x"])), "another form"),
 }
 
@@ -244,6 +267,34 @@ def test_a_broken_file_is_named_once_and_skipped(toy, kind):
         save(entry(gemm()))
     assert file.with_name("gemm.json.old").read_text() == broken
     assert find(toy, gemm(), H200).source == "tuned"
+
+
+def test_what_was_kept_before_is_not_overwritten():
+    file = save(entry(gemm()))
+    names = ["gemm.json.old", "gemm.json.old-2", "gemm.json.old-3"]
+    for name in names:
+        file.write_text(f"not JSON, to be {name}")
+        with pytest.warns(JetfireWarning, match=f"kept as {name}:"):
+            save(entry(gemm()))
+    kept = [file.with_name(name).read_text() for name in names]
+    assert kept == [f"not JSON, to be {name}" for name in names]
+
+
+def test_problems_of_other_types_have_an_order():
+    others = [{"m": 64, "rows": "x"}, {"m": 64, "rows": 3}, {"m": "x"}, {"m": 2.5}, {"m": True}]
+    file = save(*(dataclasses.replace(entry(gemm()), problem=other) for other in others))
+    assert [e.problem for e in profiles.read(file)] == [others[i] for i in (4, 3, 1, 0, 2)]
+
+
+def test_a_default_that_failed_has_no_time(toy, capsys):
+    file = save(entry(gemm(), default_ms=None))
+    assert [(e.default_ms, e.gain) for e in profiles.read(file)] == [(None, None)]
+    assert find(toy, gemm(), H200).source == "tuned"
+    show([], None)
+    assert "1.000 ms" in (text := capsys.readouterr().out)
+    assert "×" not in text.replace("64×64×64", "").replace("× peer", "").replace("1.25×", "")
+    show([], None, as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["gain"] is None
 
 
 def test_a_folder_that_cannot_be_read_is_skipped(toy, folder):

@@ -1,5 +1,6 @@
 """What the documents say of profiles and lookups: the figures of the entries, and no others."""
 
+import dataclasses
 import json
 
 import pytest
@@ -108,6 +109,24 @@ def test_what_is_slower_or_stale_is_counted(place):
     assert "| gelu fwd | triton | 32 | 1 | 0.99× | 0.99× | – | 1 | 10 |" in page
     assert "**Of 1 configs the kernel's source has changed since.**" in page
     assert ", 1 slower." in place.with_name("README.md").read_text()
+
+
+def test_a_default_that_failed_is_in_no_mean(place):
+    profiles.save(profiles.SHIPPED, H200, "gelu", [entry("gelu", "triton", 1.0, None)])
+    page = page_of(place)
+    assert "| all ops | 5 | 1.682× | 2 (40%) | 0 |" in page
+    assert "| gelu fwd | triton | 32 | 1 |  |  | – | 0 | 10 |" in page
+    assert "Of 1 problems the default fails: they are in no mean." in page
+    assert "4 tuned problems, sorted within each op: from 1.00× to 4.00× (layernorm).](h2" in page
+    assert "1.682× the defaults' speed" in place.with_name("README.md").read_text()
+
+
+def test_defaults_that_all_failed(place):
+    for op, known in (("gemm", GEMM), ("layernorm", LAYERNORM)):
+        failed = [dataclasses.replace(one, default_ms=None) for one in known]
+        profiles.save(profiles.SHIPPED, H200, op, failed)
+    assert "Gain over the default of 0 tuned problems, sorted within each op.](h2" in page_of(place)
+    assert "4 problems: no default could run, none" in place.with_name("README.md").read_text()
 
 
 def test_lookups_are_near_within_a_tenth_or_when_faster(place):

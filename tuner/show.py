@@ -80,7 +80,7 @@ def _record(profile: Profile, entry: Entry) -> dict[str, Any]:
         "file": str(profile.file),
         "shipped": profile.source == "shipped",
         "state": profiles.state(profile.op, entry) or "current",
-        "gain": entry.default_ms / entry.ms,
+        "gain": entry.gain,
         **dataclasses.asdict(entry),
     }
 
@@ -120,7 +120,7 @@ def _table(profile: Profile) -> Table:
             texts.shape_text(entry.problem, rest),
             texts.problem_text(entry.config),
             texts.time_text(entry.ms),
-            f"{entry.default_ms / entry.ms:.2f}×",
+            "" if entry.gain is None else f"{entry.gain:.2f}×",
             _peer_text(entry),
             str(entry.provenance.get("date", "")),
             profiles.state(profile.op, entry),
