@@ -67,7 +67,7 @@ class Identity:
         shape = "-".join(str(value) for value in self.problem.as_dict().values())
         told = [self.kernel.source_hash(), TIMER_VERSION, self.objective, self.data,
                 self.problem.as_dict(), {k: list(v) for k, v in self.space.fields.items()},
-                self.space.base.as_dict()]  # fmt: skip
+                self.space.base.as_dict(), profiles.software()]  # fmt: skip
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         device = profiles.device_slug(self.device)
         return f"{device}/{self.kernel.op}/{self.kernel.name}-{shape}-{key}"
@@ -320,6 +320,8 @@ class Study:
     def tell(self, number: int, config: Config, measurement: Measurement) -> None:
         """End a trial; it is durable when this returns.
 
+        One that another tuner took for dead, and has given up, stays so.
+
         Raises:
             StorageError: it cannot be written.
         """
@@ -327,11 +329,19 @@ class Study:
         del attributes["outcome"]
         with self._using():
             trial = self._asked[number]
-            # The outcome comes last: with it, a trial whose tuner dies here is whole.
-            for name, value in {**attributes, "outcome": measurement.outcome}.items():
-                trial.set_user_attr(name, value)
-            self._end(number, measurement)
+            try:
+                # The outcome comes last: with it, a trial whose tuner dies here is whole.
+                for name, value in {**attributes, "outcome": measurement.outcome}.items():
+                    trial.set_user_attr(name, value)
+                self._end(number, measurement)
+            except RuntimeError:  # in Optuna 5 its UpdateFinishedTrialError
+                if not self._is_finished(number):
+                    raise
             del self._asked[number]
+
+    def _is_finished(self, number: int) -> bool:
+        return any(t.number == number and t.state.is_finished()
+                   for t in self.optuna.get_trials(deepcopy=False))  # fmt: skip
 
     def _end(self, number: int, measurement: Measurement) -> None:
         values = measurement.values(self.objective)
@@ -396,8 +406,35 @@ def _start_time(pid: int) -> str | None:
         return None
 
 
+def _is_alive(pid: int, began_at: str) -> bool:
+    known = _start_time(pid)
+    if known is not None:
+        return known == began_at
+    # Gone, or hidden, or this system has no /proc.
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _process_space() -> str:
+    """Where a process's number means that process: the boot, and a container's namespace.
+
+    Containers may share a host's name. Empty where the system does not say.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{re.sub('[^0-9]', '', os.readlink('/proc/self/ns/pid'))}"
+    except OSError:
+        return ""
+
+
 def _owner() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{_start_time(os.getpid())}"
+    pid = os.getpid()
+    return f"{socket.gethostname()}:{pid}:{_start_time(pid)}:{_process_space()}"
 
 
 def _is_dead(trial: FrozenTrial, local: bool) -> bool:
@@ -409,10 +446,10 @@ def _is_dead(trial: FrozenTrial, local: bool) -> bool:
     began = trial.datetime_start
     age = 0.0 if began is None else time.time() - began.timestamp()
     owner = str(trial.user_attrs.get("owner", ""))
-    host, _, rest = owner.partition(":")
     if not owner:
         return local or age > 60.0
-    if host != socket.gethostname():
+    # Older tuners wrote no process space.
+    host, pid, began_at, space = [*owner.split(":"), "", "", ""][:4]
+    if host != socket.gethostname() or space not in ("", _process_space()):
         return age > ABANDONED_S
-    pid, _, began_at = rest.partition(":")
-    return not re.fullmatch(r"\d+", pid) or _start_time(int(pid)) != began_at
+    return not re.fullmatch(r"[1-9][0-9]*", pid) or not _is_alive(int(pid), began_at)

@@ -1,0 +1,147 @@
+"""Whose a trial is, whether its tuner lives, and what names a study."""
+
+import datetime
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+
+from jetfire import ops
+from jetfire.ops import profiles
+from jetfire.ops.device import target_device
+from jetfire.tuner import study as studies
+from jetfire.tuner.space import Space
+from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.study import Identity, Study
+from jetfire.tuner.trial import Measurement
+
+HOST = socket.gethostname()
+
+
+def identity():
+    kernel = ops.get_kernel("quantize", "triton")
+    device = target_device((9, 0))
+    problem = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
+    space = Space.of(kernel, problem, device, {})
+    return Identity(kernel, problem, device, space, "time", "normal")
+
+
+def opened(storage):
+    known = identity()
+    return Study(known, strategy_of("random", known.space, 0, ()), storage, print, {})
+
+
+def owned(owner, age=0.0):
+    """A trial under way for some seconds."""
+    began = datetime.datetime.now() - datetime.timedelta(seconds=age)
+    return optuna.trial.FrozenTrial(
+        number=0, state=optuna.trial.TrialState.RUNNING, value=None, datetime_start=began,
+        datetime_complete=None, params={}, distributions={}, user_attrs={"owner": owner},
+        system_attrs={}, intermediate_values={}, trial_id=0,
+    )  # fmt: skip
+
+
+def is_dead(owner, age=0.0):
+    return studies._is_dead(owned(owner, age), local=True)
+
+
+@pytest.fixture
+def ended():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("database", [False, True], ids=["journal", "sqlite"])
+@pytest.mark.parametrize("outcome", ["ok", "crash"])
+def test_a_trial_that_another_tuner_gave_up_stays_so(tmp_path, database, outcome):
+    storage = f"sqlite:///{tmp_path}/s.db" if database else str(tmp_path / "s.journal")
+    slow, other = opened(storage), opened(storage)
+    number, config = slow.ask()
+    other._give_up(number)
+    slow.tell(number, config, Measurement(outcome, 1.0 if outcome == "ok" else None))
+    assert slow.finished() == [] == other.finished()
+    number, config = slow.ask()
+    slow.tell(number, config, Measurement("ok", 2.0))
+    assert [m.ms for _, m in other.finished()] == [2.0]
+    slow.give_up()
+
+
+def test_other_errors_of_a_trial_are_not_hidden(tmp_path, monkeypatch):
+    study = opened(str(tmp_path / "s.journal"))
+    number, config = study.ask()
+
+    def fail(*_):
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(study, "_end", fail)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        study.tell(number, config, Measurement("ok", 1.0))
+
+
+def test_an_owner_is_alive_until_its_process_ends(ended):
+    mine = studies._owner()
+    assert not is_dead(mine)
+    assert not is_dead(mine, age=1e6)
+    assert is_dead(mine.replace(f":{os.getpid()}:", f":{ended}:"))
+    host, pid, _, space = mine.split(":")
+    if Path("/proc").exists():
+        assert is_dead(f"{host}:{pid}:1:{space}")  # the number is another process's by now
+    for number in ("0", "-1", "", "x", "9" * 30):
+        assert is_dead(f"{host}:{number}:1:{space}")
+
+
+def test_an_owner_of_an_older_tuner_is_understood(ended):
+    began = studies._start_time(os.getpid())
+    assert not is_dead(f"{HOST}:{os.getpid()}:{began}")
+    assert is_dead(f"{HOST}:{ended}:{began}")
+    assert not is_dead(f"other:{ended}:{began}", age=studies.ABANDONED_S - 60)
+    assert is_dead(f"other:{os.getpid()}:{began}", age=studies.ABANDONED_S + 60)
+
+
+def test_a_container_of_the_same_name_is_another_machine(ended):
+    for pid in (ended, os.getpid()):
+        owner = f"{HOST}:{pid}:1:0d5e/4026530000"
+        assert not is_dead(owner, age=studies.ABANDONED_S - 60)
+        assert is_dead(owner, age=studies.ABANDONED_S + 60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="Linux's")
+def test_the_process_space_is_of_the_namespace(monkeypatch):
+    mine = studies._process_space()
+    assert mine == studies._process_space() != ""
+    monkeypatch.setattr(os, "readlink", lambda _: "pid:[7]")
+    assert studies._process_space() == f"{mine.partition('/')[0]}/7"
+
+
+def test_without_proc_a_signal_tells(monkeypatch, ended):
+    monkeypatch.setattr(studies, "_start_time", lambda _: None)
+    monkeypatch.setattr(studies, "_process_space", lambda: "")
+    mine = studies._owner()
+    assert mine == f"{HOST}:{os.getpid()}:None:"
+    assert not is_dead(mine)
+    assert is_dead(f"{HOST}:{ended}:None:")
+
+    def kill(pid, number):
+        assert number == 0
+        raise PermissionError(errno.EPERM, "another user's")
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert not is_dead(mine)
+
+
+@pytest.mark.parametrize("name", ["cuda", "torch", "triton"])
+def test_an_upgrade_begins_another_study(monkeypatch, name):
+    known = identity()
+    before = known.name
+    assert known.name == before
+    versions = profiles.software()
+    monkeypatch.setattr(profiles, "software", lambda: {**versions, name: "99.0"})
+    assert known.name != before
+    assert known.name.rpartition("-")[0] == before.rpartition("-")[0]
