@@ -5,11 +5,16 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 from jetfire import ops
+from jetfire.bench.plan import Case
+from jetfire.export import command
+from jetfire.ops import profiles, run
+from jetfire.ops.errors import JetfireWarning, UsageError
 
 EXPORT = """
 import json, sys
@@ -79,3 +84,40 @@ def test_runs_without_the_package(tmp_path, device):
     torch.cuda.synchronize()
     result = op.check(problem, outputs, op.reference(problem, inputs))
     assert result.ok, result.message
+
+
+@pytest.fixture
+def exported(tmp_path, monkeypatch):
+    """What is exported, where there is no profile."""
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "user"))
+    monkeypatch.delenv(profiles.STRICT, raising=False)
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(run, "_said", set())
+    profiles.forget()
+    found = []
+    monkeypatch.setattr(command, "export", lambda *call: found.append(call) or [])
+    yield found
+    profiles.forget()
+
+
+def quantize_case():
+    op = ops.get("quantize")
+    return Case(op, op.Problem.parse({"m": 256, "n": 512, "block": 64}))
+
+
+def test_a_config_that_was_not_tuned_is_told_of_once(exported, tmp_path):
+    with pytest.warns(JetfireWarning, match=r"no profile for m=256 n=512 .*the default is used"):
+        command.run([quantize_case()], "triton", (9, 0), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", JetfireWarning)
+        command.run([quantize_case()], "triton", (9, 0), tmp_path)
+    assert len(exported) == 2
+
+
+def test_a_config_that_was_not_tuned_is_an_error_where_profiles_are_strict(
+    exported, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(profiles.STRICT, "1")
+    with pytest.raises(UsageError, match=r"no profile for m=256 n=512 .*; tune it: jetfire-tune"):
+        command.run([quantize_case()], "triton", (9, 0), tmp_path)
+    assert exported == []
