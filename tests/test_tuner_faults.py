@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -35,7 +36,7 @@ from jetfire.tuner import device as device_module  # noqa: E402
 from jetfire.tuner.device import DeviceRunner  # noqa: E402
 from jetfire.tuner.final import decide  # noqa: E402
 from jetfire.tuner.measure import Job  # noqa: E402
-from jetfire.tuner.runner import ReplayRunner  # noqa: E402
+from jetfire.tuner.runner import ReplayRunner, RunnerError  # noqa: E402
 from jetfire.tuner.search import Limits, search  # noqa: E402
 from jetfire.tuner.space import Space  # noqa: E402
 from jetfire.tuner.strategies import strategy_of  # noqa: E402
@@ -69,11 +70,13 @@ def journal(tmp_path):
     return tmp_path / "kept" / "study.journal"
 
 
-def start(*arguments, **popen):
+def start(*arguments, **environment):
     """The command in a process group of its own, as a terminal would start it."""
+    limits = environment.pop("preexec_fn", None)
     return subprocess.Popen(
         [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **popen,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **environment}, preexec_fn=limits,
     )  # fmt: skip
 
 
@@ -216,6 +219,21 @@ def test_a_killed_worker_costs_at_most_its_trial():
         assert "worker ended by signal 9" in found.message
         assert measure(runner, FaultyConfig())[0].outcome == "ok"
         kill_worker(runner)  # while it has nothing to do
+        assert measure(runner, FaultyConfig())[0].outcome == "ok"
+
+
+@pytest.mark.parametrize(("dies", "says"), [(False, "others hold it all"), (True, "exit code 5")])
+def test_what_cannot_be_set_up_is_no_configs_fault(journal, dies, says):
+    study = Study(identity(), strategy_of("random", identity().space, 0, ()), str(journal), print,
+                  {})  # fmt: skip
+    with contextlib.closing(DeviceRunner([CPU], 1.0)) as runner:
+        runner.begin(Job(faulty.Unprepared(dies), faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
+        with pytest.raises(RunnerError, match=says):
+            search(study, runner, Limits(5, math.inf), lambda *_: None)
+        assert study.finished() == []
+        assert running(journal) == []
+        # With another job the same workers go on.
+        runner.begin(Job(OP, faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
         assert measure(runner, FaultyConfig())[0].outcome == "ok"
 
 
@@ -529,6 +547,17 @@ def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
     assert set(outcomes(journal).values()) <= {"ok", "slow"}  # the signal failed no config
     assert running(journal) == []
     assert len(entries(tmp_path)) == 1
+
+
+def test_an_interrupt_ends_the_command_where_nothing_was_right(tmp_path, journal):
+    process = start("--m", "64,128", "--space=fault=wrong", "--space=ms=30", "--trials", 70,
+                    "--storage", tmp_path / "studies", FAULTY_DEFAULT="wrong")  # fmt: skip
+    until(lambda: any(measured(file) >= 2 for file in (tmp_path / "studies").rglob("*.journal")))
+    os.killpg(process.pid, signal.SIGINT)
+    code, errors = end(process)
+    assert code == 130, errors[-3:]
+    assert not any(line.startswith("jetfire: [2/2]") for line in errors)
+    assert entries(tmp_path) == []
 
 
 def test_an_interrupt_does_not_wait_for_a_hanging_config(journal):

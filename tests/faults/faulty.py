@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from jetfire import ops
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel, Tensors, poison
@@ -104,6 +105,21 @@ class Faulty(Kernel):
 
 
 KERNEL = Faulty()
+
+
+class Unprepared(type(ops.get("transpose"))):  # type: ignore[misc]
+    """A transpose whose inputs find no memory, or whose worker dies of them."""
+
+    def __init__(self, dies: bool) -> None:
+        self.dies = dies
+
+    def inputs(self, problem: Any, device: Any, seed: int = 0, data: str = "normal") -> Tensors:
+        if str(device) == "meta":
+            return super().inputs(problem, device, seed, data)
+        if self.dies:
+            os._exit(5)
+        raise MemoryError("others hold it all")
+
 
 CUDA_SOURCE = r"""
 extern "C" __global__ void faulty(int fault, const signed char* q, const float* scale,
