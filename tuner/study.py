@@ -450,6 +450,10 @@ def _is_dead(trial: FrozenTrial, local: bool) -> bool:
         return local or age > 60.0
     # Older tuners wrote no process space.
     host, pid, began_at, space = [*owner.split(":"), "", "", ""][:4]
-    if host != socket.gethostname() or space not in ("", _process_space()):
+    here = _process_space()
+    booted = space.partition("/")[0] != here.partition("/")[0]
+    if local and host == socket.gethostname() and space and booted:
+        return True  # a journal lies on this machine, which was started anew since
+    if host != socket.gethostname() or space not in ("", here):
         return age > ABANDONED_S
     return not re.fullmatch(r"[1-9][0-9]*", pid) or not _is_alive(int(pid), began_at)
