@@ -13,8 +13,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
 from jetfire.ops.errors import UsageError
-from jetfire.tuner import charts, report
-from jetfire.tuner.digest import Digest, clean
+
+pytest.importorskip("plotly", reason="the report is drawn by plotly")
+from jetfire.tuner import charts, report  # noqa: E402
+from jetfire.tuner.digest import Digest, clean  # noqa: E402
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
 DEFAULT = {"tile_m": 128, "stages": 3, "flag": False, "warps": 4}
