@@ -15,8 +15,8 @@ from optuna.trial import TrialState, create_trial
 from jetfire.ops.errors import UsageError
 
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
-from jetfire.tuner import charts, report  # noqa: E402
-from jetfire.tuner.digest import Digest, clean  # noqa: E402
+from jetfire.tuner import charts, report
+from jetfire.tuner.digest import Digest, clean
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
 DEFAULT = {"tile_m": 128, "stages": 3, "flag": False, "warps": 4}
