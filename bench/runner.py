@@ -22,6 +22,8 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel, Tensors
 from jetfire.ops.run import interpreted, report, verify
 
+LONG_FLOPS = 1e11
+
 
 @dataclass(frozen=True)
 class Options:
@@ -154,7 +156,8 @@ def sample_ms_of(case: Case, device: Device) -> float:
     follow in part. (A GEMM at 8192³ that alone holds 1785 MHz ran, by its cycles, at about 1570
     between cuBLAS and FP8.)
     """
-    return 50.0 if device.kind == "cuda" and case.op.flops(case.problem) >= 1e11 else 2.0
+    long = device.kind == "cuda" and case.op.flops(case.problem) >= LONG_FLOPS
+    return 50.0 if long else 2.0
 
 
 def sets_of(case: Case, device: Device) -> int:

@@ -78,18 +78,13 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         if profiles.strict():
             raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
         # The same shape with a bias, say, or another rounding is as good as tuned.
-        if not _same_shape(op, problem, found) and _first(op.name):
+        same = found.entry is not None and profiles.same_shape(op, problem, found.entry)
+        if not same and _first(op.name):
             _warn(f"{_missing(op, problem, device)}: {_used(problem, found)}; "
                   f"{_remedy(op, problem)}")  # fmt: skip
     if found.stale and _first(op.name, kernel.name):
         _warn(f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
               f"{device.label}; {_remedy(op, problem)}")  # fmt: skip
-
-
-def _same_shape(op: Op, problem: Any, found: Found) -> bool:
-    return found.entry is not None and all(
-        found.entry.problem.get(dim) == getattr(problem, dim) for dim in op.dims
-    )
 
 
 def _first(*what: str) -> bool:

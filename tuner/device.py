@@ -23,7 +23,8 @@ from jetfire.tuner.worker import BEGUN, START, NotSetUp, Worker
 COMPILERS = 16
 COMPILE_S = 120.0
 START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
-
+# Half a second for each of six readings of up to twenty configs and peers (`measure.POWER_RUNS`).
+POWER_S = 60.0
 # A config given up may hang: to start another worker takes no longer than to wait so long for it.
 DROPPED_S = 3.0
 
@@ -180,6 +181,8 @@ class DeviceRunner:
 
     def _compared(self, worker: Worker, budget_s: float) -> tuple[Any, bool]:
         limits = {"start": START_S, "end": self.trial_s + budget_s}
+        if self.job is not None and self.job.energy:
+            limits["end"] += POWER_S
         try:
             for what, limit in limits.items():
                 if not worker.connection.poll(limit):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jetfire.bench.nvml import Nvml
+from jetfire.bench.runner import LONG_FLOPS
 from jetfire.bench.timer import Timing, input_sets, time_calls
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -21,8 +22,6 @@ from jetfire.tuner.trial import Measurement, Outcome
 # A config this many times slower than the best, at first sight, is not timed any closer.
 HOPELESS = 3.0
 POWER_MS = 200.0
-# A product of so many operations is timed over longer samples: see jetfire.bench.runner.
-LONG_FLOPS = 1e11
 # With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
 LEAST_ROUNDS = 6
 POWER_RUNS = 6

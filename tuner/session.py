@@ -28,7 +28,7 @@ from jetfire.tuner.search import Limits, search
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, StorageError, Study
-from jetfire.tuner.trial import Objective
+from jetfire.tuner.trial import Objective, digits
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 # Seconds that the final comparison takes at first guess, and that a search gets at least: of many
@@ -288,13 +288,13 @@ class Session:
         timing = final.timing
         entry = Entry(
             kernel=target.kernel.name, problem=target.case.problem.as_dict(),
-            config=final.config.as_dict(), ms=_digits(timing.ms),
-            ms_p20=_digits(timing.ms_p20), ms_p80=_digits(timing.ms_p80),
+            config=final.config.as_dict(), ms=digits(timing.ms),
+            ms_p20=digits(timing.ms_p20), ms_p80=digits(timing.ms_p80),
             samples=timing.samples,
-            default_ms=None if final.default is None else _digits(final.default.ms),
-            joules=None if timing.joules is None else _digits(timing.joules),
+            default_ms=None if final.default is None else digits(final.default.ms),
+            joules=None if timing.joules is None else digits(timing.joules),
             objective=self.objective,
-            vs_peer={name: _digits(ratio) for name, ratio in final.vs_peer.items()},
+            vs_peer={name: digits(ratio) for name, ratio in final.vs_peer.items()},
             trials=len(study.finished()), strategy=str(study.optuna.user_attrs["strategy"]),
             provenance=profiles.provenance(target.kernel, self.device, self.driver),
         )  # fmt: skip
@@ -306,11 +306,6 @@ def is_current(found: Found, objective: str) -> bool:
     if found.entry is None or found.source != "tuned" or found.stale:
         return False
     return found.entry.objective == objective
-
-
-def _digits(value: float) -> float:
-    """Six digits: no clock gives more, and a profile is read by people too."""
-    return float(f"{value:.6g}")
 
 
 def _check_folder(file: Path) -> None:

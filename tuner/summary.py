@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench import show as texts
+from jetfire.bench.tuned_report import mean
 from jetfire.ops.device import Device
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner.final import Final
@@ -41,17 +41,17 @@ class Outcome:
 def mean_gain(outcomes: Sequence[Outcome]) -> float | None:
     """The geometric mean of the gains over the defaults; None where every default failed."""
     gains = [o.final.gain for o in outcomes if o.final.gain is not None]
-    return math.exp(sum(map(math.log, gains)) / len(gains)) if gains else None
+    return mean(gains) if gains else None
 
 
 def show(outcomes: Sequence[Outcome], device: Device) -> None:
     """Print the outcomes on stdout."""
     from rich.console import Console
 
-    mean = mean_gain(outcomes)
+    gain = mean_gain(outcomes)
     Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(_table(outcomes))
-    if mean is not None:
-        print(f"{device.label}: {mean:.3f}× the defaults' speed, geometric mean of "
+    if gain is not None:
+        print(f"{device.label}: {gain:.3f}× the defaults' speed, geometric mean of "
               f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip
 
 

@@ -52,6 +52,11 @@ class Measurement:
         return cls(**{f.name: attributes[f.name] for f in fields(cls) if f.name in attributes})
 
 
+def digits(value: float) -> float:
+    """Six digits: no clock gives more, and what is kept is read by people too."""
+    return float(f"{value:.6g}")
+
+
 def score(values: Sequence[float]) -> float:
     """One number to rank by: the value, or of several their product (energy × delay)."""
     product = 1.0

@@ -13,14 +13,14 @@ import numpy as np
 from jetfire import ops
 from jetfire.bench.plan import BLOCKS
 from jetfire.bench.results import write_text
+from jetfire.bench.tuned_report import LOOKUPS_SCHEMA, NEAR, mean
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel, Op
 from jetfire.tuner.session import Tuned
+from jetfire.tuner.trial import digits
 
-SCHEMA = 1
-WITHIN = 1.1  # a lookup this many times slower than tuning is still near
 SMALLEST, LARGEST = 512, 16384
 # Outputs and the like that a shape is drawn with, beside the block and the mode.
 GEMM_SETTINGS: tuple[dict[str, Any], ...] = (
@@ -85,8 +85,8 @@ def _row(tuned: Tuned) -> dict[str, Any]:
         "op": tuned.target.case.op.name, "kernel": tuned.target.kernel.name,
         "problem": problem.as_dict(), "source": tuned.found.source,
         "distance": None if entry is None else _distance(tuned, entry.problem),
-        "lookup_ms": _digits(final.before.ms), "default_ms": _digits(final.default.ms),
-        "tuned_ms": _digits(min(t.ms for t in (final.timing, final.before, final.default))),
+        "lookup_ms": digits(final.before.ms), "default_ms": digits(final.default.ms),
+        "tuned_ms": digits(min(t.ms for t in (final.timing, final.before, final.default))),
         "trials": len(tuned.study.finished()),
     }  # fmt: skip
 
@@ -97,20 +97,15 @@ def _distance(tuned: Tuned, other: Mapping[str, Any]) -> float:
     return round(math.hypot(*ratios), 3)
 
 
-def _digits(ms: float) -> float:
-    return float(f"{ms:.6g}")
-
-
 def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
     """One line: how many lookups are near, and the worst."""
     ratios = sorted(row["lookup_ms"] / row["tuned_ms"] for row in found)
     if not ratios:
         return "no lookup was compared"
-    near = sum(ratio <= WITHIN for ratio in ratios)
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    near = sum(ratio <= NEAR for ratio in ratios)
     return (
-        f"{near} of {len(ratios)} lookups are within {WITHIN - 1:.0%} of what tuning gives; "
-        f"geometric mean {mean - 1:.1%} slower, worst {ratios[-1] - 1:.1%}"
+        f"{near} of {len(ratios)} lookups are within {NEAR - 1:.0%} of what tuning gives; "
+        f"geometric mean {mean(ratios) - 1:.1%} slower, worst {ratios[-1] - 1:.1%}"
     )
 
 
@@ -123,5 +118,5 @@ def write(
         UsageError: the file cannot be written.
     """
     lines = ",\n".join(json.dumps(row) for row in found)
-    head = json.dumps({"schema": SCHEMA, "device": dict(device), "seed": seed})[:-1]
+    head = json.dumps({"schema": LOOKUPS_SCHEMA, "device": dict(device), "seed": seed})[:-1]
     write_text(file, f'{head},\n"rows": [\n{lines}\n]}}\n')
