@@ -237,6 +237,20 @@ def test_what_cannot_be_set_up_is_no_configs_fault(journal, dies, says):
         assert measure(runner, FaultyConfig())[0].outcome == "ok"
 
 
+def test_several_devices_measure_at_once():
+    with contextlib.closing(DeviceRunner([CPU, CPU], 5.0)) as runner:
+        runner.begin(Job(OP, faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
+        for number in range(3):
+            runner.submit(number, FaultyConfig(ms=100, tile=number + 1))
+        tasks = [seat.task for seat in runner._measuring]
+        assert [task.number for task in tasks if task] == [0, 1]
+        assert len({seat.worker._process.pid for seat in runner._measuring}) == 2
+        found = {}
+        while len(found) < 3:
+            found.update(runner.wait(30.0))
+    assert [found[number].outcome for number in range(3)] == ["ok", "ok", "ok"]
+
+
 def test_compilers_that_fail(monkeypatch):
     monkeypatch.setattr(device_module, "COMPILE_S", 1.0)
     device = Device("cpu", name="a CPU for which there is a compiler", capability=(9, 0))
