@@ -72,11 +72,17 @@ def journal(tmp_path):
 
 def start(*arguments, **environment):
     """The command in a process group of its own, as a terminal would start it."""
-    limits = environment.pop("preexec_fn", None)
+    limits = environment.pop("preexec_fn", lambda: None)
+
+    def prepare():
+        # What a script runs in the background ignores Ctrl-C, and so would all that we start.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        limits()
+
     return subprocess.Popen(
         [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **environment}, preexec_fn=limits,
+        env={**os.environ, **environment}, preexec_fn=prepare,
     )  # fmt: skip
 
 
