@@ -9,75 +9,135 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from jetfire.nn import Int8Block, Stream, linear_cross_entropy, recipes
+from jetfire.ops.errors import UsageError
+
 
 @dataclass(frozen=True)
-class Preset:
-    """Sizes of a model and of a step.
+class Shape:
+    """Sizes of a model.
 
     Attributes:
-        context: tokens in a sequence; batch: sequences in a step.
-        rate: peak learning rate.
+        vocabulary: tokens; the table is padded to a multiple of 64 rows, never predicted.
+        context: the longest sequence.
+        dropout: probability, of embeddings, attention's weights and both branches' outputs.
     """
 
     layers: int
     heads: int
     width: int
-    context: int = 1024
-    batch: int = 8
-    vocabulary: int = 256
-    rate: float = 6e-4
+    context: int
+    vocabulary: int
+    dropout: float = 0.0
 
-
-PRESETS = {
-    "tiny": Preset(layers=2, heads=4, width=128, context=64, batch=16, rate=1e-3),
-    "gpt2-124m": Preset(layers=12, heads=12, width=768),
-    "gpt2-350m": Preset(layers=24, heads=16, width=1024, rate=3e-4),
-    "gpt2-774m": Preset(layers=36, heads=20, width=1280, rate=2.5e-4),
-    "gpt2-1558m": Preset(layers=48, heads=25, width=1600, rate=2e-4),
-}
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding table."""
+        return -(-self.vocabulary // 64) * 64
 
 
 class Block(nn.Module):
-    """LayerNorm → attention → add; LayerNorm → MLP → add."""
+    """LayerNorm → attention → add; LayerNorm → MLP → add, as torch does it."""
 
-    def __init__(self, preset: Preset) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        width = preset.width
-        self.heads = preset.heads
+        width = shape.width
+        self.heads, self.dropout = shape.heads, shape.dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
+        dropout = self.dropout if self.training else 0.0
         heads = (
             self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )
         query, key, value = heads.unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        y = self.projection(attended.transpose(1, 2).reshape(batch, tokens, width))
+        x = x + F.dropout(y, dropout)
+        y = self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
+        return x + F.dropout(y, dropout)
 
 
 class GPT2(nn.Module):
-    """Token ids (batch×tokens) → logits (batch×tokens×vocabulary)."""
+    """Token ids (batch×tokens) → logits, or with targets the mean loss.
 
-    def __init__(self, preset: Preset) -> None:
+    Parameters have the same names and shapes in every recipe, so that any checkpoint loads in any.
+
+    Args:
+        recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
+            blocks in INT8 and the rest in BF16.
+    """
+
+    def __init__(self, shape: Shape, recipe: str = "bf16") -> None:
         super().__init__()
-        self.tokens = nn.Embedding(preset.vocabulary, preset.width)
-        self.positions = nn.Embedding(preset.context, preset.width)
-        self.blocks = nn.ModuleList(Block(preset) for _ in range(preset.layers))
-        self.norm = nn.LayerNorm(preset.width)
+        self.shape = shape
+        self.recipe = recipes.get(recipe)
+        if shape.width % shape.heads:
+            raise UsageError(f"width={shape.width}: expected a multiple of heads={shape.heads}")
+        self.tokens = nn.Embedding(shape.rows, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(self._block() for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self._initialise()
+
+    def _block(self) -> nn.Module:
+        shape, side = self.shape, self.recipe.block
+        if side is None:
+            return Block(shape)
+        return Int8Block(shape.width, shape.heads, shape.dropout, side)
+
+    def _initialise(self) -> None:
+        """Normal, 0.02; what ends in the residual stream shrinks with the depth (section 2.3)."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
                 residual = name.endswith(("projection.weight", "contract.weight"))
-                depth = math.sqrt(2 * preset.layers) if residual else 1.0
+                depth = math.sqrt(2 * self.shape.layers) if residual else 1.0
                 nn.init.normal_(parameter, std=0.02 / depth)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """ids and targets int64, batch×tokens.
+
+        Returns:
+            Logits, batch×tokens×vocabulary; with targets, the mean loss in nats, an fp32 scalar.
+        """
+        if ids.shape[1] > self.shape.context:
+            raise UsageError(
+                f"{ids.shape[1]} tokens: expected at most {self.shape.context}, the context"
+            )
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        if self.training and self.shape.dropout:
+            x = F.dropout(x, self.shape.dropout)
+        x = self._plain(x) if self.recipe.block is None else self._int8(x, self.recipe.block)
+        valid = self.shape.vocabulary
+        if targets is None:
+            return F.linear(x, self.tokens.weight.to(x.dtype))[..., :valid]
+        if self.recipe.block is None:
+            logits = F.linear(x, self.tokens.weight)[..., :valid]
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        rows = linear_cross_entropy(x.flatten(0, 1), self.tokens.weight, targets.flatten(), valid)
+        return rows.mean()
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
+        return self.norm(x)
+
+    def _int8(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        with torch.autocast(x.device.type, enabled=False):
+            stream = Stream.of(x.flatten(0, 1).to(torch.bfloat16), side)
+            for block in self.blocks:
+                stream = block(stream, batch)
+            norm = self.norm
+            weight, bias = (p.to(torch.bfloat16) for p in (norm.weight, norm.bias))
+            y = F.layer_norm(stream.x, norm.normalized_shape, weight, bias, norm.eps)
+        return y.view(batch, tokens, width)

@@ -1,8 +1,28 @@
 """Modules over the ops: what a model uses instead of torch.nn to train in INT8."""
 
-from jetfire.nn.linear import Int8Linear, convert
+from jetfire.nn.block import Int8Block, Stream
+from jetfire.nn.convert import Report, convert
+from jetfire.nn.gelu import Int8GELU
+from jetfire.nn.layernorm import Int8LayerNorm
+from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.loss import linear_cross_entropy
+from jetfire.nn.products import weights_changed
+from jetfire.nn.recipes import RECIPES, Recipe
 from jetfire.ops import profiles
 
-__all__ = ["Int8Linear", "convert"]
+__all__ = [
+    "RECIPES",
+    "Int8Block",
+    "Int8Conv1D",
+    "Int8GELU",
+    "Int8LayerNorm",
+    "Int8Linear",
+    "Recipe",
+    "Report",
+    "Stream",
+    "convert",
+    "linear_cross_entropy",
+    "weights_changed",
+]
 
 profiles.preload()

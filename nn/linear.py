@@ -10,46 +10,69 @@ from typing import Any
 import torch
 from torch import nn
 
+from jetfire.nn.products import (
+    FLOATS,
+    Both,
+    QuantisedWeight,
+    bias_gradient,
+    draw,
+    product_of_transposes,
+    quantised_gradient,
+)
 from jetfire.ops import int8_gemm, int8_quantize
 from jetfire.ops.errors import UsageError
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def _seed(device: torch.device) -> torch.Tensor:
-    """A Philox key from torch's own generator, so that torch.manual_seed makes a run repeat."""
-    return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
-
 
 class _Int8LinearFunction(torch.autograd.Function):
-    """y = x·Wᵀ + b; gradients are quantised stochastically, so both products are unbiased."""
+    """y = x·Wᵀ + b; gradients are quantised stochastically, so both products are unbiased.
+
+    `w` are the codes of W, out×in; where the parameter itself is stored `transposed`, in×out, its
+    gradient is too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        seed: torch.Tensor | None, block: int, transposed: bool, *codes: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        w = Both(*codes)
         q, scale, qt, scale_t = int8_quantize(x, block=block, layout="both")
-        wq, w_scale, wqt, w_scale_t = int8_quantize(weight, block=block, layout="both")
-        ctx.save_for_backward(qt, scale_t, wqt, w_scale_t)
-        ctx.block, ctx.has_bias, ctx.dtype = block, bias is not None, _NAMES[x.dtype]
+        ctx.save_for_backward(qt, scale_t, *w.transposed, seed)
+        ctx.block, ctx.transposed = block, transposed
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtype = FLOATS[x.dtype]
         wide = bias.float() if bias is not None else None
-        return int8_gemm(q, scale, wq, w_scale, block=block, out=ctx.dtype, bias=wide)
+        return int8_gemm(q, scale, w.q, w.scale, block=block, out=ctx.dtype, bias=wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        qt, scale_t, wqt, w_scale_t = ctx.saved_tensors
-        g, g_scale, gt, g_scale_t = int8_quantize(
-            grad.contiguous(),
-            block=ctx.block,
-            layout="both",
-            rounding="stochastic",
-            seed=_seed(grad.device),
-        )
-        dx = int8_gemm(g, g_scale, wqt, w_scale_t, block=ctx.block, out=ctx.dtype)
-        dw = int8_gemm(gt, g_scale_t, qt, scale_t, block=ctx.block, out="fp32")
-        db = grad.float().sum(0) if ctx.has_bias else None
-        return dx, dw, db, None
+        qt, scale_t, wqt, w_scale_t, seed = ctx.saved_tensors
+        block = ctx.block
+        g = quantised_gradient(grads[0], block, seed)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = int8_gemm(g.q, g.scale, wqt, w_scale_t, block=block, out=ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            factors = (g.transposed, (qt, scale_t))
+            if ctx.transposed:
+                factors = factors[::-1]
+            dw = product_of_transposes(*factors, block, ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = bias_gradient(g, block, ctx.bias_dtype)
+        return dx, dw, db, *[None] * 7
+
+
+def _apply(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Both,
+    transposed: bool, block: int,
+) -> torch.Tensor:  # fmt: skip
+    """(…, in features) → (…, out features), in the autocast dtype if there is one."""
+    outputs, inputs = codes.q.shape
+    x = rows(input, inputs)
+    seed = draw(1, x.device) if torch.is_grad_enabled() else None
+    with torch.autocast(x.device.type, enabled=False):
+        y = _Int8LinearFunction.apply(x, weight, bias, seed, block, transposed, *codes)
+    return y.reshape(*input.shape[:-1], outputs)
 
 
 class Int8Linear(nn.Linear):
@@ -63,45 +86,55 @@ class Int8Linear(nn.Linear):
                  device: Any = None, dtype: Any = None) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block = block
+        self._quantised = QuantisedWeight()
+
+    def codes(self) -> Both:
+        """The weight's codes and their transpose, quantised once an optimizer step."""
+        return self._quantised.of(self.weight, self.block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) → (…, out_features), in the autocast dtype if there is one."""
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        if dtype not in _NAMES:
-            raise UsageError(f"Int8Linear: input of {dtype}, expected bfloat16, float16 or float32")
-        x = input.to(dtype).reshape(-1, self.in_features)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        with torch.autocast(kind, enabled=False):
-            y = _Int8LinearFunction.apply(x, self.weight, self.bias, self.block)
-        return y.reshape(*input.shape[:-1], self.out_features)
+        return _apply(input, self.weight, self.bias, self.codes(), False, self.block)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"
 
 
-def convert(model: nn.Module, block: int, skip: tuple[str, ...] = ()) -> list[str]:
-    """Replace every `nn.Linear` of a model by an `Int8Linear` over the same parameters, in place.
+class Int8Conv1D(nn.Module):
+    """x·W + b in INT8, W stored in×out: the linear layer of `transformers`' GPT-2.
 
     Args:
-        skip: names of modules to leave (an output head, say).
-
-    Returns:
-        The names of the modules replaced.
+        weight: in×out; bias: out.
+        block: 32, 64 or 128, the side of a quantisation block.
     """
-    if type(model) is nn.Linear:
-        raise UsageError("convert: the model is itself a Linear: expected Int8Linear in its place")
-    replaced = []
-    for name, module in list(model.named_modules()):
-        if type(module) is not nn.Linear or name in skip:
-            continue
-        linear = Int8Linear(
-            module.in_features, module.out_features, module.bias is not None, block, device="meta"
-        )
-        linear.weight, linear.bias = module.weight, module.bias
-        linear.train(module.training)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, linear)
-        replaced.append(name)
-    return replaced
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, block: int = 32) -> None:
+        super().__init__()
+        self.weight, self.bias, self.block = weight, bias, block
+        self._quantised = QuantisedWeight()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, in) → (…, out), in the autocast dtype if there is one."""
+        q, scale, qt, scale_t = self._quantised.of(self.weight, self.block)
+        codes = Both(qt, scale_t, q, scale)
+        return _apply(input, self.weight, self.bias, codes, True, self.block)
+
+    def extra_repr(self) -> str:
+        inputs, outputs = self.weight.shape
+        return f"in_features={inputs}, out_features={outputs}, block={self.block}"
+
+
+def rows(input: torch.Tensor, width: int) -> torch.Tensor:
+    """(…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
+
+    Raises:
+        UsageError: it is of another dtype or width.
+    """
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    if dtype not in FLOATS:
+        raise UsageError(f"input of {dtype}: expected bfloat16, float16 or float32")
+    if input.shape[-1] != width:
+        raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
+    x = input.to(dtype).reshape(-1, width)
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,302 @@
+"""A pre-norm transformer block with Jetfire's INT8 data flow (arXiv 2403.12422, section 3).
+
+The residual stream is BF16; what flows between the layers of a branch, and what is kept for
+backward, is INT8 codes. LayerNorm's and GELU's outputs are not kept but made again from their
+inputs' codes, already transposed for the weight gradient: to the same bits, as they are rounded to
+nearest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jetfire.nn.linear import Int8Linear
+from jetfire.nn.products import (
+    Both,
+    Handoff,
+    bias_gradient,
+    draw,
+    product_of_transposes,
+    quantised_gradient,
+)
+from jetfire.ops import (
+    int8_add,
+    int8_add_backward,
+    int8_dropout,
+    int8_dropout_backward,
+    int8_gelu,
+    int8_gelu_backward,
+    int8_gemm,
+    int8_layernorm,
+    int8_layernorm_backward,
+    int8_quantize,
+)
+from jetfire.ops.errors import UsageError
+
+Tensor = torch.Tensor
+
+
+class Stream(NamedTuple):
+    """The residual stream between blocks: tokens × width.
+
+    Attributes:
+        x: bf16.
+        q, scale: its codes.
+        mean, rstd: fp32 statistics of its rows; None where the next LayerNorm computes them.
+        handoff: where the reader leaves the codes of x's gradient; None if nobody takes them.
+    """
+
+    x: Tensor
+    q: Tensor
+    scale: Tensor
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    handoff: Handoff | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, block: int) -> Stream:
+        """The stream of a bf16 matrix."""
+        q, scale = int8_quantize(x.detach(), block=block)
+        return cls(x, q, scale)
+
+
+class _Setting(NamedTuple):
+    """What both halves of a block know besides their tensors."""
+
+    block: int
+    eps: float
+    dropout: float
+    approximate: str
+
+
+class _Enter(torch.autograd.Function):
+    """LayerNorm → QKV; the stream passes through, so that backward adds to it in one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, handoff: Handoff | None, setting: _Setting, seeds: Tensor | None,
+        x: Tensor, q: Tensor, scale: Tensor, mean: Tensor | None, rstd: Tensor | None,
+        norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        block = setting.block
+        w = Both(*codes)
+        h, h_scale, *own = int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=setting.eps
+        )
+        if own:
+            mean, rstd = own
+        y = int8_gemm(h, h_scale, w.q, w.scale, block=block, out="bf16", bias=bias)
+        ctx.handoff, ctx.setting = handoff, setting
+        ctx.save_for_backward(
+            seeds, q, scale, mean, rstd, norm_weight, norm_bias, w.qt, w.scale_t
+        )
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        seeds, q, scale, mean, rstd, norm_weight, norm_bias, wqt, w_scale_t = ctx.saved_tensors
+        setting = ctx.setting
+        block = setting.block
+        dx, dy = grads
+        g = quantised_gradient(dy, block, seeds[0:1])
+        dh, dh_scale = int8_gemm(
+            g.q, g.scale, wqt, w_scale_t, block=block, out="int8", rounding="stochastic",
+            seed=seeds[1:2],
+        )  # fmt: skip
+        ht = int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, layout="qt"
+        )
+        dw = product_of_transposes(g.transposed, ht, block, torch.float32)
+        db = bias_gradient(g, block, torch.float32)
+        dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
+            q, scale, dh, dh_scale, norm_weight, mean, rstd, block=block, seed=seeds[2:3]
+        )
+        handoff = ctx.handoff
+        dx, *copy = int8_add_backward(
+            dx, dq, dq_scale, block=block, seed=seeds[3:4],
+            layout="q" if handoff is None else "both",
+        )  # fmt: skip
+        if handoff is not None:
+            handoff.put(dx, Both(*copy))
+        return (
+            None, None, None, dx, None, None, None, None, dnorm_weight, dnorm_bias, dw, db,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class _Leave(torch.autograd.Function):
+    """Attention's output → projection → add; LayerNorm → FC1 → GELU → FC2 → add."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, handoff: Handoff | None, setting: _Setting, seeds: Tensor | None,
+        x: Tensor, attended: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+        weight0: Tensor, bias0: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor,
+        bias2: Tensor, *codes: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        block, eps = setting.block, setting.eps
+        w0, w1, w2 = Both(*codes[:4]), Both(*codes[4:8]), Both(*codes[8:])
+
+        def product(a: Tensor, a_scale: Tensor, w: Both, bias: Tensor) -> tuple[Tensor, ...]:
+            return int8_gemm(a, a_scale, w.q, w.scale, block=block, out="int8", bias=bias)
+
+        a, a_scale = int8_quantize(attended, block=block)
+        y = _dropped(product(a, a_scale, w0, bias0), setting, seeds, 8)
+        x, q, scale, mean, rstd = int8_add(x, *y, block=block, eps=eps)
+        h, h_scale = int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=eps
+        )
+        f, f_scale = product(h, h_scale, w1, bias1)
+        u, u_scale = int8_gelu(f, f_scale, block=block, approximate=setting.approximate)
+        y = _dropped(product(u, u_scale, w2, bias2), setting, seeds, 9)
+        out = int8_add(x, *y, block=block, eps=eps)
+        ctx.mark_non_differentiable(*out[1:])
+        ctx.handoff, ctx.setting = handoff, setting
+        ctx.save_for_backward(
+            seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale,
+            w0.qt, w0.scale_t, w1.qt, w1.scale_t, w2.qt, w2.scale_t,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        setting = ctx.setting
+        block = setting.block
+        seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale = (
+            ctx.saved_tensors[:10]
+        )
+        w0t, w1t, w2t = (ctx.saved_tensors[i : i + 2] for i in (10, 12, 14))
+        dx = grads[0]
+
+        def seed(index: int) -> Tensor:
+            return seeds[index : index + 1]
+
+        g = None if ctx.handoff is None else ctx.handoff.take(dx)
+        if g is None:
+            g = quantised_gradient(dx, block, seed(0))
+        g = _undropped(g, setting, seeds, 9)
+        du = int8_gemm(
+            g.q, g.scale, *w2t, block=block, out="int8", rounding="stochastic", seed=seed(1)
+        )
+        ut = int8_gelu(f, f_scale, block=block, approximate=setting.approximate, layout="qt")
+        dw2 = product_of_transposes(g.transposed, ut, block, torch.float32)
+        db2 = bias_gradient(g, block, torch.float32)
+        df = Both(*int8_gelu_backward(
+            f, f_scale, *du, block=block, approximate=setting.approximate, layout="both",
+            seed=seed(2),
+        ))  # fmt: skip
+        dh = int8_gemm(
+            df.q, df.scale, *w1t, block=block, out="int8", rounding="stochastic", seed=seed(3)
+        )
+        ht = int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, layout="qt"
+        )
+        dw1 = product_of_transposes(df.transposed, ht, block, torch.float32)
+        db1 = bias_gradient(df, block, torch.float32)
+        dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
+            q, scale, *dh, norm_weight, mean, rstd, block=block, seed=seed(4)
+        )
+        dx, *copy = int8_add_backward(
+            dx, dq, dq_scale, block=block, layout="both", seed=seed(5)
+        )
+        g = _undropped(Both(*copy), setting, seeds, 8)
+        dattended = int8_gemm(g.q, g.scale, *w0t, block=block, out="bf16")
+        at = int8_quantize(attended, block=block, layout="qt")
+        dw0 = product_of_transposes(g.transposed, at, block, torch.float32)
+        db0 = bias_gradient(g, block, torch.float32)
+        return (
+            None, None, None, dx, dattended, dnorm_weight, dnorm_bias, dw0, db0, dw1, db1, dw2,
+            db2, *[None] * 12,
+        )  # fmt: skip
+
+
+def _dropped(
+    y: tuple[Tensor, ...], setting: _Setting, seeds: Tensor | None, index: int
+) -> tuple[Tensor, ...]:
+    """A branch's output after dropout, whose mask is keyed by a seed."""
+    if not setting.dropout:
+        return y
+    assert seeds is not None
+    return int8_dropout(*y, seeds[index : index + 1], p=setting.dropout, block=setting.block)
+
+
+def _undropped(g: Both, setting: _Setting, seeds: Tensor, index: int) -> Both:
+    """The gradient of what went into `_dropped`, from that of what came out."""
+    if not setting.dropout:
+        return g
+    seed = seeds[index : index + 1]
+    return Both(*int8_dropout_backward(
+        g.q, g.scale, seed, p=setting.dropout, block=setting.block, layout="both"
+    ))  # fmt: skip
+
+
+# Keys that a block's forward draws: _Enter's four, _Leave's six, and the two masks among the last.
+_ENTER_SEEDS, _LEAVE_SEEDS = 4, 10
+
+
+class Int8Block(nn.Module):
+    """LayerNorm → attention → add; LayerNorm → MLP (tanh GELU) → add, all of it in INT8.
+
+    Attention itself is `scaled_dot_product_attention` in BF16. Parameters are fp32, under the names
+    norm1, qkv, projection, norm2, expand and contract.
+
+    Args:
+        width: of the stream, a multiple of heads.
+        dropout: probability, of attention's weights and of both branches' outputs.
+        block: 32, 64 or 128, the side of a quantisation block.
+    """
+
+    def __init__(
+        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Any = None
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise UsageError(f"width={width}: expected a multiple of heads={heads}")
+        self.width, self.heads, self.dropout, self.block = width, heads, dropout, block
+        self.norm1 = nn.LayerNorm(width, device=device)
+        self.norm2 = nn.LayerNorm(width, device=device)
+
+        def linear(inputs: int, outputs: int) -> Int8Linear:
+            return Int8Linear(inputs, outputs, block=block, device=device)
+
+        self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
+        self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, stream: Stream, batch: int) -> Stream:
+        """The stream of batch·length tokens × width after this block."""
+        dropout = self.dropout if self.training else 0.0
+        setting = _Setting(self.block, self.norm1.eps, dropout, "tanh")
+        enter = leave = None
+        if torch.is_grad_enabled():
+            seeds = draw(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device)
+            enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
+        x, y = _Enter.apply(
+            stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,
+            self.qkv.weight, self.qkv.bias, *self.qkv.codes(),
+        )  # fmt: skip
+        linears = (self.projection, self.expand, self.contract)
+        handoff = None if torch.compiler.is_compiling() else Handoff()
+        out = _Leave.apply(
+            handoff, setting, leave, x, self._attend(y, batch, dropout),
+            self.norm2.weight, self.norm2.bias,
+            *(p for linear in linears for p in (linear.weight, linear.bias)),
+            *(t for linear in linears for t in linear.codes()),
+        )  # fmt: skip
+        return Stream(*out, handoff)
+
+    def _attend(self, y: Tensor, batch: int, dropout: float) -> Tensor:
+        """Causal attention of tokens × 3·width: tokens × width."""
+        tokens = y.shape[0]
+        shape = (batch, tokens // batch, 3, self.heads, self.width // self.heads)
+        query, key, value = y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        return out.transpose(1, 2).reshape(tokens, self.width)
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, heads={self.heads}, block={self.block}"

@@ -1,0 +1,124 @@
+"""Swap the linear layers of any model for INT8 ones, over the same parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from jetfire.nn import recipes
+from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.products import FLOATS
+from jetfire.nn.recipes import Recipe
+from jetfire.ops.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` did.
+
+    Attributes:
+        converted: names of the modules replaced.
+        left: name → why it stays as it is, for every other module that has a matrix of its own.
+    """
+
+    converted: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"converted {len(self.converted)} linear layers"]
+        lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module, recipe: str | Recipe, skip: tuple[str, ...] = (), head: bool = False
+) -> Report:
+    """Replace every linear layer of a model by an INT8 one over the same parameters, in place.
+
+    `torch.nn.Linear` and `transformers`' Conv1D are; names and shapes of parameters, and so state
+    dicts and optimizers, stay as they are. A module that has two names is replaced under both.
+
+    Args:
+        skip: names of modules to leave.
+        head: whether the output head is replaced too: a linear layer that the model gives as
+            `get_output_embeddings()`, or whose weight is an embedding's.
+
+    Raises:
+        UsageError: there is no such recipe or module, or the model is itself a linear layer.
+    """
+    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if _is_linear(model):
+        raise UsageError(
+            f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
+        )
+    named = dict(model.named_modules(remove_duplicate=False))
+    for name in skip:
+        if name not in named:
+            raise UsageError(f"skip={name!r}: expected the name of a module")
+    heads = set() if head else _heads(model)
+    replaced: dict[nn.Module, nn.Module] = {}
+    converted, left = [], {}
+    for name, module in named.items():
+        if not any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            continue
+        reason = _why_not(module, recipe, name in skip, module in heads)
+        if reason is not None:
+            left[name] = reason
+            continue
+        if module not in replaced:
+            replaced[module] = _replacement(module, recipe)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, replaced[module])
+        converted.append(name)
+    return Report(tuple(converted), left)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """Output heads: what the model says is one, and what shares its weight with an embedding."""
+    found = set()
+    ask = getattr(model, "get_output_embeddings", None)
+    if ask is not None and ask() is not None:
+        found.add(ask())
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
+
+
+def _why_not(module: nn.Module, recipe: Recipe, skipped: bool, head: bool) -> str | None:
+    """Why a module with a matrix is not replaced; None if it is."""
+    kind = type(module)
+    if not _is_linear(module):
+        linear = isinstance(module, nn.Linear)
+        return f"{kind.__name__}, {'a kind of its own' if linear else 'not a linear layer'}"
+    if skipped:
+        return "asked to"
+    if recipe.block is None:
+        return f"recipe {recipe.name}"
+    if head:
+        return "the output head"
+    dtype = module.weight.dtype
+    if dtype not in FLOATS:
+        return f"weight of {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _replacement(module: nn.Module, recipe: Recipe) -> nn.Module:
+    assert recipe.block is not None
+    if _is_conv1d(module):
+        new: nn.Module = Int8Conv1D(module.weight, module.bias, recipe.block)
+    else:
+        new = Int8Linear(
+            module.in_features, module.out_features, module.bias is not None, recipe.block,
+            device="meta",
+        )  # fmt: skip
+        new.weight, new.bias = module.weight, module.bias
+    return new.train(module.training)

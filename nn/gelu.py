@@ -1,0 +1,65 @@
+"""GELU whose input is kept as INT8 codes (Jetfire, arXiv 2403.12422, section 5.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from jetfire.nn.linear import rows
+from jetfire.nn.products import FLOATS, draw
+from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
+from jetfire.ops.errors import UsageError
+
+# torch's names of the two forms, and the op's.
+_FORMS = {"none": "erf", "tanh": "tanh"}
+
+
+class _Int8GELUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, seeds: torch.Tensor | None, block: int, approximate: str
+    ) -> torch.Tensor:
+        q, scale = int8_quantize(x, block=block)
+        y, y_scale = int8_gelu(q, scale, block=block, approximate=approximate)
+        ctx.save_for_backward(q, scale, seeds)
+        ctx.block, ctx.approximate, ctx.dtype = block, approximate, FLOATS[x.dtype]
+        return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, scale, seeds = ctx.saved_tensors
+        g, g_scale = int8_quantize(
+            grads[0].contiguous(), block=ctx.block, rounding="stochastic", seed=seeds[0:1]
+        )
+        dx, dx_scale = int8_gelu_backward(
+            q, scale, g, g_scale, block=ctx.block, approximate=ctx.approximate, seed=seeds[1:2]
+        )
+        return int8_dequantize(dx, dx_scale, block=ctx.block, out=ctx.dtype), None, None, None
+
+
+class Int8GELU(nn.GELU):
+    """`torch.nn.GELU`, quantised per block at both ends; backward keeps one byte an element.
+
+    Args:
+        approximate: "none" (erf) or "tanh", as torch names them.
+        block: 32, 64 or 128, the side of a quantisation block.
+    """
+
+    def __init__(self, approximate: str = "tanh", block: int = 32) -> None:
+        if approximate not in _FORMS:
+            raise UsageError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
+        super().__init__(approximate)
+        self.block = block
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, n) → the same, in the autocast dtype if there is one."""
+        x = rows(input, input.shape[-1])
+        seeds = draw(2, x.device) if torch.is_grad_enabled() else None
+        with torch.autocast(x.device.type, enabled=False):
+            y = _Int8GELUFunction.apply(x, seeds, self.block, _FORMS[self.approximate])
+        return y.reshape(input.shape)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block={self.block}"

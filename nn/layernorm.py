@@ -1,0 +1,76 @@
+"""LayerNorm whose input is kept as INT8 codes (Jetfire, arXiv 2403.12422, section 5.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from jetfire.nn.linear import rows
+from jetfire.nn.products import FLOATS, draw
+from jetfire.ops import (
+    int8_dequantize,
+    int8_layernorm,
+    int8_layernorm_backward,
+    int8_quantize,
+)
+from jetfire.ops.errors import UsageError
+
+
+class _Int8LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+        seeds: torch.Tensor | None, block: int, eps: float,
+    ) -> torch.Tensor:  # fmt: skip
+        q, scale = int8_quantize(x, block=block)
+        y, y_scale, mean, rstd = int8_layernorm(
+            q, scale, weight.float(), bias.float(), block=block, eps=eps
+        )
+        ctx.save_for_backward(q, scale, weight, mean, rstd, seeds)
+        ctx.block, ctx.dtype, ctx.bias_dtype = block, FLOATS[x.dtype], bias.dtype
+        return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, scale, weight, mean, rstd, seeds = ctx.saved_tensors
+        block = ctx.block
+        g, g_scale = int8_quantize(
+            grads[0].contiguous(), block=block, rounding="stochastic", seed=seeds[0:1]
+        )
+        dx, dx_scale, dweight, dbias = int8_layernorm_backward(
+            q, scale, g, g_scale, weight.float(), mean, rstd, block=block, seed=seeds[1:2]
+        )
+        dx = int8_dequantize(dx, dx_scale, block=block, out=ctx.dtype)
+        return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None, None, None
+
+
+class Int8LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` over the last dimension, quantised per block at both ends.
+
+    Backward keeps one byte an element of the input, and two fp32 statistics a row.
+
+    Args:
+        block: 32, 64 or 128, the side of a quantisation block.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, block: int = 32, device: Any = None,
+                 dtype: Any = None) -> None:  # fmt: skip
+        if not isinstance(width, int):
+            raise UsageError(f"Int8LayerNorm of {width}: expected one integer, the last dimension")
+        super().__init__(width, eps=eps, device=device, dtype=dtype)
+        self.block = block
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, width) → the same, in the autocast dtype if there is one."""
+        x = rows(input, self.normalized_shape[0])
+        seeds = draw(2, x.device) if torch.is_grad_enabled() else None
+        with torch.autocast(x.device.type, enabled=False):
+            y = _Int8LayerNormFunction.apply(
+                x, self.weight, self.bias, seeds, self.block, self.eps
+            )
+        return y.reshape(input.shape)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block={self.block}"

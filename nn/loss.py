@@ -1,0 +1,59 @@
+"""Cross-entropy of a linear head: the logits are turned into their gradient where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jetfire.ops import cross_entropy, cross_entropy_backward
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int
+    ) -> torch.Tensor:
+        w = weight.to(x.dtype)
+        logits = x @ w.t()
+        loss, lse = cross_entropy(logits, targets, valid=valid)
+        ctx.save_for_backward(x, w, targets, logits, lse)
+        ctx.valid, ctx.weight_dtype = valid, weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w, targets, logits, lse = ctx.saved_tensors
+        dlogits = cross_entropy_backward(
+            logits, targets, lse, grads[0].contiguous(), valid=ctx.valid, inplace=True
+        )
+        dx = dlogits @ w if ctx.needs_input_grad[0] else None
+        dw = _weight_gradient(dlogits, x, ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+def _weight_gradient(
+    dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """dlogitsᵀ·x, stored as the weight is: on a GPU straight from the fp32 sums."""
+    if dlogits.is_cuda and dlogits.dtype != dtype:
+        return torch.mm(dlogits.t(), x, out_dtype=dtype)
+    return (dlogits.t() @ x).to(dtype)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int | None = None
+) -> torch.Tensor:
+    """−log softmax(x·Wᵀ)[target] of every row, in nats, fp32.
+
+    Backward may run once: it overwrites the logits.
+
+    Args:
+        x: rows × width, bf16, fp16 or fp32; the product is of this dtype.
+        weight: vocabulary × width, of any float dtype.
+        targets: int64, one a row; −100 gives a loss of 0.
+        valid: how many of the vocabulary's rows are tokens; the rest is padding.
+    """
+    return _LinearCrossEntropy.apply(
+        x, weight, targets, weight.shape[0] if valid is None else valid
+    )

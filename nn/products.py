@@ -1,0 +1,129 @@
+"""What the INT8 layers share: codes of a weight, of a gradient, and the backward's products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
+from jetfire.ops.errors import UsageError
+
+FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# A weight's gradient of fewer elements is too few tiles to fill a GPU: stream-K, which adds to
+# zeros, deals them out evenly. 1024×1024 of 8192 tokens: 23 µs, not 34 (H200, blocks of 128).
+_FEW = 264 * 128 * 128
+
+
+class Both(NamedTuple):
+    """A quantised m×n matrix and its transpose."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    qt: torch.Tensor
+    scale_t: torch.Tensor
+
+    @property
+    def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of the transpose."""
+        return self.qt, self.scale_t
+
+
+def draw(count: int, device: torch.device) -> torch.Tensor:
+    """Philox keys from torch's own generator, so that torch.manual_seed makes a run repeat."""
+    return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
+
+
+def quantised_gradient(gradient: torch.Tensor, block: int, seed: torch.Tensor) -> Both:
+    """An m×n gradient rounded stochastically, so that the products of its codes are unbiased."""
+    codes = int8_quantize(
+        gradient.contiguous(), block=block, layout="both", rounding="stochastic", seed=seed
+    )
+    return Both(*codes)
+
+
+def product_of_transposes(
+    at: tuple[torch.Tensor, torch.Tensor], bt: tuple[torch.Tensor, torch.Tensor], block: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Aᵀ·B of two matrices with as many rows, from their transposed codes: a weight's gradient."""
+    rows, columns, device = at[0].shape[0], bt[0].shape[0], at[0].device
+    c = None
+    if dtype == torch.float32 and device.type == "cuda" and rows * columns <= _FEW:
+        c = torch.zeros((rows, columns), device=device)
+    return int8_gemm(*at, *bt, block=block, out=FLOATS[dtype], c=c)
+
+
+def bias_gradient(gradient: Both, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Column sums of a quantised gradient."""
+    return int8_column_sum(gradient.qt, gradient.scale_t, block=block).to(dtype)
+
+
+class Handoff:
+    """Codes of a gradient on their way from the node that made both to the one that takes it.
+
+    Autograd carries the float gradient alone; whoever receives just that tensor takes the codes
+    too, and quantises it himself where it is another (where the stream had a second reader, say).
+    """
+
+    def __init__(self) -> None:
+        self._gradient: torch.Tensor | None = None
+        self._codes: Both | None = None
+
+    def put(self, gradient: torch.Tensor, codes: Both) -> None:
+        self._gradient, self._codes = gradient, codes
+
+    def take(self, gradient: torch.Tensor) -> Both | None:
+        codes = self._codes if gradient is self._gradient else None
+        self._gradient = self._codes = None
+        return codes
+
+
+class QuantisedWeight:
+    """A weight's codes, both ways, made once an optimizer step."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] | None = None
+        self._codes: Both | None = None
+
+    def of(self, weight: torch.Tensor, block: int) -> Both:
+        """The codes of the weight as it is now.
+
+        What `torch.compile` traces is quantised anew each time: a version cannot be a constant.
+        """
+        if weight.dtype not in FLOATS:
+            raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
+        if torch.compiler.is_compiling():
+            return _quantised_weight(weight, block)
+        key = (id(weight), weight._version, weight.data_ptr(), block, _steps)
+        if self._codes is None or key != self._key:
+            self._codes = _quantised_weight(weight, block)
+            self._key = key
+        return self._codes
+
+    def __deepcopy__(self, memo: object) -> QuantisedWeight:
+        return QuantisedWeight()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return QuantisedWeight, ()
+
+
+def _quantised_weight(weight: torch.Tensor, block: int) -> Both:
+    return Both(*int8_quantize(weight.detach(), block=block, layout="both"))
+
+
+# FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what
+# tells is that an optimizer has stepped.
+_steps = 0
+
+
+def weights_changed(*_: object) -> None:
+    """Have every weight quantised anew: call it where they change and no optimizer's step ran.
+
+    Changes that torch sees (in-place operations, a loaded state dict) need no call.
+    """
+    global _steps
+    _steps += 1
+
+
+torch.optim.optimizer.register_optimizer_step_post_hook(weights_changed)
