@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import HealthCheck, assume, given, settings
@@ -92,6 +93,8 @@ def run_case(case: Case, device: Device) -> Check:
 
 def _values(annotation: Any, largest: int) -> st.SearchStrategy[Any]:
     """A Problem field's values: choices, flags, fractions, or sizes with the ragged ones often."""
+    if isinstance(annotation, UnionType):  # `int | None`
+        return st.one_of(st.none(), _values(get_args(annotation)[0], largest))
     if get_origin(annotation) is Literal:
         return st.sampled_from(get_args(annotation))
     if annotation is bool:

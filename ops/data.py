@@ -87,6 +87,14 @@ class Source:
             return torch.empty(shape, device=self.device)
         return _normal(shape, self._generator)
 
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """int64 in [0, high), each as likely, whatever the distribution."""
+        import torch
+
+        if self._generator is None:
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
+        return torch.randint(high, shape, device=self.device, generator=self._generator)
+
     def quantised(
         self, m: int, n: int, block: int, operand: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:

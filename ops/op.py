@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from jetfire.ops import sources
@@ -43,6 +44,10 @@ _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 def _parse_field(name: str, annotation: Any, value: Any) -> Any:
     """One field's value, from itself or its text; UsageError says what is accepted."""
+    if isinstance(annotation, UnionType):  # `int | None`
+        if value is None or str(value).lower() == "none":
+            return None
+        annotation = get_args(annotation)[0]
     choices = get_args(annotation) if get_origin(annotation) is Literal else None
     if choices is not None:
         for choice in choices:

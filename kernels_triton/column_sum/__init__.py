@@ -1,0 +1,114 @@
+"""Column sums of a quantised tensor: a few rows of its transpose a program, along all of m."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import INTERPRETED
+from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.tiles import device_reason, load_tile
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Tensors, ceil_div
+
+# The sum of four codes, in the first of four places.
+_SUM4 = tl.constexpr("""{
+dp4a.s32.s32 $0, $4, 0x01010101, 0;
+mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+}""")
+
+
+@dataclass(frozen=True)
+class ColumnSumConfig(Config):
+    """`tile_n` columns of the tensor a program of `warps` warps, `tile_m` of its rows at a time."""
+
+    tile_m: int = 2048
+    tile_n: int = 4
+    warps: int = 4
+
+
+@triton.jit
+def widen(q):
+    """Codes as int32 whose sums over four neighbours are those of the codes."""
+    if INTERPRETED:
+        return q.to(tl.int32)
+    return tl.inline_asm_elementwise(
+        _SUM4, "=r,=r,=r,=r,r", [q], dtype=tl.int32, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def column_sum_kernel(
+    qt_ptr, scale_t_ptr, sums_ptr, M, N, stride, scale_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ code·scale of TILE_N rows of qt: int32 within a block, fp32 across, in a fixed order.
+
+    All the rows are of one row of blocks.
+    """
+    row0 = tl.program_id(0) * TILE_N
+    blocks: tl.constexpr = TILE_M // BLOCK
+    sums = tl.zeros((TILE_N, blocks), tl.float32)
+    for col0 in range(0, M, TILE_M):
+        q = load_tile(qt_ptr, row0, col0, N, M, stride, TILE_N, TILE_M)
+        scale = load_tile(
+            scale_t_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(N, BLOCK), tl.cdiv(M, BLOCK),
+            scale_stride, 1, blocks,
+        )  # fmt: skip
+        in_block = tl.sum(tl.reshape(widen(q), (TILE_N, blocks, BLOCK)), 2)
+        sums += in_block.to(tl.float32) * scale
+    rows = row0 + tl.arange(0, TILE_N)
+    tl.store(sums_ptr + rows, tl.sum(sums, 1), mask=rows < N)
+
+
+class TritonColumnSum(TritonKernel):
+    op = "column_sum"
+    name = "triton"
+    Config = ColumnSumConfig
+
+    def legal(self, problem: Any, config: ColumnSumConfig, device: Device) -> str | None:
+        if (reason := device_reason(device)) is not None:
+            return reason
+        block = problem.block
+        if config.tile_m % block or config.tile_m & (config.tile_m - 1):
+            return f"tile_m={config.tile_m}: expected a power of two, a multiple of block={block}"
+        if block % config.tile_n:
+            return f"tile_n={config.tile_n}: expected a divisor of block={block}"
+        if config.warps not in (1, 2, 4, 8, 16):
+            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
+        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
+        if not 1 <= per_thread <= 128:
+            return f"{per_thread} codes a thread: expected 1 to 128"
+        if ceil_div(problem.n, config.tile_n) >= 2**31:
+            return "more than 2^31 programs: expected a larger tile_n"
+        return None
+
+    def default(self, problem: Any, device: Device) -> ColumnSumConfig:
+        """At least 512 programs, about four for each of an H200's 132 SMs, where n allows."""
+        tile_m = min(2048, max(problem.block, triton.next_power_of_2(problem.m)))
+        tile_n = next((rows for rows in (8, 4, 2) if problem.n >= 512 * rows), 1)
+        return ColumnSumConfig(tile_m, tile_n, max(1, min(4, tile_m // 512)))
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return {
+            "tile_m": (512, 1024, 2048, 4096, 8192),
+            "tile_n": (1, 2, 4, 8, 16, 32),
+            "warps": (1, 2, 4, 8, 16),
+        }
+
+    def launch(
+        self, problem: Any, config: ColumnSumConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        qt, scale_t = inputs["qt"], inputs["scale_t"]
+        column_sum_kernel[(ceil_div(problem.n, config.tile_n),)](
+            qt, scale_t, outputs["sums"], problem.m, problem.n, qt.stride(0), scale_t.stride(0),
+            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
+            num_warps=config.warps,
+        )  # fmt: skip
+
+
+KERNELS = (TritonColumnSum(),)

@@ -1,0 +1,161 @@
+"""Softmax cross-entropy: forward a row a program, in one pass; backward a tile of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import INTERPRETED, to_float
+from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.tiles import device_reason
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Tensors, ceil_div, float_dtype
+
+IGNORED = tl.constexpr(-100)  # as jetfire.reference.cross_entropy
+LOG2E = tl.constexpr(1.4426950408889634)
+# Finite, so that a tile of −∞ alone is no NaN: exp2(−∞ − LOWEST) is 0.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@dataclass(frozen=True)
+class CrossEntropyConfig(Config):
+    """`tile_n` columns of a row at a time for each program of `warps` warps."""
+
+    tile_n: int = 2048
+    warps: int = 4
+
+
+@triton.jit
+def exp(x):
+    """e^x to 2^-22·(1 + |x|), 0 below 2^-126: without the steps that keep subnormal results."""
+    if INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def absorb(highest, total, x, VECTOR: tl.constexpr):
+    """A thread's running maximum and Σexp(x − maximum), [THREADS], with a tile's columns.
+
+    Of a tile [REPEATS·THREADS·VECTOR] each thread has REPEATS runs of VECTOR neighbours, so that
+    nothing moves between threads until the row is done.
+    """
+    x = tl.reshape(x, (x.shape[0] // (highest.shape[0] * VECTOR), highest.shape[0], VECTOR))
+    above = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
+    terms = exp(x - above[None, :, None])
+    return above, total * exp(highest - above) + tl.sum(tl.sum(terms, 2), 0)
+
+
+@triton.jit
+def forward_kernel(
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, N, VALID, stride,
+    TILE_N: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    target = tl.load(targets_ptr + row)
+    known = (target >= 0) & (target < VALID)
+    chosen = tl.load(logits_ptr + target, mask=known, other=0.0).to(tl.float32)
+    highest = tl.full((THREADS,), LOWEST, tl.float32)
+    total = tl.zeros((THREADS,), tl.float32)
+    whole = VALID // TILE_N * TILE_N
+    cols = tl.arange(0, TILE_N)
+    for col0 in range(0, whole, TILE_N):
+        x = tl.load(logits_ptr + col0 + cols).to(tl.float32)
+        highest, total = absorb(highest, total, x, VECTOR)
+    if whole < VALID:
+        cols += whole
+        x = tl.load(logits_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = tl.where(cols < VALID, x, float("-inf"))
+        highest, total = absorb(highest, total, x, VECTOR)
+    most = tl.max(highest, 0)
+    lse = most + tl.log(tl.sum(total * exp(highest - most), 0))
+    loss = tl.where(known, lse - chosen, float("nan"))
+    tl.store(lse_ptr + row, lse)
+    tl.store(loss_ptr + row, tl.where(target == IGNORED, 0.0, loss))
+
+
+@triton.jit
+def backward_kernel(
+    logits_ptr, targets_ptr, lse_ptr, dloss_ptr, dlogits_ptr, N, VALID, stride, dstride,
+    TILE_N: tl.constexpr,
+):  # fmt: skip
+    """dlogits may be the logits: each element is read and written by one thread."""
+    across = tl.cdiv(N, TILE_N)
+    pid = tl.program_id(0)
+    row = (pid // across).to(tl.int64)
+    cols = pid % across * TILE_N + tl.arange(0, TILE_N)
+    x = tl.load(logits_ptr + row * stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+    target = tl.load(targets_ptr + row)
+    dloss = tl.load(dloss_ptr + row)
+    known = (target >= 0) & (target < VALID)
+    dloss = tl.where(known, dloss, float("nan"))
+    p = exp(x - tl.load(lse_ptr + row))
+    at = tl.where(known, target, -1).to(tl.int32)
+    gradient = tl.where(cols == at, p - 1.0, p) * dloss
+    # An ignored row is 0 whatever it holds, and so is the padding.
+    last = tl.where(target == IGNORED, 0, VALID)
+    gradient = tl.where(cols < last, gradient, 0.0)
+    gradient = to_float(gradient, dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + row * dstride + cols, gradient, mask=cols < N)
+
+
+def vector(problem: Any) -> int:
+    """Logits in 16 bytes."""
+    return 16 // float_dtype(problem.dtype).itemsize
+
+
+class TritonCrossEntropy(TritonKernel):
+    op = "cross_entropy"
+    name = "triton"
+    Config = CrossEntropyConfig
+
+    def legal(self, problem: Any, config: CrossEntropyConfig, device: Device) -> str | None:
+        if (reason := device_reason(device)) is not None:
+            return reason
+        if config.warps not in (1, 2, 4, 8, 16, 32):
+            return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
+        # Below 512 columns at a time a row's sums are too long for the op's tolerance.
+        if config.tile_n < 512 or config.tile_n & (config.tile_n - 1):
+            return f"tile_n={config.tile_n}: expected a power of two of at least 512"
+        per_thread = config.tile_n // (32 * config.warps)
+        if not vector(problem) <= per_thread <= 64:
+            return f"{per_thread} columns a thread: expected {vector(problem)} to 64"
+        if problem.m * ceil_div(problem.n, config.tile_n) >= 2**31:
+            return "more than 2^31 tiles: expected a larger tile_n"
+        return None
+
+    def default(self, problem: Any, device: Device) -> CrossEntropyConfig:
+        """Sixteen BF16 columns a thread forward and backward, or as few as the row has."""
+        tile_n = max(512, min(2048, triton.next_power_of_2(problem.n)))
+        return CrossEntropyConfig(tile_n, tile_n // 512)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return {"tile_n": (512, 1024, 2048, 4096, 8192, 16384), "warps": (1, 2, 4, 8, 16, 32)}
+
+    def launch(
+        self, problem: Any, config: CrossEntropyConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        m, n, logits, targets = problem.m, problem.n, inputs["logits"], inputs["targets"]
+        sizes = n, problem.columns, logits.stride(0)
+        if problem.mode == "fwd":
+            forward_kernel[(m,)](
+                logits, targets, outputs["loss"], outputs["lse"], *sizes,
+                TILE_N=config.tile_n, THREADS=32 * config.warps, VECTOR=vector(problem),
+                num_warps=config.warps,
+            )  # fmt: skip
+            return
+        dlogits = outputs["dlogits"]
+        backward_kernel[(m * ceil_div(n, config.tile_n),)](
+            logits, targets, inputs["lse"], inputs["dloss"], dlogits, *sizes, dlogits.stride(0),
+            TILE_N=config.tile_n, num_warps=config.warps,
+        )  # fmt: skip
+
+
+KERNELS = (TritonCrossEntropy(),)

@@ -1,0 +1,100 @@
+"""Column sums of a quantised gradient: what a linear layer's bias receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import Block, Check, Op, Problem, Tensors, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class ColumnSumProblem(Problem):
+    """(qt, scale_t), the transposed copy of a quantised m×n gradient, to its n column sums."""
+
+    block: Block = 32
+
+
+class ColumnSum(Op):
+    name = "column_sum"
+    summary = "column sums of a per-block INT8 gradient: the gradient of a bias"
+    Problem = ColumnSumProblem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        widths = dict.fromkeys(out for out, _ in model.linears())
+        return [{"m": model.tokens, "n": width} for width in widths]
+
+    def inputs(
+        self, problem: ColumnSumProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """The transposed copy, which is what the weight gradient's GEMM reads too."""
+        q, scale = Source(data, device, seed).quantised(problem.m, problem.n, problem.block)
+        return {"qt": q.t().contiguous(), "scale_t": scale.t().contiguous()}
+
+    def outputs(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        return {"sums": torch.empty(problem.n, device=inputs["qt"].device)}
+
+    def reference(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
+        """The sums in float64, and a bound on what summing in fp32 may add."""
+        from jetfire.reference.column_sum import column_sum
+
+        return {
+            "sums": column_sum(inputs["qt"], inputs["scale_t"], problem.block),
+            "bound": _bound(problem, inputs["qt"], inputs["scale_t"]),
+        }
+
+    def check(
+        self,
+        problem: ColumnSumProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        from jetfire.ops import check
+
+        return check.bounded("sums", outputs["sums"], expected["sums"], expected["bound"])
+
+    def peers(
+        self, problem: ColumnSumProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The sum of the BF16 gradient's rows, to fp32: what BF16 training does for a bias."""
+        import torch
+
+        from jetfire.ops import peers
+        from jetfire.reference.dequantize import dequantize
+
+        wide = dequantize(inputs["qt"], inputs["scale_t"], problem.block, torch.bfloat16)
+        gradient = wide.t().contiguous()
+
+        def eager() -> torch.Tensor:
+            return gradient.sum(dim=0, dtype=torch.float32)
+
+        return peers.elementwise(eager, self.bytes(problem), gradient.device)
+
+
+def _bound(problem: ColumnSumProblem, qt: torch.Tensor, scale_t: torch.Tensor) -> torch.Tensor:
+    """γ_b·Σ|s_b·S_b| over a column's b blocks, S_b the exact sum of a block's codes.
+
+    b products and b − 1 additions, in any order, are off by at most γ_b = b·u / (1 − b·u) of the
+    terms' magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
+    u = 2^-24.
+    """
+    import torch
+
+    block, blocks = problem.block, ceil_div(problem.m, problem.block)
+    codes = torch.nn.functional.pad(qt, (0, -problem.m % block)).view(problem.n, blocks, block)
+    terms = codes.sum(dim=2).double() * scale_t.double().repeat_interleave(block, 0)[: problem.n]
+    rounding = blocks * 2.0**-24
+    return rounding / (1 - rounding) * terms.abs().sum(dim=1).nan_to_num(0.0)
+
+
+OP = ColumnSum()

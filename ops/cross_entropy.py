@@ -1,0 +1,163 @@
+"""Softmax cross-entropy over a vocabulary, and its gradient: the last step of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+VOCABULARY = 50257  # GPT-2's
+PADDED = 50304  # to a multiple of 128
+ULP = 2.0**-22  # what ex2.approx and lg2.approx are off by, relatively
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem(Problem):
+    """fwd: logits (m×n, `dtype`) and targets to loss and lse; bwd: these and dloss to dlogits.
+
+    Columns from `valid` on (if there are any) are padding: they count as −∞, their gradient is 0.
+    """
+
+    dtype: FloatName = "bf16"
+    mode: Mode = "fwd"
+    valid: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """How many columns are no padding."""
+        return self.n if self.valid is None else min(self.n, self.valid)
+
+
+class CrossEntropy(Op):
+    name = "cross_entropy"
+    summary = "softmax cross-entropy of rows of logits, and its gradient"
+    Problem = CrossEntropyProblem
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": PADDED, "valid": VOCABULARY}]
+
+    def inputs(
+        self, problem: CrossEntropyProblem, device: torch.device, seed: int = 0,
+        data: str = "normal",
+    ) -> Tensors:  # fmt: skip
+        """Logits drawn from `data`; a row in 64 is to be ignored."""
+        import torch
+
+        from jetfire.reference.cross_entropy import IGNORED, forward
+
+        source, m = Source(data, device, seed), problem.m
+        logits = source.floats(m, problem.n).to(float_dtype(problem.dtype))
+        targets = source.integers(problem.columns, m)
+        targets = torch.where(source.integers(64, m) == 0, IGNORED, targets)
+        inputs = {"logits": logits, "targets": targets}
+        if problem.mode == "bwd":
+            if device.type == "meta":
+                inputs["lse"] = torch.empty(m, device=device)
+            else:
+                inputs["lse"] = forward(logits, targets, problem.columns)[1].float()
+            inputs["dloss"] = source.normal(m)
+        return inputs
+
+    def outputs(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        m, device = problem.m, inputs["logits"].device
+        if problem.mode == "bwd":
+            dtype = float_dtype(problem.dtype)
+            return {"dlogits": torch.empty((m, problem.n), dtype=dtype, device=device)}
+        return {name: torch.empty(m, device=device) for name in ("loss", "lse")}
+
+    def reference(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
+        """The outputs in float64, and bounds on what evaluation in fp32 may add."""
+        return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
+
+    def check(
+        self,
+        problem: CrossEntropyProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        from jetfire.ops import check
+
+        return check.every(
+            [
+                check.bounded(name, out, expected[name], expected[f"{name}_bound"])
+                for name, out in outputs.items()
+            ]
+        )
+
+    def peers(
+        self, problem: CrossEntropyProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """torch's own in fp32, as autocast has it: backward from the log-softmax it kept."""
+        import torch
+
+        from jetfire.ops import peers
+
+        targets, valid = inputs["targets"], problem.columns
+        logits = inputs["logits"][:, :valid]
+
+        def forward() -> Any:
+            return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+
+        if problem.mode == "fwd":
+            return peers.elementwise(forward, self.bytes(problem), logits.device)
+
+        dloss, dtype = inputs["dloss"], logits.dtype
+        kept = torch.log_softmax(logits.float(), dim=1)
+        weight = torch.zeros((), device=logits.device)  # of what a mean would divide by
+
+        def backward() -> Any:
+            aten = torch.ops.aten
+            gradient = aten.nll_loss_backward(dloss, kept, targets, None, 0, -100, weight)
+            gradient = aten._log_softmax_backward_data(gradient, kept, 1, torch.float32)
+            return torch.nn.functional.pad(gradient.to(dtype), (0, problem.n - valid))
+
+        return peers.elementwise(backward, self.bytes(problem), logits.device)
+
+
+def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
+    """Bounds for sums of at least 512 columns at a time.
+
+    Σexp(x − max) is relatively off by `ULP`·(1 + |x − max|) a term, on average at most 1 + ln n of
+    them; by 2^-24 for each addition in a row, n/512 and some 40 within a tile; and by `ULP` each of
+    the at most n/512 times that the maximum rises. lse is off by as much, and by its rounding.
+    """
+    from jetfire.reference.cross_entropy import forward
+
+    loss, lse = forward(inputs["logits"], inputs["targets"], problem.columns)
+    bound = ULP * (48 + problem.n / 256 + lse.abs())
+    return {
+        "loss": loss, "loss_bound": (bound + 2.0**-24 * loss.abs()).nan_to_num(0.0),
+        "lse": lse, "lse_bound": bound.nan_to_num(0.0, 0.0, 0.0),
+    }  # fmt: skip
+
+
+def _backward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
+    """p = exp(x − lse) is off by a few `ULP`·(1 + |x − lse|), p − 1 by 2^-24 more; then dtype's."""
+    import torch
+
+    from jetfire.reference.cross_entropy import backward, log_softmax
+
+    logits, lse, dloss, valid = inputs["logits"], inputs["lse"], inputs["dloss"], problem.columns
+    gradient = backward(logits, inputs["targets"], lse, dloss, valid)
+    bound = log_softmax(logits[:, :valid], lse)
+    bound = bound.exp() * (1 + bound.abs().nan_to_num(0.0)) * 4 + 1
+    bound = torch.nn.functional.pad(bound, (0, problem.n - valid))
+    bound *= ULP * dloss.double().abs()[:, None]
+    kind = torch.finfo(logits.dtype)
+    bound += kind.eps / 2 * gradient.abs() + kind.smallest_normal * kind.eps
+    return {"dlogits": gradient, "dlogits_bound": bound.nan_to_num(0.0, 0.0, 0.0)}
+
+
+OP = CrossEntropy()
