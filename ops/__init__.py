@@ -25,6 +25,7 @@ _SHARED = {
     "device",
     "errors",
     "functional",
+    "library",
     "machine_code",
     "op",
     "peers",

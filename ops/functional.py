@@ -10,73 +10,32 @@ Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from jetfire import ops
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
+from jetfire.ops import library
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import (
-    Block,
-    FloatName,
-    Kernel,
-    Layout,
-    Op,
-    Rounding,
-    Tensors,
-    blocks_of,
-    float_dtype,
-)
-from jetfire.ops.run import choose
+from jetfire.ops.gelu import Approximate
+from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
 
 Tensor = torch.Tensor
-_FLOATS: dict[torch.dtype, FloatName] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
+_BLOCKS = get_args(Block)
+_LAYOUTS = get_args(Layout)
+_ROUNDINGS = get_args(Rounding)
+_APPROXIMATIONS = get_args(Approximate)
+_FLOATS = tuple(library.FLOAT_NAMES)
+_FLOAT_NAMES = tuple(library.FLOAT_NAMES.values())
 
 
-@profiles.remembered
-def _plan(
-    name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
-) -> tuple[Op, Any, Kernel, Any]:
-    """Op, problem, kernel and config of a call; a model repeats few of them."""
-    op = ops.get(name)
-    problem = op.Problem.parse(dict(fields))
-    kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
-    return op, problem, kernel, config
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value}: expected {' or '.join(str(c) for c in choices)}")
 
 
-def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
-    """What a launch there needs around it, if anything.
-
-    Triton launches on the current device; CPU kernels are torch operations, which autograd sees.
-    """
-    if device.type == "cpu":
-        return torch.no_grad()
-    if device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return None
-
-
-def _call(name: str, inputs: Tensors, outputs: Tensors | None = None, **fields: Any) -> Any:
-    """Allocate outputs (unless given), launch, and return them in order; a single one bare."""
-    device = next(iter(inputs.values())).device
-    op, problem, kernel, config = _plan(name, device, tuple(fields.items()))
-    if outputs is None:
-        outputs = op.outputs(problem, inputs)
-    context = _launch_context(device)
-    if context is None:
-        kernel.launch(problem, config, inputs, outputs)
-    else:
-        with context:
-            kernel.launch(problem, config, inputs, outputs)
-    found = tuple(outputs.values())
-    return found if len(found) > 1 else found[0]
+def _number(name: str, value: Any) -> None:
+    if not isinstance(value, float | int):
+        raise UsageError(f"{name}={value}: expected a number")
 
 
 def _matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -109,8 +68,7 @@ def _codes(name: str, q: Tensor, scale: Tensor, block: int, like: Tensor | None 
             raise UsageError(f"{name} has shape {tuple(q.shape)}: expected {tuple(like.shape)}")
     _matrix(f"{name}'s scale", scale, (torch.float32,))
     _same_device(f"{name}'s scale", scale, q)
-    if block not in (32, 64, 128):
-        raise UsageError(f"block={block}: expected 32 or 64 or 128")
+    _choice("block", block, _BLOCKS)
     expected = blocks_of(q.shape[0], q.shape[1], block)
     if scale.shape != expected:
         raise UsageError(
@@ -128,11 +86,11 @@ def _vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _with_seed(inputs: Tensors, rounding: str, seed: Tensor | None) -> Tensors:
-    """The inputs, with the seed where rounding is stochastic."""
-    if rounding == "stochastic":
-        inputs["seed"] = _checked_seed(seed, next(iter(inputs.values())))
-    return inputs
+def _seed(rounding: str, seed: Tensor | None, layout: str, like: Tensor) -> Tensor | None:
+    """The seed where rounding is stochastic, once the options of quantised outputs are checked."""
+    _choice("rounding", rounding, _ROUNDINGS)
+    _choice("layout", layout, _LAYOUTS)
+    return _checked_seed(seed, like) if rounding == "stochastic" else None
 
 
 def _checked_seed(seed: Tensor | None, like: Tensor) -> Tensor:
@@ -150,12 +108,10 @@ def int8_quantize(
     Returns:
         As `layout` says: q, scale and/or qt, scale_t.
     """
-    _matrix("x", x, tuple(_FLOATS))
-    inputs = _with_seed({"x": x}, rounding, seed)
-    return _call(
-        "quantize", inputs, m=x.shape[0], n=x.shape[1], block=block, dtype=_FLOATS[x.dtype],
-        rounding=rounding, layout=layout,
-    )  # fmt: skip
+    _matrix("x", x, _FLOATS)
+    _choice("block", block, _BLOCKS)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(library.quantize(x, seed, block, rounding, layout))
 
 
 def int8_dequantize(
@@ -163,15 +119,14 @@ def int8_dequantize(
 ) -> Tensor:
     """q·scale as `out`, m×n."""
     _codes("q", q, scale, block)
-    inputs = {"q": q, "scale": scale}
-    return _call("dequantize", inputs, m=q.shape[0], n=q.shape[1], block=block, out=out)
+    _choice("out", out, _FLOAT_NAMES)
+    return library.dequantize(q, scale, block, out)
 
 
 def int8_transpose(q: Tensor, scale: Tensor, *, block: Block = 32) -> tuple[Tensor, Tensor]:
     """qt (int8 n×m) and scale_t, contiguous; nothing is requantised."""
     _codes("q", q, scale, block)
-    inputs = {"q": q, "scale": scale}
-    return _call("transpose", inputs, m=q.shape[0], n=q.shape[1], block=block)
+    return library.transpose(q, scale, block)
 
 
 def int8_gemm(
@@ -194,28 +149,27 @@ def int8_gemm(
     _same_device("b", b, a)
     if a.shape[1] != b.shape[1]:
         raise UsageError(f"a has k={a.shape[1]} and b k={b.shape[1]}: expected one k")
-    m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    inputs = {
-        "a": a, "a_scale": a_scale.contiguous(), "b": b, "b_scale": b_scale.contiguous(),
-    }  # fmt: skip
+    m, n = a.shape[0], b.shape[0]
+    operands = (a, a_scale.contiguous(), b, b_scale.contiguous())
     if bias is not None:
-        inputs["bias"] = _vector("bias", bias, n, a)
+        bias = _vector("bias", bias, n, a)
     if c is not None:
         _accumulator(c, m, n, out, a)
-        inputs["c"] = c
+        library.gemm_accumulate(c, *operands, bias, block)
+        return c
     if out == "int8":
-        _with_seed(inputs, rounding, seed)
-    return _call(
-        "gemm", inputs, None if c is None else {"c": c}, m=m, n=n, k=k, block=block, out=out,
-        rounding=rounding if out == "int8" else "nearest", layout=layout,
-        bias=bias is not None, accumulate=c is not None,
-    )  # fmt: skip
+        seed = _seed(rounding, seed, layout, a)
+        return tuple(library.gemm_quantized(*operands, bias, seed, block, rounding, layout))
+    _choice("out", out, (*_FLOAT_NAMES, "int8"))
+    if layout != "q":
+        raise UsageError(f"layout={layout} out={out}: expected out=int8")
+    return library.gemm(*operands, bias, block, out)
 
 
 def _accumulator(c: Tensor, m: int, n: int, out: str, like: Tensor) -> None:
-    if out not in _FLOATS.values():
+    if out not in _FLOAT_NAMES:
         raise UsageError(f"c with out={out}: expected out=bf16 or fp16 or fp32")
-    _matrix("c", c, (float_dtype(out),))  # type: ignore[arg-type]
+    _matrix("c", c, (float_dtype(out),))
     _same_device("c", c, like)
     if c.shape != (m, n) or not c.is_contiguous():
         raise UsageError(f"c has shape {tuple(c.shape)}: expected {(m, n)}, contiguous")
@@ -231,11 +185,9 @@ def int8_gelu(
         As `layout` says: q, scale and/or qt, scale_t.
     """
     _codes("x", x, x_scale, block)
-    inputs = _with_seed({"x": x, "x_scale": x_scale}, rounding, seed)
-    return _call(
-        "gelu", inputs, m=x.shape[0], n=x.shape[1], block=block, mode="fwd",
-        approximate=approximate, rounding=rounding, layout=layout,
-    )  # fmt: skip
+    _choice("approximate", approximate, _APPROXIMATIONS)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(library.gelu(x, x_scale, seed, block, approximate, rounding, layout))
 
 
 def int8_gelu_backward(
@@ -246,11 +198,11 @@ def int8_gelu_backward(
     """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`."""
     _codes("x", x, x_scale, block)
     _codes("dy", dy, dy_scale, block, like=x)
-    inputs = {"x": x, "x_scale": x_scale, "dy": dy, "dy_scale": dy_scale}
-    return _call(
-        "gelu", _with_seed(inputs, rounding, seed), m=x.shape[0], n=x.shape[1], block=block,
-        mode="bwd", approximate=approximate, rounding=rounding, layout=layout,
-    )  # fmt: skip
+    _choice("approximate", approximate, _APPROXIMATIONS)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(
+        library.gelu_backward(x, x_scale, dy, dy_scale, seed, block, approximate, rounding, layout)
+    )
 
 
 def int8_layernorm(
@@ -269,18 +221,16 @@ def int8_layernorm(
     """
     _codes("x", x, x_scale, block)
     m, n = x.shape
-    inputs = {
-        "x": x, "x_scale": x_scale,
-        "weight": _vector("weight", weight, n, x), "bias": _vector("bias", bias, n, x),
-    }  # fmt: skip
+    weight, bias = _vector("weight", weight, n, x), _vector("bias", bias, n, x)
     if (mean is None) != (rstd is None):
         raise UsageError("mean and rstd: expected both or neither")
     if mean is not None and rstd is not None:
-        inputs |= {"mean": _vector("mean", mean, m, x), "rstd": _vector("rstd", rstd, m, x)}
-    return _call(
-        "layernorm", _with_seed(inputs, rounding, seed), m=m, n=n, block=block, mode="fwd",
-        stats="row" if mean is None else "given", rounding=rounding, layout=layout, eps=eps,
-    )  # fmt: skip
+        mean, rstd = _vector("mean", mean, m, x), _vector("rstd", rstd, m, x)
+    _number("eps", eps)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(
+        library.layernorm(x, x_scale, weight, bias, mean, rstd, seed, block, eps, rounding, layout)
+    )
 
 
 def int8_layernorm_backward(
@@ -296,15 +246,14 @@ def int8_layernorm_backward(
     _codes("x", x, x_scale, block)
     _codes("dy", dy, dy_scale, block, like=x)
     m, n = x.shape
-    inputs = {
-        "x": x, "x_scale": x_scale, "weight": _vector("weight", weight, n, x),
-        "dy": dy, "dy_scale": dy_scale,
-        "mean": _vector("mean", mean, m, x), "rstd": _vector("rstd", rstd, m, x),
-    }  # fmt: skip
-    return _call(
-        "layernorm", _with_seed(inputs, rounding, seed), m=m, n=n, block=block, mode="bwd",
-        rounding=rounding, layout=layout,
-    )  # fmt: skip
+    weight = _vector("weight", weight, n, x)
+    mean, rstd = _vector("mean", mean, m, x), _vector("rstd", rstd, m, x)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(
+        library.layernorm_backward(
+            x, x_scale, dy, dy_scale, weight, mean, rstd, seed, block, rounding, layout
+        )
+    )
 
 
 def _addends(name: str, x: Tensor, y: Tensor, y_scale: Tensor, block: Block) -> None:
@@ -323,11 +272,9 @@ def int8_add(
         rstd (with `eps`) of its rows, fp32, m.
     """
     _addends("y", x, y, y_scale, block)
-    inputs = _with_seed({"x": x, "y": y, "y_scale": y_scale}, rounding, seed)
-    return _call(
-        "add", inputs, m=x.shape[0], n=x.shape[1], block=block, mode="fwd", rounding=rounding,
-        layout=layout, eps=eps,
-    )  # fmt: skip
+    _number("eps", eps)
+    seed = _seed(rounding, seed, layout, x)
+    return tuple(library.add(x, y, y_scale, seed, block, eps, rounding, layout))
 
 
 def int8_add_backward(
@@ -340,21 +287,17 @@ def int8_add_backward(
         dx (bf16), and its copy as `layout` says: q, scale and/or qt, scale_t.
     """
     _addends("dq", dsum, dq, dq_scale, block)
-    inputs = _with_seed({"dsum": dsum, "dq": dq, "dq_scale": dq_scale}, rounding, seed)
-    return _call(
-        "add", inputs, m=dsum.shape[0], n=dsum.shape[1], block=block, mode="bwd",
-        rounding=rounding, layout=layout,
-    )  # fmt: skip
+    seed = _seed(rounding, seed, layout, dsum)
+    return tuple(library.add_backward(dsum, dq, dq_scale, seed, block, rounding, layout))
 
 
-def _dropout(
-    q: Tensor, scale: Tensor, seed: Tensor, p: float, block: Block, layout: Layout, mode: str
-) -> tuple[Tensor, ...]:
+def _droppable(
+    q: Tensor, scale: Tensor, seed: Tensor, p: float, block: Block, layout: Layout
+) -> None:
     _codes("q", q, scale, block)
-    inputs = {"q": q, "scale": scale, "seed": _checked_seed(seed, q)}
-    return _call(
-        "dropout", inputs, m=q.shape[0], n=q.shape[1], block=block, mode=mode, p=p, layout=layout
-    )
+    _checked_seed(seed, q)
+    _number("p", p)
+    _choice("layout", layout, _LAYOUTS)
 
 
 def int8_dropout(
@@ -366,7 +309,8 @@ def int8_dropout(
     Returns:
         As `layout` says: q, scale and/or qt, scale_t.
     """
-    return _dropout(q, scale, seed, p, block, layout, "fwd")
+    _droppable(q, scale, seed, p, block, layout)
+    return tuple(library.dropout(q, scale, seed, p, block, layout))
 
 
 def int8_dropout_backward(
@@ -374,4 +318,5 @@ def int8_dropout_backward(
     layout: Layout = "q",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of `int8_dropout` with the same seed, from its output's gradient."""
-    return _dropout(q, scale, seed, p, block, layout, "bwd")
+    _droppable(q, scale, seed, p, block, layout)
+    return tuple(library.dropout_backward(q, scale, seed, p, block, layout))

@@ -1,0 +1,368 @@
+"""The ops as torch operators, `torch.ops.jetfire.*`: what torch.compile and profilers see.
+
+Sizes come from the tensors; the rest of a `Problem` are arguments. Nothing is checked here beyond
+what `Problem` checks: `functional` does, and is what to call. Everything is a constant to autograd,
+inputs that require gradients included, but for the bias of `gemm` and the stream of `add`.
+
+An operator is written as a function from its arguments to the op's inputs (None where there is
+none) and the fields of its `Problem`; `_operator` makes the rest of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from jetfire import ops
+from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.op import FloatName, Kernel, Op, Tensors
+from jetfire.ops.run import choose
+
+Tensor = torch.Tensor
+Call = tuple[dict[str, Tensor | None], dict[str, Any]]
+
+FLOAT_NAMES: dict[torch.dtype, FloatName] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+# Operators live as long as this object does.
+_LIBRARY = torch.library.Library("jetfire", "DEF")
+# Kernels read strides as they were traced: Inductor must not lay inputs out anew.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+@profiles.remembered
+def _plan(
+    name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
+) -> tuple[Op, Any, Kernel, Any]:
+    """Op, problem, kernel and config of a call; a model repeats few of them."""
+    op = ops.get(name)
+    problem = op.Problem.parse(dict(fields))
+    kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
+    return op, problem, kernel, config
+
+
+def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
+    """What a launch there needs around it, if anything.
+
+    Triton launches on the current device; CPU kernels are torch operations, which autograd sees.
+    """
+    if device.type == "cpu":
+        return torch.no_grad()
+    if device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return None
+
+
+def _launch(name: str, call: Call, written: tuple[str, ...]) -> Tensors:
+    """Launch into the inputs that are written, or else into new outputs; return these in order."""
+    inputs = {key: tensor for key, tensor in call[0].items() if tensor is not None}
+    device = next(iter(inputs.values())).device
+    op, problem, kernel, config = _plan(name, device, tuple(call[1].items()))
+    outputs = {key: inputs[key] for key in written} or op.outputs(problem, inputs)
+    context = _launch_context(device)
+    if context is None:
+        kernel.launch(problem, config, inputs, outputs)
+    else:
+        with context:
+            kernel.launch(problem, config, inputs, outputs)
+    for key in written:  # a launch does not tell autograd of its writes
+        if not outputs[key].is_inference():
+            torch.autograd.graph.increment_version(outputs[key])
+    return outputs
+
+
+def _allocate(name: str, call: Call) -> Tensors:
+    """The outputs alone, for tracing: sizes may be symbolic, and stay so."""
+    op = ops.get(name)
+    symbolic = {key: size for key, size in call[1].items() if isinstance(size, torch.SymInt)}
+    problem = op.Problem.parse({**call[1], **dict.fromkeys(symbolic, 1)})
+    for key, size in symbolic.items():
+        object.__setattr__(problem, key, size)
+    return op.outputs(problem, {k: tensor for k, tensor in call[0].items() if tensor is not None})
+
+
+def _define(
+    schema: str, owner: str, describe: Callable[..., Call]
+) -> tuple[torch._ops.OpOverload, str]:
+    """An operator that returns what its schema says, its outputs in order, and its full name."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=_TAGS)
+    packet, _, variant = name.partition(".")
+    overload = getattr(getattr(torch.ops.jetfire, packet), variant or "default")
+    returns = [str(value.type) for value in overload._schema.returns]
+    written = tuple(
+        argument.name
+        for argument in overload._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+    def packed(outputs: Tensors) -> Any:
+        found = tuple(outputs.values())
+        if returns == ["List[Tensor]"]:
+            return list(found)
+        return found if len(returns) > 1 else found[0]
+
+    def run(*args: Any) -> Any:
+        outputs = _launch(owner, describe(*args), written)
+        return packed(outputs) if returns else None
+
+    def fake(*args: Any) -> Any:
+        return packed(_allocate(owner, describe(*args))) if returns else None
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"jetfire::{name}", fake, lib=_LIBRARY)
+    return overload, name
+
+
+def _operator(schema: str, op: str | None = None) -> Callable[[Callable[..., Call]], Any]:
+    """Define an operator of an op (of the same name, if None), all of it constant to autograd."""
+
+    def decorate(describe: Callable[..., Call]) -> Any:
+        overload, name = _define(schema, op or schema.partition("(")[0], describe)
+        # Left to torch, float outputs would require gradients, and backward warn of none.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        return overload
+
+    return decorate
+
+
+def _differentiable(
+    schema: str, leaf: int, backward: Callable[..., Any], setup: Callable[..., None]
+) -> Callable[[Callable[..., Call]], Any]:
+    """Define an operator whose first output has a gradient in its argument number `leaf`.
+
+    Of its two overloads `constant` has none, and is called where none is asked for: in torch 2.13
+    the other costs 20 µs a call more, as every argument is converted twice more.
+    """
+    name, _, arguments = schema.partition("(")
+
+    def decorate(describe: Callable[..., Call]) -> Any:
+        overload, _ = _define(schema, name, describe)
+        torch.library.register_autograd(
+            f"jetfire::{name}", backward, setup_context=setup, lib=_LIBRARY
+        )
+        constant = _operator(f"{name}.constant({arguments}", name)(describe)
+
+        def call(*args: Any) -> Any:
+            x = args[leaf]
+            if x is not None and x.requires_grad and torch.is_grad_enabled():
+                return overload(*args)
+            return constant(*args)
+
+        return call
+
+    return decorate
+
+
+def _sized(x: Tensor, **fields: Any) -> dict[str, Any]:
+    """A problem's fields, its size that of x."""
+    m, n = x.shape
+    return {"m": m, "n": n, **fields}
+
+
+@_operator("quantize(Tensor x, Tensor? seed, int block, str rounding, str layout) -> Tensor[]")
+def quantize(x: Tensor, seed: Tensor | None, block: int, rounding: str, layout: str) -> Call:
+    return {"x": x, "seed": seed}, _sized(
+        x, block=block, dtype=FLOAT_NAMES[x.dtype], rounding=rounding, layout=layout
+    )
+
+
+@_operator("dequantize(Tensor q, Tensor scale, int block, str out) -> Tensor")
+def dequantize(q: Tensor, scale: Tensor, block: int, out: str) -> Call:
+    return {"q": q, "scale": scale}, _sized(q, block=block, out=out)
+
+
+@_operator("transpose(Tensor q, Tensor scale, int block) -> (Tensor, Tensor)")
+def transpose(q: Tensor, scale: Tensor, block: int) -> Call:
+    return {"q": q, "scale": scale}, _sized(q, block=block)
+
+
+def _gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    more: dict[str, Tensor | None], fields: dict[str, Any],
+) -> Call:  # fmt: skip
+    inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, **more}
+    sizes = {"m": a.shape[0], "n": b.shape[0], "k": a.shape[1]}
+    return inputs, {**sizes, **fields, "bias": bias is not None}
+
+
+def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if not ctx.needs_input_grad[4]:
+        ctx.mark_non_differentiable(output)
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dbias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[4] else None
+    return None, None, None, None, dbias, None, None
+
+
+@_differentiable(
+    "gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int block, str out)"
+    " -> Tensor",
+    4, _bias_gradient, _keep_bias,
+)  # fmt: skip
+def gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, block: int,
+    out: str,
+) -> Call:  # fmt: skip
+    """`out` is a float."""
+    return _gemm(a, a_scale, b, b_scale, bias, {}, {"block": block, "out": out})
+
+
+@_operator(
+    "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor? seed,"
+    " int block, str rounding, str layout) -> Tensor[]",
+    op="gemm",
+)
+def gemm_quantized(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    seed: Tensor | None, block: int, rounding: str, layout: str,
+) -> Call:  # fmt: skip
+    fields = {"block": block, "out": "int8", "rounding": rounding, "layout": layout}
+    return _gemm(a, a_scale, b, b_scale, bias, {"seed": seed}, fields)
+
+
+@_operator(
+    "gemm_accumulate(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
+    " Tensor? bias, int block) -> ()",
+    op="gemm",
+)
+def gemm_accumulate(
+    c: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    block: int,
+) -> Call:  # fmt: skip
+    fields = {"block": block, "out": FLOAT_NAMES[c.dtype], "accumulate": True}
+    return _gemm(a, a_scale, b, b_scale, bias, {"c": c}, fields)
+
+
+@_operator(
+    "gelu(Tensor x, Tensor x_scale, Tensor? seed, int block, str approximate, str rounding,"
+    " str layout) -> Tensor[]"
+)
+def gelu(
+    x: Tensor, x_scale: Tensor, seed: Tensor | None, block: int, approximate: str, rounding: str,
+    layout: str,
+) -> Call:  # fmt: skip
+    return {"x": x, "x_scale": x_scale, "seed": seed}, _sized(
+        x, block=block, mode="fwd", approximate=approximate, rounding=rounding, layout=layout
+    )
+
+
+@_operator(
+    "gelu_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed, int block,"
+    " str approximate, str rounding, str layout) -> Tensor[]",
+    op="gelu",
+)
+def gelu_backward(
+    x: Tensor, x_scale: Tensor, dy: Tensor, dy_scale: Tensor, seed: Tensor | None, block: int,
+    approximate: str, rounding: str, layout: str,
+) -> Call:  # fmt: skip
+    return {"x": x, "x_scale": x_scale, "dy": dy, "dy_scale": dy_scale, "seed": seed}, _sized(
+        x, block=block, mode="bwd", approximate=approximate, rounding=rounding, layout=layout
+    )
+
+
+@_operator(
+    "layernorm(Tensor x, Tensor x_scale, Tensor weight, Tensor bias, Tensor? mean, Tensor? rstd,"
+    " Tensor? seed, int block, float eps, str rounding, str layout) -> Tensor[]"
+)
+def layernorm(
+    x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None,
+    rstd: Tensor | None, seed: Tensor | None, block: int, eps: float, rounding: str, layout: str,
+) -> Call:  # fmt: skip
+    inputs = {
+        "x": x, "x_scale": x_scale, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd,
+        "seed": seed,
+    }  # fmt: skip
+    return inputs, _sized(
+        x,
+        block=block,
+        mode="fwd",
+        stats="row" if mean is None else "given",
+        rounding=rounding,
+        layout=layout,
+        eps=eps,
+    )
+
+
+@_operator(
+    "layernorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
+    " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    op="layernorm",
+)
+def layernorm_backward(
+    x: Tensor, x_scale: Tensor, dy: Tensor, dy_scale: Tensor, weight: Tensor, mean: Tensor,
+    rstd: Tensor, seed: Tensor | None, block: int, rounding: str, layout: str,
+) -> Call:  # fmt: skip
+    inputs = {
+        "x": x, "x_scale": x_scale, "dy": dy, "dy_scale": dy_scale, "weight": weight,
+        "mean": mean, "rstd": rstd, "seed": seed,
+    }  # fmt: skip
+    return inputs, _sized(x, block=block, mode="bwd", rounding=rounding, layout=layout)
+
+
+def _keep_stream(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1 if ctx.needs_input_grad[0] else 0 :])
+
+
+def _stream_gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return grads[0], None, None, None, None, None, None, None
+
+
+@_differentiable(
+    "add(Tensor x, Tensor y, Tensor y_scale, Tensor? seed, int block, float eps, str rounding,"
+    " str layout) -> Tensor[]",
+    0, _stream_gradient, _keep_stream,
+)  # fmt: skip
+def add(
+    x: Tensor, y: Tensor, y_scale: Tensor, seed: Tensor | None, block: int, eps: float,
+    rounding: str, layout: str,
+) -> Call:  # fmt: skip
+    return {"x": x, "y": y, "y_scale": y_scale, "seed": seed}, _sized(
+        x, block=block, mode="fwd", rounding=rounding, layout=layout, eps=eps
+    )
+
+
+@_operator(
+    "add_backward(Tensor dsum, Tensor dq, Tensor dq_scale, Tensor? seed, int block, str rounding,"
+    " str layout) -> Tensor[]",
+    op="add",
+)
+def add_backward(
+    dsum: Tensor, dq: Tensor, dq_scale: Tensor, seed: Tensor | None, block: int, rounding: str,
+    layout: str,
+) -> Call:  # fmt: skip
+    return {"dsum": dsum, "dq": dq, "dq_scale": dq_scale, "seed": seed}, _sized(
+        dsum, block=block, mode="bwd", rounding=rounding, layout=layout
+    )
+
+
+@_operator(
+    "dropout(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout) -> Tensor[]"
+)
+def dropout(q: Tensor, scale: Tensor, seed: Tensor, p: float, block: int, layout: str) -> Call:
+    return {"q": q, "scale": scale, "seed": seed}, _sized(
+        q, block=block, mode="fwd", p=p, layout=layout
+    )
+
+
+@_operator(
+    "dropout_backward(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout)"
+    " -> Tensor[]",
+    op="dropout",
+)
+def dropout_backward(
+    q: Tensor, scale: Tensor, seed: Tensor, p: float, block: int, layout: str
+) -> Call:
+    return {"q": q, "scale": scale, "seed": seed}, _sized(
+        q, block=block, mode="bwd", p=p, layout=layout
+    )

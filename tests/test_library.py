@@ -1,0 +1,287 @@
+"""The operators `torch.ops.jetfire.*`: opcheck, torch.compile, gradients, and what they refuse."""
+
+import itertools
+import shutil
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jetfire import ops
+from jetfire.ops import functional as int8
+from jetfire.ops import library, profiles
+from jetfire.ops.errors import UsageError
+from jetfire.reference.dequantize import dequantize
+from jetfire.reference.quantize import quantize
+
+SIZES = {"m": 40, "n": 70, "k": 33}
+NAMES = ("add", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize", "transpose")
+# Float inputs that a model may want gradients of; scales and statistics come from operators.
+LEAVES = ("x", "dsum", "weight", "bias")
+
+
+def name_of(problem):
+    return next(name for name in NAMES if isinstance(problem, ops.get(name).Problem))
+
+
+def overloads(problem):
+    """The operators that do a problem."""
+    name = name_of(problem)
+    found = torch.ops.jetfire
+    if name == "gemm" and problem.accumulate:
+        return [found.gemm_accumulate.default]
+    if name == "gemm" and problem.out == "int8":
+        return [found.gemm_quantized.default]
+    if getattr(problem, "mode", "fwd") == "bwd":
+        return [getattr(found, f"{name}_backward").default]
+    packet = getattr(found, name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def problems():
+    """Every combination of modes, layouts, roundings and dtypes, at one ragged size."""
+    found = []
+    for name in NAMES:
+        kind = ops.get(name).Problem
+        hints = {field: hint for field, hint in get_type_hints(kind).items() if field != "block"}
+        choices = {
+            field: (False, True) if hint is bool else get_args(hint)
+            for field, hint in hints.items()
+            if hint is bool or get_origin(hint) is Literal
+        }
+        seen = set()
+        for values in itertools.product(*choices.values()):
+            fields = dict(zip(choices, values, strict=True))
+            if fields.get("mode") == "bwd" and "stats" in fields:
+                fields["stats"] = "given"
+            try:
+                problem = kind(**{d: SIZES[d] for d in ops.get(name).dims}, **fields)
+            except UsageError:
+                continue
+            if problem not in seen:
+                seen.add(problem)
+                found.append(pytest.param(problem, id="-".join([name, *map(str, fields.values())])))
+    return found
+
+
+def arguments(overload, problem, inputs):
+    """The arguments that have an operator do a problem, by their names."""
+    return [
+        inputs.get(argument.name)
+        if "Tensor" in str(argument.type)
+        else getattr(problem, argument.name)
+        for argument in overload._schema.arguments
+    ]
+
+
+@pytest.mark.parametrize("problem", problems())
+def test_opcheck(device, problem):
+    op = ops.get(name_of(problem))
+    inputs = op.inputs(problem, device)
+    expected = op.reference(problem, inputs)
+    for overload in overloads(problem):
+        leaves = {
+            name: tensor.detach().clone().requires_grad_()
+            if name in LEAVES and tensor.is_floating_point()
+            else tensor.clone()
+            for name, tensor in inputs.items()
+        }
+        torch.library.opcheck(overload, arguments(overload, problem, leaves))
+        found = overload(*arguments(overload, problem, leaves))
+        if found is None:
+            found = leaves["c"]
+        found = [t.detach() for t in ([found] if isinstance(found, torch.Tensor) else found)]
+        names = op.outputs(problem, inputs)
+        check = op.check(problem, dict(zip(names, found, strict=True)), expected)
+        assert check.ok, check.message
+
+
+def through_all(x, weight, bias, gamma, beta, seed):
+    """A small network through every function, in both directions, by hand."""
+    stochastic: Any = {"rounding": "stochastic", "seed": seed}
+    w, w_scale, wt, wt_scale = int8.int8_quantize(weight, layout="both")
+    zero = int8.int8_quantize(torch.zeros_like(x))
+    stream, q, scale, mean, rstd = int8.int8_add(x, *zero)
+    h, h_scale = int8.int8_layernorm(q, scale, gamma, beta, mean=mean, rstd=rstd)
+    y, y_scale = int8.int8_gemm(h, h_scale, w, w_scale, out="int8", **stochastic)
+    g, g_scale = int8.int8_gelu(y, y_scale)
+    d, d_scale, dt, dt_scale = int8.int8_dropout(g, g_scale, seed, layout="both")
+    out = int8.int8_gemm(d, d_scale, wt, wt_scale, out="fp32", bias=bias)
+    loss = (stream.float() * out).sum()
+    grad, grad_scale = int8.int8_quantize(out.detach(), **stochastic)
+    wide = int8.int8_gemm(grad, grad_scale, w, w_scale, out="int8")
+    wide = int8.int8_dropout_backward(*wide, seed)
+    dy = int8.int8_gelu_backward(y, y_scale, *wide, seed=seed)
+    total = torch.zeros_like(weight)
+    columns = int8.int8_transpose(h, h_scale)
+    dyt = int8.int8_transpose(*dy)
+    int8.int8_gemm(*dyt, *columns, out="fp32", c=total)
+    dh = int8.int8_gemm(*dy, wt, wt_scale, out="int8")
+    dx, dx_scale, dgamma, dbeta = int8.int8_layernorm_backward(
+        q, scale, *dh, gamma, mean, rstd, seed=seed
+    )
+    stream_grad, *_ = int8.int8_add_backward(stream.detach(), dx, dx_scale, seed=seed)
+    return loss, total, dgamma, dbeta, stream_grad, int8.int8_dequantize(dt, dt_scale)
+
+
+def operands(device, rows=40, width=64, inner=96):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    x = normal(rows, width).bfloat16().requires_grad_()
+    weight = normal(inner, width).requires_grad_()
+    bias, gamma, beta = (normal(width).requires_grad_() for _ in range(3))
+    return x, weight, bias, gamma, beta, torch.tensor([7], device=device)
+
+
+def compare(compiled, args):
+    """A compiled `through_all` gives what the eager one gives, gradients included."""
+    found, expected = compiled(*args), through_all(*args)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    leaves = (args[0], args[2])
+    gradients = torch.autograd.grad(found[0], leaves)
+    for one, other in zip(gradients, torch.autograd.grad(expected[0], leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiles_whole(device):
+    torch._dynamo.reset()
+    compare(torch.compile(through_all, fullgraph=True, backend="aot_eager"), operands(device))
+
+
+def test_compiles_once_for_any_number_of_rows(device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(through_all, fullgraph=True, backend=counter)
+    for rows in (40, 70, 96):
+        args = operands(device, rows)
+        torch._dynamo.mark_dynamic(args[0], 0)
+        compare(compiled, args)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not shutil.which("g++"), reason="needs a C++ compiler"
+)
+def test_compiles_with_inductor(device):
+    """Short: a C++ compiler takes seconds a graph."""
+
+    def linear(x, weight, total):
+        x, w = int8.int8_quantize(x.relu(), layout="both"), int8.int8_quantize(weight)
+        int8.int8_gemm(*w, *w, out="fp32", c=total)
+        return int8.int8_gemm(x[2], x[3], *w) + 1
+
+    torch._dynamo.reset()
+    x, weight = torch.randn(96, 40, device=device), torch.randn(64, 96, device=device)
+    found, expected = torch.ones(64, 64, device=device), torch.ones(64, 64, device=device)
+    y = torch.compile(linear, fullgraph=True)(x, weight, found)
+    assert torch.equal(y, linear(x, weight, expected))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("out", ["fp32", "bf16", "fp16"])
+def test_gradient_of_a_bias(device, out):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (quantize(torch.randn(n, 48, generator=generator).to(device), 32) for n in (40, 70))
+    bias = torch.randn(70, generator=generator).to(device).requires_grad_()
+    grad = torch.randn(40, 70, generator=generator).to(device)
+    c = int8.int8_gemm(*a, *b, out=out, bias=bias)
+    assert c.requires_grad
+    (found,) = torch.autograd.grad(c, bias, grad.to(c.dtype))
+    wide = bias.detach().double().requires_grad_()
+    exact = dequantize(*a, 32, torch.float64) @ dequantize(*b, 32, torch.float64).t() + wide
+    (expected,) = torch.autograd.grad(exact, wide, grad.to(c.dtype).double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert not int8.int8_gemm(*a, *b, out=out, bias=bias).requires_grad
+    assert not int8.int8_gemm(*a, *b, out=out, bias=bias.detach()).requires_grad
+
+
+def test_gradient_of_the_stream(device):
+    x = torch.randn(40, 70, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y, y_scale = quantize(torch.randn(40, 70, device=device), 32)
+    total, *rest = int8.int8_add(x, y, y_scale, layout="both")
+    assert total.requires_grad
+    assert not any(t.requires_grad for t in rest)
+    grad = torch.randn_like(total)
+    assert torch.equal(torch.autograd.grad(total, x, grad)[0], grad)
+    assert not any(t.requires_grad for t in int8.int8_add(x.detach(), y, y_scale))
+
+
+def test_constants_to_autograd(device):
+    """What has no gradient is a constant, even of inputs that require one, and even by name."""
+    leaf = {"device": device, "requires_grad": True}
+    weight, bias = torch.randn(64, 64, **leaf), torch.randn(64, **leaf)
+    q, scale = int8.int8_quantize(weight)
+    scale.requires_grad_()
+    found = [
+        *int8.int8_gemm(q, scale, q, scale, out="int8", bias=bias),
+        *int8.int8_layernorm(q, scale, bias, bias),
+        int8.int8_dequantize(q, scale),
+        int8.int8_gemm(q, scale, q, scale),
+        torch.ops.jetfire.gemm(q, scale, q, scale, None, 32, "fp32"),
+        *torch.ops.jetfire.add(
+            weight.detach().bfloat16(), q, scale, None, 32, 1e-5, "nearest", "q"
+        ),
+    ]
+    assert not any(t.requires_grad for t in found)
+
+
+def test_accumulation_is_a_write(device):
+    q, scale = quantize(torch.randn(40, 40, device=device), 32)
+    c = torch.zeros(40, 40, device=device, requires_grad=True)
+    saved = (c * 1).exp()  # exp keeps its result for backward
+    int8.int8_gemm(q, scale, q, scale, out="fp32", c=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+    with torch.inference_mode():
+        total = torch.zeros(40, 40, device=device)
+        int8.int8_gemm(q, scale, q, scale, out="fp32", c=total)
+        torch.testing.assert_close(total, int8.int8_gemm(q, scale, q, scale, out="fp32"))
+
+
+def test_plans_once(device, monkeypatch):
+    chosen = []
+
+    def choose(*args):
+        chosen.append(args[1])
+        return original(*args)
+
+    original = library.choose
+    monkeypatch.setattr(library, "choose", choose)
+    profiles.forget()
+    x = torch.randn(40, 70, device=device)
+    for _ in range(3):
+        int8.int8_quantize(x)
+    assert [str(problem) for problem in chosen] == [
+        "m=40 n=70 block=32 dtype=fp32 rounding=nearest layout=q"
+    ]
+
+
+def refused(message, function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    assert str(error.value) == message
+
+
+def test_refuses_in_one_line(device):
+    x = torch.randn(40, 70, device=device)
+    q, scale = int8.int8_quantize(x)
+    seed = torch.tensor([7], device=device)
+    choices = "block=48: expected 32 or 64 or 128"
+    refused(choices, int8.int8_quantize, x, block=48)
+    refused(choices, torch.ops.jetfire.quantize, x, None, 48, "nearest", "q")
+    refused("rounding=up: expected nearest or stochastic", int8.int8_quantize, x, rounding="up")
+    refused("layout=None: expected q or qt or both", int8.int8_quantize, x, layout=None)
+    refused("p=1.5: expected a probability in [0, 1)", int8.int8_dropout, q, scale, seed, p=1.5)
+    refused("p=half: expected a number", int8.int8_dropout, q, scale, seed, p="half")
+    refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, q, scale, out="int4")
+    refused("out=int4: expected bf16 or fp16 or fp32 or int8",
+            int8.int8_gemm, q, scale, q, scale, out="int4")  # fmt: skip
+    refused("layout=qt out=bf16: expected out=int8",
+            int8.int8_gemm, q, scale, q, scale, layout="qt")  # fmt: skip
