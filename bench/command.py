@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jetfire import ops
 from jetfire.bench import plan
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Work = tuple[Case, Options]
 
+T = TypeVar("T")
 SAVE_S = 2.0  # a file of 2000 rows takes 50 ms to write: not after each of 500 problems
 FORMATS = ("table", "json", "csv", "md")
 PLOTS = (".png", ".svg", ".pdf")
@@ -73,11 +74,14 @@ def bench(asked: Asked) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; results so far are shown and saved.
     """
-    kind = _file_format(asked)
-    existing = _existing(asked)
+    kind = file_format(asked)
+    existing = existing_rows(asked)
     request = None if asked.suite is not None else request_of(asked)
     if asked.suite is not None:
-        _check_suite(asked)
+        from jetfire.bench import suite
+
+        kinds_of_data = any(entry.data is not None for entry in suite.entries(asked.suite))
+        check_suite(asked, own_data=kinds_of_data)
     from jetfire.ops.device import Device
 
     device = Device.parse(asked.device)
@@ -105,14 +109,15 @@ def _sized(request: Request, device: Device) -> Request:
     return replace(request, sizes={**request.sizes, "m": [default]})
 
 
-def _check_suite(asked: Asked) -> None:
-    from jetfire.bench import suite
+def check_suite(asked: Asked, own_data: bool) -> None:
+    """A suite says itself what is measured, and some on what data.
 
-    found = suite.entries(str(asked.suite))
+    Raises:
+        UsageError: an option says something else.
+    """
     chosen = (asked.ops, asked.m, asked.n, asked.k, asked.workload, asked.block, asked.settings,
               asked.kernels, asked.config, asked.peers, asked.rounds)  # fmt: skip
-    data = asked.data != "normal" and any(entry.data is not None for entry in found)
-    if any(chosen) or asked.mode != ("fwd",) or data:
+    if any(chosen) or asked.mode != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
         )
@@ -152,7 +157,7 @@ def request_of(asked: Asked) -> Request:
     )
 
 
-def _file_format(asked: Asked) -> str | None:
+def file_format(asked: Asked) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
     if asked.format is not None and asked.format not in FORMATS:
         raise UsageError(f"--format {asked.format}: expected {', '.join(FORMATS)}")
@@ -177,7 +182,8 @@ def _file_format(asked: Asked) -> str | None:
     return kind
 
 
-def _existing(asked: Asked) -> Results | None:
+def existing_rows(asked: Asked) -> Results | None:
+    """What `--append` adds to."""
     if asked.append and asked.output is not None and asked.output.exists():
         return Results.load(asked.output)
     return None
@@ -269,24 +275,52 @@ def _version(package: str) -> str | None:
 def _measure(
     asked: Asked, work: Sequence[Work], device: Device, existing: Results | None, kind: str | None
 ) -> None:
+    note_cpu(device)
+    runner = prepare(device, work[0][1], asked.remeasure_peaks)
+    record = device_record(device, dict(runner.peaks), runner.driver)
+    collect(
+        asked, work, lambda item: runner.measure(*item), lambda item: item[0], record, existing,
+        kind, replay(asked, work[0][0]),
+    )  # fmt: skip
+
+
+def note_cpu(device: Device) -> None:
+    """Say where no GPU is in use."""
     from jetfire.bench import show
-    from jetfire.bench.progress import watch
 
     if device.kind == "cpu":
         note(f"no GPU in use ({device.name}): {show.NO_GPU}")
-    runner = prepare(device, work[0][1], asked.remeasure_peaks)
-    record = device_record(device, dict(runner.peaks), runner.driver)
-    if existing is not None and existing.device.get("name") != device.name:
+
+
+def collect(
+    asked: Asked, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
+    label: Callable[[T], object], record: dict[str, Any], existing: Results | None,
+    kind: str | None, again: str,
+) -> None:  # fmt: skip
+    """Measure one thing after another; show and save the rows, also when it is cut short.
+
+    Args:
+        record: the device, as `device_record` has it.
+        existing, kind: as `existing_rows` and `file_format` say.
+        again: the command line that measures the same.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong.
+    """
+    from jetfire.bench.progress import watch
+
+    name = record["name"]
+    if existing is not None and existing.device.get("name") != name:
         raise UsageError(
             f"--append -o {asked.output}: it was measured on {existing.device.get('name')}, "
-            f"this is {device.name}"
+            f"this is {name}"
         )
     rows: list[Row] = []
     saved = time.monotonic()
     interrupted = False
     try:
-        for case, options in watch(work, lambda item: item[0]):
-            rows += runner.measure(case, options)
+        for item in watch(work, label):
+            rows += measure(item)
             if time.monotonic() - saved > SAVE_S:
                 _save(asked, record, rows, existing, kind)
                 saved = time.monotonic()
@@ -295,7 +329,7 @@ def _measure(
     finally:
         if rows:
             _save(asked, record, rows, existing, kind)
-            _print(asked, rows, record, replay(asked, work[0][0]), kind)
+            _print(asked, rows, record, again, kind)
             if asked.plot is not None:
                 from jetfire.bench.plot import plot
 
@@ -425,9 +459,9 @@ def listing() -> str:
             f.name if f.default is dataclasses.MISSING else f"{f.name}={show_default(f.default)}"
             for f in dataclasses.fields(op.Problem)
         ]
-        lines.append(f"  {name:<12} {op.summary}")
-        lines.append(f"  {'':<12} kernels: {', '.join(ops.kernels(name)) or 'none'}")
-        lines.append(f"  {'':<12} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
+        lines.append(f"  {name:<13} {op.summary}")
+        lines.append(f"  {'':<13} kernels: {', '.join(ops.kernels(name)) or 'none'}")
+        lines.append(f"  {'':<13} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
     lines.append("workloads")
     lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]
     lines.append("peers")
@@ -447,4 +481,4 @@ def _workload_text(name: str) -> str:
 
 
 def show_default(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -200,7 +200,7 @@ def small_models(results: Results) -> Table | None:
                     and r.problem.get("rounding", "") in ("", _usual(mode))]  # fmt: skip
             for width in sorted({r.problem["n"] for r in same if r.problem["m"] == 8192}):
                 here = [r for r in same if _shape(r) == (8192, width)]
-                texts = [_cell([r for r in here if r.problem["block"] == block],
+                texts = [_cell([r for r in here if r.problem.get("block", block) == block],
                                lambda r: r.roofline and 100 * r.roofline)
                          for block in BLOCKS]  # fmt: skip
                 lines.append([f"{op} {mode} 8192×{width}", *texts])
@@ -211,6 +211,8 @@ def small_models(results: Results) -> Table | None:
         "Percent of the measured copy bandwidth, fastest kernel; layout q; bwd stochastic; "
         "LayerNorm computes its own statistics."
     )
+    if any("block" not in row.problem for row in rows):
+        text += " An op that knows no blocks has the same figure for each."
     return Table("Memory-bound ops by width", text, head, lines)
 
 
@@ -329,7 +331,8 @@ def readme_table(results: Results) -> str:
         if row is not None:
             mode = f" {row.problem['mode']}" if "mode" in row.problem else ""
             given = ", statistics given" if row.problem.get("stats") == "given" else ""
-            lines.append([f"{row.op}{mode} 8192×4096, block {row.problem['block']}{given}",
+            block_text = f", block {row.problem['block']}" if "block" in row.problem else ""
+            lines.append([f"{row.op}{mode} 8192×4096{block_text}{given}",
                           show.time_text(row.ms), show.rate_text(row), _share(row),
                           show.ratio_text(row)])  # fmt: skip
     return Table("", "", ["", "time", "rate", "of roofline", "faster than"], lines).markdown()
@@ -347,7 +350,7 @@ def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
         for row in square
         if row.op != "gemm" and row.role == "kernel" and row.problem.get("layout", "q") == "q"
         and row.problem.get("rounding", "") in ("", _usual(row.problem.get("mode", "fwd")))
-        and row.problem["block"] == 32
+        and row.problem.get("block", 32) == 32
     ]  # fmt: skip
     gemm = [row for row in gemm if _plain_gemm(row)]
     found = {

@@ -25,6 +25,11 @@ def plot(
     save(figure(entries, found, device), path, description)
 
 
+def _block(one: Shipped) -> str:
+    block = one.entry.problem.get("block")
+    return "no blocks" if block is None else f"block {block}"
+
+
 def figure(
     entries: Sequence[Shipped], found: Sequence[Lookup], device: Mapping[str, Any]
 ) -> Figure:
@@ -35,7 +40,7 @@ def figure(
     _strips(
         axes[0], [one for one in in_use(entries) if one.gain is not None],
         lambda one: one.gain or math.nan,
-        lambda one: f"block {one.entry.problem['block']}",
+        _block,
         mean_gain,
     )  # fmt: skip
     axes[0].set_title("default / tuned, each problem; below, the geometric mean", fontsize=10)

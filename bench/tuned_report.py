@@ -204,7 +204,7 @@ def by_kernel(entries: Sequence[Shipped]) -> Table:
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
     rows = []
     for op, kernel, kind in sorted(found, key=lambda k: (order[k[0]], k[1], k[2] == "bwd", k[2])):
-        blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem["block"])
+        blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem.get("block", "–"))
         for block, part in sorted(blocks.items()):
             best = max(part, key=lambda one: one.gain or 0)
             where = show.shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"

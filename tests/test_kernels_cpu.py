@@ -14,6 +14,7 @@ FIELDS = {
     ],
     "dequantize": [{"out": out} for out in ("bf16", "fp16", "fp32")],
     "transpose": [{}],
+    "column_sum": [{}],
     "gelu": [
         {"mode": m, "approximate": a, "rounding": r}
         for m in ("fwd", "bwd")

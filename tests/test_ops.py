@@ -12,7 +12,10 @@ from jetfire.ops.data import DISTRIBUTIONS, Source
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import NoDeviceError, UsageError
 
-INT8_OPS = ("add", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize", "transpose")
+INT8_OPS = (
+    "add", "column_sum", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize",
+    "transpose",
+)  # fmt: skip
 SMALL = {"m": 40, "n": 70, "k": 33}
 
 

@@ -26,12 +26,16 @@ def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
 
 
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
-    """The problems of some ops and blocks (of all where none is named), each once."""
+    """The problems of some ops and blocks (of all where none is named), each once.
+
+    Those of an op that knows no blocks are found whatever the blocks.
+    """
     found: dict[Case, None] = {}
     for op in choose_ops(names or ["all"]):
-        for block in blocks or BLOCKS:
+        has_blocks = "block" in op.Problem.__dataclass_fields__
+        for fields in [{"block": b} for b in blocks or BLOCKS] if has_blocks else [{}]:
             for workload in WORKLOADS:
-                for case in _of(op, workload, {"block": block}):
+                for case in _of(op, workload, fields):
                     found[case] = None
     return list(found)
 

@@ -57,7 +57,9 @@ def _draw(op: Op, rng: np.random.Generator) -> Any:
     sizes = np.exp(rng.uniform(low, high, len(op.dims)))
     units = [8] + [16] * (len(op.dims) - 1)
     dims = {d: int(u * round(s / u)) for d, s, u in zip(op.dims, sizes, units, strict=True)}
-    fields: dict[str, Any] = {**dims, "block": BLOCKS[int(rng.integers(len(BLOCKS)))]}
+    block = BLOCKS[int(rng.integers(len(BLOCKS)))]
+    has_blocks = "block" in op.Problem.__dataclass_fields__
+    fields: dict[str, Any] = {**dims, "block": block} if has_blocks else {**dims}
     if op.name == "gemm":
         return op.Problem.parse({**fields, **GEMM_SETTINGS[int(rng.integers(len(GEMM_SETTINGS)))]})
     mode = op.modes[int(rng.integers(len(op.modes)))]
