@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from jetfire import ops
+from jetfire.ops import functional as int8
 from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import UsageError
 from jetfire.ops.run import launch, verify
 from jetfire.ops.workloads import RAGGED
 from jetfire.reference.column_sum import column_sum
@@ -120,6 +122,20 @@ def test_the_peer_is_the_sum_of_the_bf16_gradient():
     expected = OP.reference(problem, inputs)["sums"]
     found = OP.peers(problem, inputs)["eager"]()()
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0.1)
+
+
+def test_the_function_and_its_operator(device):
+    q, scale = quantize(torch.randn(70, 136, device=device), 64)
+    qt, scale_t, *_ = int8.int8_transpose(q, scale, block=64)
+    sums = int8.int8_column_sum(qt, scale_t, block=64)
+    assert (sums.dtype, sums.shape) == (torch.float32, (136,))
+    expected = dequantize(q, scale, 64, torch.float64).sum(0)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(torch.ops.jetfire.column_sum.default, (qt, scale_t, 64))
+    compiled = torch.compile(int8.int8_column_sum, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(qt, scale_t, block=64), sums)
+    with pytest.raises(UsageError, match=r"qt's scale has shape \(2, 3\): expected \(3, 2\)"):
+        int8.int8_column_sum(qt, scale_t.t().contiguous(), block=64)
 
 
 @pytest.mark.gpu

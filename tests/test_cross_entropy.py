@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from jetfire import ops
+from jetfire.ops import functional as ours
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.run import launch, verify
@@ -208,6 +209,65 @@ def test_the_peers_are_the_same_function(valid):
         expected = OP.reference(problem, inputs)["loss" if mode == "fwd" else "dlogits"]
         found = OP.peers(problem, inputs)["eager"]()()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def rows(device):
+    """Logits (a view), targets, lse and dloss of a padded vocabulary of 60."""
+    inputs = OP.inputs(OP.Problem(7, 90, dtype="fp32", mode="bwd", valid=60), device)
+    inputs["targets"][3] = -100
+    inputs["logits"] = inputs["logits"][:, :70]
+    return tuple(inputs.values())
+
+
+def test_the_functions_are_torchs_own(rows):
+    logits, targets, _, dloss = rows
+    leaf = logits.double().requires_grad_()
+    expected = functional.cross_entropy(leaf[:, :60], targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected, leaf, dloss.double())
+    loss, lse = ours.cross_entropy(logits, targets, valid=60)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    found = ours.cross_entropy_backward(logits, targets, lse, dloss, valid=60)
+    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-6)
+    kept = logits.clone()
+    assert ours.cross_entropy_backward(kept, targets, lse, dloss, valid=60, inplace=True) is kept
+    assert torch.equal(kept, found)
+
+
+def test_the_operators(rows):
+    logits, targets, lse, dloss = rows
+    found = torch.ops.jetfire
+    torch.library.opcheck(found.cross_entropy.default, (logits, targets, 60))
+    backward = (logits, targets, lse, dloss, 60)
+    torch.library.opcheck(found.cross_entropy_backward.default, backward)
+    contiguous = (logits.clone(), *backward[1:])
+    torch.library.opcheck(found.cross_entropy_backward_inplace.default, contiguous)
+
+    def step(logits):
+        loss, lse = ours.cross_entropy(logits * 1, targets, valid=60)
+        into = logits * 1
+        ours.cross_entropy_backward(into, targets, lse, dloss, valid=60, inplace=True)
+        return loss, into
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for one, other in zip(compiled(logits), step(logits), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_functions_refuse_in_one_line(rows):
+    logits, targets, lse, dloss = rows
+    for message, given in (
+        (r"logits is int64: expected bfloat16 or float16 or float32", (targets, targets)),
+        (r"targets is int32 \(7,\): expected int64 \(7,\)", (logits, targets.int())),
+        (r"targets is int64 \(6,\): expected int64 \(7,\)", (logits, targets[:6])),
+        (r"lse is float32 \(6,\): expected float32 \(7,\)", (logits, targets, lse[:6], dloss)),
+    ):
+        function = ours.cross_entropy if len(given) == 2 else ours.cross_entropy_backward
+        with pytest.raises(UsageError, match=message):
+            function(*given)
+    for valid in (0, 71):
+        with pytest.raises(UsageError, match=f"valid={valid}: expected 1 to 70"):
+            ours.cross_entropy(logits, targets, valid=valid)
 
 
 @pytest.mark.gpu
