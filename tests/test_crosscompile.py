@@ -115,7 +115,7 @@ def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
     An INT8 tile of 64 elements a thread in 8 loads would be one of 8 bytes each.
     """
     for answer in audits:
-        if answer["op"] in ("quantize", "dequantize", "transpose", "dropout"):
+        if answer["op"] in ("column_sum", "quantize", "dequantize", "transpose", "dropout"):
             (audit,) = answer["audits"]
             per_thread = (
                 answer["config"]["tile_m"] * answer["config"]["tile_n"] // (32 * audit["warps"])
@@ -124,6 +124,22 @@ def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
             widest = 16 // (4 if answer["op"] == "dequantize" else 1)
             assert audit["instructions"]["LDG"] <= per_thread * 2 // 16 + 3, label(answer)
             assert audit["instructions"]["STG"] <= per_thread * 2 // widest + 3, label(answer)
+
+
+def test_cross_entropy_reads_and_writes_sixteen_bytes_at_once(audits):
+    """Of BF16: vectors of eight logits, and what a row has beside: target, its logit, lse, dloss.
+
+    Forward has two loads of a tile in its code, the loop's and that of the row's end.
+    """
+    for answer in audits:
+        if answer["op"] == "cross_entropy":
+            (audit,) = answer["audits"]
+            vectors = answer["config"]["tile_n"] // (32 * audit["warps"]) // 8
+            found = audit["instructions"]
+            if answer["problem"]["mode"] == "fwd":
+                assert found["LDG"] <= 2 * vectors + 2, label(answer)
+            else:
+                assert (found["LDG"], found["STG"]) == (vectors + 3, vectors), label(answer)
 
 
 def test_a_kernel_that_is_refused_says_why(audits):
