@@ -84,6 +84,7 @@ def get_kernel(op: str, name: str) -> Kernel:
 
 
 def __getattr__(name: str) -> Any:
+    # Not cross_entropy, which here is its op's module: it is in `functional` alone.
     if name.startswith("int8_"):
         return getattr(importlib.import_module("jetfire.ops.functional"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
