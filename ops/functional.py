@@ -1,9 +1,10 @@
-"""The ops as functions of tensors: what users and models call, without autograd.
+"""The ops as functions of tensors: what users and models call.
 
 Quantised tensors are pairs ``q, scale``: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉. Inputs may be
 row-strided views. Each function returns its op's outputs in order, a single one bare. `layout` says
 whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as all four ("both").
-The kernel is the one that `ops.run.choose` finds for the tensors' device.
+The kernel is the one that `ops.run.choose` finds for the tensors' device. To autograd results are
+constants, but for those that `ops.library` gives a gradient.
 
 Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 """
@@ -320,3 +321,56 @@ def int8_dropout_backward(
     """The gradient of `int8_dropout` with the same seed, from its output's gradient."""
     _droppable(q, scale, seed, p, block, layout)
     return tuple(library.dropout_backward(q, scale, seed, p, block, layout))
+
+
+def int8_column_sum(qt: Tensor, scale_t: Tensor, *, block: Block = 32) -> Tensor:
+    """The column sums (fp32, n) of an m×n tensor from its transposed copy: a bias's gradient."""
+    _codes("qt", qt, scale_t, block)
+    return library.column_sum(qt, scale_t, block)
+
+
+def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
+    _matrix("logits", logits, _FLOATS)
+    _same_device("targets", targets, logits)
+    rows = logits.shape[0]
+    if targets.dtype != torch.int64 or targets.shape != (rows,):
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise UsageError(f"targets is {dtype} {tuple(targets.shape)}: expected int64 {(rows,)}")
+    if valid is not None and not 1 <= valid <= logits.shape[1]:
+        raise UsageError(f"valid={valid}: expected 1 to {logits.shape[1]}, the columns of logits")
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, valid: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """−log softmax(logits)[target] of every row, and lse = log Σ exp(logits), both fp32, m.
+
+    The loss has a gradient in the logits.
+
+    Args:
+        logits: m×n bf16, fp16 or fp32; columns from `valid` on are padding and count as −∞.
+        targets: int64, m; −100 gives a loss of 0, and what is no column NaN.
+    """
+    _labelled(logits, targets, valid)
+    return library.cross_entropy(logits, targets.contiguous(), valid)
+
+
+def cross_entropy_backward(
+    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, *, valid: int | None = None,
+    inplace: bool = False,
+) -> Tensor:  # fmt: skip
+    """dloss·(softmax(logits) − one-hot(target)), m×n as the logits; 0 in the padding.
+
+    Args:
+        lse: from `cross_entropy`.
+        dloss: fp32, m.
+        inplace: overwrite the logits, and return them.
+    """
+    _labelled(logits, targets, valid)
+    m = logits.shape[0]
+    lse, dloss = _vector("lse", lse, m, logits), _vector("dloss", dloss, m, logits)
+    operands = (logits, targets.contiguous(), lse, dloss, valid)
+    if not inplace:
+        return library.cross_entropy_backward(*operands)
+    library.cross_entropy_backward_inplace(*operands)
+    return logits

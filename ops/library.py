@@ -2,7 +2,8 @@
 
 Sizes come from the tensors; the rest of a `Problem` are arguments. Nothing is checked here beyond
 what `Problem` checks: `functional` does, and is what to call. Everything is a constant to autograd,
-inputs that require gradients included, but for the bias of `gemm` and the stream of `add`.
+inputs that require gradients included, but for the bias of `gemm`, the stream of `add` and the
+logits of `cross_entropy`.
 
 An operator is written as a function from its arguments to the op's inputs (None where there is
 none) and the fields of its `Problem`; `_operator` makes the rest of it.
@@ -10,7 +11,7 @@ none) and the fields of its `Problem`; `_operator` makes the rest of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from jetfire import ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.op import FloatName, Kernel, Op, Tensors
+from jetfire.ops.op import FloatName, Kernel, Mode, Op, Tensors
 from jetfire.ops.run import choose
 
 Tensor = torch.Tensor
@@ -33,7 +34,7 @@ FLOAT_NAMES: dict[torch.dtype, FloatName] = {
 
 # Operators live as long as this object does.
 _LIBRARY = torch.library.Library("jetfire", "DEF")
-# Kernels read strides as they were traced: Inductor must not lay inputs out anew.
+# Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
@@ -366,3 +367,63 @@ def dropout_backward(
     return {"q": q, "scale": scale, "seed": seed}, _sized(
         q, block=block, mode="bwd", p=p, layout=layout
     )
+
+
+@_operator("column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor")
+def column_sum(qt: Tensor, scale_t: Tensor, block: int) -> Call:
+    n, m = qt.shape
+    return {"qt": qt, "scale_t": scale_t}, {"m": m, "n": n, "block": block}
+
+
+def _entropy(
+    logits: Tensor, inputs: Mapping[str, Tensor | None], mode: Mode, valid: int | None
+) -> Call:
+    dtype = FLOAT_NAMES[logits.dtype]
+    return {"logits": logits, **inputs}, _sized(logits, dtype=dtype, mode=mode, valid=valid)
+
+
+def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, targets, ctx.valid = inputs
+    loss, lse = output
+    ctx.mark_non_differentiable(*([lse] if ctx.needs_input_grad[0] else [loss, lse]))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, lse)
+
+
+def _logits_gradient(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+    if dloss is None:
+        return None, None, None
+    gradient = cross_entropy_backward(*ctx.saved_tensors, dloss.contiguous(), ctx.valid)
+    return gradient, None, None
+
+
+@_differentiable(
+    "cross_entropy(Tensor logits, Tensor targets, SymInt? valid) -> (Tensor, Tensor)",
+    0, _logits_gradient, _keep_logits,
+)  # fmt: skip
+def cross_entropy(logits: Tensor, targets: Tensor, valid: int | None) -> Call:
+    return _entropy(logits, {"targets": targets}, "fwd", valid)
+
+
+@_operator(
+    "cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss,"
+    " SymInt? valid) -> Tensor",
+    op="cross_entropy",
+)
+def cross_entropy_backward(
+    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, valid: int | None
+) -> Call:
+    return _entropy(logits, {"targets": targets, "lse": lse, "dloss": dloss}, "bwd", valid)
+
+
+@_operator(
+    "cross_entropy_backward_inplace(Tensor(a!) dlogits, Tensor targets, Tensor lse, Tensor dloss,"
+    " SymInt? valid) -> ()",
+    op="cross_entropy",
+)
+def cross_entropy_backward_inplace(
+    dlogits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, valid: int | None
+) -> Call:
+    """`dlogits` holds the logits, and then their gradient."""
+    inputs = {"targets": targets, "lse": lse, "dloss": dloss, "dlogits": dlogits}
+    return _entropy(dlogits, inputs, "bwd", valid)

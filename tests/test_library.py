@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from jetfire import ops
 from jetfire.ops import functional as int8
@@ -16,13 +17,12 @@ from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 
 SIZES = {"m": 40, "n": 70, "k": 33}
-NAMES = ("add", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize", "transpose")
 # Float inputs that a model may want gradients of; scales and statistics come from operators.
-LEAVES = ("x", "dsum", "weight", "bias")
+LEAVES = ("x", "dsum", "weight", "bias", "logits")
 
 
 def name_of(problem):
-    return next(name for name in NAMES if isinstance(problem, ops.get(name).Problem))
+    return next(name for name in ops.names() if isinstance(problem, ops.get(name).Problem))
 
 
 def overloads(problem):
@@ -34,7 +34,8 @@ def overloads(problem):
     if name == "gemm" and problem.out == "int8":
         return [found.gemm_quantized.default]
     if getattr(problem, "mode", "fwd") == "bwd":
-        return [getattr(found, f"{name}_backward").default]
+        others = ("", "_inplace") if name == "cross_entropy" else ("",)
+        return [getattr(found, f"{name}_backward{other}").default for other in others]
     packet = getattr(found, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 
@@ -42,7 +43,7 @@ def overloads(problem):
 def problems():
     """Every combination of modes, layouts, roundings and dtypes, at one ragged size."""
     found = []
-    for name in NAMES:
+    for name in ops.names():
         kind = ops.get(name).Problem
         hints = {field: hint for field, hint in get_type_hints(kind).items() if field != "block"}
         choices = {
@@ -87,10 +88,12 @@ def test_opcheck(device, problem):
             else tensor.clone()
             for name, tensor in inputs.items()
         }
+        if "logits" in inputs:  # where they are overwritten
+            leaves["dlogits"] = inputs["logits"].clone()
         torch.library.opcheck(overload, arguments(overload, problem, leaves))
         found = overload(*arguments(overload, problem, leaves))
         if found is None:
-            found = leaves["c"]
+            found = leaves[overload._schema.arguments[0].name]
         found = [t.detach() for t in ([found] if isinstance(found, torch.Tensor) else found)]
         names = op.outputs(problem, inputs)
         check = op.check(problem, dict(zip(names, found, strict=True)), expected)
@@ -121,8 +124,23 @@ def through_all(x, weight, bias, gamma, beta, seed):
     dx, dx_scale, dgamma, dbeta = int8.int8_layernorm_backward(
         q, scale, *dh, gamma, mean, rstd, seed=seed
     )
+    dbias = int8.int8_column_sum(*dyt)
+    targets = torch.arange(x.shape[0], device=x.device) % 60
+    nats, lse = int8.cross_entropy(out, targets, valid=60)
+    logits = out.detach().clone()
+    int8.cross_entropy_backward(logits, targets, lse, nats.detach(), valid=60, inplace=True)
+    loss = loss + nats.sum()
     stream_grad, *_ = int8.int8_add_backward(stream.detach(), dx, dx_scale, seed=seed)
-    return loss, total, dgamma, dbeta, stream_grad, int8.int8_dequantize(dt, dt_scale)
+    return (
+        loss,
+        total,
+        dgamma,
+        dbeta,
+        dbias,
+        logits,
+        stream_grad,
+        int8.int8_dequantize(dt, dt_scale),
+    )
 
 
 def operands(device, rows=40, width=64, inner=96):
@@ -213,6 +231,31 @@ def test_gradient_of_the_stream(device):
     assert not any(t.requires_grad for t in int8.int8_add(x.detach(), y, y_scale))
 
 
+def test_gradient_of_a_loss(device):
+    logits = torch.randn(40, 70, device=device, requires_grad=True)
+    targets = torch.randint(64, (40,), device=device)
+    targets[3] = -100
+    loss, lse = int8.cross_entropy(logits, targets, valid=64)
+    assert not lse.requires_grad
+    dloss = torch.rand(40, device=device)
+    (found,) = torch.autograd.grad(loss, logits, dloss)
+    expected = F.cross_entropy(logits[:, :64], targets, reduction="none")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(expected, logits, dloss)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+    work = logits.detach().clone()
+    overwritten = int8.cross_entropy_backward(work, targets, lse, dloss, valid=64, inplace=True)
+    assert overwritten is work
+    assert torch.equal(work, found)
+
+
+def test_column_sum(device):
+    q, scale, qt, scale_t = int8.int8_quantize(torch.randn(40, 70, device=device), layout="both")
+    expected = dequantize(q, scale, 32, torch.float64).sum(0)
+    found = int8.int8_column_sum(qt, scale_t)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_constants_to_autograd(device):
     """What has no gradient is a constant, even of inputs that require one, and even by name."""
     leaf = {"device": device, "requires_grad": True}
@@ -283,5 +326,9 @@ def test_refuses_in_one_line(device):
     refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, q, scale, out="int4")
     refused("out=int4: expected bf16 or fp16 or fp32 or int8",
             int8.int8_gemm, q, scale, q, scale, out="int4")  # fmt: skip
+    targets = torch.zeros(40, dtype=torch.int64, device=device)
+    refused("targets is int64 (39,): expected int64 (40,)", int8.cross_entropy, x, targets[1:])
+    refused("valid=71: expected 1 to 70, the columns of logits",
+            int8.cross_entropy, x, targets, valid=71)  # fmt: skip
     refused("layout=qt out=bf16: expected out=int8",
             int8.int8_gemm, q, scale, q, scale, layout="qt")  # fmt: skip
