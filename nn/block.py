@@ -34,6 +34,7 @@ from jetfire.ops import (
     int8_layernorm,
     int8_layernorm_backward,
     int8_quantize,
+    int8_quantize_qkv,
 )
 from jetfire.ops.errors import UsageError
 
@@ -64,24 +65,35 @@ class Stream(NamedTuple):
         return cls(x, q, scale)
 
 
+# Keys that a block's forward draws: _Enter's four, then _Leave's six and those of the masks of the
+# projection's output and of FC2's.
+_ENTER_SEEDS, _LEAVE_SEEDS = 4, 8
+_MASK0, _MASK2 = 6, 7
+
+
 class _Setting(NamedTuple):
     """What both halves of a block know besides their tensors."""
 
     block: int
+    batch: int
+    heads: int
     eps: float
     dropout: float
     approximate: str
 
 
 class _Enter(torch.autograd.Function):
-    """LayerNorm → QKV; the stream passes through, so that backward adds to it in one pass."""
+    """LayerNorm → query, key, value (batch×heads×length×head).
+
+    The stream passes through, so that backward adds to it in one pass.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, handoff: Handoff | None, setting: _Setting, seeds: Tensor | None,
         x: Tensor, q: Tensor, scale: Tensor, mean: Tensor | None, rstd: Tensor | None,
         norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         block = setting.block
         w = Both(*codes)
         h, h_scale, *own = int8_layernorm(
@@ -91,18 +103,21 @@ class _Enter(torch.autograd.Function):
             mean, rstd = own
         y = int8_gemm(h, h_scale, w.q, w.scale, block=block, out="bf16", bias=bias)
         ctx.handoff, ctx.setting = handoff, setting
-        ctx.save_for_backward(
-            seeds, q, scale, mean, rstd, norm_weight, norm_bias, w.qt, w.scale_t
-        )
-        return x.view_as(x), y
+        ctx.save_for_backward(seeds, q, scale, mean, rstd, norm_weight, norm_bias, w.qt, w.scale_t)
+        shape = (setting.batch, -1, 3, setting.heads, x.shape[1] // setting.heads)
+        return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         seeds, q, scale, mean, rstd, norm_weight, norm_bias, wqt, w_scale_t = ctx.saved_tensors
         setting = ctx.setting
         block = setting.block
-        dx, dy = grads
-        g = quantised_gradient(dy, block, seeds[0:1])
+        dx, *dqkv = grads
+        # Attention's gradients come as batch×heads×length×head, laid out as tokens × width.
+        parts = (d.transpose(1, 2).reshape(dx.shape) for d in dqkv)
+        g = Both(*int8_quantize_qkv(
+            *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
+        ))  # fmt: skip
         dh, dh_scale = int8_gemm(
             g.q, g.scale, wqt, w_scale_t, block=block, out="int8", rounding="stochastic",
             seed=seeds[1:2],
@@ -145,14 +160,14 @@ class _Leave(torch.autograd.Function):
             return int8_gemm(a, a_scale, w.q, w.scale, block=block, out="int8", bias=bias)
 
         a, a_scale = int8_quantize(attended, block=block)
-        y = _dropped(product(a, a_scale, w0, bias0), setting, seeds, 8)
+        y = _dropped(product(a, a_scale, w0, bias0), setting, seeds, _MASK0)
         x, q, scale, mean, rstd = int8_add(x, *y, block=block, eps=eps)
         h, h_scale = int8_layernorm(
             q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=eps
         )
         f, f_scale = product(h, h_scale, w1, bias1)
         u, u_scale = int8_gelu(f, f_scale, block=block, approximate=setting.approximate)
-        y = _dropped(product(u, u_scale, w2, bias2), setting, seeds, 9)
+        y = _dropped(product(u, u_scale, w2, bias2), setting, seeds, _MASK2)
         out = int8_add(x, *y, block=block, eps=eps)
         ctx.mark_non_differentiable(*out[1:])
         ctx.handoff, ctx.setting = handoff, setting
@@ -178,7 +193,7 @@ class _Leave(torch.autograd.Function):
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
         if g is None:
             g = quantised_gradient(dx, block, seed(0))
-        g = _undropped(g, setting, seeds, 9)
+        g = _undropped(g, setting, seeds, _MASK2)
         du = int8_gemm(
             g.q, g.scale, *w2t, block=block, out="int8", rounding="stochastic", seed=seed(1)
         )
@@ -200,10 +215,8 @@ class _Leave(torch.autograd.Function):
         dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             q, scale, *dh, norm_weight, mean, rstd, block=block, seed=seed(4)
         )
-        dx, *copy = int8_add_backward(
-            dx, dq, dq_scale, block=block, layout="both", seed=seed(5)
-        )
-        g = _undropped(Both(*copy), setting, seeds, 8)
+        dx, *copy = int8_add_backward(dx, dq, dq_scale, block=block, layout="both", seed=seed(5))
+        g = _undropped(Both(*copy), setting, seeds, _MASK0)
         dattended = int8_gemm(g.q, g.scale, *w0t, block=block, out="bf16")
         at = int8_quantize(attended, block=block, layout="qt")
         dw0 = product_of_transposes(g.transposed, at, block, torch.float32)
@@ -232,10 +245,6 @@ def _undropped(g: Both, setting: _Setting, seeds: Tensor, index: int) -> Both:
     return Both(*int8_dropout_backward(
         g.q, g.scale, seed, p=setting.dropout, block=setting.block, layout="both"
     ))  # fmt: skip
-
-
-# Keys that a block's forward draws: _Enter's four, _Leave's six, and the two masks among the last.
-_ENTER_SEEDS, _LEAVE_SEEDS = 4, 10
 
 
 class Int8Block(nn.Module):
@@ -269,34 +278,26 @@ class Int8Block(nn.Module):
     def forward(self, stream: Stream, batch: int) -> Stream:
         """The stream of batch·length tokens × width after this block."""
         dropout = self.dropout if self.training else 0.0
-        setting = _Setting(self.block, self.norm1.eps, dropout, "tanh")
+        setting = _Setting(self.block, batch, self.heads, self.norm1.eps, dropout, "tanh")
         enter = leave = None
-        if torch.is_grad_enabled():
+        # Reentrant checkpointing runs forward without gradients first, with the same masks.
+        if torch.is_grad_enabled() or dropout:
             seeds = draw(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device)
             enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
-        x, y = _Enter.apply(
+        x, *qkv = _Enter.apply(
             stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,
             self.qkv.weight, self.qkv.bias, *self.qkv.codes(),
         )  # fmt: skip
+        attended = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=True)
         linears = (self.projection, self.expand, self.contract)
         handoff = None if torch.compiler.is_compiling() else Handoff()
         out = _Leave.apply(
-            handoff, setting, leave, x, self._attend(y, batch, dropout),
+            handoff, setting, leave, x, attended.transpose(1, 2).reshape(x.shape),
             self.norm2.weight, self.norm2.bias,
             *(p for linear in linears for p in (linear.weight, linear.bias)),
             *(t for linear in linears for t in linear.codes()),
         )  # fmt: skip
         return Stream(*out, handoff)
-
-    def _attend(self, y: Tensor, batch: int, dropout: float) -> Tensor:
-        """Causal attention of tokens × 3·width: tokens × width."""
-        tokens = y.shape[0]
-        shape = (batch, tokens // batch, 3, self.heads, self.width // self.heads)
-        query, key, value = y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
-        )
-        return out.transpose(1, 2).reshape(tokens, self.width)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, block={self.block}"

@@ -67,9 +67,7 @@ class Int8LayerNorm(nn.LayerNorm):
         x = rows(input, self.normalized_shape[0])
         seeds = draw(2, x.device) if torch.is_grad_enabled() else None
         with torch.autocast(x.device.type, enabled=False):
-            y = _Int8LayerNormFunction.apply(
-                x, self.weight, self.bias, seeds, self.block, self.eps
-            )
+            y = _Int8LayerNormFunction.apply(x, self.weight, self.bias, seeds, self.block, self.eps)
         return y.reshape(input.shape)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jetfire.ops import cross_entropy, cross_entropy_backward
+from jetfire.ops.functional import cross_entropy, cross_entropy_backward
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -32,9 +32,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _weight_gradient(
-    dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """dlogitsᵀ·x, stored as the weight is: on a GPU straight from the fp32 sums."""
     if dlogits.is_cuda and dlogits.dtype != dtype:
         return torch.mm(dlogits.t(), x, out_dtype=dtype)

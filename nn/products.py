@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 from jetfire.ops.errors import UsageError
@@ -68,13 +70,16 @@ class Handoff:
 
     def __init__(self) -> None:
         self._gradient: torch.Tensor | None = None
+        self._version = 0
         self._codes: Both | None = None
 
     def put(self, gradient: torch.Tensor, codes: Both) -> None:
-        self._gradient, self._codes = gradient, codes
+        self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
     def take(self, gradient: torch.Tensor) -> Both | None:
-        codes = self._codes if gradient is self._gradient else None
+        """The codes of this gradient, once; None where it is another, or a hook has changed it."""
+        same = gradient is self._gradient and gradient._version == self._version
+        codes = self._codes if same else None
         self._gradient = self._codes = None
         return codes
 
@@ -83,6 +88,7 @@ class QuantisedWeight:
     """A weight's codes, both ways, made once an optimizer step."""
 
     def __init__(self) -> None:
+        self._weight: weakref.ref[torch.Tensor] | None = None
         self._key: tuple[int, ...] | None = None
         self._codes: Both | None = None
 
@@ -93,12 +99,15 @@ class QuantisedWeight:
         """
         if weight.dtype not in FLOATS:
             raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or weight.is_inference():  # which has no version
             return _quantised_weight(weight, block)
-        key = (id(weight), weight._version, weight.data_ptr(), block, _steps)
-        if self._codes is None or key != self._key:
-            self._codes = _quantised_weight(weight, block)
-            self._key = key
+        key = (weight._version, weight.data_ptr(), block, _steps)
+        # A dead weight's id and memory may be another's by now: its weak reference is not.
+        known = self._weight is not None and self._weight() is weight
+        if self._codes is None or not known or key != self._key:
+            with torch.inference_mode(False):  # or backward could not save them
+                self._codes = _quantised_weight(weight, block)
+            self._weight, self._key = weakref.ref(weight), key
         return self._codes
 
     def __deepcopy__(self, memo: object) -> QuantisedWeight:
@@ -126,4 +135,4 @@ def weights_changed(*_: object) -> None:
     _steps += 1
 
 
-torch.optim.optimizer.register_optimizer_step_post_hook(weights_changed)
+register_optimizer_step_post_hook(weights_changed)
