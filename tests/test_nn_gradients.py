@@ -1,0 +1,510 @@
+"""Gradients of every module against float64 autograd of the dequantised problem, over 200 draws.
+
+The reference is a float64 graph in which every tensor that nn rounds in forward takes nn's value
+(checked to be the nearest one) and passes its gradient straight through. What nn rounds in backward
+it rounds stochastically, so that each gradient's mean is the reference's.
+
+Two bounds, both with a chance below `FALSE_ALARM` that any element of a tensor exceeds them:
+- A layer's gradient is linear in a few independent roundings to codes of step c. Such an error lies
+  in an interval of length c, so that sums of them have the tails of a normal distribution of
+  standard deviation c/2 (Hoeffding, 1963), which products of squares propagate.
+- A block's gradient sums thousands of roundings, of steps that are random too: Student's t with the
+  standard error of the sample.
+"""
+
+import math
+from statistics import NormalDist
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from jetfire import ops
+from jetfire.nn import (
+    Int8Block,
+    Int8Conv1D,
+    Int8GELU,
+    Int8LayerNorm,
+    Int8Linear,
+    Stream,
+    linear_cross_entropy,
+)
+from jetfire.nn import block as block_module
+from jetfire.reference.dequantize import dequantize
+from jetfire.reference.dropout import drop_threshold
+from jetfire.reference.philox import STREAM_DROPOUT, random_u16
+from jetfire.reference.quantize import block_amax, quantize, scales, spread
+
+DRAWS = 200
+FALSE_ALARM = 1e-6
+BLOCKS = [32, 64, 128]
+# Rounding to bf16 changes a number by at most this fraction of it.
+BF16 = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors are small: a second thread makes each operation ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def hoeffding(size):
+    """How many standard deviations none of so many sums of bounded errors exceeds."""
+    return math.sqrt(2 * math.log(2 * size / FALSE_ALARM))
+
+
+def student(size):
+    """The same for Student's t of DRAWS − 1 degrees of freedom (Cornish–Fisher)."""
+    z, n = NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * size)), DRAWS - 1
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+
+
+def values(q, scale, block):
+    return dequantize(q, scale, block, torch.float64)
+
+
+def straight_through(value, rounded):
+    """`rounded`, with the gradient of `value`."""
+    return value + (rounded.double() - value).detach()
+
+
+def nearest(value, codes, block):
+    """The values of codes, with the gradient of the float64 value that they are nearest to."""
+    step = values(torch.ones_like(codes[0]), codes[1], block)
+    rounded = values(*codes, block)
+    # Half a code, and what fp32 arithmetic adds to it.
+    assert bool(((rounded - value).abs() <= 0.503 * step + 1e-30).all())
+    return straight_through(value, rounded)
+
+
+def quantised(value, block):
+    """A float64 tensor that holds floats, rounded to codes."""
+    return nearest(value, quantize(value.detach().float(), block), block)
+
+
+def half_steps(g, block):
+    """Half the step of the codes of every element of a float64 gradient."""
+    return spread(scales(g.float(), block)[0], block, *g.shape).double() / 2
+
+
+def half_steps_of(draws, block):
+    """The same of tensors that hold dequantised codes, the greatest of all draws."""
+    amax = torch.stack([block_amax(draw.float(), block) for draw in draws]).amax(0)
+    return spread(amax, block, *draws.shape[1:]).double() / 254
+
+
+def leaf(*shape, device, dtype=torch.float32):
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def double(*tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def drawn(forward, leaves, g):
+    """The gradient of every leaf, DRAWS × its shape, float64."""
+    found = []
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        found.append(torch.autograd.grad(forward(), leaves, g))
+    return [torch.stack(draws).double() for draws in zip(*found, strict=True)]
+
+
+def unbiased(draws, exact, deviation, rounding, bound):
+    """Mean and first draw are as near to the exact gradient as roundings explain.
+
+    Args:
+        deviation: standard deviation of a draw, elementwise.
+        rounding: standard deviation of what rounding to bf16 does to the mean, elementwise.
+        bound: how many of them no element exceeds.
+    """
+    assert draws.shape[1:] == exact.shape
+    assert bool(torch.isfinite(draws).all())
+    floor = 1e-5 * exact.abs().max()
+    error = (draws.mean(0) - exact).abs()
+    assert bool((error <= bound * (deviation / math.sqrt(DRAWS) + rounding) + floor).all())
+    error = (draws[0] - exact).abs()
+    assert bool((error <= bound * (deviation + rounding) + floor).all())
+    # Along the exact gradient errors of single elements cancel, and a wrong factor shows.
+    size = exact.square().sum()
+    along = ((draws - exact) * exact).flatten(1).sum(1) / size
+    slack = along.std() / math.sqrt(DRAWS) + (rounding * exact).norm() / size
+    slack = float(student(1) * slack) + 1e-5
+    assert float(along.mean().abs()) <= slack < 0.01
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Int8Linear, torch.float32), (Int8Linear, torch.bfloat16), (Int8Conv1D, torch.float32)],
+)
+def test_linear(device, block, dtype, kind):
+    torch.manual_seed(0)
+    rows, inputs, outputs = 75, 70, 140
+    x = leaf(rows, inputs, device=device, dtype=dtype)
+    linear = Int8Linear(inputs, outputs, block=block, device=device)
+    if kind is Int8Conv1D:
+        weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+        linear = Int8Conv1D(weight, linear.bias, block)
+    g = torch.randn(rows, outputs, device=device).to(dtype)
+    leaves = (x, linear.weight, linear.bias)
+    wide = double(*leaves)
+    matrix = wide[1] if kind is Int8Linear else wide[1].t()
+    xq, wq = quantised(wide[0], block), quantised(matrix, block)
+    y = xq @ wq.t() + wide[2]
+    rounding = BF16 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(linear(x).double(), y, rtol=rounding, atol=1e-5)
+
+    exact = torch.autograd.grad(y, wide, g.double())
+    draws = drawn(lambda: linear(x), leaves, g)
+    variance = half_steps(g.double(), block).square()
+    dw = variance.t() @ xq.square()
+    variances = (variance @ wq.square(), dw if kind is Int8Linear else dw.t(), variance.sum(0))
+    for index, of_one in enumerate(variances):
+        cast = torch.zeros_like(of_one)
+        if index == 0:  # errors of rounding are uniform: 1/√3 of the greatest
+            cast = rounding / math.sqrt(3) * draws[0].abs().mean(0)
+        unbiased(draws[index], exact[index], of_one.sqrt(), cast, hoeffding(of_one.numel()))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_layernorm(device, block):
+    torch.manual_seed(0)
+    rows, width = 70, 100
+    norm = Int8LayerNorm(width, block=block, device=device)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.normal_()
+        x = (torch.randn(rows, width, device=device) * 2 + 0.5).requires_grad_()
+    g = torch.randn(rows, width, device=device)
+    leaves = (x, norm.weight, norm.bias)
+    wide = double(*leaves)
+    xq = quantised(wide[0], block)
+    y = functional.layer_norm(xq, [width], wide[1], wide[2], norm.eps)
+    nearest(y, quantize(norm(x).detach(), block), block)
+
+    exact = torch.autograd.grad(y, wide, g.double())
+    draws = drawn(lambda: norm(x), leaves, g)
+    variance = half_steps(g.double(), block).square()
+    deviation, mean = torch.std_mean(xq.detach(), 1, correction=0, keepdim=True)
+    rstd = (deviation.square() + norm.eps).rsqrt()
+    unit = (xq.detach() - mean) * rstd
+    # dx = rstd·(I − 1/n − x̂x̂ᵀ/n)·diag(weight)·g, rounded once more.
+    jacobian = torch.eye(width, device=device) - 1 / width
+    jacobian = jacobian - unit[:, :, None] * unit[:, None] / width
+    jacobian = rstd[:, :, None] * jacobian * wide[1].detach()
+    of_dx = torch.einsum("rij,rj->ri", jacobian.square(), variance)
+    of_dx += half_steps_of(draws[0], block).square()
+    variances = (of_dx, (variance * unit.square()).sum(0), variance.sum(0))
+    for found, expected, of_one in zip(draws, exact, variances, strict=True):
+        zero = torch.zeros_like(of_one)
+        unbiased(found, expected, of_one.sqrt(), zero, hoeffding(of_one.numel()))
+
+
+@pytest.mark.parametrize(
+    ("block", "approximate"), [*((block, "tanh") for block in BLOCKS), (32, "none")]
+)
+def test_gelu(device, block, approximate):
+    torch.manual_seed(0)
+    gelu = Int8GELU(approximate, block=block)
+    x, g = leaf(70, 100, device=device), torch.randn(70, 100, device=device)
+    (wide,) = double(x)
+    xq = quantised(wide, block)
+    y = functional.gelu(xq, approximate=approximate)
+    nearest(y, quantize(gelu(x).detach(), block), block)
+
+    (exact,) = torch.autograd.grad(y, wide, g.double(), retain_graph=True)
+    (draws,) = drawn(lambda: gelu(x), [x], g)
+    (slope,) = torch.autograd.grad(y, wide, torch.ones_like(y))
+    variance = (slope * half_steps(g.double(), block)).square()
+    variance += half_steps_of(draws, block).square()
+    unbiased(draws, exact, variance.sqrt(), torch.zeros_like(exact), hoeffding(exact.numel()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy(device, dtype):
+    """Nothing is drawn here: within the rounding of logits, of their gradient and of results."""
+    torch.manual_seed(0)
+    rows, width, vocabulary, valid = 70, 100, 192, 150
+    x = leaf(rows, width, device=device, dtype=dtype)
+    weight = leaf(vocabulary, width, device=device)
+    targets = torch.randint(valid, (rows,), device=device)
+    targets[::7] = -100
+    g = torch.rand(rows, device=device)
+    loss = linear_cross_entropy(x, weight, targets, valid)
+    wide = double(x, weight)
+    w = straight_through(wide[1], wide[1].to(dtype))
+    logits = wide[0] @ w.t()
+    rounded = straight_through(logits, (x @ weight.to(dtype).t()).detach())
+    expected = functional.cross_entropy(rounded[:, :valid], targets, reduction="none")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert bool((loss[::7] == 0).all())
+
+    found = torch.autograd.grad(loss, (x, weight), g)
+    *exact, dlogits = torch.autograd.grad(expected, (*wide, rounded), g.double())
+    unit = BF16 if dtype == torch.bfloat16 else 1e-6
+    bounds = (dlogits.abs() @ w.abs(), dlogits.t().abs() @ wide[0].abs())
+    for ours, theirs, bound in zip(found, exact, bounds, strict=True):
+        # Once where the gradient of logits is rounded, once where the result is.
+        assert bool(((ours.double() - theirs).abs() <= 2 * unit * bound + 1e-7).all())
+    assert bool((found[1][valid:] == 0).all())
+
+
+class _Rounded(torch.autograd.Function):
+    """The identity; its gradient moves by as much as rounding to bf16 may move it, by random signs.
+
+    With a generator of None it does not move.
+    """
+
+    @staticmethod
+    def forward(ctx, x, noise):
+        ctx.noise = noise
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        generator = ctx.noise.generator
+        if generator is None:
+            return g, None
+        signs = torch.randint(2, g.shape, generator=generator).to(g.device) * 2 - 1
+        return g * (1 + BF16 * signs), None
+
+
+def normalised(codes, statistics, norm, parameters, block):
+    """LayerNorm of a stream's codes about given statistics, which depend on what the codes hold."""
+    x, (q, scale) = codes
+    mean, rstd = (t.double()[:, None] for t in statistics)
+    weight, bias = parameters
+    centre = straight_through(x.mean(1, keepdim=True), mean)
+    variance = (x - mean).square().mean(1, keepdim=True)
+    # The given 1/σ, with the derivative of (variance + eps)^-½ there.
+    spread_ = rstd * (1 - 0.5 * rstd.square() * (variance - variance.detach()))
+    y = (x - centre) * spread_ * weight + bias
+    found = ops.int8_layernorm(
+        q, scale, norm.weight.detach(), norm.bias.detach(), mean=statistics[0],
+        rstd=statistics[1], block=block, eps=norm.eps,
+    )  # fmt: skip
+    return nearest(y, found, block), found
+
+
+def multiplied(codes, linear, parameters, block, out="int8"):
+    """A branch's product; codes and parameters are pairs (float64 graph, what nn has)."""
+    x, pair = codes
+    weight, bias = parameters
+    w_codes = linear.codes()[:2]
+    y = x @ nearest(weight, w_codes, block).t() + bias
+    found = ops.int8_gemm(*pair, *w_codes, block=block, out=out, bias=linear.bias.detach())
+    if out == "int8":
+        return nearest(y, found, block), found
+    torch.testing.assert_close(found.double(), y, rtol=BF16, atol=1e-5)
+    return straight_through(y, found), found
+
+
+def dropped(codes, keep, p, block):
+    """A branch's output after dropout with a known mask."""
+    y, (q, scale) = codes
+    if keep is None:
+        return codes
+    kept = torch.full_like(scale, 1 - drop_threshold(p) / 65536)
+    pair = (q * keep, scale / kept)
+    return straight_through(y * keep / kept[0, 0], values(*pair, block)), pair
+
+
+def attention(y, found, module, batch, keep, noise):
+    """Causal attention; `found` is nn's tokens × 3·width, bf16, and `keep` the weights' mask."""
+    tokens = found.shape[0] // batch
+    shape = (batch, tokens, 3, module.heads, -1)
+    query, key, value = _Rounded.apply(y, noise).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+    hidden = torch.ones(tokens, tokens, device=y.device).triu(1).bool()
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    weights = _Rounded.apply(scores, noise).masked_fill(hidden, -math.inf).softmax(-1)
+    weights = _Rounded.apply(weights, noise)
+    own = None
+    if keep is None:
+        parts = found.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        own = functional.scaled_dot_product_attention(*parts, is_causal=True)
+    else:
+        weights = weights * keep / (1 - module.dropout)
+    out = (weights @ value).transpose(1, 2).reshape(-1, module.width)
+    if own is None:
+        return out, out.detach().to(torch.bfloat16)
+    own = own.transpose(1, 2).reshape(-1, module.width)
+    # Weights too are bf16 within it.
+    torch.testing.assert_close(own.double(), out, rtol=4 * BF16, atol=4 * BF16 * 0.25)
+    return straight_through(out, own), own
+
+
+def added(x, codes, total):
+    """The stream after an addition, given nn's bf16 sum."""
+    out = x + codes[0]
+    torch.testing.assert_close(total.double(), out, rtol=BF16, atol=1e-6)
+    return straight_through(out, total)
+
+
+def reference(module, x, own, batch, parameters, noise, keep=(None, None, None)):
+    """The float64 graph of a block.
+
+    Args:
+        x: float64 stream; own: the `Stream` that it is in nn.
+        keep: masks of attention's weights and of the two branches.
+
+    Returns:
+        The stream after it, as both.
+    """
+    block, eps, dropout = module.block, module.norm1.eps, module.dropout
+
+    def of(name):
+        return parameters[f"{name}.weight"], parameters[f"{name}.bias"]
+
+    x = _Rounded.apply(x, noise)
+    codes = (nearest(x, (own.q, own.scale), block), (own.q, own.scale))
+    statistics = (own.mean, own.rstd)
+    if own.mean is None:
+        wide = values(own.q, own.scale, block)
+        variance, mean = torch.var_mean(wide, 1, correction=0)
+        statistics = (mean.float(), (variance + eps).rsqrt().float())
+    h = normalised(codes, statistics, module.norm1, of("norm1"), block)
+    y, found = multiplied(h, module.qkv, of("qkv"), block, out="bf16")
+    a, attended = attention(y, found, module, batch, keep[0], noise)
+    pair = ops.int8_quantize(attended, block=block)
+    codes = (straight_through(_Rounded.apply(a, noise), values(*pair, block)), pair)
+    y = dropped(
+        multiplied(codes, module.projection, of("projection"), block), keep[1], dropout, block
+    )
+    total, *pair, mean, rstd = ops.int8_add(own.x.detach(), *y[1], block=block, eps=eps)
+    x = _Rounded.apply(added(x, y, total), noise)
+    codes = (nearest(x, pair, block), pair)
+    h = normalised(codes, (mean, rstd), module.norm2, of("norm2"), block)
+    f = multiplied(h, module.expand, of("expand"), block)
+    pair = ops.int8_gelu(*f[1], block=block)
+    u = (nearest(functional.gelu(f[0], approximate="tanh"), pair, block), pair)
+    y = dropped(multiplied(u, module.contract, of("contract"), block), keep[2], dropout, block)
+    out = Stream(*ops.int8_add(total, *y[1], block=block, eps=eps))
+    return added(x, y, out.x), out
+
+
+BATCH, TOKENS, WIDTH = 2, 24, 72
+
+
+def blocks_of(count, block, device, dropout=0.0):
+    """Blocks whose every parameter matters."""
+    made = torch.nn.ModuleList(
+        Int8Block(WIDTH, 2, dropout, block, device=device) for _ in range(count)
+    )
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "norm" in name:
+                p.uniform_(0.5, 1.5) if name.endswith("weight") else p.normal_(std=0.3)
+    return made
+
+
+def check_blocks(modules, device, keep=(None, None, None)):
+    """Forward to the bit, and gradients over 200 draws, of a chain of blocks."""
+    block = modules[0].block
+    x = leaf(BATCH * TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    g = torch.randn(BATCH * TOKENS, WIDTH, device=device).to(torch.bfloat16)
+    parameters = dict(modules.named_parameters())
+
+    def forward():
+        stream = Stream.of(x, block)
+        for module in modules:
+            stream = module(stream, BATCH)
+        return stream.x
+
+    (wide,) = double(x)
+    doubles = dict(zip(parameters, double(*parameters.values()), strict=True))
+    noise = SimpleNamespace(generator=None)
+    y, own = wide, Stream.of(x, block)
+    for index, module in enumerate(modules):
+        of_it = {k.partition(".")[2]: v for k, v in doubles.items() if k.startswith(f"{index}.")}
+        y, own = reference(module, y, own, BATCH, of_it, noise, keep)
+    torch.manual_seed(0)
+    agreed = forward().double()
+    if keep[0] is None:
+        assert torch.equal(agreed, own.x.double())
+
+    leaves = [wide, *doubles.values()]
+    exact = torch.autograd.grad(y, leaves, g.double(), retain_graph=True)
+    noise.generator = torch.Generator().manual_seed(0)
+    moved = [torch.zeros_like(t) for t in exact]
+    for _ in range(8):
+        found = torch.autograd.grad(y, leaves, g.double(), retain_graph=True)
+        for total, one, plain in zip(moved, found, exact, strict=True):
+            total += (one - plain).square() / 8
+    draws = drawn(forward, [x, *parameters.values()], g)
+    for found, expected, square in zip(draws, exact, moved, strict=True):
+        # Rounding errors are uniform: 1/√3 of the greatest, which the noise has.
+        rounding = (square.clamp(min=square.mean()) / 3).sqrt()
+        unbiased(found, expected, found.std(0), rounding, student(expected.numel()))
+
+
+def test_block(device):
+    torch.manual_seed(0)
+    check_blocks(blocks_of(1, 32, device), device)
+
+
+def test_two_blocks(device):
+    """The second's gradient comes with codes, which the first takes."""
+    torch.manual_seed(0)
+    check_blocks(blocks_of(2, 128, device), device)
+
+
+DROPOUT = 0.25
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """Fix a block's masks whatever the draw; gives them, on the CPU, where attention's is known."""
+    keys = torch.tensor([123, 456])
+    generator = torch.Generator()
+
+    def draw(count, device):
+        generator.manual_seed(torch.initial_seed())
+        seeds = torch.randint(2**62, (count,), generator=generator)
+        first = block_module._ENTER_SEEDS
+        seeds[first + block_module._MASK0], seeds[first + block_module._MASK2] = keys
+        torch.manual_seed(7)  # attention draws next
+        return seeds
+
+    monkeypatch.setattr(block_module, "draw", draw)
+    torch.manual_seed(7)
+    weights = functional.dropout(torch.ones(BATCH, 2, TOKENS, TOKENS), DROPOUT) > 0
+    threshold = drop_threshold(DROPOUT)
+    branches = (random_u16(key, BATCH * TOKENS, WIDTH, STREAM_DROPOUT) >= threshold for key in keys)
+    return weights, *branches
+
+
+def test_block_with_dropout(masks):
+    cpu = torch.device("cpu")
+    torch.manual_seed(0)
+    check_blocks(blocks_of(1, 64, cpu, DROPOUT), cpu, masks)
+
+
+@pytest.mark.parametrize("branch", ["projection", "contract"])
+def test_dropout_keeps_the_expectation(device, branch):
+    """Over masks, of what is linear in them: one branch's output, with the other branch zero."""
+    torch.manual_seed(0)
+    (module,) = blocks_of(1, 32, device, DROPOUT)
+    other = module.contract if branch == "projection" else module.projection
+    with torch.no_grad():
+        other.weight.zero_()
+        other.bias.zero_()
+    stream = Stream.of(torch.zeros(BATCH * TOKENS, WIDTH, device=device).bfloat16(), 32)
+    stream = stream._replace(q=torch.randint_like(stream.q, -127, 128))
+    stream = stream._replace(scale=torch.full_like(stream.scale, 0.02))
+    expected = module.eval()(stream, BATCH).x.double()
+    module.train()
+    with torch.no_grad():
+        draws = torch.stack([module(stream, BATCH).x for _ in range(DRAWS)]).double()
+    # Rounding to codes and to bf16 differs with the mask.
+    step = 2 * spread(block_amax(expected.float(), 32), 32, *expected.shape) / 127
+    bound = student(expected.numel()) * draws.std(0) / math.sqrt(DRAWS) + step
+    assert bool(((draws.mean(0) - expected).abs() <= bound).all())
+    zeros = (draws == 0).double().mean()
+    if branch == "contract":
+        assert abs(float(zeros) - DROPOUT) < 0.02
