@@ -265,6 +265,8 @@ class Int8Block(nn.Module):
         super().__init__()
         if width % heads:
             raise UsageError(f"width={width}: expected a multiple of heads={heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
         self.width, self.heads, self.dropout, self.block = width, heads, dropout, block
         self.norm1 = nn.LayerNorm(width, device=device)
         self.norm2 = nn.LayerNorm(width, device=device)
@@ -277,6 +279,8 @@ class Int8Block(nn.Module):
 
     def forward(self, stream: Stream, batch: int) -> Stream:
         """The stream of batch·length tokens × width after this block."""
+        if stream.x.shape[0] % batch:
+            raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
         setting = _Setting(self.block, batch, self.heads, self.norm1.eps, dropout, "tanh")
         enter = leave = None

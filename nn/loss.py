@@ -52,6 +52,6 @@ def linear_cross_entropy(
         targets: int64, one a row; −100 gives a loss of 0.
         valid: how many of the vocabulary's rows are tokens; the rest is padding.
     """
-    return _LinearCrossEntropy.apply(
-        x, weight, targets, weight.shape[0] if valid is None else valid
-    )
+    valid = weight.shape[0] if valid is None else valid
+    with torch.autocast(x.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(x, weight, targets, valid)

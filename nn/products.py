@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Block
 
+_BLOCKS = get_args(Block)
 FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # A weight's gradient of fewer elements is too few tiles to fill a GPU: stream-K, which adds to
 # zeros, deals them out evenly. 1024×1024 of 8192 tokens: 23 µs, not 34 (H200, blocks of 128).
 _FEW = 264 * 128 * 128
+
+
+def checked_block(block: int) -> int:
+    """The side of a block.
+
+    Raises:
+        UsageError: kernels have no such blocks.
+    """
+    if block not in _BLOCKS:
+        raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
+    return block
 
 
 class Both(NamedTuple):

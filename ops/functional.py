@@ -115,6 +115,26 @@ def int8_quantize(
     return tuple(library.quantize(x, seed, block, rounding, layout))
 
 
+def int8_quantize_qkv(
+    query: Tensor, key: Tensor, value: Tensor, *, block: Block = 32,
+    rounding: Rounding = "nearest", seed: Tensor | None = None, layout: Layout = "q",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Codes and scales of [query | key | value], m×3w, of three m×w matrices of one float dtype.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    _matrix("query", query, _FLOATS)
+    for name, x in (("key", key), ("value", value)):
+        _matrix(name, x, (query.dtype,))
+        _same_device(name, x, query)
+        if x.shape != query.shape:
+            raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(query.shape)}")
+    _choice("block", block, _BLOCKS)
+    seed = _seed(rounding, seed, layout, query)
+    return tuple(library.quantize_qkv(query, key, value, seed, block, rounding, layout))
+
+
 def int8_dequantize(
     q: Tensor, scale: Tensor, *, block: Block = 32, out: FloatName = "bf16"
 ) -> Tensor:

@@ -176,6 +176,21 @@ def quantize(x: Tensor, seed: Tensor | None, block: int, rounding: str, layout: 
     )
 
 
+@_operator(
+    "quantize_qkv(Tensor query, Tensor key, Tensor value, Tensor? seed, int block, str rounding,"
+    " str layout) -> Tensor[]"
+)
+def quantize_qkv(
+    query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, block: int, rounding: str,
+    layout: str,
+) -> Call:  # fmt: skip
+    m, width = query.shape
+    return {"query": query, "key": key, "value": value, "seed": seed}, {
+        "m": m, "n": 3 * width, "block": block, "dtype": FLOAT_NAMES[query.dtype],
+        "rounding": rounding, "layout": layout,
+    }  # fmt: skip
+
+
 @_operator("dequantize(Tensor q, Tensor scale, int block, str out) -> Tensor")
 def dequantize(q: Tensor, scale: Tensor, block: int, out: str) -> Call:
     return {"q": q, "scale": scale}, _sized(q, block=block, out=out)

@@ -83,28 +83,29 @@ class Quantize(Op):
         self, problem: QuantizeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same quantisation as plain torch writes it, in the input's own dtype."""
-        import torch
-
         from jetfire.ops import peers
 
-        x, block = inputs["x"], problem.block
+        x = inputs["x"]
+        return peers.elementwise(lambda: self.eager(problem, x), self.bytes(problem), x.device)
 
-        def eager() -> tuple[torch.Tensor, ...]:
-            m, n = x.shape
-            padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
-            tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
-            scale = tiles.abs().amax(dim=(1, 3), keepdim=True).float() / 127
-            codes = tiles / scale
-            if problem.rounding == "stochastic":
-                codes = (codes + torch.rand_like(codes)).floor()
-            q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
-            scale = scale[:, 0, :, 0]
-            outputs = {"q": (q, scale), "qt": (q.t().contiguous(), scale.t().contiguous())}
-            if problem.layout == "both":
-                return outputs["q"] + outputs["qt"]
-            return outputs[problem.layout]
+    def eager(self, problem: QuantizeProblem, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The codes of x by plain torch."""
+        import torch
 
-        return peers.elementwise(eager, self.bytes(problem), x.device)
+        block = problem.block
+        m, n = x.shape
+        padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
+        tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scale = tiles.abs().amax(dim=(1, 3), keepdim=True).float() / 127
+        codes = tiles / scale
+        if problem.rounding == "stochastic":
+            codes = (codes + torch.rand_like(codes)).floor()
+        q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
+        scale = scale[:, 0, :, 0]
+        outputs = {"q": (q, scale), "qt": (q.t().contiguous(), scale.t().contiguous())}
+        if problem.layout == "both":
+            return outputs["q"] + outputs["qt"]
+        return outputs[problem.layout]
 
 
 OP = Quantize()

@@ -1,0 +1,82 @@
+"""Per-block quantisation of three matrices side by side: attention's gradients, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Tensors, float_dtype, quantised_outputs
+from jetfire.ops.quantize import Quantize, QuantizeProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.data import Source
+    from jetfire.ops.workloads import Model
+
+PARTS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class QuantizeQkvProblem(QuantizeProblem):
+    """query, key and value (each m×n/3, `dtype`) to the codes of the m×n matrix of all three."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n % len(PARTS):
+            raise UsageError(f"n={self.n}: expected a multiple of 3")
+
+
+class QuantizeQkv(Quantize):
+    name = "quantize_qkv"
+    summary = "three floats side by side to per-block INT8: the gradient of a QKV product"
+    Problem = QuantizeQkvProblem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": 3 * model.width}]
+
+    def inputs(
+        self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        from jetfire.ops.data import Source
+
+        def part(source: Source) -> torch.Tensor:
+            width = problem.n // len(PARTS)
+            return source.floats(problem.m, width).to(float_dtype(problem.dtype))
+
+        inputs = {name: part(Source(data, device, seed + i)) for i, name in enumerate(PARTS)}
+        if problem.rounding == "stochastic":
+            inputs["seed"] = Source(data, device, seed).seed()
+        return inputs
+
+    def outputs(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
+        device = inputs["query"].device
+        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+
+    def reference(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.quantize_qkv import quantize_qkv
+        from jetfire.reference.transpose import transpose
+
+        parts = (inputs[name] for name in PARTS)
+        q, scale = quantize_qkv(*parts, problem.block, problem.rounding, inputs.get("seed"))
+        qt, scale_t = transpose(q, scale)
+        return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+
+    def peers(
+        self, problem: QuantizeProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """Those of `quantize`, after the copy that puts the three side by side."""
+        import torch
+
+        from jetfire.ops import peers
+
+        def eager() -> Any:
+            x = torch.cat([inputs[name] for name in PARTS], dim=1)
+            return self.eager(problem, x)
+
+        return peers.elementwise(eager, self.bytes(problem), inputs["query"].device)
+
+
+OP = QuantizeQkv()
