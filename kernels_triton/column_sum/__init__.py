@@ -90,7 +90,9 @@ class TritonColumnSum(TritonKernel):
     def default(self, problem: Any, device: Device) -> ColumnSumConfig:
         """At least 512 programs, about four for each of an H200's 132 SMs, where n allows."""
         tile_m = min(2048, max(problem.block, triton.next_power_of_2(problem.m)))
-        tile_n = next((rows for rows in (8, 4, 2) if problem.n >= 512 * rows), 1)
+        # Rows that do not begin at 16 bytes are loaded code by code: a register each.
+        choices = (8, 4, 2) if problem.m % 16 == 0 else (2,)
+        tile_n = next((rows for rows in choices if problem.n >= 512 * rows), 1)
         return ColumnSumConfig(tile_m, tile_n, max(1, min(4, tile_m // 512)))
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
