@@ -343,12 +343,24 @@ class _Page(HTMLParser):
             self._break(tag)
 
     def _break(self, tag: str) -> None:
-        if tag not in self.INLINE:
-            self.parts.append("\t" if tag in ("td", "th") else "\n")
+        if tag in ("td", "th"):
+            if not self._begins():
+                self.parts.append("\t")
+        elif tag not in self.INLINE:
+            self.parts.append("\n")
+
+    def _begins(self) -> bool:
+        """Whether a line, a cell or a word begins here."""
+        return not self.parts or self.parts[-1][-1] in "\n\t "
 
     def handle_data(self, data: str) -> None:
-        if self.skipped is None:
-            self.parts.append(data if self.pre else re.sub(r"\s+", " ", data))
+        if self.skipped is not None:
+            return
+        if not self.pre:
+            data = re.sub(r"\s+", " ", data)
+            data = data.lstrip() if self._begins() else data
+        if data:
+            self.parts.append(data)
 
 
 def strip_html(page: str) -> str:
@@ -356,9 +368,8 @@ def strip_html(page: str) -> str:
     parser = _Page()
     parser.feed(page)
     parser.close()
-    lines = "".join(parser.parts).split("\n")
-    text = "\n".join(line.rstrip() if line[:4].isspace() else line.strip() for line in lines)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    text = "\n".join(line.rstrip() for line in "".join(parser.parts).split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
 def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) -> Corpus:

@@ -55,7 +55,7 @@ class Bytes:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        return bytes(map(int, ids)).decode(errors="replace")
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"name": self.name}

@@ -1,5 +1,6 @@
 """Without a GPU the Triton kernels run on Triton's interpreter, which must be chosen on import."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,21 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield SHIPPED
     monkeypatch.undo()
     profiles.forget()
+
+
+@pytest.fixture(scope="session")
+def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with encoder.json and vocab.bpe as GPT-2's, of 11 merges."""
+    merges = ["Ġ t", "h e", "Ġt he", "Ġ a", "i n", "r e", "o n", "Ġa n", "in g", "Ġ Ġ", "Ċ Ċ"]
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    tokens = [*map(chr, shown), *(chr(256 + i) for i in range(256 - len(shown)))]
+    tokens += [merge.replace(" ", "") for merge in merges] + ["<|endoftext|>"]
+    folder = tmp_path_factory.mktemp("gpt2")
+    ids = {token: i for i, token in enumerate(tokens)}
+    (folder / "encoder.json").write_text(json.dumps(ids))
+    lines = ["#version: 0.2", *merges, ""]
+    (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,493 @@
+"""Preparing text and reading the tokens: splits, bytes, streams, damage."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import multiprocessing
+import os
+import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jetfire.gpt2 import corpora, data, prepare
+from jetfire.ops.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
+
+
+def _texts(paths) -> list[str]:
+    """The documents of files and folders, put together."""
+    documents, parts = [], []
+    for path in paths:
+        for piece in corpora.find(str(path), None, Path(), print).pieces():
+            parts.append(piece.text)
+            if piece.last:
+                documents.append("".join(parts))
+                parts = []
+    assert not parts
+    return documents
+
+
+def _folder(root: Path, count: int = 60) -> Path:
+    """Files of 100 to 700 bytes, each of its own letter and number."""
+    root.mkdir()
+    for i in range(count):
+        (root / f"{i:03}.txt").write_text(f"{chr(97 + i % 26)}{i:03}\n" * (20 + i * 7 % 120))
+    return root
+
+
+# --- reading text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".bz2"])
+def test_files_are_read_packed_or_not(tmp_path, suffix):
+    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(pack("naïve\r\ntext \xff".encode() + b"\xff"))
+    assert _texts([path]) == ["naïve\r\ntext \xff�"]
+    assert _texts([tmp_path]) == _texts([path])
+
+
+def test_rows_are_documents(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('"one"\n\n{"text": "t\\ud800wo", "id": 3}\n')
+    assert _texts([path]) == ["one", "t�wo"]
+    for bad in ('{"body": "x"}', "3", "{", '{"text": null}'):
+        path.write_text(f'"one"\n{bad}\n')
+        with pytest.raises(UsageError, match=r"a\.jsonl:2: expected a JSON string"):
+            _texts([path])
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="optional, for Parquet only")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", None, "two"], "id": [1, 2, 3]}), path)
+    assert _texts([tmp_path]) == ["one", "two"]
+    parquet.write_table(pyarrow.table({"id": [1]}), path)
+    with pytest.raises(UsageError, match="expected a column `text`"):
+        _texts([path])
+
+
+def test_pages_are_stripped(tmp_path):
+    page = (
+        "<html><head><title>no</title><script>if (a<b) no()</script></head><body>"
+        "<h1>Big  <em>news</em></h1><style>no</style><p>a &lt;\n b &amp; c</p>"
+        "<pre>  x\n    y</pre><table><tr><td>1<td>2</table><svg><svg></svg>no</svg>end"
+    )
+    path = tmp_path / "a.html"
+    path.write_text(page)
+    assert _texts([path]) == ["Big news\n\na < b & c\n\n  x\n    y\n\n1\t2\nend\n"]
+
+
+def test_archives_in_archives_are_read_as_openwebtext_has_them(tmp_path):
+    def tar(members: dict[str, bytes]) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as archive:
+            for name, content in members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        return out.getvalue()
+
+    inner = lzma.compress(tar({"1.txt": b"one", "2.txt": b"two", "x.png": b"\0"}))
+    (tmp_path / "subset00.tar").write_bytes(tar({"openwebtext/00-1_data.xz": inner, "b.md": b"b"}))
+    assert _texts([tmp_path]) == ["one", "two", "b"]
+    assert len(corpora.find("openwebtext", tmp_path, Path(), print).files) == 1
+    (tmp_path / "subset00.tar").write_bytes(tar({"a.txt": b"x" * 9000})[:4000])
+    with pytest.raises(UsageError, match=r"subset00\.tar: damaged"):
+        _texts([tmp_path])
+
+
+def test_a_long_document_comes_in_pieces_that_tokenize_as_the_whole(
+    tmp_path, gpt2_files, monkeypatch
+):
+    monkeypatch.setattr(corpora, "PIECE", 256)
+    from jetfire.gpt2.tokenizers import gpt2
+
+    text = "".join(f"the thing é{i}\n" + "\n" * (i % 3) + " " * (i % 2) for i in range(200))
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    pieces = [p.text for p in corpora.find(str(path), None, Path(), print).pieces()]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 256
+    ids = np.concatenate([gpt2(gpt2_files).encode(piece) for piece in pieces])
+    np.testing.assert_array_equal(ids, gpt2(gpt2_files).encode(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.gz", b"\x1f\x8b\x08\x00", "damaged|cannot read"),
+        ("a.xz", lzma.compress(b"x" * 999)[:40], "damaged"),
+        ("a.bin", b"a\0b", "NUL bytes"),
+        ("a.parquet", b"PAR1", "pyarrow|damaged"),
+        ("none", None, "no such file, folder or corpus: expected a path or one of python"),
+        ("empty", "folder", "no text in this folder"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, says):
+    path = tmp_path / name
+    if content == "folder":
+        path.mkdir()
+        (path / "image.png").write_bytes(b"\x89PNG")
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        prepare.prepare(path, "byte", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- named corpora --------------------------------------------------------------------------------
+
+
+def test_python_is_its_standard_library(tmp_path):
+    corpus = corpora.find("python", None, tmp_path, print)
+    names = [name for name, _ in corpus.files]
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not any("site-packages" in name or "/test/" in name for name in names)
+    assert prepare.default_folder(["python"], "byte").parent == tmp_path / "cache" / "data"
+
+
+def test_shakespeare_is_read_from_a_copy_and_split_as_usual(tmp_path):
+    copy = tmp_path / "works.txt"
+    copy.write_text("To be, or not to be.\n" * 100)
+    tokens = data.open_tokens(data.prepare("shakespeare-char", copy=copy))
+    total = 2100
+    assert len(tokens.train) == int(0.9 * total)
+    assert tokens.folder == tmp_path / "cache" / "data" / "shakespeare-char-char"
+    assert tokens.vocabulary == len(set("To be, or not to be.\n"))
+    both = np.concatenate([tokens.train, tokens.validation])
+    assert tokens.tokenizer.decode(both) == copy.read_text()
+
+
+def test_downloads_are_checked_and_kept(tmp_path, monkeypatch):
+    source, said = tmp_path / "input.txt", []
+    source.write_text("To be\n" * 50)
+    monkeypatch.setattr(corpora, "SHAKESPEARE", source.as_uri())
+    with pytest.raises(UsageError, match=r"has SHA-256 .*, expected 86c4"):
+        corpora.find("shakespeare", None, tmp_path / "c", said.append)
+    assert list((tmp_path / "c").iterdir()) == []
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", digest)
+    first = corpora.find("shakespeare", None, tmp_path / "c", said.append)
+    source.unlink()
+    assert corpora.find("shakespeare", None, tmp_path / "c", said.append) == first
+    assert len(said) == 2
+    with pytest.raises(UsageError, match=r"cannot download .*--from PATH"):
+        corpora.find("shakespeare", None, tmp_path / "d", said.append)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(path.replace("?recursive=true", ""))
+
+
+def test_openwebtext_downloads_what_its_hub_lists(tmp_path, monkeypatch):
+    hub = tmp_path / "hub"
+    base = f"datasets/{corpora.OPENWEBTEXT}"
+    (hub / f"{base}/resolve/main/subsets").mkdir(parents=True)
+    (hub / f"api/{base}/tree").mkdir(parents=True)
+    with tarfile.open(hub / f"{base}/resolve/main/subsets/00.tar", "w") as archive:
+        (tmp_path / "1.txt").write_text("one")
+        archive.add(tmp_path / "1.txt", "1.txt")
+    content = (hub / f"{base}/resolve/main/subsets/00.tar").read_bytes()
+    listing = [{"path": "README.md"}, {"path": "subsets/00.tar", "size": len(content),
+               "lfs": {"oid": hashlib.sha256(content).hexdigest()}}]  # fmt: skip
+    (hub / f"api/{base}/tree/main").write_text(json.dumps(listing))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(hub)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        corpus = corpora.find("openwebtext", None, tmp_path / "c", print)
+        assert [piece.text for piece in corpus.pieces()] == ["one"]
+        (hub / f"api/{base}/tree/main").write_text("[]")
+        with pytest.raises(UsageError, match="--from FOLDER"):
+            corpora.find("openwebtext", None, tmp_path / "d", print)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# --- preparing ------------------------------------------------------------------------------------
+
+
+def test_documents_are_split_whole_and_whatever_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "MINIMUM", 500)
+    source = _folder(tmp_path / "texts")
+    found = {}
+    for out in ("one", "renamed"):
+        tokens = data.open_tokens(data.prepare(source, "byte", tmp_path / out))
+        held = tokens.tokenizer.decode(tokens.validation)
+        kept = tokens.tokenizer.decode(tokens.train)
+        documents = {path.read_text() for path in source.iterdir()}
+        chosen = {text for text in documents if text in held}
+        assert sum(map(len, chosen)) == len(held)
+        assert all(text in kept for text in documents - chosen)
+        assert len(held) + len(kept) == sum(map(len, documents))
+        assert 500 <= len(held) <= prepare.MOST * (len(held) + len(kept)) + 1
+        found[out] = chosen
+        for i, path in enumerate(sorted(source.iterdir())):
+            path.rename(path.with_name(f"{(i * 7) % 60:03}-{i}.txt"))
+    assert found["one"] == found["renamed"]
+    assert tokens.meta["split"] == "documents"
+    assert tokens.meta["documents"] == 60
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path, gpt2_files, monkeypatch):
+    monkeypatch.setattr(prepare, "MINIMUM", 500)
+    source = _folder(tmp_path / "texts")
+    folders = [
+        prepare.prepare(source, "gpt2", tmp_path / name, vocabulary=gpt2_files) for name in "ab"
+    ]
+    for name in ("train.bin", "validation.bin", "meta.json", "gpt2.tiktoken"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    assert sorted(os.listdir(folders[0])) == [
+        "gpt2.tiktoken", "meta.json", "train.bin", "validation.bin",
+    ]  # fmt: skip
+    tokens = data.open_tokens(folders[0])
+    assert (tokens.train == 267).sum() + (tokens.validation == 267).sum() == 60
+    assert tokens.train[-1] == tokens.validation[-1] == 267
+
+
+def test_few_documents_give_their_tail(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcdefghij" * 30)
+    tokens = data.open_tokens(data.prepare(path, "byte", tmp_path / "out"))
+    assert (len(tokens.train), len(tokens.validation)) == (270, 30)
+    assert tokens.meta["split"] == "tail"
+
+
+def test_wide_vocabularies_take_32_bits(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(map(chr, (*range(0x100, 0xD800), *range(0xE000, 0x11000)))))
+    tokens = data.open_tokens(data.prepare(path, "char", tmp_path / "out"))
+    assert tokens.vocabulary > 1 << 16
+    assert tokens.train.dtype == np.uint32
+    assert tokens.tokenizer.decode(tokens.validation) == path.read_text()[-len(tokens.validation) :]
+
+
+def test_prepared_text_is_not_prepared_again_until_it_changes(tmp_path):
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("one\n" * 100)
+    prepare.prepare(path, "byte", out)
+    before = (out / "train.bin").stat().st_ino
+    assert prepare.prepare(path, "byte", out) == out
+    assert (out / "train.bin").stat().st_ino == before
+    mapped = data.open_tokens(out)
+    path.write_text("two\n" * 100)
+    prepare.prepare(path, "byte", out)
+    assert bytes(data.open_tokens(out).train[:3].tolist()) == b"two"
+    assert bytes(mapped.train[:3].tolist()) == b"one"  # who has it open keeps it
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out", ".out.lock"}
+    # A process that was killed leaves its folder behind; a truncated file is made anew.
+    (tmp_path / ".out.partial").mkdir()
+    os.truncate(out / "train.bin", 7)
+    prepare.prepare(path, "byte", out)
+    assert len(data.open_tokens(out).train) == 360
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_what_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("one\n" * 100)
+    prepare.prepare(path, "byte", out)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path.write_text("two\n" * 100)
+    monkeypatch.setattr(prepare, "_copy", full)
+    with pytest.raises(UsageError, match=r"-o .*out: cannot write: No space left on device"):
+        prepare.prepare(path, "byte", out)
+    assert bytes(data.open_tokens(out).train[:3].tolist()) == b"one"
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def _prepare_too(path: str, out: str) -> None:
+    prepare.prepare(path, "byte", Path(out))
+
+
+def test_processes_take_turns(tmp_path):
+    source = _folder(tmp_path / "texts")
+    context = multiprocessing.get_context("fork")
+    others = [
+        context.Process(target=_prepare_too, args=(str(source), str(tmp_path / "out")))
+        for _ in range(3)
+    ]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(60)
+    assert [other.exitcode for other in others] == [0, 0, 0]
+    data.open_tokens(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"names": []}, "expected a corpus"),
+        ({"tokenizer": "word"}, "no tokenizer 'word': expected one of byte, char, gpt2"),
+        ({"vocabulary": Path("v")}, "expected with the gpt2 tokenizer, not byte"),
+        ({"copy": Path("c")}, "--from c: expected only with shakespeare"),
+        ({"names": "python", "copy": Path("c")}, "nothing to copy"),
+        ({"names": "shakespeare", "copy": Path("nowhere")}, "--from nowhere: expected a text file"),
+        ({"names": "openwebtext", "copy": Path("nowhere")}, "--from nowhere: no such file"),
+        ({"names": ["shakespeare", "a.txt"], "copy": Path("c")}, "expected with one corpus"),
+    ],
+)
+def test_what_cannot_be_prepared_says_so(tmp_path, asked, says):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n" * 100)
+    given = {"names": path, "tokenizer": "byte", "output": tmp_path / "out"} | asked
+    with pytest.raises(UsageError, match=says):
+        prepare.prepare(**given)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("one\n" * 100)
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else"):
+        prepare.prepare(path, "byte", out)
+    assert (out / "thesis.tex").read_text() == "mine"
+    path.write_text("")
+    with pytest.raises(UsageError, match="there is no text in it"):
+        prepare.prepare(path, "byte", tmp_path / "new")
+
+
+def test_the_command_says_where_and_how_many(tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n" * 100)
+    prepare.run([str(path)], "byte", None, None, tmp_path / "out")
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'out'}\n"
+    assert "360 training and 40 validation tokens (byte, vocabulary 256)" in said.err
+
+
+# --- reading tokens -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(300)))
+    return prepare.prepare(path, "byte", tmp_path / "out")
+
+
+def test_a_batch_is_a_function_of_its_arguments(folder):
+    tokens = data.open_tokens(folder).train
+    ids, targets = data.batch(tokens, 16, 8, seed=1, step=2, micro=3, rank=4)
+    assert ids.dtype == targets.dtype == torch.int64
+    assert ids.shape == targets.shape == (8, 16)
+    torch.testing.assert_close(ids[:, 1:], targets[:, :-1])
+    again = data.batch(tokens, 16, 8, seed=1, step=2, micro=3, rank=4)
+    assert torch.equal(ids, again[0])
+    at = dict.fromkeys(("seed", "step", "micro", "rank"), 1)
+    batches = [data.batch(tokens, 16, 8, **at)[0]]
+    batches += [data.batch(tokens, 16, 8, **at | {name: 2})[0] for name in at]
+    batches.append(data.batch(tokens, 16, 8, **at | {"seed": -1})[0])
+    assert len({batch.numpy().tobytes() for batch in batches}) == 6
+
+
+def test_batches_are_the_same_on_every_machine():
+    """Philox4x64 is published (Salmon et al., 2011): these starts must never change."""
+    tokens = np.arange(10_000, dtype=np.uint16)
+    ids, _ = data.batch(tokens, 4, 5, seed=7, step=11, micro=1, rank=2)
+    assert ids[:, 0].tolist() == [5987, 4316, 768, 1117, 8274]
+
+
+def test_batches_reach_every_window():
+    tokens = np.arange(12, dtype=np.uint16)
+    seen = set()
+    for step in range(50):
+        ids, targets = data.batch(tokens, 4, 8, seed=0, step=step)
+        seen |= set(ids[:, 0].tolist())
+        assert targets.max() <= 11
+    assert seen == set(range(8))
+
+
+def test_evaluation_spreads_over_the_split():
+    tokens = np.arange(1000, dtype=np.uint16)
+    windows = list(data.evaluation(tokens, 9, 4, 5))
+    starts = torch.cat([ids[:, 0] for ids, _ in windows]).tolist()
+    assert (len(windows), len(starts), starts[0], starts[-1]) == (5, 20, 0, 990)
+    assert {b - a for a, b in itertools.pairwise(starts)} <= {52, 53}
+    assert windows[-1][1][-1].tolist() == list(range(991, 1000))
+    assert [ids.shape for ids, _ in data.evaluation(tokens[:10], 9, 4, 2)] == [(4, 9)] * 2
+
+
+def test_too_few_tokens_are_told(folder):
+    tokens = data.open_tokens(folder)
+    few = tokens.train[:16]
+    with pytest.raises(UsageError, match="16 tokens: expected more than context=16"):
+        data.batch(few, 16, 1, seed=0, step=0)
+    with pytest.raises(UsageError, match="16 tokens: expected more than context=16"):
+        next(data.evaluation(few, 16, 1, 1))
+    tokens.require(16, 256)
+    with pytest.raises(UsageError, match="validation tokens: expected more than context=2000"):
+        tokens.require(2000)
+    with pytest.raises(UsageError, match="vocabulary 256: expected at most the model's, 200"):
+        tokens.require(16, 200)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda at: os.truncate(at / "train.bin", 11), r"train\.bin is damaged: 11 bytes"),
+        (lambda at: (at / "validation.bin").unlink(), r"validation\.bin: No such file"),
+        (lambda at: (at / "meta.json").unlink(), r"meta\.json: No such file"),
+        (lambda at: (at / "meta.json").write_text("{"), r"meta\.json is damaged"),
+        (lambda at: (at / "meta.json").write_text("[]"), r"meta\.json is damaged"),
+        (lambda at: _spoil(at, b"\xff\xff"), "token 65535, expected below 256"),
+        (lambda at: _edit(at, format=2), "format 2, expected 1"),
+        (lambda at: _edit(at, dtype="complex"), r"meta\.json is damaged|is damaged"),
+    ],
+)
+def test_damaged_folders_are_refused(folder, damage, says):
+    damage(folder)
+    with pytest.raises(UsageError, match=says):
+        data.open_tokens(folder)
+
+
+def _spoil(folder: Path, ids: bytes) -> None:
+    with (folder / "train.bin").open("r+b") as file:
+        file.seek(100)
+        file.write(ids)
+
+
+def _edit(folder: Path, **fields: object) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | fields))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UsageError, match="nowhere: no such folder"):
+        data.open_tokens(tmp_path / "nowhere")
+
+
+@pytest.mark.gpu
+def test_batches_reach_the_gpu_as_they_are(folder, device):
+    tokens = data.open_tokens(folder).train
+    for step in range(20):
+        here = data.batch(tokens, 32, 8, seed=0, step=step)
+        there = data.batch(tokens, 32, 8, seed=0, step=step, device=device)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
