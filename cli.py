@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
@@ -116,7 +117,7 @@ def bench(
         typer.Option(
             metavar="NAME",
             help="The committed measurements, instead of OP: results, or a part of it: targets, "
-            "gemm, elementwise; or promotion.",
+            "gemm, elementwise; promotion; training.",
         ),
     ] = None,
     list_: Annotated[
@@ -147,15 +148,19 @@ def bench(
     if list_:
         print(command.listing())
         return
-    command.bench(
-        command.Asked(
-            ops=op or (), m=m, n=n, k=k, workload=workload, block=block or (),
-            mode=tuple(mode or ("fwd",)), settings=set_ or (), kernels=kernel or (),
-            config=config or (), peers=peer or (), data=data, device=device, format=format_,
-            output=output, append=append, plot=plot, dry_run=dry_run, seed=seed, rounds=rounds,
-            remeasure_peaks=remeasure_peaks, suite=suite, debug=debug,
-        )
+    asked = command.Asked(
+        ops=op or (), m=m, n=n, k=k, workload=workload, block=block or (),
+        mode=tuple(mode or ("fwd",)), settings=set_ or (), kernels=kernel or (),
+        config=config or (), peers=peer or (), data=data, device=device, format=format_,
+        output=output, append=append, plot=plot, dry_run=dry_run, seed=seed, rounds=rounds,
+        remeasure_peaks=remeasure_peaks, suite=suite, debug=debug,
     )  # fmt: skip
+    if suite == "training":
+        from jetfire.gpt2 import bench as training
+
+        training.suite(asked)
+        return
+    command.bench(asked)
 
 
 @app.command()
@@ -421,28 +426,229 @@ def export(
     command.run(cases, kernel, capability_of(arch), output)
 
 
-@app.command()
-def train(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="tiny, gpt2-124m, …")],
-    recipe: Annotated[
-        str, typer.Option(metavar="NAME", help="bf16, int8-block32, int8-block64, int8-block128.")
-    ] = "int8-block32",
-    steps: Annotated[
-        int, typer.Option(parser=_integer("--steps"), metavar="INT", help="Optimizer steps.")
-    ] = 50,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text (Python's standard library's source).")
+class _Training(TyperGroup):
+    """`jetfire train`: its verbs, and training itself where the first word is none of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = [name for name, command in self.commands.items() if not command.hidden]
+        return super().parse_args(ctx, args if args and args[0] in known else [_RUN, *args])
+
+
+class _Run(TyperCommand):
+    """Training, whose usage does not show the name of a command that nobody types."""
+
+    def get_usage(self, ctx: Any) -> str:
+        return super().get_usage(ctx).replace(f" {_RUN} ", " ")
+
+
+_RUN = "run"
+train = typer.Typer(cls=_Training, add_completion=False, help="Train GPT-2 in INT8 or BF16.")
+app.add_typer(train, name="train")
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint's.")
+]
+
+
+@train.command(
+    _RUN,
+    cls=_Run,
+    hidden=True,
+    epilog="Other verbs, each with --help: jetfire train prepare (text to tokens), plot (loss "
+    "curves), sample (text of a run's model), export (weights for transformers).",
+)
+def _train(
+    preset: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET", help="tiny, shakespeare-char, gpt2-124m, -350m, -774m, "
+                       "-1558m."),
     ] = None,
-    log: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines.")] = None,
-    strict_profile: StrictProfile = False,
-    device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="bf16, int8-block32, int8-block64, int8-block128 "
+                     "(int8-block32)."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=V,...", help="Any other setting: batch, rate, …"),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(parser=_integer("--steps"), metavar="INT", help="Optimizer steps."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|PATH", help="python, shakespeare, shakespeare-char, "
+                     "openwebtext; a prepared folder; a text file."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="RUN", help="Folder of the run's log and "
+                     "checkpoints (runs/PRESET-RECIPE)."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with -o RUN from its last checkpoint.")
+    ] = False,
+    init: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Begin with the weights of a run, a checkpoint or a "
+                     "transformers GPT-2."),
+    ] = None,
+    sample: Annotated[
+        int,
+        typer.Option(parser=_integer("--sample"), metavar="INT", help="Tokens to write at the "
+                     "end."),
+    ] = 0,
+    strict_profile: StrictProfile = False, device: DeviceName = "auto",
+    seed: Annotated[
+        int | None, typer.Option(parser=_integer("--seed"), metavar="INT", help="Seed (0).")
+    ] = None,
+    debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Train GPT-2 on bytes of text with INT8 linear layers."""
+    """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
     from jetfire.gpt2 import command
-    from jetfire.ops.device import Device
 
     _strict(strict_profile)
-    command.run(preset, recipe, Device.parse(device), steps, seed, data, log)
+    command.train(
+        command.Asked(
+            preset=preset, recipe=recipe, settings=set_ or (), steps=steps, data=data,
+            output=output, resume=resume, init=init, device=device, seed=seed, sample=sample,
+        )
+    )  # fmt: skip
+
+
+@train.command()
+def prepare(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME|PATH...", help="python, shakespeare, shakespeare-char, "
+                       "openwebtext; text files and folders of them."),
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="byte, char or gpt2 (what that text usually gets)."),
+    ] = None,
+    vocabulary: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With GPT-2's encoder.json and vocab.bpe, instead of "
+                     "a download."),
+    ] = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="PATH", help="A local copy of what would be downloaded."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="For the tokens (the cache, or "
+                     "beside you)."),
+    ] = None,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Turn text into tokens that training maps into memory; prints their folder."""
+    from jetfire.gpt2.prepare import run as prepare_text
+
+    prepare_text(names, tokenizer, vocabulary, from_, output)
+
+
+@train.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders or logs.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help=".png, .svg, .pdf or .html.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Draw loss curves of runs over each other."""
+    from jetfire.gpt2.curves import plot as draw
+
+    draw(runs, output)
+
+
+@train.command()
+def sample(
+    run: RunFolder,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="What the text begins with (a new document).")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(parser=_integer("--tokens"), metavar="INT", help="How many to write.")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int,
+        typer.Option(parser=_integer("--top-k"), metavar="INT", help="Draw among so many of the "
+                     "likeliest."),
+    ] = 200,
+    device: DeviceName = "auto", seed: Seed = 0, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Write text with a run's model."""
+    from jetfire.gpt2 import command
+
+    command.sample(run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed,
+                   device=device)  # fmt: skip
+
+
+@train.command(name="export")
+def export_weights(
+    run: RunFolder,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="For the weights.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Write a run's weights as transformers' GPT-2 reads them."""
+    from jetfire.gpt2 import command
+
+    command.export(run, output)
+
+
+@train.command(name="bench")
+def _bench_training(
+    case: Annotated[
+        str,
+        typer.Argument(metavar="CASE", help="block, wide (4 layers of width 4096), or a preset."),
+    ],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help="int8-block32, -block64, -block128 (all)."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=V,...", help="layers, heads, width, batch, context, "
+                     "vocabulary, accumulate."),
+    ] = None,
+    device: DeviceName = "auto",
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="table, json, csv or md (table).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as .json/.csv/.md.")
+    ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Add to -o FILE.json, replacing the same rows.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be measured.")
+    ] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            parser=_integer("--rounds"), metavar="INT", help="Samples a row (12; on the CPU 5)."
+        ),
+    ] = None,
+    strict_profile: StrictProfile = False, seed: Seed = 0, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Time training steps against BF16 eager and torch.compile; measure their memory."""
+    from jetfire.bench import command
+    from jetfire.gpt2 import bench as training
+
+    _strict(strict_profile)
+    asked = command.Asked(
+        ops=(), settings=set_ or (), device=device, format=format_, output=output, append=append,
+        dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
+    )  # fmt: skip
+    training.bench(asked, case, recipe or ())
 
 
 @app.command()

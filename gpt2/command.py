@@ -1,40 +1,341 @@
-"""`jetfire train`: a line a step, and what the run came to."""
+"""`jetfire train` and its verbs on runs: from options to a run's folder, text and exit codes."""
 
 from __future__ import annotations
 
-import sys
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from jetfire.gpt2.train import train
+from filelock import FileLock, Timeout
+
+from jetfire.bench.results import write_text
+from jetfire.gpt2 import checkpoint, corpora, data, log, prepare, tokenizers, weights
+from jetfire.gpt2 import sample as sampling
+from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.display import Display, note
+from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.settings import PRESETS, Settings, make, resumed, split
+from jetfire.gpt2.step import autocast
+from jetfire.gpt2.train import Training, algorithms
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
+SETTINGS, TOKENIZER = "settings.json", "tokenizer"
 
-def run(
-    preset: str, recipe: str, device: Device, steps: int, seed: int, data: Path | None,
-    log: Path | None,
-) -> None:  # fmt: skip
-    """Train and print each step; `log` gets JSON lines.
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; None where one was not."""
+
+    preset: str | None = None
+    recipe: str | None = None
+    settings: Sequence[str] = ()
+    steps: int | None = None
+    data: str | None = None
+    output: Path | None = None
+    resume: bool = False
+    init: Path | None = None
+    device: str = "auto"
+    seed: int | None = None
+    sample: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for, an option's before `--set`'s."""
+        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
+                   "data": self.data, "seed": self.seed}  # fmt: skip
+        found: dict[str, Any] = dict(split(self.settings))
+        found.update({name: value for name, value in options.items() if value is not None})
+        if "data" in found and found["data"] not in corpora.NAMED:
+            found["data"] = str(Path(found["data"]).absolute())
+        return found
+
+
+class Stop:
+    """Ctrl-C and SIGTERM stop a run after the step under way; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        note("stopping after this step; again to stop at once")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._ask) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, its settings, and the checkpoint that it goes on from, if any."""
+
+    folder: Path
+    settings: Settings
+    saved: Checkpoint | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else trains in the folder meanwhile; one in which nothing began is removed."""
+        lock = FileLock(self.folder / ".lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(f"{self.folder}: another process is training there") from None
+        except OSError as error:
+            raise UsageError(f"-o {self.folder}: cannot be written: {error.strerror}") from None
+        try:
+            checkpoint.tidy(self.folder)
+            yield
+        finally:
+            lock.release()
+            if {path.name for path in self.folder.iterdir()} <= {".lock"}:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def begin(self, tokens: data.Tokens) -> None:
+        """From here on the folder holds a run, which can be resumed and, elsewhere, sampled."""
+        kept, description = self.folder / TOKENIZER, tokens.meta["tokenizer"]
+        kept.mkdir(exist_ok=True)
+        if "ranks" in description:
+            shutil.copyfile(tokens.folder / description["ranks"], kept / description["ranks"])
+        write_text(kept / "meta.json", json.dumps(description) + "\n")
+        text = json.dumps(self.settings.as_dict(), indent=1) + "\n"
+        write_text(self.folder / SETTINGS, text)
+
+
+def _free_folder(settings: Settings) -> Path:
+    """runs/PRESET-RECIPE, or with the first number that is free."""
+    name, number = f"{settings.preset}-{settings.recipe}", 1
+    while (folder := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run that a folder holds; None if it holds none."""
+    try:
+        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / SETTINGS}: cannot be read: {error}") from None
+    return dict(found)
+
+
+def run_of(asked: Asked) -> Run:
+    """The run that the options name.
 
     Raises:
-        UsageError: a name is unknown, or a file cannot be read or written.
+        UsageError: they name none, or one that cannot go on so.
     """
-    if steps < 1:
-        raise UsageError(f"--steps {steps}: expected at least 1")
-    try:
-        out = log.open("w") if log is not None else None
-    except OSError as error:
-        raise UsageError(f"--log {log}: {error.strerror}") from None
-    done = []
-    try:
-        for step in train(preset, recipe, device, steps, seed, data, out):
-            done.append(step)
-            print(f"step {step.step:5d}  loss {step.loss:.4f}  {step.ms:8.1f} ms", flush=True)
-    finally:
-        if out is not None:
-            out.close()
-    print(
-        f"jetfire: {preset} {recipe} on {device.label}: loss {done[0].loss:.4f} → "
-        f"{done[-1].loss:.4f} in {sum(s.ms for s in done) / 1e3:.1f} s",
-        file=sys.stderr,
+    given = asked.given()
+    if asked.resume:
+        return _resumed(asked, given)
+    if asked.preset is None:
+        raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
+    settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
+    folder = asked.output or _free_folder(settings)
+    if _begun(folder) is not None or checkpoint.listed(folder):
+        raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
+    return Run(folder, settings)
+
+
+def _resumed(asked: Asked, given: dict[str, Any]) -> Run:
+    if asked.output is None or asked.init is not None:
+        wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
+        raise UsageError(f"--resume: expected {wanted}")
+    saved = checkpoint.find(asked.output)
+    before = saved.state["settings"] if saved else _begun(asked.output)
+    if before is None:
+        raise UsageError(f"--resume: {asked.output} holds no run")
+    if saved is None:
+        note(f"{asked.output} has no checkpoint: beginning at its first step")
+    return Run(asked.output, resumed(before, given, str(asked.output)), saved)
+
+
+def _tokens(settings: Settings) -> data.Tokens:
+    """The run's tokens; text is prepared on first use, into the cache.
+
+    Raises:
+        UsageError: there is no such data, or a split is too short for one sequence.
+    """
+    folder = Path(settings.data)
+    if not (folder / "meta.json").is_file():
+        chosen = None if settings.tokenizer == "auto" else settings.tokenizer
+        output = None
+        if settings.data not in corpora.NAMED:
+            digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+            output = prepare.cache() / f"{folder.stem}-{digest}-{settings.tokenizer}"
+        folder = prepare.prepare(settings.data, chosen, output, show=True)
+    tokens = data.open_tokens(folder)
+    tokens.require(settings.context)
+    return tokens
+
+
+def _load(training: Training, run: Run, init: Path | None) -> None:
+    """Parameters, and all else where the run goes on."""
+    if run.saved is not None:
+        kept = run.saved.state.get("tokens")
+        if kept != training.tokens_seen:
+            raise UsageError(
+                f"data {run.settings.data}: {training.tokens_seen}: {run.folder} was begun with "
+                f"{kept}; --resume needs the same tokens"
+            )
+        training.restore(run.saved)
+    elif init is not None:
+        saved = checkpoint.find(init)
+        if saved is not None:
+            training.initialise(saved.model(), saved.path)
+            note(f"initialised from {saved.path}")
+        else:
+            weights.load(training.model, init)
+            note(f"initialised from {init}")
+
+
+def _header(kind: str, training: Training, run: Run, device: Device) -> dict[str, Any]:
+    return log.header(
+        kind, run.settings.as_dict(), device, training.peak, step=training.done,
+        parameters=sum(p.numel() for p in training.model.parameters()),
+        vocabulary=training.vocabulary,
+        tokens=training.tokens_seen, flops_per_token=training.flops,
+    )  # fmt: skip
+
+
+def _announce(training: Training, run: Run, device: Device) -> None:
+    one = run.settings
+    million = sum(p.numel() for p in training.model.parameters()) / 1e6
+    going = f"from step {training.done} " if training.done else ""
+    note(
+        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {device.label}; "
+        f"{training.tokens_per_step} tokens a step, {going}to step {one.steps}; in {run.folder}"
     )
+    if training.peak is not None:
+        note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
+
+
+def train(asked: Asked) -> None:
+    """Train, and print what the run came to.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong; the last checkpoint stands.
+    """
+    device = Device.parse(asked.device)
+    run = run_of(asked)
+    tokens = _tokens(run.settings)
+    stop, begin = Stop(), time.monotonic()
+    done = run.saved.step if run.saved else 0
+    with ExitStack() as stack:
+        stack.enter_context(run.held())
+        stack.enter_context(algorithms(run.settings))
+        outcome = Outcome()
+        training = Training(run.settings, tokens, device, run.folder, outcome)
+        _load(training, run, asked.init)
+        _announce(training, run, device)
+        run.begin(tokens)
+        journal = stack.enter_context(closing(log.Log(run.folder, done if run.saved else None)))
+        journal.write(_header("run" if journal.empty else "resume", training, run, device))
+        outcome.readers.append(journal.write)
+        with stop.listening(), Display(done, run.settings.steps) as display:
+            outcome.readers.append(display.show)
+            training.run(stop)
+        outcome({"kind": "end", "step": training.done, "best": training.best,
+                 "seconds": round(time.monotonic() - begin, 1)})  # fmt: skip
+    print(outcome.summary(run))
+    if asked.sample:
+        sample(run.folder, "", asked.sample, device=asked.device)
+
+
+class Outcome:
+    """Passes a run's records on, and keeps what the summary needs of them."""
+
+    def __init__(self) -> None:
+        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        self.first: float | None = None
+        self.records: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "step" and self.first is None:
+            self.first = record["loss"]
+        self.records[record["kind"]] = record
+        for read in self.readers:
+            read(record)
+
+    def summary(self, run: Run) -> str:
+        one, end = run.settings, self.records["end"]
+        moved = ""
+        if "step" in self.records:
+            moved = f"loss {self.first:.4f} → {self.records['step']['loss']:.4f}, "
+        best = end["best"]
+        return (
+            f"{one.preset} {one.recipe}: {moved}best validation loss {best['loss']:.4f} at step "
+            f"{best['step']}, {end['step']} steps, {end['seconds']:.1f} s; {run.folder}"
+        )
+
+
+def _trained(path: Path) -> Checkpoint:
+    """The newest checkpoint of a run, or the one in the folder."""
+    saved = checkpoint.find(path)
+    if saved is None:
+        raise UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")
+    return saved
+
+
+def sample(
+    path: Path, prompt: str, count: int, *, temperature: float = 0.8, top_k: int | None = 200,
+    seed: int = 0, device: str = "auto",
+) -> None:  # fmt: skip
+    """Print the prompt and what a run's model writes after it, in BF16 whatever its recipe.
+
+    Raises:
+        UsageError: there is no checkpoint, or an option is out of range.
+    """
+    saved, where = _trained(path), Device.parse(device)
+    kept = saved.path.parent.parent / TOKENIZER
+    try:
+        description = json.loads((kept / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{kept}: cannot load the run's tokenizer: {error}") from None
+    with where.torch_device:
+        model = GPT2(Shape(**saved.state["shape"]), "bf16")
+    checkpoint.load_model(model, saved.model(), saved.path)
+    with autocast(where.torch_device):
+        print(
+            sampling.text(
+                model, tokenizers.load(description, kept), prompt, count,
+                temperature=temperature, top_k=top_k, seed=seed,
+            )
+        )  # fmt: skip
+
+
+def export(path: Path, output: Path) -> None:
+    """Write a run's weights as `transformers` reads them, and print the folder.
+
+    Raises:
+        UsageError: there is no checkpoint, or the folder cannot be written.
+    """
+    saved = _trained(path)
+    print(weights.save_transformers(output, saved.state["shape"], saved.model()))

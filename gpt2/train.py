@@ -1,131 +1,283 @@
-"""Train a preset with a recipe on bytes of text, one JSON line a step."""
+"""The training loop: steps, evaluations, checkpoints, and what a step says of itself.
+
+Losses are read one step late, while the next is under way, so that a GPU never waits for the host.
+"""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
-import sysconfig
+import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from jetfire.gpt2.model import GPT2, PRESETS, Preset
-from jetfire.nn import convert
+from jetfire.gpt2 import checkpoint, data, faults, utilisation
+from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.settings import Settings
+from jetfire.gpt2.step import Micro, Step, autocast, seed_step
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, UsageError
 
-RECIPES = {"bf16": None, "int8-block32": 32, "int8-block64": 64, "int8-block128": 128}
-_CORPUS_BYTES = 4 << 20
+Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step: loss in nats a token, and its wall-clock time."""
+class Interrupted(JetfireError):
+    """Asked to stop, after the checkpoint was written."""
+
+    exit_code = 130
+
+
+@contextmanager
+def algorithms(settings: Settings) -> Iterator[None]:
+    """Where asked for, only those that give the same bits again."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling every new tensor would cost a pass over it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def shape_of(settings: Settings, vocabulary: int) -> Shape:
+    return Shape(
+        layers=settings.layers, heads=settings.heads, width=settings.width,
+        context=settings.context, vocabulary=vocabulary, dropout=settings.dropout,
+    )  # fmt: skip
+
+
+def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
+    """A model initialised from the seed, the same for every recipe on a device."""
+    torch.manual_seed(settings.seed)
+    with device.torch_device:
+        return GPT2(shape_of(settings, vocabulary), settings.recipe)
+
+
+class Clock:
+    """Moments on a device's own time line; on the CPU, on the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.at = time.perf_counter()
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def ms_since(self, earlier: Clock) -> float:
+        """Waits for this moment."""
+        if self.event is None or earlier.event is None:
+            return (self.at - earlier.at) * 1e3
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event)
+
+
+@dataclass
+class Launched:
+    """A step that the device may still be at; `values` (loss, norm) are there when `end` is."""
 
     step: int
-    loss: float
     rate: float
-    ms: float
+    values: torch.Tensor
+    begin: Clock
+    end: Clock
 
 
-def corpus(path: Path | None) -> torch.Tensor:
-    """Text as a tensor of bytes: a file's, else the Python standard library's own source.
+class Training:
+    """One run under way.
 
-    Raises:
-        UsageError: the file cannot be read.
+    Args:
+        folder: where checkpoints go; None keeps none.
+        report: gets the log's records as they come.
+
+    Attributes:
+        done: the last step whose outcome is known to be good.
+        best: ``{"step", "loss"}`` of the lowest evaluation so far.
     """
-    if path is not None:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"--data {path}: {error.strerror}") from None
-        if not content:
-            raise UsageError(f"--data {path}: expected a file with text, it is empty")
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    text = bytearray()
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += source.read_bytes()
-        if len(text) >= _CORPUS_BYTES:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8)
 
+    def __init__(
+        self, settings: Settings, tokens: data.Tokens, device: Device, folder: Path | None,
+        report: Callable[[Record], None],
+    ) -> None:  # fmt: skip
+        self.settings, self.tokens, self.folder, self.report = settings, tokens, folder, report
+        self.device, self.rank, self.world = device.torch_device, 0, 1
+        if settings.parallel != "none":
+            raise UsageError(f"parallel={settings.parallel}: expected none with one process")
+        self.vocabulary = tokens.vocabulary
+        self.model = build(settings, self.vocabulary, device)
+        self.step = Step(self.model, settings, self.device)
+        self.advance = self._graphed() if settings.graph else self.step
+        self.peak = utilisation.peak(device)
+        self.flops = utilisation.flops_per_token(settings, self.vocabulary)
+        self.done = 0
+        self.best: dict[str, Any] | None = None
 
-def batches(
-    data: torch.Tensor, preset: Preset, seed: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (inputs, targets), int64 batch×context, at random places chosen by the seed."""
-    if len(data) <= preset.context:
-        raise UsageError(f"--data has {len(data)} bytes: expected more than {preset.context}")
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(preset.context + 1)
-    while True:
-        starts = torch.randint(len(data) - preset.context, (preset.batch, 1), generator=generator)
-        rows = data[starts + offsets].long().to(device)
-        yield rows[:, :-1], rows[:, 1:]
+    def _graphed(self) -> Callable[[Sequence[Micro]], tuple[torch.Tensor, torch.Tensor]]:
+        if self.device.type != "cuda":
+            raise UsageError("graph=true: expected a CUDA device")
+        from jetfire.gpt2.graph import GraphedStep
 
+        return GraphedStep(self.step)
 
-def build(preset_name: str, recipe: str, device: Device, seed: int) -> tuple[GPT2, Preset]:
-    """A freshly initialised model.
+    @property
+    def tokens_per_step(self) -> int:
+        one = self.settings
+        return one.batch * one.context * one.accumulate * self.world
 
-    Raises:
-        UsageError: there is no such preset or recipe.
-    """
-    if preset_name not in PRESETS:
-        raise UsageError(f"no preset {preset_name!r}: expected one of {', '.join(PRESETS)}")
-    if recipe not in RECIPES:
-        raise UsageError(f"no recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
-    torch.manual_seed(seed)
-    model = GPT2(PRESETS[preset_name])
-    block = RECIPES[recipe]
-    if block is not None:
-        convert(model, block)
-    return model.to(device.torch_device), PRESETS[preset_name]
+    @property
+    def tokens_seen(self) -> Record:
+        """What tells the data from other data."""
+        return {"train": len(self.tokens.train), "validation": len(self.tokens.validation),
+                "sha256": self.tokens.meta.get("sha256")}  # fmt: skip
 
+    def restore(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint."""
+        self.initialise(saved.model(), saved.path)
+        checkpoint.load_optimizer(self.model, self.step.optimizer, saved.optimizer())
+        self.done, self.best = saved.step, saved.state.get("best")
 
-def train(
-    preset_name: str,
-    recipe: str,
-    device: Device,
-    steps: int = 50,
-    seed: int = 0,
-    data: Path | None = None,
-    log: IO[str] | None = None,
-) -> Iterator[Step]:
-    """Train, yielding each step; AdamW, cosine decay to a tenth, gradients clipped at 1.
+    def initialise(self, parameters: dict[str, torch.Tensor], where: Path) -> None:
+        checkpoint.load_model(self.model, parameters, where)
 
-    Raises:
-        UsageError: the preset, recipe or data is not to be had.
-        JetfireError: the loss is no longer finite; names the step.
-    """
-    model, preset = build(preset_name, recipe, device, seed)
-    fused = device.kind == "cuda"
-    optimizer = torch.optim.AdamW(
-        model.parameters(), preset.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
-    )
-    warmup = max(1, steps // 20)
-    source = batches(corpus(data), preset, seed, device.torch_device)
-    for step in range(1, steps + 1):
-        begin = time.perf_counter()
-        rate = preset.rate * min(step / warmup, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        ids, targets = next(source)
-        with torch.autocast(device.kind, torch.bfloat16, enabled=fused):
-            logits = model(ids)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise JetfireError(f"loss is {value} at step {step}")
-        optimizer.step()
-        done = Step(step, value, rate, (time.perf_counter() - begin) * 1e3)
-        if log is not None:
-            print(json.dumps(asdict(done)), file=log, flush=True)
-        yield done
+    def micros(self, step: int) -> list[Micro]:
+        """A step's micro-batches: a function of the seed, the step and the rank."""
+        one = self.settings
+        return [
+            data.batch(self.tokens.train, one.context, one.batch, seed=one.seed, step=step,
+                       micro=micro, rank=self.rank, device=self.device)
+            for micro in range(one.accumulate)
+        ]  # fmt: skip
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Train to the last step.
+
+        Raises:
+            JetfireError: a loss or a gradient was not finite; names the step and the layer.
+            Interrupted: `stop` said so; the checkpoint is written.
+        """
+        self.model.train()
+        pending: Launched | None = None
+        for step in range(self.done + 1, self.settings.steps + 1):
+            launched = self._launch(step)
+            self._read(pending)
+            pending = launched
+            stopping = stop()
+            if stopping or self._due(step):
+                self._read(pending)
+                pending = None
+                self._pause(step, stopping)
+            if stopping and step < self.settings.steps:
+                raise Interrupted(self._stopped(step))
+
+    def _launch(self, step: int) -> Launched:
+        begin = Clock(self.device)
+        rate = self.settings.rate_at(step)
+        micros = self.micros(step)
+        seed_step(self.settings.seed, step, self.rank)
+        self.step.set_rate(rate)
+        loss, norm = self.advance(micros)
+        values = torch.stack((loss, norm)).to("cpu", non_blocking=True)
+        return Launched(step, rate, values, begin, Clock(self.device))
+
+    def _read(self, launched: Launched | None) -> None:
+        """Wait for a step and report it."""
+        if launched is None:
+            return
+        ms = launched.end.ms_since(launched.begin)
+        loss, norm = launched.values.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise JetfireError(self._fault(launched.step, loss, norm))
+        self.done = launched.step
+        per_second = self.tokens_per_step / ms * 1e3
+        self.report({
+            "kind": "step", "step": launched.step, "loss": loss, "norm": norm,
+            "rate": launched.rate, "ms": round(ms, 3), "tokens_per_s": round(per_second, 1),
+            "mfu": self._mfu(per_second), "peak_gib": self._peak_gib(),
+        })  # fmt: skip
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        if self.peak is None:
+            return None
+        return round(self.flops * tokens_per_second / (self.world * self.peak.tflops * 1e12), 4)
+
+    def _peak_gib(self) -> float | None:
+        """The allocator's peak; None on the CPU, where torch has none."""
+        if self.device.type != "cuda":
+            return None
+        return round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)
+
+    def _due(self, step: int) -> bool:
+        return self._every("evaluate_every", step) or self._every("checkpoint_every", step)
+
+    def _every(self, name: str, step: int) -> bool:
+        every = getattr(self.settings, name)
+        return step == self.settings.steps or (every > 0 and step % every == 0)
+
+    def _pause(self, step: int, stopping: bool) -> None:
+        """Evaluate where it is time, and write what should be kept."""
+        better = self._every("evaluate_every", step) and self._evaluated(step)
+        if self.folder and (stopping or better or self._every("checkpoint_every", step)):
+            checkpoint.save(self.folder, self.state(), self.model, self.step.optimizer)
+
+    def _evaluated(self, step: int) -> bool:
+        """Whether this evaluation is the best yet."""
+        loss = self.evaluate()
+        self.report({"kind": "evaluation", "step": step, "loss": loss})
+        if self.best is not None and self.best["loss"] <= loss:
+            return False
+        self.best = {"step": step, "loss": loss}
+        return True
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss in nats over fixed windows of the validation tokens, the same for all runs."""
+        one = self.settings
+        self.model.eval()
+        windows = data.evaluation(
+            self.tokens.validation, one.context, one.batch, one.evaluate_batches,
+            device=self.device,
+        )  # fmt: skip
+        losses = []
+        for ids, targets in windows:
+            with autocast(self.device):
+                losses.append(self.model(ids, targets))
+        self.model.train()
+        return float(torch.stack(losses).mean())
+
+    def state(self) -> Record:
+        """What a checkpoint holds beside tensors."""
+        return {
+            "step": self.done, "settings": self.settings.as_dict(),
+            "vocabulary": self.vocabulary, "shape": dataclasses.asdict(self.model.shape),
+            "tokens": self.tokens_seen, "best": self.best,
+        }  # fmt: skip
+
+    def _kept(self) -> str:
+        """Where the newest checkpoint is, for a message."""
+        found = checkpoint.listed(self.folder) if self.folder else []
+        return f"the last checkpoint is {found[-1]}" if found else "no checkpoint was written"
+
+    def _stopped(self, step: int) -> str:
+        if self.folder is None:
+            return f"interrupted after step {step}"
+        return f"interrupted after step {step}; --resume goes on from {self.folder}"
+
+    def _fault(self, step: int, loss: float, norm: float) -> str:
+        """Run a failed step's batch again to say which layer; no parameter has changed since."""
+        seed_step(self.settings.seed, step, self.rank)
+        layer = faults.find(self.model, self.micros(step), self.device)
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        message = f"{what} at step {step}; first at {layer}; {self._kept()}"
+        self.report({"kind": "fault", "step": step, "message": message})
+        return message

@@ -1,0 +1,91 @@
+"""A run on stderr as it goes: one live line on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Record = dict[str, Any]
+# Seconds between lines where there is no terminal.
+_PAUSE = 2.0
+
+
+def note(text: str) -> None:
+    print(f"jetfire: {text}", file=sys.stderr, flush=True)
+
+
+def _rate(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def step_text(record: Record) -> str:
+    """A step's figures in a line."""
+    parts = [f"loss {record['loss']:.4f}", f"norm {record['norm']:.2f}",
+             f"rate {record['rate']:.2e}", f"{record['ms']:.1f} ms",
+             f"{_rate(record['tokens_per_s'])} tokens/s"]  # fmt: skip
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if record["peak_gib"] is not None:
+        parts.append(f"{record['peak_gib']:.1f} GiB")
+    return "  ".join(parts)
+
+
+class Display:
+    """Shows the log's records.
+
+    Args:
+        begin, end: the step after which the run goes on, and its last.
+    """
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end, self._said = begin, end, -_PAUSE
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> Self:
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(20),
+                TimeRemainingColumn(compact=True), TextColumn("{task.description}"),
+            )  # fmt: skip
+            self._progress = self._stack.enter_context(
+                Progress(*columns, console=console, transient=True, refresh_per_second=4)
+            )
+            self._task = self._progress.add_task("", total=self.end, completed=self.begin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._stack.close()
+
+    def show(self, record: Record) -> None:
+        if record["kind"] == "evaluation":
+            self._line(f"step {record['step']:6d}  validation loss {record['loss']:.4f}")
+        elif record["kind"] == "step" and self._progress is not None:
+            self._progress.update(
+                self._task, completed=record["step"], description=step_text(record)
+            )
+        elif record["kind"] == "step":
+            now = time.monotonic()
+            if now - self._said >= _PAUSE or record["step"] == self.end:
+                self._said = now
+                self._line(f"step {record['step']:6d}  {step_text(record)}")
+
+    def _line(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,211 @@
+"""What a training run is made of: presets, and one flat namespace for `--set key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jetfire.ops.errors import UsageError
+
+_LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
+         "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Bytes of text, for a CPU: 0.4 M parameters.
+    "tiny": {
+        "layers": 2, "heads": 4, "width": 128, "context": 64, "batch": 16, "steps": 50,
+        "rate": 3e-3, "warmup": 5, "evaluate_every": 25, "evaluate_batches": 4,
+        "checkpoint_every": 25, "tokenizer": "byte",
+    },
+    # As nanoGPT's train_shakespeare_char publishes it.
+    "shakespeare-char": {
+        "layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 64, "dropout": 0.2,
+        "steps": 5000, "rate": 1e-3, "warmup": 100, "beta2": 0.99, "evaluate_every": 250,
+        "evaluate_batches": 20, "checkpoint_every": 1000, "data": "shakespeare-char",
+    },
+    # Rates of Brown et al. (2020), table 2.1; half a million tokens a step.
+    "gpt2-124m": {"layers": 12, "heads": 12, "width": 768, **_LONG},
+    "gpt2-350m": {"layers": 24, "heads": 16, "width": 1024, **_LONG, "rate": 3e-4},
+    "gpt2-774m": {"layers": 36, "heads": 20, "width": 1280, **_LONG, "rate": 2.5e-4},
+    "gpt2-1558m": {"layers": 48, "heads": 25, "width": 1600, **_LONG, "rate": 2e-4, "batch": 4,
+                   "accumulate": 128},
+}  # fmt: skip
+
+# What --resume may change: the rest would make it another run.
+CHANGEABLE = frozenset({
+    "recipe", "steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "compile",
+    "graph", "deterministic", "parallel",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. A step is `accumulate` micro-batches a process of `batch` sequences each.
+
+    Attributes:
+        recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        floor: the rate at the end of the cosine, as a fraction of `rate`.
+        warmup: steps in which the rate rises linearly.
+        decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
+        evaluate_every, checkpoint_every: steps between, 0 for only the end.
+        keep: checkpoints to keep beside the best.
+        data: a data set's name, a folder of prepared tokens, or text to prepare.
+        tokenizer: what text is prepared with; auto is what that data usually gets.
+        compile: torch.compile the model; graph: replay a step as a CUDA graph.
+        deterministic: only algorithms that give the same bits again, as resuming bit for bit needs.
+    """
+
+    preset: str
+    layers: int
+    heads: int
+    width: int
+    recipe: str = "int8-block32"
+    context: int = 1024
+    dropout: float = 0.0
+    batch: int = 8
+    accumulate: int = 1
+    steps: int = 1000
+    rate: float = 6e-4
+    floor: float = 0.1
+    warmup: int = 50
+    decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    evaluate_every: int = 250
+    evaluate_batches: int = 20
+    checkpoint_every: int = 250
+    keep: int = 2
+    seed: int = 0
+    data: str = "python"
+    tokenizer: Literal["auto", "byte", "char", "gpt2"] = "auto"
+    compile: bool = False
+    graph: bool = False
+    deterministic: bool = True
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"{name}={value}: expected {_range(low, high)}")
+        if self.width % self.heads:
+            raise UsageError(f"width={self.width}: expected a multiple of heads={self.heads}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def rate_at(self, step: int) -> float:
+        """The rate of a step, counted from 1: linear warm-up, then a cosine down to the floor."""
+        if step <= self.warmup:
+            return self.rate * step / self.warmup
+        share = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        low = self.floor * self.rate
+        return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+_ANY = 1 << 62
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("layers", "heads", "width", "context", "batch", "accumulate", "steps",
+                     "evaluate_batches", "keep"), (1, _ANY)),
+    **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every", "seed"), (0, _ANY)),
+    **dict.fromkeys(("rate", "decay", "clip"), (0.0, 1e6)),
+    "floor": (0.0, 1.0), "dropout": (0.0, 0.999), "beta1": (0.0, 0.99999), "beta2": (0.0, 0.99999),
+}  # fmt: skip
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low:g}" if high >= 1e6 else f"{low:g} to {high:g}"
+
+
+def _value(name: str, annotation: Any, text: Any) -> Any:
+    """One setting from its text or itself."""
+    given = f"{name}={text}"
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        if text not in choices:
+            raise UsageError(f"{given}: expected {' or '.join(choices)}")
+        return text
+    if annotation is bool:
+        low = str(text).lower()
+        if low not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+            raise UsageError(f"{given}: expected true or false")
+        return low in ("true", "1", "yes", "on")
+    if annotation is str:
+        return str(text)
+    try:
+        number = annotation(text)
+    except ValueError:
+        kind = "an integer" if annotation is int else "a number"
+        raise UsageError(f"{given}: expected {kind}") from None
+    if not math.isfinite(number):
+        raise UsageError(f"{given}: expected a finite number")
+    return number
+
+
+def split(texts: Iterable[str]) -> dict[str, str]:
+    """``key=value`` texts, several to a text where commas part them."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for part in text.split(","):
+            key, equals, value = part.partition("=")
+            if not (key and equals and value):
+                raise UsageError(f"--set {part}: expected key=value")
+            found[key] = value
+    return found
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of their right types, by name; unknown names are usage errors."""
+    hints = get_type_hints(Settings)
+    for name in values:
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UsageError(f"no setting {name!r}{hint}: expected one of {', '.join(hints)}")
+    return {name: _value(name, hints[name], value) for name, value in values.items()}
+
+
+def make(preset: str, values: Mapping[str, Any]) -> Settings:
+    """A preset with some of its settings changed.
+
+    Raises:
+        UsageError: there is no such preset, recipe or setting, or a value is out of bounds.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"no preset {preset!r}: expected one of {', '.join(PRESETS)}")
+    fields = {"preset": preset, **PRESETS[preset], **checked(values)}
+    if "warmup" not in values and "steps" in values:  # a short run warms up for a twentieth of it
+        fields["warmup"] = min(fields["warmup"], max(1, fields["steps"] // 20))
+    return _settings(fields)
+
+
+def _settings(fields: Mapping[str, Any]) -> Settings:
+    from jetfire.nn import recipes
+
+    settings = Settings(**fields)
+    recipes.get(settings.recipe)
+    return settings
+
+
+def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:
+    """The settings of a run that goes on, with those changed that may be.
+
+    Args:
+        before: as the checkpoint holds them; given: what the user asked for now.
+
+    Raises:
+        UsageError: what was asked for would make it another run.
+    """
+    asked = checked(given)
+    for name, value in asked.items():
+        if name not in CHANGEABLE and name in before and before[name] != value:
+            raise UsageError(
+                f"--resume {name}={value}: {run} was begun with {name}={before[name]}; "
+                f"leave it out, or begin another run with --init {run}"
+            )
+    return _settings({**checked(before), **asked})

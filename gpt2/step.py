@@ -1,0 +1,93 @@
+"""One optimizer step, with nothing in it that makes the host wait for the device.
+
+So the host runs ahead of a GPU, and the whole step can be captured in a CUDA graph: the rate, the
+clipping and the verdict on non-finite gradients stay in tensors on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from jetfire.gpt2.settings import Settings
+
+Micro = tuple[torch.Tensor, torch.Tensor]
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Make torch's random numbers (dropout, stochastic rounding) a function of the step."""
+    words = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(words[0]) >> 1)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bf16 on a GPU; CPUs compute in fp32, which most do faster."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+class Step:
+    """Forward and backward of every micro-batch, then a clipped AdamW update.
+
+    A step whose loss or gradient is not finite changes no parameter, and neither does any after it
+    (`failed`): a host that reads losses late finds the model as it was before the fault.
+
+    Args:
+        model: ids, targets → mean loss in nats; its parameters are updated in place.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.accumulate = settings.accumulate
+        self.clip = settings.clip or float("inf")
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.forward = torch.compile(model) if settings.compile else model
+        self.rate = torch.zeros((), device=device)
+        self.failed = torch.zeros((), device=device)
+        self.optimizer = self._optimizer(settings)
+
+    def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
+        """Fused on any device; matrices decay, biases and LayerNorm's weights do not."""
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() >= 2],
+             "weight_decay": settings.decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]  # fmt: skip
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=(settings.beta1, settings.beta2), fused=True,
+            capturable=self.device.type == "cuda",
+        )  # fmt: skip
+        # What GradScaler would set: the fused update divides by the one and minds the other.
+        optimizer.grad_scale = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        optimizer.found_inf = self.failed  # type: ignore[attr-defined]
+        return optimizer
+
+    def set_rate(self, rate: float) -> None:
+        self.rate.fill_(rate)
+
+    def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean loss of the micro-batches and norm of their gradient, fp32 scalars on the device."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.device)
+        for ids, targets in micros:
+            loss += self.gradient(ids, targets)
+        return loss, self.update(loss)
+
+    def gradient(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Add a micro-batch's share to the gradients; gives its share of the loss."""
+        with autocast(self.device):
+            loss = self.forward(ids, targets) / self.accumulate
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def update(self, loss: torch.Tensor) -> torch.Tensor:
+        """Clip, and move the parameters if all is finite; gives the norm before clipping."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.failed.copy_(torch.maximum(self.failed, (~torch.isfinite(norm + loss)).float()))
+        scale: torch.Tensor = self.optimizer.grad_scale  # type: ignore[attr-defined]
+        scale.copy_((norm / self.clip).clamp(min=1.0))
+        self.optimizer.step()
+        return norm

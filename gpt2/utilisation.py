@@ -1,0 +1,52 @@
+"""Model FLOPs utilisation: the products a token needs, over what the device's BF16 rate allows.
+
+Products are 6 for each weight that multiplies, the tied head's included, and for attention
+12·layers·width·context (Chowdhery et al., 2022, appendix B), whatever the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jetfire
+from jetfire.gpt2.settings import Settings
+from jetfire.ops.device import Device
+
+# Dense BF16 TFLOP/s with FP32 accumulation, from the makers' datasheets.
+DATASHEET = {
+    "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.0, "H100": 989.5, "A100": 312.0, "L40S": 362.0,
+    "L4": 121.0, "A10": 125.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A device's BF16 rate in TFLOP/s and where the figure is from."""
+
+    tflops: float
+    source: str
+
+
+def peak(device: Device) -> Peak | None:
+    """Measured on such a device where this checkout has results of one, else a datasheet's."""
+    files = (Path(jetfire.__file__).parent / "docs" / "results").glob("*.json")
+    for file in sorted(files, key=lambda path: (len(path.name), path.name)):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))["device"]
+            if found["name"] == device.name:
+                return Peak(float(found["peaks"]["bf16_tflops"]), f"measured, {file.name}")
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    for name, tflops in DATASHEET.items():
+        if device.kind == "cuda" and name in device.name:
+            return Peak(tflops, "datasheet")
+    return None
+
+
+def flops_per_token(settings: Settings, vocabulary: int) -> float:
+    """Forward and backward of one token, without recomputation."""
+    width, layers = settings.width, settings.layers
+    weights = 12 * layers * width**2 + vocabulary * width
+    return 6.0 * weights + 12.0 * layers * width * settings.context
