@@ -56,6 +56,7 @@ audit: $(INSTALLED)  ## registers, spills and matrix instructions of every defau
 results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its tables and plots
 	$(PY) -m jetfire.cli bench --suite results -o docs/results/h200.json
 	$(PY) -m jetfire.cli bench --suite promotion -o docs/results/h200.json --append
+	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
 	$(PY) -m jetfire.bench.report docs/results/h200.json
 
 report: $(INSTALLED)  ## tables and plots from docs/results/h200*.json and profiles/, without measuring

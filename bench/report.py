@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import show, tuned_report
+from jetfire.bench import show, training_report, tuned_report
 from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row, write_text
 from jetfire.bench.suite import PROMOTION_DATA
@@ -28,10 +28,11 @@ LARGE = ((8192, 4096), (8192, 16384))
 
 
 def _timed(results: Results, op: str | None = None) -> list[Row]:
-    """Every timed row that is no curve's: those have tables of their own."""
+    """Every timed row of an op that is no curve's: those, and training's, have their own tables."""
     return [
         row for row in results.rows
-        if row.ms is not None and row.curve is None and (op is None or row.op == op)
+        if row.ms is not None and row.curve is None and row.op not in training_report.OPS
+        and (op is None or row.op == op)
     ]  # fmt: skip
 
 
@@ -295,7 +296,10 @@ def device_text(results: Results) -> str:
 
 def page(results: Results, name: str, plots: Sequence[str], tuned: Sequence[str] = ()) -> str:
     """The whole Markdown page; `tuned` are the sections on profiles."""
-    made = (gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models)
+    made = (
+        training_report.steps, training_report.blocks, gemm_squares, gemm_outputs, promotion,
+        gemm_models, large, small_models,
+    )  # fmt: skip
     tables = [table for make in made if (table := make(results)) is not None]
     parts = [
         f"# Results: {results.device.get('name')}\n",
@@ -393,7 +397,7 @@ def report(file: Path, readme: Path | None, check: bool) -> list[Path]:
     texts = {file.with_suffix(".md"): page(results, file.name, list(plots), sections)}
     if readme is not None:
         lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
-        table = readme_table(results) + lines
+        table = readme_table(results) + training_report.readme(results) + lines
         texts[readme] = _with_table(readme.read_text(encoding="utf-8"), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.

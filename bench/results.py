@@ -201,7 +201,7 @@ class Results:
 def _flatten(row: Row) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.as_dict().items():
-        if name in ("problem", "config", "vs_peer"):
+        if isinstance(value, dict) or name in ("problem", "config", "vs_peer"):
             flat.update({f"{name}.{key}": entry for key, entry in (value or {}).items()})
         else:
             flat[name] = "; ".join(value) if isinstance(value, list) else value

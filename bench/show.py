@@ -75,9 +75,9 @@ def data_text(data: str | None) -> str:
 
 def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
     """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
-    sizes = [str(problem[dim]) for dim in ("m", "n", "k") if dim in problem]
+    sizes = "×".join(str(problem[dim]) for dim in ("m", "n", "k") if dim in problem)
     rest = {name: problem[name] for name in fields if name not in ("m", "n", "k")}
-    return " ".join(["×".join(sizes), *([problem_text(rest)] if rest else [])])
+    return " ".join(text for text in (sizes, problem_text(rest)) if text)
 
 
 def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
@@ -115,8 +115,8 @@ def best(rows: Sequence[Row]) -> Row | None:
     return min(timed, key=lambda row: row.ms or 0.0, default=None)
 
 
-HEADERS = ("kernel", "time", "p20–p80", "rate", "roofline", "× peer", "MHz", "W", "SQNR dB",
-           "error")  # fmt: skip
+HEADERS = ("kernel", "time", "p20–p80", "rate", "roofline", "× peer", "peak GiB", "activations GiB",
+           "MHz", "W", "SQNR dB", "error")  # fmt: skip
 
 
 def cells(row: Row) -> list[str]:
@@ -129,11 +129,18 @@ def cells(row: Row) -> list[str]:
         rate_text(row),
         share_text(row.roofline),
         ratio_text(row),
+        _gib(row, "peak_gib"),
+        _gib(row, "activation_gib"),
         "" if row.sm_mhz is None else f"{row.sm_mhz:.0f}{throttled}",
         number(row.watts) if row.watts is not None else "",
         number(row.sqnr_db, 1) if row.sqnr_db is not None else "",
         error_text(row),
     ]
+
+
+def _gib(row: Row, name: str) -> str:
+    value = row.extra.get(name)
+    return "" if value is None else number(value, 2)
 
 
 def _shown(rows: Sequence[Row], narrow: bool = False) -> list[int]:

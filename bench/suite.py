@@ -7,8 +7,9 @@
 - ``gemm``: the GEMM over the linear layers of GPT-2 and Llama, forward and backward, and squares.
 - ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
 
-`promotion`, which only a Hopper GPU can measure, is apart: the GEMM at 8192³ with each schedule of
-the promotion, on three kinds of data, speed beside SQNR (`jetfire.bench.promotion`).
+Two are apart: `promotion`, which only a Hopper GPU can measure, is the GEMM at 8192³ with each
+schedule of the promotion, on three kinds of data, speed beside SQNR (`jetfire.bench.promotion`);
+`training`, steps and blocks of GPT-2, is measured by `jetfire.gpt2.bench`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
 PARTS = ("targets", "gemm", "elementwise")
-NAMES = ("results", *PARTS, "promotion")
+NAMES = ("results", *PARTS, "promotion", "training")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
 GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
@@ -62,6 +63,10 @@ def _elementwise() -> list[str]:
     return [name for name in ops.names() if name != "gemm"]
 
 
+def _has_blocks(op: str) -> bool:
+    return "block" in ops.get(op).Problem.__dataclass_fields__
+
+
 def _settings(op: str, mode: str) -> list[dict[str, list[str]]]:
     """The roundings and layouts worth a row each: all of quantize's, one by one for the others."""
     fields = ops.get(op).Problem.__dataclass_fields__
@@ -87,7 +92,8 @@ def _targets() -> list[Entry]:
                 for i, settings in enumerate(_settings(op, mode)):
                     alone = Request([op], [mode], shape, settings=settings)
                     if i == 0 or "stats" in settings:
-                        first = replace(alone, blocks=["32"], settings=_firsts(settings))
+                        blocks = ["32"] if _has_blocks(op) else None
+                        first = replace(alone, blocks=blocks, settings=_firsts(settings))
                         found.append(Entry(first, COMPILED, 20, 200.0))
                     found.append(Entry(alone, ("copy",), 20))
     square = {"m": [8192]}

@@ -99,6 +99,21 @@ def _walk(calls: Sequence[Call], repeats: int) -> None:
         held[i % len(calls)] = calls[i % len(calls)]()
 
 
+def synchronises(call: Call) -> bool:
+    """A call waits for the device: to capture it fails and leaves torch's generators broken."""
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False
+
+
 class _Variant:
     """One variant on a GPU: its graph, or its calls where they cannot be captured."""
 
@@ -108,11 +123,14 @@ class _Variant:
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # graphs are captured on a side stream: warm up on one too
+        # Graphs are captured on a side stream: warm up on one too. Without a graph that would cost
+        # memory, which torch keeps apart for each stream.
+        own = torch.cuda.current_stream()
+        side = torch.cuda.Stream() if capture else own
+        side.wait_stream(own)
+        with torch.cuda.stream(side):
             _walk(calls, len(calls))
-        torch.cuda.current_stream().wait_stream(side)
+        own.wait_stream(side)
         self.repeats = len(calls)
         self.graph = self._capture()
         self.run()
@@ -123,7 +141,7 @@ class _Variant:
                 self.graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        if not self.capture or self._synchronises():
+        if not self.capture or synchronises(self.calls[0]):
             return None
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -134,20 +152,6 @@ class _Variant:
             torch.cuda.synchronize()
             return None
         return graph
-
-    def _synchronises(self) -> bool:
-        """A call waits for the device: to capture it fails and leaves torch's generators broken."""
-        mode = torch.cuda.get_sync_debug_mode()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the mode is a prototype
-                torch.cuda.set_sync_debug_mode("error")
-            self.calls[0]()
-        except RuntimeError:
-            return True
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-        return False
 
     def run(self) -> None:
         if self.graph is None:

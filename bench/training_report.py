@@ -1,0 +1,116 @@
+"""What the documents say of training: tables of the rows that `jetfire.gpt2.bench` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jetfire.bench import show
+from jetfire.bench.markdown import Table
+from jetfire.bench.results import Results, Row
+
+STEP, BLOCK = "gpt2_step", "gpt2_block"
+OPS = (STEP, BLOCK)
+EAGER, COMPILE = "eager", "compile"
+NAMES = {EAGER: "BF16 eager", COMPILE: "BF16 torch.compile"}
+_RATIOS = ["× eager", "× compile"]
+
+
+def _rows(results: Results, ops: Sequence[str]) -> list[Row]:
+    return [row for row in results.rows if row.op in ops and row.ms is not None]
+
+
+def problem_text(row: Row) -> str:
+    """``4 layers of width 4096, 4×1024 tokens``."""
+    p = row.problem
+    micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
+    layers = f"{p['layers']} layers" if "layers" in p else "one block"
+    return f"{layers} of width {p['width']}, {micros}{p['batch']}×{p['context']} tokens"
+
+
+def _ratio(row: Row, peer: str) -> str:
+    found = (row.vs_peer or {}).get(peer)
+    return "–" if found is None else f"{found:.2f}×"
+
+
+def _gib(row: Row, name: str) -> str:
+    return show.number(row.extra.get(name), 2)
+
+
+def _smaller(row: Row, peer: str) -> str:
+    """The peer's activation memory over this row's."""
+    own = row.extra.get("activation_gib")
+    theirs = (row.extra.get("peer_activation_gib") or {}).get(peer)
+    return "–" if not own or theirs is None else f"{theirs / own:.2f}×"
+
+
+def _problems(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(problem_text(row), []).append(row)
+    return found
+
+
+def _table(results: Results, op: str, title: str, text: str) -> Table | None:
+    """Recipes and peers of each problem."""
+    lines = [
+        [
+            problem, NAMES.get(row.kernel, row.kernel), show.number(row.ms, 2),
+            "graph" if row.graph else "launched", show.number(row.tflops),
+            *(_ratio(row, peer) for peer in (EAGER, COMPILE)),
+            _gib(row, "peak_gib"), _gib(row, "activation_gib"),
+            *(_smaller(row, peer) for peer in (EAGER, COMPILE)),
+            show.number(row.joules, 1), show.number(row.extra.get("first_step_s"), 1),
+        ]
+        for problem, rows in _problems(_rows(results, (op,))).items()
+        for row in rows
+    ]  # fmt: skip
+    if not lines:
+        return None
+    head = ["", "", "ms", "", "TFLOP/s", *_RATIOS, "peak GiB", "activations GiB",
+            "smaller than eager's", "than compile's", "J", "first, s"]  # fmt: skip
+    return Table(title, text, head, lines)
+
+
+_MEMORY = (
+    "Activations: the peak of forward and backward beyond parameters, gradients and optimizer "
+    "state, in eager calls; an INT8 recipe's include its weights' codes, as BF16's do its casts."
+)
+
+
+def steps(results: Results) -> Table | None:
+    text = (
+        "Forward, backward and clipped fused AdamW of GPT-2 (50304 tokens of vocabulary, fp32 "
+        "parameters), all in turns in one process after loss and gradients were checked against "
+        "BF16 eager's. × is the peer's time over the row's. INT8 runs as a CUDA graph; of "
+        "torch.compile the faster of with and without. TFLOP/s count 6 for each weight and token, "
+        f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
+        "call in its process, compiling included: kernels that an earlier row needed are there."
+    )
+    return _table(results, STEP, "Training steps", text)
+
+
+def blocks(results: Results) -> Table | None:
+    text = (
+        "Forward and backward of one transformer block: input and its gradient BF16, parameters "
+        f"fp32, weights quantised (or cast) in each call. Otherwise as above. {_MEMORY}"
+    )
+    return _table(results, BLOCK, "Transformer block", text)
+
+
+def readme(results: Results) -> str:
+    """The README's table of training: one line a recipe and problem; empty without rows."""
+    lines = [
+        [
+            f"{problem}, {row.kernel}", show.number(row.ms, 1),
+            *(_ratio(row, peer) for peer in (EAGER, COMPILE)),
+            _gib(row, "activation_gib"), *(_smaller(row, peer) for peer in (EAGER, COMPILE)),
+        ]
+        for problem, rows in _problems(_rows(results, OPS)).items()
+        for row in rows
+        if row.role == "kernel"
+    ]  # fmt: skip
+    if not lines:
+        return ""
+    head = ["training step (of one block: forward and backward)", "ms", *_RATIOS,
+            "activations GiB", "smaller than eager's", "than compile's"]  # fmt: skip
+    return "\n" + Table("", "", head, lines).markdown()

@@ -1,0 +1,383 @@
+"""Training measured against torch's own: rows `gpt2_step` and `gpt2_block`, kernel = the recipe.
+
+A step is forward, backward and clipped fused AdamW; a block is forward and backward. Every variant
+is checked against BF16 eager in the same process, its memory is measured in eager calls, and then
+all are timed in turns: recipes as CUDA graphs, as one GPU trains them, `compile` with and without a
+graph, of which the faster is the peer. Rows have these fields beside the usual ones:
+
+- peak_gib, activation_gib: as `jetfire.gpt2.subjects.Probe` has them; peer_peak_gib and
+  peer_activation_gib the peers' {name: GiB}.
+- first_step_s: wall time of the variant's first call in the process, compiling included.
+- ms_graph, ms_launched: with and without a CUDA graph, where both were timed.
+
+`tflops` counts 6 for each weight and token, the head's included, and 12·layers·width·context a
+token for attention, whatever the recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from jetfire.bench import command, timer
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.plan import Note
+from jetfire.bench.results import Row
+from jetfire.bench.timer import Timing
+from jetfire.gpt2 import settings as training
+from jetfire.gpt2.subjects import (
+    EAGER,
+    PEERS,
+    BlockProblem,
+    BlockSubject,
+    Probe,
+    StepProblem,
+    StepSubject,
+    Subject,
+    Tensors,
+    probe,
+)
+from jetfire.gpt2.utilisation import flops_per_token
+from jetfire.nn import RECIPES
+from jetfire.ops.device import Device
+from jetfire.ops.errors import NoDeviceError, UsageError
+from jetfire.ops.peers import forget_compiled
+
+STEP, BLOCK = "gpt2_step", "gpt2_block"
+INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
+SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
+# Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
+# and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
+SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
+Problem = StepProblem | BlockProblem
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, and the recipes to measure of it."""
+
+    problem: Problem
+    recipes: Sequence[str] = INT8
+
+    @property
+    def op(self) -> str:
+        return STEP if isinstance(self.problem, StepProblem) else BLOCK
+
+    @property
+    def flops(self) -> float:
+        """Of a call."""
+        p = self.problem
+        layers, vocabulary, micros = 1, 0, 1
+        if isinstance(p, StepProblem):
+            layers, vocabulary, micros = p.layers, p.vocabulary, p.accumulate
+        sizes = {"layers": layers, "width": p.width, "heads": p.heads, "context": p.context}
+        one = flops_per_token(training.make("gpt2-124m", sizes), vocabulary)
+        return one * p.batch * p.context * micros
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.problem)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+        return f"{self.op} {sizes}"
+
+
+# Beside the presets, whose micro-batches these replace in part.
+_SIZES: dict[str, dict[str, int]] = {
+    "wide": {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024},
+    "gpt2-124m": {"batch": 16},
+    "tiny": {"vocabulary": 256},
+}
+_USUAL = {"batch": 8, "context": 1024}
+_BLOCK = BlockProblem(width=4096, heads=32, batch=8, context=2048)
+
+
+def names() -> list[str]:
+    """What can be measured."""
+    return ["block", "wide", *training.PRESETS]
+
+
+def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
+    """A named problem with some of its sizes changed.
+
+    Raises:
+        UsageError: there is no such problem or size, or a size is below 1.
+    """
+    if name not in names():
+        raise UsageError(f"no case {name!r}: expected one of {', '.join(names())}")
+    if name == "block":
+        return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
+    found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
+    return replace(found, **_integers(found, changes or {}))
+
+
+def _preset(name: str) -> dict[str, int]:
+    """A preset's sizes of one micro-batch."""
+    preset = training.PRESETS.get(name, {})
+    wanted = ("layers", "heads", "width", "batch", "context")
+    return {field: preset[field] for field in wanted if field in preset}
+
+
+def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
+    known = [field.name for field in dataclasses.fields(problem)]
+    for name, text in changes.items():
+        if name not in known:
+            raise UsageError(f"--set {name}={text}: expected one of {', '.join(known)}")
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
+    return {name: int(text) for name, text in changes.items()}
+
+
+def recipes_of(texts: Sequence[str]) -> list[str]:
+    """INT8 recipes by name; all of them where none is given.
+
+    Raises:
+        UsageError: one is none.
+    """
+    chosen = [part for text in texts for part in text.split(",")] or list(INT8)
+    for name in chosen:
+        if name not in INT8:
+            raise UsageError(f"--recipe {name}: expected {', '.join(INT8)}")
+    return list(dict.fromkeys(chosen))
+
+
+def compared(ours: Tensors, theirs: Tensors) -> tuple[float, str]:
+    """The largest relative error of a gradient, and what is wrong, if anything, in a line."""
+    worst, where = 0.0, ""
+    for name, right in theirs.items():
+        left = ours[name].double()
+        error = float((left - right).norm() / right.double().norm())
+        if name == "loss":
+            if not abs(error) <= LOSS_TOLERANCE:
+                return error, f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+        elif not error <= worst:
+            worst, where = error, name
+            if math.isnan(error):
+                break
+    if worst <= GRADIENT_TOLERANCE:
+        return worst, ""
+    return worst, f"{where}: relative error {worst:.2g} against BF16 eager's"
+
+
+class Bench:
+    """Measures cases on one device."""
+
+    def __init__(
+        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = 200.0,
+        sample_ms: float = SAMPLE_MS, debug: bool = False,
+    ) -> None:  # fmt: skip
+        self.device, self.where = device, device.torch_device
+        self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
+        self.power_ms, self.sample_ms = power_ms, sample_ms
+        self.monitor = Nvml.open(self.where)
+        self.cuda = device.kind == "cuda"
+
+    def measure(self, case: Case) -> list[Row]:
+        """Rows of the recipes, then of the peers; none where BF16 eager does not fit."""
+        try:
+            return self._measure(case)
+        except torch.OutOfMemoryError:
+            self.note(f"{case}: left out: out of memory")
+            return []
+        finally:
+            forget_compiled()
+            if self.cuda:
+                torch.cuda.empty_cache()
+
+    def _measure(self, case: Case) -> list[Row]:
+        subjects, probes, rows = self._probed(case)
+        right = {name: subject for name, subject in subjects.items()
+                 if name in PEERS or rows[name].ok}  # fmt: skip
+        if any(name not in PEERS for name in right):
+            variants = self._variants(case, right)
+            timings = timer.time_calls(
+                {name: [call] for name, call in variants.items()}, self.where, self.rounds,
+                self.sample_ms, budget_s=60.0, monitor=self.monitor, power_ms=self.power_ms,
+                capture=False,
+            )  # fmt: skip
+            for name, subject in right.items():
+                rows[name] = self._timed(case, rows[name], timings, subject)
+        peers = {name: rows[name] for name in PEERS if name in rows}
+        return [
+            _with_peers(row, peers, probes) if row.role == "kernel" else row
+            for row in rows.values()
+        ]
+
+    def _probed(self, case: Case) -> tuple[dict[str, Subject], dict[str, Probe], dict[str, Row]]:
+        """Every variant that runs, what is known of it, and its row as yet without times."""
+        make = self._maker(case)
+        subjects: dict[str, Subject] = {}
+        probes: dict[str, Probe] = {}
+        rows: dict[str, Row] = {}
+        # Peers last: what a process does once counts for the first recipe's first step.
+        for name in (*case.recipes, *(PEERS if self.cuda else (EAGER,))):
+            role = "peer" if name in PEERS else "kernel"
+            row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
+            try:
+                subjects[name], probes[name] = probe(make(name), self.where)
+            except Exception as error:
+                if name == EAGER:
+                    raise
+                self._failed(case, name, error)
+                if role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
+                    rows[name] = replace(row, ok=False, error=_first_line(error))
+                continue
+            rows[name] = replace(row, extra=_memory(probes[name]))
+        for name in subjects:
+            if name not in PEERS:
+                off, wrong = compared(probes[name].outputs, probes[EAGER].outputs)
+                rows[name] = replace(rows[name], ok=not wrong, rel_err=off, error=wrong)
+                if wrong:
+                    self.note(f"{case}: {name} is wrong: {wrong}")
+        return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
+
+    def _failed(self, case: Case, name: str, error: Exception) -> None:
+        if self.debug:
+            traceback.print_exception(error)
+        self.note(f"{case}: {name} left out: {_first_line(error)}")
+
+    def _maker(self, case: Case) -> Callable[[str], Callable[[], Subject]]:
+        """What makes a variant of a name; all have the same data."""
+        problem, where = case.problem, self.where
+        generator = torch.Generator(where).manual_seed(self.seed)
+        if isinstance(problem, StepProblem):
+            shape = (2, problem.accumulate, problem.batch, problem.context)
+            tokens = torch.randint(problem.vocabulary, shape, device=where, generator=generator)
+            micros = list(zip(*tokens, strict=True))
+            return lambda name: partial(StepSubject, problem, name, micros, where, self.seed)
+        size = (2, problem.batch, problem.context, problem.width)
+        x, dy = torch.randn(size, device=where, generator=generator).bfloat16()
+        return lambda name: partial(BlockSubject, problem, name, x, dy, self.seed)
+
+    def _variants(
+        self, case: Case, subjects: Mapping[str, Subject]
+    ) -> dict[str, Callable[[], object]]:
+        """The calls to time, by the variant's name and how it is run."""
+        found = {f"{name} launched": subject.call for name, subject in subjects.items()}
+        if not self.cuda:
+            return found
+        for name, subject in subjects.items():
+            if name == EAGER:
+                continue
+            try:
+                if timer.synchronises(subject.call):
+                    raise RuntimeError("it waits for the device")
+                found[f"{name} graph"] = subject.capture()
+            except RuntimeError as error:
+                self._failed(case, f"{name} as a CUDA graph", error)
+        return found
+
+    def _timed(self, case: Case, row: Row, timings: Mapping[str, Timing], subject: Subject) -> Row:
+        """With times, unless the subject has come to be wrong."""
+        if row.role == "kernel" and (fault := subject.fault()):
+            self.note(f"{case}: {row.kernel} is wrong: {fault} after timing")
+            return replace(row, ok=False, error=f"{fault} after timing")
+        kinds = {kind: timings[key] for kind in ("graph", "launched")
+                 if (key := f"{row.kernel} {kind}") in timings}  # fmt: skip
+        kind = min(kinds, key=lambda kind: kinds[kind].ms)
+        if row.role == "kernel" and "graph" in kinds:
+            kind = "graph"
+        timing, more = kinds[kind], {}
+        if len(kinds) > 1:
+            more = {f"ms_{name}": one.ms for name, one in kinds.items()}
+        return replace(
+            row, ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
+            tflops=case.flops / timing.ms / 1e9, sm_mhz=timing.sm_mhz, watts=timing.watts,
+            joules=timing.joules, graph=kind == "graph",
+            throttled=None if timing.throttled is None else list(timing.throttled),
+            extra={**row.extra, **more},
+        )  # fmt: skip
+
+
+def _memory(found: Probe) -> dict[str, Any]:
+    return {"peak_gib": _gib(found.peak), "activation_gib": _gib(found.activation),
+            "first_step_s": found.first_s}  # fmt: skip
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _with_peers(row: Row, peers: Mapping[str, Row], probes: Mapping[str, Probe]) -> Row:
+    """A recipe's row beside its peers'."""
+    extra = {
+        **row.extra,
+        "peer_peak_gib": {name: _gib(probes[name].peak) for name in peers},
+        "peer_activation_gib": {name: _gib(probes[name].activation) for name in peers},
+    }
+    ratios = None
+    if row.ms is not None:
+        ratios = {name: peer.ms / row.ms for name, peer in peers.items() if peer.ms is not None}
+    return replace(row, vs_peer=ratios, extra=extra)
+
+
+def suite(asked: command.Asked) -> None:
+    """`jetfire bench --suite training`.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong; NoDeviceError without a GPU.
+    """
+    command.check_suite(asked, own_data=True)
+    device = Device.parse(asked.device)
+    if device.kind != "cuda":
+        raise NoDeviceError("--suite training: its models are for a GPU; jetfire train bench tiny "
+                            "runs here")  # fmt: skip
+    cases = [Case(problem_of(name)) for name in SUITE]
+    run(asked, cases, "jetfire bench --suite training")
+
+
+def bench(asked: command.Asked, name: str, recipes: Sequence[str]) -> None:
+    """`jetfire train bench NAME`: one problem, the sizes in `asked.settings` changed.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong.
+    """
+    changes = training.split(asked.settings)
+    case = Case(problem_of(name, changes), recipes_of(recipes))
+    words = ["jetfire train bench", name, f"--recipe {','.join(case.recipes)}"]
+    words += [f"--set {key}={value}" for key, value in changes.items()]
+    words += [f"--device {asked.device}"] if asked.device != "auto" else []
+    words += [f"--rounds {asked.rounds}"] if asked.rounds else []
+    run(asked, [case], " ".join([*words, f"--seed {asked.seed}"]))
+
+
+def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
+    """Measure, show and save.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong.
+    """
+    if asked.plot is not None:
+        raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
+    kind, existing = command.file_format(asked), command.existing_rows(asked)
+    device = Device.parse(asked.device)
+    if asked.dry_run:
+        print("\n".join(f"{case}: {', '.join(case.recipes)}" for case in cases))
+        return
+    command.note_cpu(device)
+    rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
+    # On the CPU a sample is one call.
+    sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
+    made = Bench(device, command.note, rounds, asked.seed, sample_ms=sample_ms, debug=asked.debug)
+    known = existing is not None and existing.device.get("name") == device.name
+    peaks = existing.device.get("peaks") if existing is not None and known else None
+    driver = made.monitor.driver() if made.monitor else None
+    if not peaks:
+        from jetfire.bench.peaks import cached
+
+        peaks = cached(device, driver, asked.remeasure_peaks)
+    record = command.device_record(device, peaks, driver)
+    command.collect(asked, cases, made.measure, str, record, existing, kind, again)

@@ -1,0 +1,323 @@
+"""What the training bench measures: a whole optimizer step, or one transformer block.
+
+Each variant is a subject that stays alive on the device while the others are measured: the INT8
+recipes, and as peers torch's own modules under BF16 autocast, eager and with torch.compile, with
+the same fp32 parameters and the same optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from jetfire.gpt2 import settings
+from jetfire.gpt2.graph import GraphedStep
+from jetfire.gpt2.model import GPT2, Block, Shape
+from jetfire.gpt2.step import Micro, Step, autocast
+from jetfire.nn import Int8Block, Stream, recipes, weights_changed
+
+EAGER, COMPILE = "eager", "compile"
+PEERS = (EAGER, COMPILE)
+RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
+_WARM = 3  # a GraphedStep captures itself on its third call
+_NEXT = 0.1  # from one step to the next a loss moves by less than this part of the first one
+_DRAWS = 0.2  # two calls differ in their stochastic rounding, by less than this part of a gradient
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """One optimizer step of a GPT-2: `accumulate` micro-batches of batch × context tokens.
+
+    50304 tokens fill whole rows of 64, so that no logit is padding that must be masked.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    batch: int
+    context: int
+    vocabulary: int = 50304
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """Forward and backward of one block over batch × context tokens."""
+
+    width: int
+    heads: int
+    batch: int
+    context: int
+
+
+class Subject(ABC):
+    """One variant of a problem."""
+
+    @abstractmethod
+    def first(self) -> Tensors:
+        """The first call: its outputs and gradients, to compare with another's."""
+
+    @abstractmethod
+    def call(self) -> object:
+        """What is timed."""
+
+    @abstractmethod
+    def accumulate(self) -> object:
+        """Forward and backward that add to the gradients of the call before."""
+
+    @abstractmethod
+    def standing(self) -> Iterable[torch.Tensor]:
+        """Parameters, gradients and optimizer state."""
+
+    @abstractmethod
+    def capture(self) -> Callable[[], object]:
+        """The call as one CUDA graph."""
+
+    def fault(self) -> str:
+        """What is wrong after all the calls; empty if nothing is."""
+        return ""
+
+
+def _gradients(module: nn.Module, last: int) -> Tensors:
+    """Copies of the gradients of the matrices outside the blocks, of the first and the last one."""
+    ends = tuple(f"blocks.{i}." for i in (0, last))
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and parameter.dim() == 2
+        and (name.startswith(ends) or not name.startswith("blocks."))
+    }  # fmt: skip
+
+
+class StepSubject(Subject):
+    """A model with its optimizer.
+
+    Args:
+        name: a recipe or a peer.
+        micros: the batches of every step.
+    """
+
+    def __init__(
+        self, problem: StepProblem, name: str, micros: list[Micro], device: torch.device, seed: int
+    ) -> None:
+        recipe = "bf16" if name in PEERS else name
+        sizes = {n: getattr(problem, n) for n in ("layers", "heads", "width", "context", "batch")}
+        chosen = settings.make("gpt2-124m", {
+            **sizes, "accumulate": problem.accumulate, "recipe": recipe,
+            "compile": name == COMPILE,
+        })  # fmt: skip
+        shape = Shape(problem.layers, problem.heads, problem.width, problem.context,
+                      problem.vocabulary)  # fmt: skip
+        torch.manual_seed(seed)  # the same parameters for every recipe
+        with device:
+            self.model = GPT2(shape, recipe)
+        self.step = Step(self.model, chosen, device)
+        self.step.set_rate(RATE)
+        self.micros = micros
+        self.loss = 0.0
+        self.graphed: GraphedStep | None = None
+
+    def first(self) -> Tensors:
+        self.step.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.step.device)
+        for ids, targets in self.micros:
+            loss += self.step.gradient(ids, targets)
+        # The update divides gradients by the clipping's factor: copy them before it.
+        found = {"loss": loss, **_gradients(self.model, len(self.model.blocks) - 1)}
+        self.step.update(loss)
+        self.loss = float(loss)
+        return found
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.step(self.micros)
+
+    def accumulate(self) -> object:
+        return self.step.gradient(*self.micros[0])
+
+    def standing(self) -> Iterable[torch.Tensor]:
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+            yield from self.step.optimizer.state[parameter].values()
+
+    def capture(self) -> Callable[[], object]:
+        self.graphed = GraphedStep(self.step)
+        for _ in range(_WARM):
+            self._replay()
+        return self._replay
+
+    def _replay(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.graphed is not None
+        return self.graphed(self.micros)
+
+    def fault(self) -> str:
+        """The loss must have fallen, and the graph must find the same."""
+        loss = float(self.call()[0])
+        if not loss < self.loss:
+            return f"the loss of the one batch went from {self.loss:.4f} to {loss:.4f}"
+        graphs = loss if self.graphed is None else float(self._replay()[0])
+        if not abs(graphs - loss) < _NEXT * self.loss:
+            return f"the loss is {loss:.4f}, and {graphs:.4f} in the CUDA graph"
+        return ""
+
+
+class BlockSubject(Subject):
+    """A block whose weights are quantised (or cast) in each call.
+
+    Args:
+        name: a recipe or a peer.
+        x, dy: bf16, batch×context×width: the input and the output's gradient.
+    """
+
+    def __init__(
+        self, problem: BlockProblem, name: str, x: torch.Tensor, dy: torch.Tensor, seed: int
+    ) -> None:
+        self.side = None if name in PEERS else recipes.get(name).block
+        self.x, self.dy = x.detach().requires_grad_(), dy
+        torch.manual_seed(seed)  # the same parameters for every recipe
+        with x.device:
+            self.module = self._module(problem)
+        self.forward = torch.compile(self.module) if name == COMPILE else self.module
+        self.wrong = ""
+
+    def _module(self, problem: BlockProblem) -> nn.Module:
+        if self.side is not None:
+            return Int8Block(problem.width, problem.heads, 0.0, self.side)
+        return Block(Shape(1, problem.heads, problem.width, problem.context, vocabulary=64))
+
+    def _outputs(self) -> torch.Tensor:
+        x = self.x
+        if self.side is None:
+            with autocast(x.device):
+                return self.forward(x if x.is_cuda else x.float())
+        weights_changed()
+        stream = self.forward(Stream.of(x.flatten(0, 1), self.side), x.shape[0])
+        return stream.x.view(x.shape)
+
+    def first(self) -> Tensors:
+        y = self._outputs()
+        y.backward(self.dy.to(y.dtype))
+        assert self.x.grad is not None
+        # Of the branches alone: what the residual stream passes on would hide their errors.
+        return {"y − x": y.detach() - self.x.detach(), "dx − dy": self.x.grad - self.dy,
+                **_gradients(self.module, 0)}  # fmt: skip
+
+    def call(self) -> object:
+        self._forget()
+        return self.accumulate()
+
+    def _forget(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def accumulate(self) -> object:
+        y = self._outputs()
+        y.backward(self.dy.to(y.dtype))
+        return None  # timers hold results, and y all that backward needs
+
+    def standing(self) -> Iterable[torch.Tensor]:
+        for tensor in (self.x, *self.module.parameters()):
+            if tensor is not self.x:  # the input is no more this block's than the one's before
+                yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+
+    def capture(self) -> Callable[[], object]:
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.call()
+        current.wait_stream(stream)
+        expected = self._gradient().clone()
+        self._forget()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self.call()
+        graph.replay()
+        error = float((self._gradient() - expected).norm() / expected.norm())
+        if not error < _DRAWS:
+            self.wrong = f"qkv.weight: relative error {error:.2g} in the CUDA graph"
+        return graph.replay
+
+    def _gradient(self) -> torch.Tensor:
+        """What backward finds last: it holds the faults of everything before."""
+        found = self.module.get_parameter("qkv.weight").grad
+        assert found is not None
+        return found
+
+    def fault(self) -> str:
+        self.call()
+        finite = bool(torch.isfinite(self._gradient()).all())
+        return self.wrong or ("" if finite else "qkv.weight: its gradient is not finite")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found of a subject before it is timed.
+
+    Attributes:
+        outputs: of its first call.
+        first_s: seconds that call took, compiling included.
+        peak: bytes at the peak of a call; activation: those beyond parameters, gradients and
+            optimizer state, where gradients stand from the start (as in a second micro-batch: else
+            those not yet there would be subtracted from what is). None on the CPU.
+    """
+
+    outputs: Tensors
+    first_s: float
+    peak: int | None = None
+    activation: int | None = None
+
+
+def probe(make: Callable[[], Subject], device: torch.device) -> tuple[Subject, Probe]:
+    """Make a subject, and measure its memory in eager calls; others alive do not count."""
+    base = _allocated(device)
+    subject = make()
+    _synchronise(device)
+    begin = time.perf_counter()
+    outputs = subject.first()
+    _synchronise(device)
+    first_s = time.perf_counter() - begin
+    if device.type != "cuda":
+        return subject, Probe(outputs, first_s)
+    base += _bytes(outputs.values())
+    subject.call()
+    peak = _peak(subject.call, device) - base
+    activation = _peak(subject.accumulate, device) - base - _bytes(subject.standing())
+    return subject, Probe(outputs, first_s, peak, activation)
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    # cuBLAS's workspace is nobody's.
+    torch.ones((64, 64), device=device, dtype=torch.bfloat16).mm(
+        torch.ones((64, 64), device=device, dtype=torch.bfloat16)
+    )
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

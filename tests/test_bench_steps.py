@@ -1,0 +1,270 @@
+"""Training steps and blocks as results: checked before they are timed, saved, shown, compared."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from jetfire.bench import peaks, report, training_report
+from jetfire.bench.compare import match
+from jetfire.bench.results import Results, Row
+from jetfire.cli import execute
+from jetfire.gpt2 import bench, subjects
+from jetfire.gpt2.bench import Bench, Case, problem_of
+from jetfire.gpt2.subjects import EAGER, BlockProblem, BlockSubject, StepProblem, StepSubject
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+CPU = Device.parse("cpu")
+STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)
+BLOCK = BlockProblem(width=32, heads=2, batch=2, context=16)
+SIZES = "layers=1,heads=2,width=32,batch=2,context=16,vocabulary=64"
+WORDS = ["bench", "tiny", "--set", SIZES, "--device", "cpu", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _peaks(monkeypatch):
+    monkeypatch.setattr(peaks, "cached", lambda *_: {"copy_gbps": 1.0})
+
+
+def measure(problem, recipes=("int8-block32",)) -> tuple[list[Row], list[str]]:
+    notes: list[str] = []
+    made = Bench(CPU, notes.append, rounds=2, sample_ms=0.01)
+    return made.measure(Case(problem, recipes)), notes
+
+
+@pytest.mark.parametrize(("problem", "op"), [(STEP, "gpt2_step"), (BLOCK, "gpt2_block")])
+def test_a_right_recipe_is_timed_beside_eager(problem, op):
+    (row, eager), notes = measure(problem)
+    assert (row.op, row.kernel, row.role, row.ok) == (op, "int8-block32", "kernel", True)
+    assert row.problem == dataclasses.asdict(problem)
+    assert 1e-3 < row.rel_err < bench.GRADIENT_TOLERANCE
+    assert row.ms_p20 <= row.ms <= row.ms_p80
+    assert row.vs_peer == {"eager": eager.ms / row.ms}
+    assert row.extra["first_step_s"] > 0
+    assert (eager.kernel, eager.role, eager.ok) == ("eager", "peer", None)
+    assert eager.tflops * eager.ms == pytest.approx(row.tflops * row.ms)
+    assert Row.from_dict(json.loads(json.dumps(row.as_dict()))).key() == row.key()
+    assert not notes
+
+
+def test_work_is_counted_as_documented():
+    tokens, width, context = 2 * 16, 32, 16
+    block = 6 * 12 * width**2 + 12 * width * context
+    assert Case(BLOCK).flops == tokens * block
+    assert Case(STEP).flops == tokens * (block + 6 * width * 64)
+    assert Case(dataclasses.replace(STEP, accumulate=3)).flops == 3 * Case(STEP).flops
+
+
+class _HalfUnwritten(StepSubject):
+    def first(self):
+        found = super().first()
+        if self.model.recipe.block is not None:
+            found["blocks.0.qkv.weight"][:, 16:] = 0
+        return found
+
+
+class _OtherLoss(StepSubject):
+    def first(self):
+        found = super().first()
+        if self.model.recipe.block is not None:
+            found["loss"] = found["loss"] * 1.01
+        return found
+
+
+class _NotFinite(StepSubject):
+    def first(self):
+        found = super().first()
+        if self.model.recipe.block is not None:
+            found["positions.weight"][0, 0] = torch.nan
+        return found
+
+
+class _NeverLearns(StepSubject):
+    """Nothing: its loss stays as it was."""
+
+    def call(self):
+        return torch.tensor(self.loss), torch.tensor(0.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (_HalfUnwritten, "blocks.0.qkv.weight: relative error 0.7"),
+        (_OtherLoss, "loss 4."),
+        (_NotFinite, "positions.weight: relative error nan"),
+        (_NeverLearns, "the loss of the one batch went from 4."),
+    ],
+)
+def test_a_wrong_recipe_is_not_timed(made, says, monkeypatch):
+    monkeypatch.setattr(bench, "StepSubject", made)
+    (row, eager), notes = measure(STEP)
+    assert row.ok is False
+    assert row.error.startswith(says)
+    assert row.ms is None
+    assert row.vs_peer is None
+    assert any(says in note for note in notes)
+    assert (eager.ms is None) == (made is not _NeverLearns)
+
+
+def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
+    def fails(problem, name, *rest):
+        if name == "int8-block64":
+            raise RuntimeError("no such kernel\nat all")
+        return StepSubject(problem, name, *rest)
+
+    monkeypatch.setattr(bench, "StepSubject", fails)
+    rows, notes = measure(STEP, ("int8-block64", "int8-block32"))
+    assert [(row.kernel, row.ok) for row in rows] == [
+        ("int8-block64", False), ("int8-block32", True), ("eager", None),
+    ]  # fmt: skip
+    assert rows[0].error == "RuntimeError: no such kernel"
+    assert notes[0].endswith("int8-block64 left out: RuntimeError: no such kernel")
+
+
+def test_every_variant_begins_with_the_same_parameters():
+    found = []
+    for name in ("int8-block64", EAGER):
+        made = StepSubject(STEP, name, [], torch.device("cpu"), seed=3)
+        found.append(made.model.state_dict())
+        x = torch.zeros(2, 16, 32, dtype=torch.bfloat16)
+        found.append(BlockSubject(BLOCK, name, x, x, seed=3).module.state_dict())
+    for ours, theirs in ((found[0], found[2]), (found[1], found[3])):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_cases_are_the_presets_and_two_more():
+    assert problem_of("wide") == StepProblem(4, 32, 4096, 4, 1024)
+    assert problem_of("gpt2-350m") == StepProblem(24, 16, 1024, 8, 1024)
+    assert problem_of("gpt2-124m") == StepProblem(12, 12, 768, 16, 1024)
+    assert problem_of("block", {"batch": "1"}) == BlockProblem(4096, 32, 1, 2048)
+    assert {problem_of(name) for name in bench.SUITE} < {problem_of(n) for n in bench.names()}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "gpt9"], "no case 'gpt9': expected one of block, wide, tiny"),
+        (["bench", "block", "--set", "layers=2"], "--set layers=2: expected one of width"),
+        (["bench", "tiny", "--set", "batch=0"], "--set batch=0: expected an integer"),
+        (["bench", "tiny", "--recipe", "bf16"], "--recipe bf16: expected int8-block32"),
+        (["bench", "tiny", "--append"], "--append: expected -o FILE.json"),
+    ],
+)
+def test_what_is_wrong_with_the_command_is_said(words, says, capsys):
+    assert execute("train", [*words, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_suite_wants_a_gpu_and_no_other_options(capsys):
+    assert execute("bench", ["--suite", "training", "--device", "cpu"]) == 5
+    assert execute("bench", ["gemm", "--suite", "training", "--device", "cpu"]) == 2
+    assert "leave out OP" in capsys.readouterr().err
+
+
+def test_the_command_saves_shows_and_appends(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    one = ["--recipe", "int8-block32", "-o", str(file)]
+    assert execute("train", [*WORDS, *one]) == 0
+    captured = capsys.readouterr()
+    assert "gpt2_step layers=1 heads=2 width=32" in captured.out
+    assert "× eager" in captured.out
+    assert "jetfire train bench tiny --recipe int8-block32 --set layers=1" in captured.out
+    content = json.loads(file.read_text())
+    assert content["schema"] == 1
+    assert [row["kernel"] for row in content["rows"]] == ["int8-block32", "eager"]
+    content["rows"].append({"op": "gelu", "kernel": "triton", "problem": {"m": 1, "n": 1}})
+    content["device"]["peaks"] = {"copy_gbps": 7.0}
+    file.write_text(json.dumps(content))
+    two = ["--recipe", "int8-block32,int8-block128", "-o", str(file), "--append"]
+    assert execute("train", [*WORDS, *two]) == 0
+    after = Results.load(file)
+    assert [row.kernel for row in after.rows] == ["int8-block32", "eager", "triton",
+                                                  "int8-block128"]  # fmt: skip
+    assert after.device["peaks"] == {"copy_gbps": 7.0}
+
+
+def test_a_wrong_result_is_the_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "StepSubject", _HalfUnwritten)
+    file = tmp_path / "r.json"
+    assert execute("train", [*WORDS, "--recipe", "int8-block32", "-o", str(file)]) == 3
+    assert "WRONG" in capsys.readouterr().out
+    assert [row.ok for row in Results.load(file).rows] == [False, None]
+
+
+def training_rows() -> list[Row]:
+    step = {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024,
+            "vocabulary": 50304, "accumulate": 1}  # fmt: skip
+    block = {"width": 4096, "heads": 32, "batch": 8, "context": 2048}
+    found = []
+    for op, problem in (("gpt2_step", step), ("gpt2_block", block)):
+        for name, ms, gib in (("int8-block128", 10.0, 2.0), ("eager", 16.0, 5.0),
+                              ("compile", 13.0, 3.0)):  # fmt: skip
+            role = "peer" if name in subjects.PEERS else "kernel"
+            extra = {"peak_gib": 9.0, "activation_gib": gib, "first_step_s": 1.5}
+            vs_peer = None
+            if role == "kernel":
+                vs_peer = {"eager": 1.6, "compile": 1.3}
+                extra["peer_activation_gib"] = {"eager": 5.0, "compile": 3.0}
+            found.append(Row(op, name, role, problem, ms=ms, ms_p20=ms - 1, ms_p80=ms + 1,
+                             tflops=500.0, vs_peer=vs_peer, graph=True, extra=extra))  # fmt: skip
+    return found
+
+
+def test_the_report_has_them_and_other_tables_do_not():
+    device = {"name": "GPU", "kind": "cuda", "peaks": {}}
+    page = report.page(Results(device, training_rows()), "r.json", [])
+    line = "| 4 layers of width 4096, 4×1024 tokens | int8-block128 | 10.00 | graph | 500 | "
+    assert f"{line}1.60× | 1.30× | 9.00 | 2.00 | 2.50× | 1.50× | – | 1.5 |" in page
+    assert "| one block of width 4096, 8×2048 tokens | BF16 eager | 16.00 |" in page
+    readme = training_report.readme(Results(device, training_rows()))
+    assert "tokens, int8-block128 | 10.0 | 1.60× | 1.30× | 2.00 | 2.50× | 1.50× |" in readme
+    assert "eager |" not in readme.split("\n", 3)[3]
+    assert training_report.readme(Results(device, [])) == ""
+    assert (training_report.STEP, training_report.BLOCK) == (bench.STEP, bench.BLOCK)
+
+
+def test_two_files_of_them_compare(tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    slower = [dataclasses.replace(row, ms=row.ms * 2, ms_p20=row.ms * 2 - 1, ms_p80=row.ms * 2 + 1)
+              for row in training_rows()]  # fmt: skip
+    files = {before: training_rows(), after: slower}
+    for file, rows in files.items():
+        file.write_text(Results({"name": "GPU"}, rows).to_json())
+    assert execute("compare", [str(before), str(after), "--fail-on-regression", "5%"]) == 4
+    assert "2 of 6 rows regressed" in capsys.readouterr().err
+    pairs, alone = match(Results.load(before), Results.load(after))
+    assert len(pairs) == 6
+    assert not alone
+
+
+def test_a_spreadsheet_has_a_column_for_each_peer():
+    columns = Results({}, training_rows()).to_csv().splitlines()[0].split(",")
+    assert {"problem.layers", "vs_peer.compile", "peer_activation_gib.eager"} <= set(columns)
+
+
+def test_no_chart(tmp_path):
+    asked = dataclasses.replace(bench.command.Asked(ops=()), plot=tmp_path / "p.svg", device="cpu")
+    with pytest.raises(UsageError, match="training has no chart"):
+        bench.run(asked, [Case(STEP)], "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [StepProblem(2, 4, 256, 4, 256), BlockProblem(512, 4, 4, 256)],
+)
+def test_the_whole_way_on_the_gpu(problem):
+    notes: list[str] = []
+    made = Bench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
+    rows = {row.kernel: row for row in made.measure(Case(problem))}
+    assert [*rows] == [*bench.INT8, "eager", "compile"]
+    for name in bench.INT8:
+        row = rows[name]
+        assert row.ok, row.error
+        assert row.graph, notes
+        assert row.vs_peer.keys() == {"eager", "compile"}
+        assert 0 < row.extra["activation_gib"] < row.extra["peak_gib"]
+        assert row.extra["peer_activation_gib"].keys() == {"eager", "compile"}
