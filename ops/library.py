@@ -36,6 +36,8 @@ FLOAT_NAMES: dict[torch.dtype, FloatName] = {
 _LIBRARY = torch.library.Library("jetfire", "DEF")
 # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+# Stands for a symbolic size: a multiple of whatever a `Problem` may ask that sizes are one of.
+_ANY_SIZE = 3 * 128
 
 
 @profiles.remembered
@@ -83,7 +85,7 @@ def _allocate(name: str, call: Call) -> Tensors:
     """The outputs alone, for tracing: sizes may be symbolic, and stay so."""
     op = ops.get(name)
     symbolic = {key: size for key, size in call[1].items() if isinstance(size, torch.SymInt)}
-    problem = op.Problem.parse({**call[1], **dict.fromkeys(symbolic, 1)})
+    problem = op.Problem.parse({**call[1], **dict.fromkeys(symbolic, _ANY_SIZE)})
     for key, size in symbolic.items():
         object.__setattr__(problem, key, size)
     return op.outputs(problem, {k: tensor for k, tensor in call[0].items() if tensor is not None})
