@@ -101,14 +101,14 @@ class GPT2(nn.Module):
                 depth = math.sqrt(2 * self.shape.layers) if residual else 1.0
                 nn.init.normal_(parameter, std=0.02 / depth)
 
-    def forward(
-        self, ids: torch.Tensor, targets: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """ids and targets int64, batch×tokens.
 
         Returns:
             Logits, batch×tokens×vocabulary; with targets, the mean loss in nats, an fp32 scalar.
         """
+        if ids.dim() != 2:
+            raise UsageError(f"ids of shape {tuple(ids.shape)}: expected batch×tokens")
         if ids.shape[1] > self.shape.context:
             raise UsageError(
                 f"{ids.shape[1]} tokens: expected at most {self.shape.context}, the context"

@@ -181,10 +181,9 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         setting = ctx.setting
         block = setting.block
-        seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale = (
-            ctx.saved_tensors[:10]
-        )
-        w0t, w1t, w2t = (ctx.saved_tensors[i : i + 2] for i in (10, 12, 14))
+        saved = ctx.saved_tensors  # once: a checkpoint gives them away
+        seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale = saved[:10]
+        w0t, w1t, w2t = (saved[i : i + 2] for i in (10, 12, 14))
         dx = grads[0]
 
         def seed(index: int) -> Tensor:
@@ -192,6 +191,7 @@ class _Leave(torch.autograd.Function):
 
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
         if g is None:
+            dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
         du = int8_gemm(

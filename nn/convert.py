@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from jetfire.nn import recipes
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
@@ -40,7 +41,7 @@ def convert(
     dicts and optimizers, stay as they are. A module that has two names is replaced under both.
 
     Args:
-        skip: names of modules to leave.
+        skip: names of modules to leave, with all that is in them.
         head: whether the output head is replaced too: a linear layer that the model gives as
             `get_output_embeddings()`, or whose weight is an embedding's.
 
@@ -56,13 +57,14 @@ def convert(
     for name in skip:
         if name not in named:
             raise UsageError(f"skip={name!r}: expected the name of a module")
+    skipped = {name for name in named if any(f"{name}.".startswith(f"{s}.") for s in skip)}
     heads = set() if head else _heads(model)
     replaced: dict[nn.Module, nn.Module] = {}
     converted, left = [], {}
     for name, module in named.items():
-        if not any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        if not any(is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
             continue
-        reason = _why_not(module, recipe, name in skip, module in heads)
+        reason = _why_not(module, recipe, name in skipped, module in heads)
         if reason is not None:
             left[name] = reason
             continue
@@ -81,6 +83,16 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something else runs with it, `torch.nn.utils.weight_norm` for instance."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
@@ -105,6 +117,8 @@ def _why_not(module: nn.Module, recipe: Recipe, skipped: bool, head: bool) -> st
         return f"recipe {recipe.name}"
     if head:
         return "the output head"
+    if _has_hooks(module):
+        return "it has hooks"
     dtype = module.weight.dtype
     if dtype not in FLOATS:
         return f"weight of {str(dtype).removeprefix('torch.')}"

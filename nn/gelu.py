@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, draw
+from jetfire.nn.products import FLOATS, checked_block, draw
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
 from jetfire.ops.errors import UsageError
 
@@ -51,11 +51,11 @@ class Int8GELU(nn.GELU):
         if approximate not in _FORMS:
             raise UsageError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
         super().__init__(approximate)
-        self.block = block
+        self.block = checked_block(block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, n) → the same, in the autocast dtype if there is one."""
-        x = rows(input, input.shape[-1])
+        x = rows(input, input.shape[-1] if input.dim() else 1)
         seeds = draw(2, x.device) if torch.is_grad_enabled() else None
         with torch.autocast(x.device.type, enabled=False):
             y = _Int8GELUFunction.apply(x, seeds, self.block, _FORMS[self.approximate])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, draw
+from jetfire.nn.products import FLOATS, checked_block, draw
 from jetfire.ops import (
     int8_dequantize,
     int8_layernorm,
@@ -60,7 +60,7 @@ class Int8LayerNorm(nn.LayerNorm):
         if not isinstance(width, int):
             raise UsageError(f"Int8LayerNorm of {width}: expected one integer, the last dimension")
         super().__init__(width, eps=eps, device=device, dtype=dtype)
-        self.block = block
+        self.block = checked_block(block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, width) → the same, in the autocast dtype if there is one."""

@@ -15,6 +15,7 @@ from jetfire.nn.products import (
     Both,
     QuantisedWeight,
     bias_gradient,
+    checked_block,
     draw,
     product_of_transposes,
     quantised_gradient,
@@ -85,7 +86,7 @@ class Int8Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
                  device: Any = None, dtype: Any = None) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.block = block
+        self.block = checked_block(block)
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Both:
@@ -110,7 +111,7 @@ class Int8Conv1D(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, block: int = 32) -> None:
         super().__init__()
-        self.weight, self.bias, self.block = weight, bias, block
+        self.weight, self.bias, self.block = weight, bias, checked_block(block)
         self._quantised = QuantisedWeight()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -132,9 +133,9 @@ def rows(input: torch.Tensor, width: int) -> torch.Tensor:
     """
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-    if dtype not in FLOATS:
-        raise UsageError(f"input of {dtype}: expected bfloat16, float16 or float32")
-    if input.shape[-1] != width:
+    if input.dtype not in FLOATS:
+        raise UsageError(f"input of {input.dtype}: expected bfloat16, float16 or float32")
+    if input.shape[-1:] != (width,):
         raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
     x = input.to(dtype).reshape(-1, width)
     return x if x.stride(1) == 1 else x.contiguous()

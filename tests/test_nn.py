@@ -1,61 +1,746 @@
-"""Int8Linear and the GPT-2 path that stands on it."""
+"""The modules beside their gradients: conversion, when weights are quantised, what is drawn."""
+
+import copy
+import pickle
+import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from jetfire.gpt2.train import build, train
-from jetfire.nn import Int8Linear, convert
-from jetfire.ops.device import Device
+from jetfire.gpt2.model import GPT2, Shape
+from jetfire.nn import (
+    RECIPES,
+    Int8Block,
+    Int8Conv1D,
+    Int8GELU,
+    Int8LayerNorm,
+    Int8Linear,
+    Recipe,
+    Stream,
+    convert,
+    linear_cross_entropy,
+    products,
+    weights_changed,
+)
+from jetfire.nn import block as block_module
 from jetfire.ops.errors import UsageError
+
+INT8 = "int8-block32"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors are small: a second thread makes each operation ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def refused(message, function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    assert str(error.value) == message
+    assert "\n" not in message
+
+
+def error_of(found, expected):
+    """Of two tensors: the norm of the difference over the norm."""
+    difference = found.detach().double() - expected.detach().double()
+    return float(difference.norm() / expected.detach().double().norm())
+
+
+def sequential(device):
+    return nn.Sequential(nn.Linear(40, 72), nn.GELU(), nn.Linear(72, 24)).to(device)
+
+
+# Conversion
+
+
+def test_recipes():
+    assert list(RECIPES) == ["bf16", "int8-block32", "int8-block64", "int8-block128"]
+    assert [r.block for r in RECIPES.values()] == [None, 32, 64, 128]
+    assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_linear_and_its_gradients_are_near_float(device, block):
-    torch.manual_seed(0)
-    exact = torch.nn.Linear(70, 40).to(device)
-    linear = Int8Linear(70, 40, block=block).to(device)
-    linear.load_state_dict(exact.state_dict())
-    x = torch.randn(3, 30, 70, device=device)
-    grad = torch.randn(3, 30, 40, device=device)
-    found = {}
-    for name, module in (("exact", exact), ("int8", linear)):
-        leaf = x.clone().requires_grad_()
-        y = module(leaf)
-        y.backward(grad)
-        found[name] = (y, leaf.grad, module.weight.grad, module.bias.grad)
-    for ours, theirs in zip(found["int8"], found["exact"], strict=True):
-        assert ours.shape == theirs.shape
-        error = (ours.detach() - theirs.detach()).norm() / theirs.detach().norm()
-        assert error.item() < 0.03
-    assert torch.allclose(linear.bias.grad, exact.bias.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_convert_keeps_parameters_and_skips_what_it_is_told_to():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
-    weight = model[0].weight
-    assert convert(model, 32, skip=("2",)) == ["0"]
+def test_converted_is_near_float_and_has_its_state(device, block):
+    model = sequential(device)
+    exact = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    report = convert(model, f"int8-block{block}")
+    assert report.converted == ("0", "2")
+    assert report.left == {}
+    assert str(report) == "converted 2 linear layers"
     assert isinstance(model[0], Int8Linear)
-    assert model[0].weight is weight
-    assert type(model[2]) is torch.nn.Linear
+    assert model[0].block == block
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(exact.state_dict())
+    x = torch.randn(3, 20, 40, device=device)
+    found, expected = model(x), exact(x)
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert error_of(found, expected) < 0.03
+    again = sequential(device)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), expected)
 
 
-def test_linear_refuses_float64():
-    with pytest.raises(UsageError, match="float64"):
-        Int8Linear(8, 8)(torch.zeros(2, 8, dtype=torch.float64))
+def test_bf16_converts_nothing(device):
+    model = sequential(device)
+    report = convert(model, "bf16")
+    assert report.converted == ()
+    assert report.left == {"0": "recipe bf16", "2": "recipe bf16"}
+    assert str(report).splitlines()[1] == "left 0: recipe bf16"
+    assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
-def test_tiny_learns_and_repeats(recipe):
-    here = Device.parse("auto")
-    first = [s.loss for s in train("tiny", recipe, here, steps=12)]
-    assert first[-1] < first[0] - 1.0
-    again = [s.loss for s in train("tiny", recipe, here, steps=3)]
-    assert again[0] == first[0]
+def test_own_recipe():
+    model = sequential("cpu")
+    convert(model, Recipe("mine", 64))
+    assert model[0].block == 64
 
 
-def test_unknown_names_are_refused():
-    here = Device.parse("auto")
-    with pytest.raises(UsageError, match="no preset 'gpt9'"):
-        build("gpt9", "bf16", here, 0)
-    with pytest.raises(UsageError, match="no recipe 'fp4'"):
-        build("tiny", "fp4", here, 0)
+class Own(nn.Linear):
+    pass
+
+
+class Zoo(nn.Module):
+    """One of everything that convert leaves, and `shared` under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 40)
+        self.shared = nn.Linear(40, 40, bias=False)
+        self.inner = nn.ModuleDict({"again": self.shared, "plain": nn.Linear(40, 40)})
+        self.own, self.wide = Own(40, 40), nn.Linear(40, 40, dtype=torch.float64)
+        self.convolution, self.norm = nn.Conv1d(4, 4, 3), nn.LayerNorm(40)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.hooked = nn.utils.weight_norm(nn.Linear(40, 40))
+        self.lazy = nn.LazyLinear(40)
+        self.head = nn.Linear(40, 50, bias=False)
+        self.head.weight = self.table.weight
+
+
+LEFT = {
+    "table": "Embedding, not a linear layer",
+    "own": "Own, a kind of its own",
+    "wide": "weight of float64",
+    "convolution": "Conv1d, not a linear layer",
+    "hooked": "it has hooks",
+    "lazy": "LazyLinear, a kind of its own",
+    "head": "the output head",
+}
+
+
+def test_what_is_left_and_why():
+    model = Zoo().eval()
+    report = convert(model, INT8)
+    assert set(report.converted) == {"shared", "inner.again", "inner.plain"}
+    assert report.left == LEFT
+    assert model.shared is model.inner["again"]
+    assert isinstance(model.shared, Int8Linear)
+    assert model.shared.bias is None
+    assert not model.shared.training
+    assert model.shared(torch.randn(4, 40)).shape == (4, 40)
+
+
+def test_head_and_skip():
+    model = Zoo()
+    report = convert(model, INT8, skip=("inner", "shared"), head=True)
+    assert report.converted == ("head",)
+    assert report.left["inner.plain"] == report.left["inner.again"] == "asked to"
+    assert model.head.weight is model.table.weight
+    assert type(model.shared) is nn.Linear
+
+
+def test_convert_refuses():
+    model = sequential("cpu")
+    names = "bf16, int8-block32, int8-block64, int8-block128"
+    refused(f"no recipe 'fp4': expected one of {names}", convert, model, "fp4")
+    refused("skip='7': expected the name of a module", convert, model, INT8, skip=("7",))
+    refused(
+        "convert: the model is itself a Linear: expected a module that has it",
+        convert, model[0], INT8,
+    )  # fmt: skip
+    refused("block=48: expected 32 or 64 or 128", convert, model, Recipe("odd", 48))
+
+
+def trains(model, loss):
+    """A few steps lower the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < losses[0] - 0.05
+    return losses
+
+
+def hugging_face(kind):
+    """A tiny random model of `transformers`, and how many linear layers are not its head."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config), 2 * 4
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), 2 * 7
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers(device, kind):
+    model, linears = hugging_face(kind)
+    model = model.to(device)
+    exact = copy.deepcopy(model)
+    names = list(model.state_dict())
+    report = convert(model, INT8)
+    assert len(report.converted) == linears
+    assert report.left["lm_head"] == "the output head"
+    assert {reason for name, reason in report.left.items() if name != "lm_head"} == {
+        "Embedding, not a linear layer"
+    }
+    kinds = {type(model.get_submodule(name)) for name in report.converted}
+    assert kinds == {Int8Conv1D if kind == "gpt2" else Int8Linear}
+    assert list(model.state_dict()) == names
+    exact.load_state_dict(model.state_dict())
+    ids = torch.randint(96, (4, 24), device=device)
+    assert error_of(model(ids).logits, exact(ids).logits) < 0.03
+    trains(model, lambda: model(ids, labels=ids).loss)
+
+
+def test_transformers_head():
+    model, linears = hugging_face("gpt2")
+    report = convert(model, INT8, head=True)
+    assert len(report.converted) == linears + 1
+    assert "lm_head" in report.converted
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+# When weights are quantised
+
+
+@pytest.fixture
+def weights_quantised(monkeypatch):
+    """Every call that quantises a weight, by its layout."""
+    calls = []
+    quantize = products.int8_quantize
+
+    def counted(x, **options):
+        if options.get("rounding", "nearest") == "nearest":
+            calls.append(options["layout"])
+        return quantize(x, **options)
+
+    monkeypatch.setattr(products, "int8_quantize", counted)
+    return calls
+
+
+def gpt2(device, recipe=INT8, **shape):
+    sizes = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocabulary": 90, **shape}
+    return GPT2(Shape(**sizes), recipe).to(device)
+
+
+def batch(device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(90, (2, 33), generator=generator).to(device)
+    return ids[:, :-1], ids[:, 1:]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "converted"])
+def test_weights_are_quantised_once_a_step(device, weights_quantised, kind):
+    if kind == "gpt2":
+        model, linears = gpt2(device), 2 * 4
+        loss = lambda micro: model(*batch(device, micro))  # noqa: E731
+    else:
+        model, linears = sequential(device), 2
+        convert(model, INT8)
+        loss = lambda micro: model(torch.randn(8, 40, device=device)).square().mean()  # noqa: E731
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        for micro in range(3):
+            loss(micro).backward()
+            # Both layouts in one pass, in the first micro-batch.
+            assert weights_quantised == ["both"] * linears * (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def matrix(linear):
+    """What a linear layer multiplies by."""
+    eye = torch.eye(linear.weight.shape[1], device=linear.weight.device)
+    return linear(eye).detach().t() - linear.bias.detach()[:, None]
+
+
+def step_of(optimizer):
+    def change(linear):
+        linear.weight.grad = torch.ones_like(linear.weight)
+        optimizer([linear.weight], lr=0.5).step()
+
+    return change
+
+
+def fused(parameters, lr):
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def load(linear):
+    linear.load_state_dict({k: v + 1 for k, v in linear.state_dict().items()})
+
+
+def assign(linear):
+    state = {k: v + 1 for k, v in linear.state_dict().items()}
+    linear.load_state_dict(state, assign=True)
+
+
+def edit(linear):
+    with torch.no_grad():
+        linear.weight.mul_(-1)
+
+
+def through_data(linear):
+    linear.weight.data.mul_(-1)
+    weights_changed()
+
+
+def replace(linear):
+    linear.weight = nn.Parameter(linear.weight.detach() + 1)
+
+
+def replace_twice(linear):
+    """Memory and id of the first weight may well be the third's."""
+    replace(linear)
+    replace(linear)
+
+
+CHANGES = [
+    step_of(torch.optim.SGD), step_of(torch.optim.AdamW), step_of(fused), load, assign, edit,
+    through_data, replace, replace_twice,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_quantised_anew(device, change):
+    linear = Int8Linear(40, 24, device=device)
+    before = matrix(linear)
+    assert error_of(before, linear.weight) < 0.02
+    change(linear)
+    assert error_of(matrix(linear), linear.weight) < 0.02
+    assert error_of(before, linear.weight) > 0.2
+
+
+def test_another_weight_at_the_same_place_is_another():
+    """A weight that died leaves its memory, and its id, to the next."""
+    quantised = products.QuantisedWeight()
+    memory = torch.zeros(32, 32)
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        memory.data.fill_(value)
+        weight = nn.Parameter(memory.data)
+        found.append(float(quantised.of(weight, 32).scale) * 127)
+        del weight
+    assert found == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_blocks_of_a_module_may_change(device):
+    linear = Int8Linear(100, 100, device=device)
+    linear(torch.ones(2, 100, device=device))
+    linear.block = 64
+    assert linear.codes().scale.shape == (2, 2)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("kind", ["linear", "gpt2"])
+def test_copies_have_their_own_weights(device, through, kind):
+    if kind == "linear":
+        model, inputs = Int8Linear(40, 24, device=device), (torch.randn(8, 40, device=device),)
+    else:
+        model, inputs = gpt2(device), (batch(device)[0],)
+    before = model(*inputs)
+    twin = through(model)
+    assert torch.equal(twin(*inputs), before)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(-2)
+    assert error_of(twin(*inputs), before) > 0.1
+    assert torch.equal(model(*inputs), before)
+
+
+def test_codes_made_in_inference_serve_training(device):
+    linear = Int8Linear(40, 24, device=device)
+    x = torch.randn(8, 40, device=device)
+    with torch.inference_mode():
+        before = linear(x)
+    y = linear(x)
+    assert torch.equal(y, before)
+    y.sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_made_in_inference(device):
+    x = torch.randn(8, 40, device=device)
+    with torch.inference_mode():
+        linear = Int8Linear(40, 24, device=device)
+        before = linear(x)
+        linear.weight.mul_(2)
+        assert error_of(linear(x) - linear.bias, 2 * (before - linear.bias)) < 1e-5
+
+
+# What is drawn
+
+
+def modules(device):
+    """Every module, as a function of an input of 64 columns."""
+    block = Int8Block(64, 2, device=device)
+    conv = Int8Conv1D(
+        nn.Parameter(torch.randn(64, 24, device=device)),
+        nn.Parameter(torch.zeros(24, device=device)),
+    )
+    return {
+        "linear": Int8Linear(64, 24, device=device),
+        "conv1d": conv,
+        "layernorm": Int8LayerNorm(64, device=device),
+        "gelu": Int8GELU(),
+        "block": lambda x: block(Stream.of(x.bfloat16(), 32), 2).x,
+    }
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu", "block"])
+def test_draws_only_where_there_is_a_backward(device, name):
+    module = modules(device)[name]
+    x = torch.randn(16, 64, device=device)
+
+    def state():
+        return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+
+    before = state()
+    with torch.no_grad():
+        y = module(x)
+    with torch.inference_mode():
+        module(x)
+    assert torch.equal(state(), before)
+    assert torch.equal(module(x), y)
+    assert not torch.equal(state(), before)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_seed_repeats_gradients(device, dropout):
+    model = gpt2(device, dropout=dropout)
+
+    def gradients(seed):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        model(*batch(device)).backward()
+        return [p.grad for p in model.parameters()]
+
+    first, again, other = gradients(3), gradients(3), gradients(4)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_eval_does_not_drop(device):
+    model = gpt2(device, dropout=0.5).eval()
+    with torch.no_grad():
+        assert torch.equal(model(batch(device)[0]), model(batch(device)[0]))
+        model.train()
+        assert not torch.equal(model(batch(device)[0]), model(batch(device)[0]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointing_gives_the_same_gradients(device, reentrant, dropout):
+    from torch.utils.checkpoint import checkpoint
+
+    module = Int8Block(64, 2, dropout, device=device)
+    x = torch.randn(32, 64, device=device).bfloat16().requires_grad_()
+
+    def gradients(run):
+        torch.manual_seed(1)
+        leaves = (x, *module.parameters())
+        for leaf in leaves:
+            leaf.grad = None
+        run(lambda x: module(Stream.of(x, 32), 2).x, x).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    plain = gradients(lambda function, x: function(x))
+    kept = gradients(lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+# Codes of a gradient that one block hands to another
+
+
+@pytest.fixture
+def quantised_gradients(monkeypatch):
+    """Every gradient of a stream that blocks quantise themselves."""
+    calls = []
+    quantise = block_module.quantised_gradient
+
+    def counted(gradient, block, seed):
+        calls.append(gradient)
+        return quantise(gradient, block, seed)
+
+    monkeypatch.setattr(block_module, "quantised_gradient", counted)
+    return calls
+
+
+def streams(first, second, x):
+    middle = first(Stream.of(x, 32), 2)
+    return middle, second(middle, 2)
+
+
+def two_blocks(device):
+    first, second = (Int8Block(64, 2, device=device) for _ in range(2))
+    return first, second, torch.randn(32, 64, device=device).bfloat16().requires_grad_()
+
+
+def test_codes_are_handed_over(device, quantised_gradients):
+    first, second, x = two_blocks(device)
+    _, out = streams(first, second, x)
+    out.x.sum().backward()
+    # Of the last stream alone: that between the blocks came with codes.
+    assert len(quantised_gradients) == 1
+
+
+def test_a_second_reader_has_the_sum_quantised(device, quantised_gradients):
+    first, second, x = two_blocks(device)
+    middle, out = streams(first, second, x)
+    parts = []
+    doubled = middle.x * 3
+    middle.x.register_hook(parts.append)
+    (out.x.sum() + doubled.sum()).backward()
+    assert len(quantised_gradients) == 2
+    assert torch.equal(quantised_gradients[1], parts[0])
+    middle, out = streams(first, second, x.detach().requires_grad_())
+    alone = torch.autograd.grad(out.x.sum(), middle.x)[0]
+    assert error_of(quantised_gradients[1] - alone, torch.full_like(alone, 3.0)) < 0.05
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_hook_that_changes_the_gradient_has_it_quantised(device, quantised_gradients, in_place):
+    first, second, x = two_blocks(device)
+    middle, out = streams(first, second, x)
+    middle.x.register_hook(lambda g: g.mul_(2) if in_place else g * 2)
+    out.x.sum().backward()
+    assert len(quantised_gradients) == 2
+
+
+def test_backward_twice(device):
+    """Keys are kept: the second backward of a graph repeats the first."""
+    first, second, x = two_blocks(device)
+    _, out = streams(first, second, x)
+    found = [torch.autograd.grad(out.x.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*found)
+
+
+# Frozen parameters, dtypes, inputs
+
+
+def test_frozen(device):
+    linear = Int8Linear(40, 24, device=device).requires_grad_(False)
+    x = torch.randn(8, 40, device=device, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None
+    assert linear.weight.grad is None
+    linear.requires_grad_(True)
+    linear.weight.requires_grad_(False)
+    linear(x.detach()).sum().backward()
+    assert linear.weight.grad is None
+    assert torch.allclose(linear.bias.grad, torch.full_like(linear.bias, 8.0))
+    model = gpt2(device)
+    model.blocks[0].requires_grad_(False)
+    model(*batch(device)).backward()
+    given = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert given == {n for n, _ in model.named_parameters() if not n.startswith("blocks.0.")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu"])
+def test_dtypes(device, name, dtype):
+    module = modules(device)[name]
+    x = torch.randn(2, 8, 64, device=device).to(dtype).requires_grad_()
+    y = module(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu"])
+def test_autocast(device, name):
+    module = modules(device)[name]
+    x = torch.randn(8, 64, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, module(x.bfloat16()))
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+    with torch.autocast(device.type, torch.bfloat16, enabled=False):
+        assert module(x).dtype == torch.float32
+
+
+def test_half_parameters(device):
+    linear = Int8Linear(40, 24, device=device, dtype=torch.bfloat16)
+    y = linear(torch.randn(8, 40, device=device).bfloat16())
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert linear.weight.grad.dtype == linear.bias.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 5, 40)])
+def test_any_leading_shape(device, shape):
+    linear = Int8Linear(40, 24, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y = linear(x)
+    assert y.shape == (*shape[:-1], 24)
+    assert error_of(y, functional.linear(x, linear.weight, linear.bias)) < 0.05
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_input_of_any_layout(device):
+    linear = Int8Linear(40, 24, device=device)
+    x = torch.randn(16, 80, device=device)
+    assert torch.equal(linear(x[:, :40]), linear(x[:, :40].contiguous()))
+    assert torch.equal(linear(x[:, ::2]), linear(x[:, ::2].contiguous()))
+    flipped = x[:, :40].t().contiguous().t()
+    assert torch.equal(linear(flipped), linear(flipped.contiguous()))
+
+
+def test_expanded_gradient(device):
+    """What `sum` sends back has strides of zero."""
+    linear = Int8Linear(40, 24, device=device)
+    x = torch.randn(16, 40, device=device, requires_grad=True)
+    linear(x).sum().backward()
+    assert error_of(x.grad, linear.weight.sum(0).expand(16, 40)) < 0.05
+
+
+def test_loss_under_autocast(device):
+    """Its products are of x's own dtype, in backward as in forward."""
+    x = torch.randn(8, 40, device=device, requires_grad=True)
+    weight = torch.randn(64, 40, device=device, requires_grad=True)
+    targets = torch.randint(64, (8,), device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets)
+    plain = linear_cross_entropy(x, weight, targets)
+    assert torch.equal(loss, plain)
+    loss.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_loss_refuses_a_second_backward(device):
+    x = torch.randn(8, 40, device=device, requires_grad=True)
+    loss = linear_cross_entropy(
+        x, torch.randn(64, 40, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+    )
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_refuses_in_one_line(device):
+    linear = Int8Linear(40, 24, device=device)
+    floats = "expected bfloat16, float16 or float32"
+    x = torch.zeros(2, 40, device=device)
+    refused(f"input of torch.float64: {floats}", linear, x.double())
+    refused(f"input of torch.int64: {floats}", linear, x.long())
+    with torch.autocast(device.type, torch.bfloat16):
+        refused(f"input of torch.int64: {floats}", linear, x.long())
+    refused("input of shape (2, 39): expected 40 columns", linear, x[:, :39])
+    refused("input of shape (): expected 40 columns", linear, x[0, 0])
+    refused("input of shape (): expected 1 columns", Int8GELU(), x[0, 0])
+    refused("m=0: expected an integer of at least 1", linear, x[:0])
+    refused(f"weight of torch.float64: {floats}", linear.double(), x)
+    sides = "block=48: expected 32 or 64 or 128"
+    refused(sides, Int8Linear, 8, 8, block=48)
+    refused(sides, Int8LayerNorm, 8, block=48)
+    refused(sides, Int8GELU, block=48)
+    refused(sides, Int8Block, 8, 2, block=48)
+    refused("approximate='relu': expected 'none' or 'tanh'", Int8GELU, "relu")
+    refused(
+        "Int8LayerNorm of (8, 8): expected one integer, the last dimension", Int8LayerNorm, (8, 8)
+    )
+    refused("width=9: expected a multiple of heads=2", Int8Block, 9, 2)
+    refused("dropout=1.0: expected at least 0 and less than 1", Int8Block, 8, 2, 1.0)
+    stream = Stream.of(torch.zeros(9, 64, device=device).bfloat16(), 32)
+    refused("9 tokens: expected a multiple of batch=2", Int8Block(64, 2, device=device), stream, 2)
+    model = gpt2(device)
+    ids, targets = batch(device)
+    refused("ids of shape (32,): expected batch×tokens", model, ids[0])
+    refused("64 tokens: expected at most 32, the context", model, ids.repeat(1, 2), targets)
+
+
+def test_repr():
+    assert repr(Int8Linear(8, 4)).endswith("out_features=4, bias=True, block=32)")
+    assert "block=64" in repr(Int8LayerNorm(8, block=64))
+    assert repr(Int8GELU()) == "Int8GELU(approximate='tanh', block=32)"
+    assert "width=64, heads=2, block=32" in repr(Int8Block(64, 2))
+    conv = Int8Conv1D(nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(4)))
+    assert repr(conv) == "Int8Conv1D(in_features=8, out_features=4, block=32)"
+
+
+# torch.compile
+
+
+def compiled(module):
+    torch._dynamo.reset()
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+def test_linear_compiles(device):
+    linear = Int8Linear(40, 24, device=device)
+    x = torch.randn(8, 40, device=device, requires_grad=True)
+    fast = compiled(linear)
+    found = {}
+    for name, module in (("eager", linear), ("compiled", fast)):
+        torch.manual_seed(5)
+        y = module(x)
+        found[name] = (y, *torch.autograd.grad(y.square().sum(), (x, *linear.parameters())))
+    for ours, theirs in zip(found["compiled"], found["eager"], strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        linear.weight.mul_(-1)
+    assert error_of(fast(x), linear(x)) < 1e-6
+
+
+def test_compiled_is_not_stale_after_a_step(device):
+    model = sequential(device)
+    convert(model, INT8)
+    fast = compiled(model)
+    x = torch.randn(8, 40, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = fast(x)
+        assert torch.equal(y, model(x))
+        y.square().mean().backward()
+        optimizer.step()
+
+
+def test_gpt2_compiles(device):
+    model = gpt2(device)
+    fast = compiled(model)
+    ids, targets = batch(device)
+    found = {}
+    for name, module in (("eager", model), ("compiled", fast)):
+        model.zero_grad()
+        torch.manual_seed(5)
+        loss = module(ids, targets)
+        loss.backward()
+        found[name] = (loss.detach(), {n: p.grad for n, p in model.named_parameters()})
+    assert torch.allclose(found["compiled"][0], found["eager"][0], rtol=1e-6)
+    for name, theirs in found["eager"][1].items():
+        # The stream's codes are not handed over in a compiled graph, so other numbers are drawn.
+        assert error_of(found["compiled"][1][name], theirs) < 0.1, name
