@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from jetfire.nn import Int8Block, Stream, linear_cross_entropy, recipes
 from jetfire.ops.errors import UsageError
+from jetfire.reference.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class GPT2(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """ids and targets int64, batch×tokens.
+        """ids and targets int64, batch×tokens; a target of −100 does not count.
 
         Returns:
             Logits, batch×tokens×vocabulary; with targets, the mean loss in nats, an fp32 scalar.
@@ -124,7 +125,7 @@ class GPT2(nn.Module):
             logits = F.linear(x, self.tokens.weight)[..., :valid]
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         rows = linear_cross_entropy(x.flatten(0, 1), self.tokens.weight, targets.flatten(), valid)
-        return rows.mean()
+        return rows.sum() / (targets != IGNORED).sum()
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

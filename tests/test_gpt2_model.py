@@ -1,0 +1,239 @@
+"""GPT-2 in every recipe: the same parameters, near the same logits, and what backward keeps."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from jetfire.gpt2.model import GPT2, Shape
+from jetfire.nn import RECIPES, Int8Block, Stream
+from jetfire.ops.errors import UsageError
+
+INT8 = [name for name, recipe in RECIPES.items() if recipe.block]
+SHAPE = Shape(layers=2, heads=2, width=64, context=32, vocabulary=90)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors are small: a second thread makes each operation ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model_of(recipe, device, shape=SHAPE):
+    torch.manual_seed(0)
+    return GPT2(shape, recipe).to(device)
+
+
+def ids_of(device, tokens=32):
+    return torch.randint(90, (3, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def tensors_of(model):
+    return {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", INT8)
+def test_parameters_are_those_of_bf16(device, recipe):
+    exact, model = model_of("bf16", device), model_of(recipe, device)
+    assert list(tensors_of(model).items()) == list(tensors_of(exact).items())
+    assert list(model.state_dict()) == list(exact.state_dict())
+    # A seed starts every recipe from the same numbers.
+    for name, value in exact.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.normal_()
+    model.load_state_dict(exact.state_dict())
+    exact.load_state_dict(model.state_dict())
+
+
+def test_names_and_sizes():
+    found = {name: tuple(p.shape) for name, p in model_of("bf16", "cpu").named_parameters()}
+    block = {
+        "norm1.weight": (64,), "norm1.bias": (64,), "norm2.weight": (64,), "norm2.bias": (64,),
+        "qkv.weight": (192, 64), "qkv.bias": (192,),
+        "projection.weight": (64, 64), "projection.bias": (64,),
+        "expand.weight": (256, 64), "expand.bias": (256,),
+        "contract.weight": (64, 256), "contract.bias": (64,),
+    }  # fmt: skip
+    blocks = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    ends = {"norm.weight": (64,), "norm.bias": (64,)}
+    assert found == {"tokens.weight": (128, 64), "positions.weight": (32, 64), **blocks, **ends}
+
+
+def test_initial_numbers():
+    shape = Shape(layers=8, heads=2, width=128, context=64, vocabulary=500)
+    model = model_of("bf16", "cpu", shape)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any()
+        elif "norm" in name:
+            assert bool((p == 1).all())
+        else:
+            residual = name.endswith(("projection.weight", "contract.weight"))
+            expected = 0.02 / 4 if residual else 0.02
+            assert float(p.detach().std()) == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize("recipe", INT8)
+@pytest.mark.parametrize("tokens", [1, 19, 32])
+def test_logits_are_near_those_of_bf16(device, recipe, tokens):
+    exact, model = model_of("bf16", device), model_of(recipe, device)
+    with torch.no_grad():  # weights of which every layer's part matters
+        for p in exact.parameters():
+            if p.dim() == 2:
+                p.mul_(3)
+    model.load_state_dict(exact.state_dict())
+    ids = ids_of(device, tokens)
+    found, expected = model(ids), exact(ids)
+    assert found.shape == expected.shape == (3, tokens, 90)
+    error = (found.float() - expected).norm() / expected.norm()
+    assert float(error) < 0.05
+    with torch.autocast(device.type, torch.bfloat16):
+        assert model(ids).dtype == exact(ids).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+def test_attends_to_the_past_alone(device, recipe):
+    """A later token changes nothing earlier, up to codes: blocks of rows share their scale."""
+    model = model_of(recipe, device)
+    ids = ids_of(device)
+    other = ids.clone()
+    other[:, 20:] = (other[:, 20:] + 1) % 90
+    with torch.no_grad():
+        moved = (model(ids) - model(other)).float().norm(dim=-1)
+    assert float(moved[:, :20].max()) < 0.1 * float(moved[:, 20:].min())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int8-block128"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
+    model = model_of(recipe, device)
+    ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
+    targets[0, :5] = -100
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        loss, logits = model(ids, targets), model(ids)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    expected = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+def test_padding_is_never_predicted(device, recipe):
+    model = model_of(recipe, device)
+    ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
+    before = model(ids, targets)
+    before.backward()
+    assert model.tokens.weight.shape[0] == 128
+    assert not model.tokens.weight.grad[90:].any()
+    assert bool(model.tokens.weight.grad[:90].any(dim=1).all())
+    with torch.no_grad():
+        model.tokens.weight[90:] = 100.0
+    assert float(model(ids, targets)) == pytest.approx(float(before), rel=1e-6)
+    assert model(ids).shape[-1] == 90
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_learns(device, recipe):
+    model = model_of(recipe, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+def test_dropout(device, recipe):
+    shape = Shape(layers=1, heads=2, width=64, context=32, vocabulary=90, dropout=0.5)
+    model, ids = model_of(recipe, device, shape), ids_of(device)
+    assert not torch.equal(model(ids), model(ids))
+    model(ids, ids).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+    plain = GPT2(Shape(1, 2, 64, 32, 90), recipe).to(device)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain(ids), model(ids))
+
+
+def test_refuses():
+    with pytest.raises(UsageError, match="width=65: expected a multiple of heads=2"):
+        GPT2(Shape(1, 2, 65, 32, 90))
+    with pytest.raises(UsageError, match="no recipe 'int9'"):
+        GPT2(SHAPE, "int9")
+
+
+class Kept:
+    """Bytes that autograd keeps for backward, each storage once, parameters' not counted."""
+
+    def __init__(self, parameters, codes=()):
+        self.ignored = {t.untyped_storage().data_ptr() for t in (*parameters, *codes)}
+        self.storages = {}
+
+    def _pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.ignored:
+            # Held, so that nothing else comes to lie there meanwhile.
+            self.storages[storage.data_ptr()] = storage
+        return tensor
+
+    def of(self, forward):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            kept = forward()
+        del kept
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+# Of queries, keys, values and attention's output, 2 each; codes of the stream before both
+# LayerNorms, 1 each, and of FC1's output, 4.
+BYTES = 14
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_a_block_keeps(device, block, dropout):
+    """The middle one of three blocks, in bytes a token and column of the stream."""
+    if device.type == "cpu" and dropout:
+        pytest.skip("attention without a fused kernel keeps its weights")
+    batch, tokens, width, heads = 2, 256, 256, 4
+    first, module = (Int8Block(width, heads, dropout, block, device=device) for _ in range(2))
+    x = torch.randn(batch * tokens, width, device=device).bfloat16().requires_grad_()
+    stream = first(Stream.of(x, block), batch)
+    linears = (module.qkv, module.projection, module.expand, module.contract)
+    codes = [tensor for linear in linears for tensor in linear.codes()]
+    kept = Kept(module.parameters(), codes).of(lambda: module(stream, batch))
+    found = kept / (batch * tokens * width)
+    # fp32 scales of six codes, four statistics a row, and attention's sum of exponents.
+    small = 6 * 4 / block**2 + (4 * 4 + 4 * heads) / width
+    assert BYTES <= found <= (BYTES + small) * 1.01
+
+
+def test_keeps_less_than_bf16(device):
+    """Activations of a whole model in training, against torch's own modules under autocast."""
+    shape = Shape(layers=4, heads=4, width=256, context=128, vocabulary=64)
+    ids = torch.randint(64, (2, 128), device=device)
+    found = {}
+    for recipe in ("bf16", "int8-block32"):
+        model = model_of(recipe, device, shape)
+        codes = [c for m in model.modules() if hasattr(m, "codes") for c in m.codes()]
+
+        def forward(model=model):
+            with torch.autocast(device.type, torch.bfloat16):
+                return model(ids, ids)
+
+        # Autocast's copies of weights are no activations either.
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            found[recipe] = Kept(model.parameters(), codes).of(forward)
+        copies = sum(p.numel() * 2 for n, p in model.named_parameters() if "blocks" in n)
+        if recipe == "bf16":
+            found[recipe] -= copies
+    assert found["int8-block32"] < found["bf16"] / 1.49
