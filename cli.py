@@ -618,6 +618,10 @@ def _bench_training(
         typer.Option("--set", metavar="KEY=V,...", help="layers, heads, width, batch, context, "
                      "vocabulary, accumulate."),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only these of eager (always there) and compile."),
+    ] = None,
     device: DeviceName = "auto",
     format_: Annotated[
         str | None, typer.Option("--format", metavar="NAME", help="table, json, csv or md (table).")
@@ -645,8 +649,8 @@ def _bench_training(
 
     _strict(strict_profile)
     asked = command.Asked(
-        ops=(), settings=set_ or (), device=device, format=format_, output=output, append=append,
-        dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
+        ops=(), settings=set_ or (), peers=peer or (), device=device, format=format_,
+        output=output, append=append, dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
     )  # fmt: skip
     training.bench(asked, case, recipe or ())
 

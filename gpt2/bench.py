@@ -16,11 +16,11 @@ token for attention, whatever the recipe.
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,122 +31,27 @@ from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Note
 from jetfire.bench.results import Row
 from jetfire.bench.timer import Timing
-from jetfire.gpt2 import settings as training
+from jetfire.gpt2 import settings
+from jetfire.gpt2.cases import SUITE, Case, StepProblem, problem_of, recipes_of
+from jetfire.gpt2.step import Micro
 from jetfire.gpt2.subjects import (
     EAGER,
     PEERS,
-    BlockProblem,
     BlockSubject,
     Probe,
-    StepProblem,
     StepSubject,
     Subject,
     Tensors,
     probe,
 )
-from jetfire.gpt2.utilisation import flops_per_token
-from jetfire.nn import RECIPES
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
 from jetfire.ops.peers import forget_compiled
 
-STEP, BLOCK = "gpt2_step", "gpt2_block"
-INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
-SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
-Problem = StepProblem | BlockProblem
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem, and the recipes to measure of it."""
-
-    problem: Problem
-    recipes: Sequence[str] = INT8
-
-    @property
-    def op(self) -> str:
-        return STEP if isinstance(self.problem, StepProblem) else BLOCK
-
-    @property
-    def flops(self) -> float:
-        """Of a call."""
-        p = self.problem
-        layers, vocabulary, micros = 1, 0, 1
-        if isinstance(p, StepProblem):
-            layers, vocabulary, micros = p.layers, p.vocabulary, p.accumulate
-        sizes = {"layers": layers, "width": p.width, "heads": p.heads, "context": p.context}
-        one = flops_per_token(training.make("gpt2-124m", sizes), vocabulary)
-        return one * p.batch * p.context * micros
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.problem)
-
-    def __str__(self) -> str:
-        sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
-        return f"{self.op} {sizes}"
-
-
-# Beside the presets, whose micro-batches these replace in part.
-_SIZES: dict[str, dict[str, int]] = {
-    "wide": {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024},
-    "gpt2-124m": {"batch": 16},
-    "tiny": {"vocabulary": 256},
-}
-_USUAL = {"batch": 8, "context": 1024}
-_BLOCK = BlockProblem(width=4096, heads=32, batch=8, context=2048)
-
-
-def names() -> list[str]:
-    """What can be measured."""
-    return ["block", "wide", *training.PRESETS]
-
-
-def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
-    """A named problem with some of its sizes changed.
-
-    Raises:
-        UsageError: there is no such problem or size, or a size is below 1.
-    """
-    if name not in names():
-        raise UsageError(f"no case {name!r}: expected one of {', '.join(names())}")
-    if name == "block":
-        return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
-    found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
-    return replace(found, **_integers(found, changes or {}))
-
-
-def _preset(name: str) -> dict[str, int]:
-    """A preset's sizes of one micro-batch."""
-    preset = training.PRESETS.get(name, {})
-    wanted = ("layers", "heads", "width", "batch", "context")
-    return {field: preset[field] for field in wanted if field in preset}
-
-
-def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
-    known = [field.name for field in dataclasses.fields(problem)]
-    for name, text in changes.items():
-        if name not in known:
-            raise UsageError(f"--set {name}={text}: expected one of {', '.join(known)}")
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
-    return {name: int(text) for name, text in changes.items()}
-
-
-def recipes_of(texts: Sequence[str]) -> list[str]:
-    """INT8 recipes by name; all of them where none is given.
-
-    Raises:
-        UsageError: one is none.
-    """
-    chosen = [part for text in texts for part in text.split(",")] or list(INT8)
-    for name in chosen:
-        if name not in INT8:
-            raise UsageError(f"--recipe {name}: expected {', '.join(INT8)}")
-    return list(dict.fromkeys(chosen))
 
 
 def compared(ours: Tensors, theirs: Tensors) -> tuple[float, str]:
@@ -172,13 +77,15 @@ class Bench:
 
     def __init__(
         self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = 200.0,
-        sample_ms: float = SAMPLE_MS, debug: bool = False,
+        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = PEERS, debug: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.where = device, device.torch_device
         self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
         self.power_ms, self.sample_ms = power_ms, sample_ms
         self.monitor = Nvml.open(self.where)
         self.cuda = device.kind == "cuda"
+        # Eager is what recipes are checked against; on the CPU compiling would need a compiler.
+        self.peers = [n for n in PEERS if n == EAGER or (self.cuda and n in peers)]
 
     def measure(self, case: Case) -> list[Row]:
         """Rows of the recipes, then of the peers; none where BF16 eager does not fit."""
@@ -189,6 +96,7 @@ class Bench:
             return []
         finally:
             forget_compiled()
+            gc.collect()  # compiled models are cycles
             if self.cuda:
                 torch.cuda.empty_cache()
 
@@ -218,7 +126,7 @@ class Bench:
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
         # Peers last: what a process does once counts for the first recipe's first step.
-        for name in (*case.recipes, *(PEERS if self.cuda else (EAGER,))):
+        for name in (*case.recipes, *self.peers):
             role = "peer" if name in PEERS else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
@@ -247,15 +155,23 @@ class Bench:
     def _maker(self, case: Case) -> Callable[[str], Callable[[], Subject]]:
         """What makes a variant of a name; all have the same data."""
         problem, where = case.problem, self.where
-        generator = torch.Generator(where).manual_seed(self.seed)
         if isinstance(problem, StepProblem):
-            shape = (2, problem.accumulate, problem.batch, problem.context)
-            tokens = torch.randint(problem.vocabulary, shape, device=where, generator=generator)
-            micros = list(zip(*tokens, strict=True))
+            micros = self._micros(problem)
             return lambda name: partial(StepSubject, problem, name, micros, where, self.seed)
         size = (2, problem.batch, problem.context, problem.width)
-        x, dy = torch.randn(size, device=where, generator=generator).bfloat16()
+        x, dy = torch.randn(size, device=where, generator=self._generator()).bfloat16()
         return lambda name: partial(BlockSubject, problem, name, x, dy, self.seed)
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.where).manual_seed(self.seed)
+
+    def _micros(self, problem: StepProblem) -> list[Micro]:
+        """Random tokens and targets."""
+        shape = (2, problem.accumulate, problem.batch, problem.context)
+        tokens = torch.randint(
+            problem.vocabulary, shape, device=self.where, generator=self._generator()
+        )
+        return list(zip(*tokens, strict=True))
 
     def _variants(
         self, case: Case, subjects: Mapping[str, Subject]
@@ -293,7 +209,7 @@ class Bench:
             tflops=case.flops / timing.ms / 1e9, sm_mhz=timing.sm_mhz, watts=timing.watts,
             joules=timing.joules, graph=kind == "graph",
             throttled=None if timing.throttled is None else list(timing.throttled),
-            extra={**row.extra, **more},
+            extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
         )  # fmt: skip
 
 
@@ -345,13 +261,23 @@ def bench(asked: command.Asked, name: str, recipes: Sequence[str]) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
-    changes = training.split(asked.settings)
+    changes = settings.split(asked.settings)
     case = Case(problem_of(name, changes), recipes_of(recipes))
     words = ["jetfire train bench", name, f"--recipe {','.join(case.recipes)}"]
     words += [f"--set {key}={value}" for key, value in changes.items()]
+    words += [f"--peer {name}" for name in asked.peers]
     words += [f"--device {asked.device}"] if asked.device != "auto" else []
     words += [f"--rounds {asked.rounds}"] if asked.rounds else []
     run(asked, [case], " ".join([*words, f"--seed {asked.seed}"]))
+
+
+def _peers(texts: Sequence[str]) -> list[str]:
+    """Peers by name; both where none is given."""
+    chosen = [part for text in texts for part in text.split(",")]
+    for name in chosen:
+        if name not in PEERS:
+            raise UsageError(f"--peer {name}: expected {' or '.join(PEERS)}")
+    return chosen or list(PEERS)
 
 
 def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
@@ -362,6 +288,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     """
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
+    peers = _peers(asked.peers)
     kind, existing = command.file_format(asked), command.existing_rows(asked)
     device = Device.parse(asked.device)
     if asked.dry_run:
@@ -371,7 +298,10 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
-    made = Bench(device, command.note, rounds, asked.seed, sample_ms=sample_ms, debug=asked.debug)
+    made = Bench(
+        device, command.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
+        debug=asked.debug,
+    )  # fmt: skip
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
     driver = made.monitor.driver() if made.monitor else None

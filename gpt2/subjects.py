@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from jetfire.gpt2 import settings
+from jetfire.gpt2.cases import BlockProblem, StepProblem
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Block, Shape
 from jetfire.gpt2.step import Micro, Step, autocast
@@ -29,32 +30,6 @@ _NEXT = 0.1  # from one step to the next a loss moves by less than this part of 
 _DRAWS = 0.2  # two calls differ in their stochastic rounding, by less than this part of a gradient
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepProblem:
-    """One optimizer step of a GPT-2: `accumulate` micro-batches of batch × context tokens.
-
-    50304 tokens fill whole rows of 64, so that no logit is padding that must be masked.
-    """
-
-    layers: int
-    heads: int
-    width: int
-    batch: int
-    context: int
-    vocabulary: int = 50304
-    accumulate: int = 1
-
-
-@dataclass(frozen=True)
-class BlockProblem:
-    """Forward and backward of one block over batch × context tokens."""
-
-    width: int
-    heads: int
-    batch: int
-    context: int
 
 
 class Subject(ABC):

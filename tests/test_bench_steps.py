@@ -9,10 +9,12 @@ import torch
 from jetfire.bench import peaks, report, training_report
 from jetfire.bench.compare import match
 from jetfire.bench.results import Results, Row
+from jetfire.bench.timer import Timing
 from jetfire.cli import execute
-from jetfire.gpt2 import bench, subjects
-from jetfire.gpt2.bench import Bench, Case, problem_of
-from jetfire.gpt2.subjects import EAGER, BlockProblem, BlockSubject, StepProblem, StepSubject
+from jetfire.gpt2 import bench, cases, subjects
+from jetfire.gpt2.bench import Bench
+from jetfire.gpt2.cases import BlockProblem, Case, StepProblem, problem_of
+from jetfire.gpt2.subjects import EAGER, BlockSubject, StepSubject
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
@@ -55,6 +57,23 @@ def test_work_is_counted_as_documented():
     assert Case(BLOCK).flops == tokens * block
     assert Case(STEP).flops == tokens * (block + 6 * width * 64)
     assert Case(dataclasses.replace(STEP, accumulate=3)).flops == 3 * Case(STEP).flops
+
+
+def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
+    made = Bench(CPU, print, rounds=2)
+    subject = StepSubject(STEP, EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
+    subject.loss = torch.inf
+    timings = {f"{name} {kind}": Timing(ms, ms, ms, 3) for name, kind, ms in (
+        ("int8-block32", "graph", 5.0), ("int8-block32", "launched", 4.0),
+        ("compile", "graph", 7.0), ("compile", "launched", 6.0), ("eager", "launched", 8.0),
+    )}  # fmt: skip
+    for name, role, ms, graph in (("int8-block32", "kernel", 5.0, True),
+                                  ("compile", "peer", 6.0, False),
+                                  ("eager", "peer", 8.0, False)):  # fmt: skip
+        row = made._timed(Case(STEP), Row("gpt2_step", name, role, {}), timings, subject)
+        assert (row.ms, row.graph) == (ms, graph)
+        assert ("ms_graph" in row.extra) == (name != "eager")
+        assert row.extra["tokens_per_s"] == pytest.approx(32 / ms * 1e3)
 
 
 class _HalfUnwritten(StepSubject):
@@ -140,7 +159,7 @@ def test_cases_are_the_presets_and_two_more():
     assert problem_of("gpt2-350m") == StepProblem(24, 16, 1024, 8, 1024)
     assert problem_of("gpt2-124m") == StepProblem(12, 12, 768, 16, 1024)
     assert problem_of("block", {"batch": "1"}) == BlockProblem(4096, 32, 1, 2048)
-    assert {problem_of(name) for name in bench.SUITE} < {problem_of(n) for n in bench.names()}
+    assert {problem_of(name) for name in cases.SUITE} < {problem_of(n) for n in cases.names()}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +169,7 @@ def test_cases_are_the_presets_and_two_more():
         (["bench", "block", "--set", "layers=2"], "--set layers=2: expected one of width"),
         (["bench", "tiny", "--set", "batch=0"], "--set batch=0: expected an integer"),
         (["bench", "tiny", "--recipe", "bf16"], "--recipe bf16: expected int8-block32"),
+        (["bench", "tiny", "--peer", "gemm"], "--peer gemm: expected eager or compile"),
         (["bench", "tiny", "--append"], "--append: expected -o FILE.json"),
     ],
 )
@@ -223,7 +243,7 @@ def test_the_report_has_them_and_other_tables_do_not():
     assert "tokens, int8-block128 | 10.0 | 1.60× | 1.30× | 2.00 | 2.50× | 1.50× |" in readme
     assert "eager |" not in readme.split("\n", 3)[3]
     assert training_report.readme(Results(device, [])) == ""
-    assert (training_report.STEP, training_report.BLOCK) == (bench.STEP, bench.BLOCK)
+    assert (training_report.STEP, training_report.BLOCK) == (cases.STEP, cases.BLOCK)
 
 
 def test_two_files_of_them_compare(tmp_path, capsys):
@@ -260,8 +280,8 @@ def test_the_whole_way_on_the_gpu(problem):
     notes: list[str] = []
     made = Bench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
     rows = {row.kernel: row for row in made.measure(Case(problem))}
-    assert [*rows] == [*bench.INT8, "eager", "compile"]
-    for name in bench.INT8:
+    assert [*rows] == [*cases.INT8, "eager", "compile"]
+    for name in cases.INT8:
         row = rows[name]
         assert row.ok, row.error
         assert row.graph, notes

@@ -1,0 +1,140 @@
+"""What the training bench can measure: named problems, the presets' among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jetfire.gpt2 import settings
+from jetfire.gpt2.utilisation import flops_per_token
+from jetfire.nn import RECIPES
+from jetfire.ops.errors import UsageError
+
+STEP, BLOCK = "gpt2_step", "gpt2_block"
+INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
+SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """One optimizer step of a GPT-2: `accumulate` micro-batches of batch × context tokens.
+
+    50304 tokens fill whole rows of 64, so that no logit is padding that must be masked.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    batch: int
+    context: int
+    vocabulary: int = 50304
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """Forward and backward of one block over batch × context tokens."""
+
+    width: int
+    heads: int
+    batch: int
+    context: int
+
+
+Problem = StepProblem | BlockProblem
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, and the recipes to measure of it."""
+
+    problem: Problem
+    recipes: Sequence[str] = INT8
+
+    @property
+    def op(self) -> str:
+        return STEP if isinstance(self.problem, StepProblem) else BLOCK
+
+    @property
+    def tokens(self) -> int:
+        """Of a call."""
+        micros = self.problem.accumulate if isinstance(self.problem, StepProblem) else 1
+        return micros * self.problem.batch * self.problem.context
+
+    @property
+    def flops(self) -> float:
+        """Of a call."""
+        p = self.problem
+        layers, vocabulary = 1, 0
+        if isinstance(p, StepProblem):
+            layers, vocabulary = p.layers, p.vocabulary
+        sizes = {"layers": layers, "width": p.width, "heads": p.heads, "context": p.context}
+        return self.tokens * flops_per_token(settings.make("gpt2-124m", sizes), vocabulary)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.problem)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+        return f"{self.op} {sizes}"
+
+
+# Beside the presets, whose micro-batches these replace in part.
+_SIZES: dict[str, dict[str, int]] = {
+    "wide": {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024},
+    "gpt2-124m": {"batch": 16},
+    "tiny": {"vocabulary": 256},
+}
+_USUAL = {"batch": 8, "context": 1024}
+_BLOCK = BlockProblem(width=4096, heads=32, batch=8, context=2048)
+
+
+def names() -> list[str]:
+    """What can be measured."""
+    return ["block", "wide", *settings.PRESETS]
+
+
+def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
+    """A named problem with some of its sizes changed.
+
+    Raises:
+        UsageError: there is no such problem or size, or a size is below 1.
+    """
+    if name not in names():
+        raise UsageError(f"no case {name!r}: expected one of {', '.join(names())}")
+    if name == "block":
+        return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
+    found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
+    return replace(found, **_integers(found, changes or {}))
+
+
+def _preset(name: str) -> dict[str, int]:
+    """A preset's sizes of one micro-batch."""
+    preset = settings.PRESETS.get(name, {})
+    wanted = ("layers", "heads", "width", "batch", "context")
+    return {field: preset[field] for field in wanted if field in preset}
+
+
+def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
+    known = [field.name for field in dataclasses.fields(problem)]
+    for name, text in changes.items():
+        if name not in known:
+            raise UsageError(f"--set {name}={text}: expected one of {', '.join(known)}")
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
+    return {name: int(text) for name, text in changes.items()}
+
+
+def recipes_of(texts: Sequence[str]) -> list[str]:
+    """INT8 recipes by name; all of them where none is given.
+
+    Raises:
+        UsageError: one is none.
+    """
+    chosen = [part for text in texts for part in text.split(",")] or list(INT8)
+    for name in chosen:
+        if name not in INT8:
+            raise UsageError(f"--recipe {name}: expected {', '.join(INT8)}")
+    return list(dict.fromkeys(chosen))
