@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire.nn import Int8Block, Stream, linear_cross_entropy, recipes
+from jetfire.nn import (
+    Int8Block,
+    Stream,
+    TiedGradient,
+    linear_cross_entropy,
+    recipes,
+    tied_embedding,
+)
 from jetfire.ops.errors import UsageError
 from jetfire.reference.cross_entropy import IGNORED
 
@@ -114,17 +121,23 @@ class GPT2(nn.Module):
             raise UsageError(
                 f"{ids.shape[1]} tokens: expected at most {self.shape.context}, the context"
             )
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        # Who wants logits may do anything with them; and a compiler traces no object of ours.
+        tied = None
+        if self.recipe.block is not None and targets is not None:
+            tied = None if torch.compiler.is_compiling() else TiedGradient()
+        table = self.tokens.weight
+        x = self.tokens(ids) if tied is None else tied_embedding(table, ids, tied)
+        x = x + self.positions.weight[: ids.shape[1]]
         if self.training and self.shape.dropout:
             x = F.dropout(x, self.shape.dropout)
         x = self._plain(x) if self.recipe.block is None else self._int8(x, self.recipe.block)
         valid = self.shape.vocabulary
         if targets is None:
-            return F.linear(x, self.tokens.weight.to(x.dtype))[..., :valid]
+            return F.linear(x, table.to(x.dtype))[..., :valid]
         if self.recipe.block is None:
-            logits = F.linear(x, self.tokens.weight)[..., :valid]
+            logits = F.linear(x, table)[..., :valid]
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        rows = linear_cross_entropy(x.flatten(0, 1), self.tokens.weight, targets.flatten(), valid)
+        rows = linear_cross_entropy(x.flatten(0, 1), table, targets.flatten(), valid, tied)
         return rows.sum() / (targets != IGNORED).sum()
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

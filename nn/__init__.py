@@ -2,6 +2,7 @@
 
 from jetfire.nn.block import Int8Block, Stream
 from jetfire.nn.convert import Report, convert
+from jetfire.nn.embedding import TiedGradient, tied_embedding
 from jetfire.nn.gelu import Int8GELU
 from jetfire.nn.layernorm import Int8LayerNorm
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
@@ -20,8 +21,10 @@ __all__ = [
     "Recipe",
     "Report",
     "Stream",
+    "TiedGradient",
     "convert",
     "linear_cross_entropy",
+    "tied_embedding",
     "weights_changed",
 ]
 

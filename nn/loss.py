@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
+from jetfire.nn.embedding import TiedGradient
 from jetfire.ops.functional import cross_entropy, cross_entropy_backward
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int,
+        tied: TiedGradient | None,
+    ) -> torch.Tensor:  # fmt: skip
         w = weight.to(x.dtype)
         logits = x @ w.t()
         loss, lse = cross_entropy(logits, targets, valid=valid)
         ctx.save_for_backward(x, w, targets, logits, lse)
-        ctx.valid, ctx.weight_dtype = valid, weight.dtype
+        ctx.valid, ctx.weight_dtype, ctx.tied = valid, weight.dtype, tied
         return loss
 
     @staticmethod
@@ -29,7 +31,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         dx = dlogits @ w if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dlogits, x, ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None
+        if ctx.tied is not None and dw is not None:
+            ctx.tied.put(dw)
+            dw = None
+        return dx, dw, None, None, None
 
 
 def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -40,8 +45,9 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int | None = None,
+    tied: TiedGradient | None = None,
+) -> torch.Tensor:  # fmt: skip
     """−log softmax(x·Wᵀ)[target] of every row, in nats, fp32.
 
     Backward may run once: it overwrites the logits.
@@ -51,7 +57,8 @@ def linear_cross_entropy(
         weight: vocabulary × width, of any float dtype.
         targets: int64, one a row; −100 gives a loss of 0.
         valid: how many of the vocabulary's rows are tokens; the rest is padding.
+        tied: takes the weight's gradient, for the `tied_embedding` that x comes from to return.
     """
     valid = weight.shape[0] if valid is None else valid
     with torch.autocast(x.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(x, weight, targets, valid)
+        return _LinearCrossEntropy.apply(x, weight, targets, valid, tied)

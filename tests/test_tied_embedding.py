@@ -1,0 +1,52 @@
+"""The embedding that shares its table with the head: one gradient, the sum of both."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from jetfire.nn import TiedGradient, linear_cross_entropy, tied_embedding
+from jetfire.nn.embedding import add_rows
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_rows_are_added(device, tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(9, (tokens,), generator=generator).to(device)
+    gradient = torch.randn((tokens, 12), generator=generator).to(device)
+    table = torch.randn((20, 12), generator=generator).to(device)
+    expected = table.double().index_add(0, ids, gradient.double())
+    found = add_rows(table, ids, gradient)
+    assert found.data_ptr() == table.data_ptr()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_are_added_to_the_same_bits(device):
+    """Many rows of few ids, where an order left to chance would show."""
+    ids = torch.randint(3, (500,), device=device)
+    gradient = torch.randn((500, 64), device=device)
+    table = torch.randn((1000, 64), device=device)
+    first = add_rows(table.clone(), ids, gradient)
+    assert all(torch.equal(add_rows(table.clone(), ids, gradient), first) for _ in range(5))
+
+
+def test_one_gradient_of_embedding_and_head(device):
+    table = torch.randn((64, 16), device=device, requires_grad=True)
+    other = table.detach().clone().requires_grad_()
+    ids = torch.randint(60, (2, 10), device=device)
+    targets = torch.randint(60, (20,), device=device)
+    tied = TiedGradient()
+    x = tied_embedding(table, ids, tied).flatten(0, 1)
+    linear_cross_entropy(x, table, targets, tied=tied).mean().backward()
+    y = F.embedding(ids, other).flatten(0, 1)
+    F.cross_entropy(y @ other.t(), targets).backward()
+    torch.testing.assert_close(table.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert tied.take() is None
+
+
+def test_without_a_head_it_is_an_embedding(device):
+    table = torch.randn((10, 4), device=device, requires_grad=True)
+    ids = torch.tensor([[1, 1], [3, 9]], device=device)
+    tied_embedding(table, ids, TiedGradient()).sum().backward()
+    expected = torch.zeros(10, 4, device=device)
+    expected[1], expected[3], expected[9] = 2, 1, 1
+    assert torch.equal(table.grad, expected)
