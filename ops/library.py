@@ -40,6 +40,15 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _ANY_SIZE = 3 * 128
 
 
+# What was asked for in this process, and the kernel that took it.
+_planned: dict[tuple[str, Any], Kernel] = {}
+
+
+def planned() -> list[tuple[Op, Any, Kernel]]:
+    """Op, problem and kernel of every different call so far: what a model's tuner has to tune."""
+    return [(ops.get(name), problem, kernel) for (name, problem), kernel in _planned.items()]
+
+
 @profiles.remembered
 def _plan(
     name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
@@ -48,6 +57,7 @@ def _plan(
     op = ops.get(name)
     problem = op.Problem.parse(dict(fields))
     kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
+    _planned[name, problem] = kernel
     return op, problem, kernel, config
 
 
@@ -68,16 +78,18 @@ def _launch(name: str, call: Call, written: tuple[str, ...]) -> Tensors:
     inputs = {key: tensor for key, tensor in call[0].items() if tensor is not None}
     device = next(iter(inputs.values())).device
     op, problem, kernel, config = _plan(name, device, tuple(call[1].items()))
-    outputs = {key: inputs[key] for key in written} or op.outputs(problem, inputs)
+    outputs = {key: inputs[key] for key in written if key in inputs}
+    outputs = outputs or op.outputs(problem, inputs)
     context = _launch_context(device)
     if context is None:
         kernel.launch(problem, config, inputs, outputs)
     else:
         with context:
             kernel.launch(problem, config, inputs, outputs)
-    for key in written:  # a launch does not tell autograd of its writes
-        if not outputs[key].is_inference():
-            torch.autograd.graph.increment_version(outputs[key])
+    if written:  # a launch does not tell autograd of its writes
+        for tensor in outputs.values():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
     return outputs
 
 
@@ -444,3 +456,28 @@ def cross_entropy_backward_inplace(
     """`dlogits` holds the logits, and then their gradient."""
     inputs = {"targets": targets, "lse": lse, "dloss": dloss, "dlogits": dlogits}
     return _entropy(dlogits, inputs, "bwd", valid)
+
+
+@_operator(
+    "adamw(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? q,"
+    " Tensor(e!)? scale, Tensor(f!)? qt, Tensor(g!)? scale_t, Tensor grad, Tensor rate,"
+    " Tensor step, Tensor? grad_scale, Tensor? found_inf, int block, float beta1, float beta2,"
+    " float eps, float decay) -> ()"
+)
+def adamw(
+    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, q: Tensor | None, scale: Tensor | None,
+    qt: Tensor | None, scale_t: Tensor | None, grad: Tensor, rate: Tensor, step: Tensor,
+    grad_scale: Tensor | None, found_inf: Tensor | None, block: int, beta1: float, beta2: float,
+    eps: float, decay: float,
+) -> Call:  # fmt: skip
+    """The codes that are given say the layout."""
+    inputs = {
+        "param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "q": q, "scale": scale,
+        "qt": qt, "scale_t": scale_t, "grad": grad, "rate": rate, "step": step,
+        "grad_scale": grad_scale, "found_inf": found_inf,
+    }  # fmt: skip
+    layout = "q" if qt is None else "qt" if q is None else "both"
+    return inputs, _sized(
+        param, block=block, layout=layout, guarded=found_inf is not None, beta1=beta1,
+        beta2=beta2, eps=eps, decay=decay,
+    )  # fmt: skip
