@@ -27,11 +27,12 @@ def _rate(value: float) -> str:
     return f"{value:.3g}"
 
 
-def step_text(record: Record) -> str:
-    """A step's figures in a line."""
-    parts = [f"loss {record['loss']:.4f}", f"norm {record['norm']:.2f}",
-             f"rate {record['rate']:.2e}", f"{record['ms']:.1f} ms",
-             f"{_rate(record['tokens_per_s'])} tokens/s"]  # fmt: skip
+def step_text(record: Record, short: bool = False) -> str:
+    """A step's figures in a line; short fits a terminal beside the bar."""
+    parts = [f"loss {record['loss']:.4f}"]
+    if not short:
+        parts += [f"norm {record['norm']:.2f}", f"rate {record['rate']:.2e}"]
+    parts += [f"{record['ms']:.1f} ms", f"{_rate(record['tokens_per_s'])} tokens/s"]
     if record["mfu"] is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record["peak_gib"] is not None:
@@ -56,7 +57,7 @@ class Display:
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(20),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(12),
                 TimeRemainingColumn(compact=True), TextColumn("{task.description}"),
             )  # fmt: skip
             self._progress = self._stack.enter_context(
@@ -76,7 +77,7 @@ class Display:
             self._line(f"step {record['step']:6d}  validation loss {record['loss']:.4f}")
         elif record["kind"] == "step" and self._progress is not None:
             self._progress.update(
-                self._task, completed=record["step"], description=step_text(record)
+                self._task, completed=record["step"], description=step_text(record, short=True)
             )
         elif record["kind"] == "step":
             now = time.monotonic()

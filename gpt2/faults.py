@@ -81,7 +81,7 @@ def find(model: nn.Module, micros: Sequence[Micro], device: torch.device) -> str
                 with autocast(device):
                     loss = model(ids, targets) / len(micros)
                 if not _finite(loss):
-                    return f"the loss itself, over finite layers: {_kind(loss)}"
+                    return f"the loss, after the last block: {_parameter_of(model) or _kind(loss)}"
                 loss.backward()
     except _Found as found:
         return str(found)

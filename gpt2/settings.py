@@ -18,7 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Bytes of text, for a CPU: 0.4 M parameters.
     "tiny": {
         "layers": 2, "heads": 4, "width": 128, "context": 64, "batch": 16, "steps": 50,
-        "rate": 3e-3, "warmup": 5, "evaluate_every": 25, "evaluate_batches": 4,
+        "rate": 2e-3, "warmup": 5, "evaluate_every": 25, "evaluate_batches": 4,
         "checkpoint_every": 25, "tokenizer": "byte",
     },
     # As nanoGPT's train_shakespeare_char publishes it.
