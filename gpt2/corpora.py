@@ -209,7 +209,7 @@ def _read(path: Path) -> Iterator[Piece]:
 def _stream(raw: IO[bytes], path: Path, label: str) -> Iterator[Piece]:
     """Documents of an open file that `path` names, be it packed, an archive or text."""
     suffix = path.suffix.lower()
-    opened = _PACKED[suffix](raw) if suffix in _PACKED else raw
+    opened: Any = _PACKED[suffix](raw) if suffix in _PACKED else raw
     file = io.BufferedReader(opened, 1 << 16)
     what = kind(path)
     if file.peek(512)[257:262] == b"ustar":

@@ -35,6 +35,12 @@ def test_gpt2_separates_by_its_last_id_and_keeps_the_text_of_it_text(gpt2_files)
     assert tokenizer.decode([267]) == "<|endoftext|>"
 
 
+def test_gpt2_encodes_long_runs(gpt2_files):
+    tokenizer = tokenizers.gpt2(gpt2_files)
+    for text in ("x" + " " * 999_999 + "y", "\n" * 300_000, "in" * 300_000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @given(st.text(max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_bytes_and_characters_decode_what_they_encode(text):
