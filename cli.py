@@ -454,7 +454,8 @@ RunFolder = Annotated[
     cls=_Run,
     hidden=True,
     epilog="Other verbs, each with --help: jetfire train prepare (text to tokens), plot (loss "
-    "curves), sample (text of a run's model), export (weights for transformers).",
+    "curves), sample (text of a run's model), export (weights for transformers), bench (a step "
+    "against BF16).",
 )
 def _train(
     preset: Annotated[

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 from jetfire.bench.results import write_text
@@ -172,9 +173,12 @@ def _resumed(asked: Asked, given: dict[str, Any]) -> Run:
     before = saved.state["settings"] if saved else _begun(asked.output)
     if before is None:
         raise UsageError(f"--resume: {asked.output} holds no run")
+    settings = resumed(before, given, str(asked.output))
+    if saved is not None and saved.step > settings.steps:
+        raise UsageError(f"steps={settings.steps}: {asked.output} is at step {saved.step} already")
     if saved is None:
         note(f"{asked.output} has no checkpoint: beginning at its first step")
-    return Run(asked.output, resumed(before, given, str(asked.output)), saved)
+    return Run(asked.output, settings, saved)
 
 
 def _tokens(settings: Settings) -> data.Tokens:
@@ -244,6 +248,8 @@ def train(asked: Asked) -> None:
         JetfireError: with the exit code of what went wrong; the last checkpoint stands.
     """
     device = Device.parse(asked.device)
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.torch_device)
     run = run_of(asked)
     tokens = _tokens(run.settings)
     stop, begin = Stop(), time.monotonic()
@@ -289,11 +295,11 @@ class Outcome:
         moved = ""
         if "step" in self.records:
             moved = f"loss {self.first:.4f} → {self.records['step']['loss']:.4f}, "
-        best = end["best"]
-        return (
-            f"{one.preset} {one.recipe}: {moved}best validation loss {best['loss']:.4f} at step "
-            f"{best['step']}, {end['step']} steps, {end['seconds']:.1f} s; {run.folder}"
-        )
+        if end["best"] is not None:
+            best = end["best"]
+            moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
+        took = f"{end['step']} steps, {end['seconds']:.1f} s"
+        return f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
 
 
 def _trained(path: Path) -> Checkpoint:

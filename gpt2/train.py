@@ -167,6 +167,8 @@ class Training:
             Interrupted: `stop` said so; the checkpoint is written.
         """
         self.model.train()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         pending: Launched | None = None
         for step in range(self.done + 1, self.settings.steps + 1):
             launched = self._launch(step)
@@ -233,6 +235,8 @@ class Training:
     def _evaluated(self, step: int) -> bool:
         """Whether this evaluation is the best yet."""
         loss = self.evaluate()
+        if not math.isfinite(loss):
+            raise JetfireError(f"validation loss is {loss} at step {step}; {self._kept()}")
         self.report({"kind": "evaluation", "step": step, "loss": loss})
         if self.best is not None and self.best["loss"] <= loss:
             return False

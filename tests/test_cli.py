@@ -28,7 +28,8 @@ def bench(*arguments: str) -> int:
     return execute("bench", list(arguments))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["compare", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["compare", "--help"],
+                                       ["train", "--help"]])  # fmt: skip
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys; from jetfire.cli import execute; code = execute(None, sys.argv[1:]); "

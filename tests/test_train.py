@@ -277,6 +277,12 @@ def test_a_fault_names_step_and_layer(name, gradient, says, recipe, tokens, tmp_
     assert all(torch.isfinite(value).all() for value in found.model().values())
 
 
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch):
+    monkeypatch.setattr(Training, "evaluate", lambda self: math.nan)
+    with pytest.raises(JetfireError, match="validation loss is nan at step 4; no checkpoint"):
+        run(tokens)
+
+
 def test_the_devices_peak_says_where_it_is_from():
     h200 = Device("cuda", name="NVIDIA H200", capability=(9, 0))
     found = utilisation.peak(h200)
@@ -381,6 +387,8 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     assert execute("train", ["--resume", "-o", str(folder), "--steps", "8"]) == 0
     assert [s for s, *_ in losses(log.read(folder))] == list(range(1, 9))
 
+    assert execute("train", ["--resume", "-o", str(folder), "--steps", "5"]) == 2
+    assert "is at step 8 already" in capsys.readouterr().err
     other = tmp_path / "other"
     again = [*words, "--init", str(folder), "-o", str(other), "--recipe", "int8-block32"]
     assert execute("train", again) == 0
