@@ -288,11 +288,13 @@ class Int8Block(nn.Module):
         if torch.is_grad_enabled() or dropout:
             seeds = draw(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device)
             enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
-        x, *qkv = _Enter.apply(
+        x, query, key, value = _Enter.apply(
             stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,
             self.qkv.weight, self.qkv.bias, *self.qkv.codes(),
         )  # fmt: skip
-        attended = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
         linears = (self.projection, self.expand, self.contract)
         handoff = None if torch.compiler.is_compiling() else Handoff()
         out = _Leave.apply(
@@ -301,7 +303,7 @@ class Int8Block(nn.Module):
             *(p for linear in linears for p in (linear.weight, linear.bias)),
             *(t for linear in linears for t in linear.codes()),
         )  # fmt: skip
-        return Stream(*out, handoff)
+        return Stream(*out)._replace(handoff=handoff)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, block={self.block}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -125,7 +126,7 @@ def _why_not(module: nn.Module, recipe: Recipe, skipped: bool, head: bool) -> st
     return None
 
 
-def _replacement(module: nn.Module, recipe: Recipe) -> nn.Module:
+def _replacement(module: Any, recipe: Recipe) -> nn.Module:
     assert recipe.block is not None
     if _is_conv1d(module):
         new: nn.Module = Int8Conv1D(module.weight, module.bias, recipe.block)

@@ -344,13 +344,15 @@ def test_another_weight_at_the_same_place_is_another():
     """A weight that died leaves its memory, and its id, to the next."""
     quantised = products.QuantisedWeight()
     memory = torch.zeros(32, 32)
-    found = []
-    for value in (1.0, 2.0, 3.0):
-        memory.data.fill_(value)
-        weight = nn.Parameter(memory.data)
+    found, ids = [], set()
+    for value in range(1, 21):
+        memory.fill_(value)
+        weight = nn.Parameter(torch.from_numpy(memory.numpy()))
+        ids.add(id(weight))
         found.append(float(quantised.of(weight, 32).scale) * 127)
         del weight
-    assert found == pytest.approx([1.0, 2.0, 3.0])
+    assert len(ids) < 20
+    assert found == pytest.approx(list(range(1, 21)))
 
 
 def test_blocks_of_a_module_may_change(device):
@@ -534,6 +536,32 @@ def test_a_hook_that_changes_the_gradient_has_it_quantised(device, quantised_gra
     middle.x.register_hook(lambda g: g.mul_(2) if in_place else g * 2)
     out.x.sum().backward()
     assert len(quantised_gradients) == 2
+
+
+def test_every_gradient_is_rounded_stochastically_by_a_key_of_its_own(device, monkeypatch):
+    """Roundings that shared a key would not be independent, and means hide that well."""
+    seeds = []
+
+    def recorded(name, function):
+        def call(*args, **options):
+            if options.get("rounding") == "stochastic" or "backward" in name:
+                seeds.append(int(options["seed"]))
+                assert options.get("rounding", "stochastic") == "stochastic"
+            return function(*args, **options)
+
+        return call
+
+    for module in (block_module, products):
+        for name in vars(module).copy():
+            if name.startswith("int8_"):
+                monkeypatch.setattr(module, name, recorded(name, getattr(module, name)))
+    first, second, x = two_blocks(device)
+    _, out = streams(first, second, x)
+    out.x.square().sum().backward()
+    # A block's: three of products, attention's, two LayerNorms', GELU's and two of the stream;
+    # and that of the last stream.
+    assert len(seeds) == 2 * 9 + 1
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_backward_twice(device):
