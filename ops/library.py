@@ -198,11 +198,9 @@ def quantize_qkv(
     query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, block: int, rounding: str,
     layout: str,
 ) -> Call:  # fmt: skip
-    m, width = query.shape
-    return {"query": query, "key": key, "value": value, "seed": seed}, {
-        "m": m, "n": 3 * width, "block": block, "dtype": FLOAT_NAMES[query.dtype],
-        "rounding": rounding, "layout": layout,
-    }  # fmt: skip
+    return {"query": query, "key": key, "value": value, "seed": seed}, _sized(
+        query, block=block, dtype=FLOAT_NAMES[query.dtype], rounding=rounding, layout=layout
+    )
 
 
 @_operator("dequantize(Tensor q, Tensor scale, int block, str out) -> Tensor")

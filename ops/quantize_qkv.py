@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Tensors, float_dtype, quantised_outputs
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
@@ -21,12 +20,7 @@ PARTS = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class QuantizeQkvProblem(QuantizeProblem):
-    """query, key and value (each m×n/3, `dtype`) to the codes of the m×n matrix of all three."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n % len(PARTS):
-            raise UsageError(f"n={self.n}: expected a multiple of 3")
+    """query, key and value (each m×n, `dtype`) to the codes of the m×3n matrix of all three."""
 
 
 class QuantizeQkv(Quantize):
@@ -35,7 +29,7 @@ class QuantizeQkv(Quantize):
     Problem = QuantizeQkvProblem
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": 3 * model.width}]
+        return [{"m": model.tokens, "n": model.width}]
 
     def inputs(
         self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
@@ -43,8 +37,7 @@ class QuantizeQkv(Quantize):
         from jetfire.ops.data import Source
 
         def part(source: Source) -> torch.Tensor:
-            width = problem.n // len(PARTS)
-            return source.floats(problem.m, width).to(float_dtype(problem.dtype))
+            return source.floats(problem.m, problem.n).to(float_dtype(problem.dtype))
 
         inputs = {name: part(Source(data, device, seed + i)) for i, name in enumerate(PARTS)}
         if problem.rounding == "stochastic":
@@ -52,8 +45,8 @@ class QuantizeQkv(Quantize):
         return inputs
 
     def outputs(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
-        device = inputs["query"].device
-        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+        device, columns = inputs["query"].device, len(PARTS) * problem.n
+        return quantised_outputs(problem, device, problem.layout, problem.m, columns)
 
     def reference(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.quantize_qkv import quantize_qkv

@@ -15,9 +15,11 @@ from jetfire.kernels_triton.tiles import (
     grid_origin,
     load_tile,
     register_limit,
+    register_reason,
     store_quantised,
     tile_grid,
 )
+from jetfire.ops.device import Device
 from jetfire.ops.op import Tensors
 
 
@@ -79,16 +81,19 @@ def quantize_qkv_kernel(
 
 
 class TritonQuantizeQkv(TritonQuantize):
-    """Legality, default and space are `quantize`'s."""
+    """Legality, default and space are `quantize`'s, of the matrix of all three."""
 
     op = "quantize_qkv"
+
+    def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
+        return register_reason(problem.m, 3 * problem.n, problem.block, config, device)
 
     def launch(
         self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
         parts = [inputs[name] for name in ("query", "key", "value")]
-        width = problem.n // 3
-        quantize_qkv_kernel[tile_grid(problem.m, problem.n, config)](
+        width = problem.n
+        quantize_qkv_kernel[tile_grid(problem.m, 3 * width, config)](
             *parts, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
             outputs.get("scale_t"), inputs.get("seed"), problem.m, width,
             *(part.stride(0) for part in parts),
