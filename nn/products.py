@@ -20,6 +20,17 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FEW = 768 * 768
 
 
+def checked_block(block: int) -> int:
+    """The side of a block.
+
+    Raises:
+        UsageError: kernels have no such blocks.
+    """
+    if block not in _BLOCKS:
+        raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
+    return block
+
+
 class Both(NamedTuple):
     """A quantised m×n matrix and its transpose."""
 
