@@ -16,9 +16,18 @@ from typing import Any, get_args
 import torch
 
 from jetfire.ops import library
+from jetfire.ops.adamw import AdamwProblem
 from jetfire.ops.errors import UsageError
 from jetfire.ops.gelu import Approximate
-from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
+from jetfire.ops.op import (
+    Block,
+    FloatName,
+    Layout,
+    Rounding,
+    blocks_of,
+    float_dtype,
+    quantised_outputs,
+)
 
 Tensor = torch.Tensor
 _BLOCKS = get_args(Block)
@@ -394,3 +403,84 @@ def cross_entropy_backward(
         return library.cross_entropy_backward(*operands)
     library.cross_entropy_backward_inplace(*operands)
     return logits
+
+
+def _same_shape(name: str, x: Tensor, like: Tensor) -> None:
+    """An fp32 matrix as `like` is."""
+    _matrix(name, x, (torch.float32,))
+    _same_device(name, x, like)
+    if x.shape != like.shape:
+        raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(like.shape)}")
+
+
+def _contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise UsageError(f"{name} has strides {x.stride()}: expected a contiguous tensor")
+
+
+def _scalar(name: str, x: Tensor, like: Tensor) -> None:
+    if x.dtype != torch.float32 or x.numel() != 1 or x.device != like.device:
+        raise UsageError(f"{name}: expected a float32 tensor of one element on {like.device}")
+
+
+def _room(out: tuple[Tensor, ...], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors to write codes into, where they are as those wanted."""
+
+    def kind(x: Tensor) -> tuple[Any, ...]:
+        return x.dtype, x.shape
+
+    fits = len(out) == len(wanted) and all(
+        kind(a) == kind(b) and a.is_contiguous() for a, b in zip(out, wanted.values(), strict=True)
+    )
+    if not fits:
+        names = (
+            f"{k} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in wanted.items()
+        )
+        raise UsageError(f"out: expected {', '.join(names)}, contiguous")
+    return dict(zip(wanted, out, strict=True))
+
+
+def int8_adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rate: Tensor, step: Tensor,
+    *, block: Block = 32, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+    decay: float = 0.01, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    layout: Layout = "both", out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A step of AdamW in place, and the codes of the new param, rounded to nearest.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: fp32 m×n, all but grad contiguous.
+        rate, step: fp32, one element; `step` counts this one too.
+        decay: decoupled: param is multiplied by 1 − rate·decay first.
+        grad_scale, found_inf: fp32, one element; both or neither. The gradient is divided by the
+            one; where the other is not 0 nothing changes, and the codes are those of param as it
+            is.
+        out: tensors to write the codes into.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    for name, x in (("param", param), ("grad", grad), ("exp_avg", exp_avg),
+                    ("exp_avg_sq", exp_avg_sq)):  # fmt: skip
+        _same_shape(name, x, param)
+        if x is not grad:
+            _contiguous(name, x)
+    if (grad_scale is None) != (found_inf is None):
+        raise UsageError("grad_scale and found_inf: expected both or neither")
+    for name, scalar in (("rate", rate), ("step", step), ("grad_scale", grad_scale),
+                         ("found_inf", found_inf)):  # fmt: skip
+        if scalar is not None:
+            _scalar(name, scalar, param)
+    _choice("block", block, _BLOCKS)
+    _choice("layout", layout, _LAYOUTS)
+    m, n = param.shape
+    problem = AdamwProblem(m, n, block=block, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
+    device = torch.device("meta") if out is not None else param.device
+    codes = quantised_outputs(problem, device, layout, m, n)
+    if out is not None:
+        codes = _room(out, codes)
+    library.adamw(
+        param, exp_avg, exp_avg_sq, *(codes.get(k) for k in ("q", "scale", "qt", "scale_t")), grad,
+        rate, step, grad_scale, found_inf, block, beta1, beta2, eps, decay,
+    )  # fmt: skip
+    return tuple(codes.values())

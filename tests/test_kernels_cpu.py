@@ -28,6 +28,7 @@ FIELDS = {
         {"mode": "bwd", "rounding": "stochastic"},
     ],
     "add": [{"mode": m, "rounding": r} for m in ("fwd", "bwd") for r in ("nearest", "stochastic")],
+    "adamw": [{"guarded": guarded} for guarded in (False, True)],
     "dropout": [{"mode": m, "p": p} for m in ("fwd", "bwd") for p in (0.0, 0.3)],
 }
 CASES = [

@@ -1,0 +1,46 @@
+"""AdamW and the new weight's codes on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jetfire.kernels_cpu.common import NoConfig, TorchKernel, with_transpose
+from jetfire.ops.op import Tensors
+from jetfire.reference.adamw import rounded
+from jetfire.reference.quantize import quantize
+
+
+class TorchAdamw(TorchKernel):
+    op = "adamw"
+
+    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
+        """`outputs` hold the parameter and its moments before the step, and after it."""
+        before = {**inputs, **outputs}
+        super().launch(problem, config, before, outputs)
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        p, m, v = new = [inputs[name] for name in ("param", "exp_avg", "exp_avg_sq")]
+        if not (problem.guarded and bool(inputs["found_inf"] != 0)):
+            new = list(_updated(problem, p, m, v, inputs))
+        codes = with_transpose(*quantize(new[0], problem.block))
+        return {"param": new[0], "exp_avg": new[1], "exp_avg_sq": new[2], **codes}
+
+
+def _updated(
+    problem: Any, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, inputs: Tensors
+) -> tuple[torch.Tensor, ...]:
+    """The parameter and its moments after the step, fp32."""
+    beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
+    g, rate, step = inputs["grad"], float(inputs["rate"]), float(inputs["step"])
+    if problem.guarded:
+        g = g / inputs["grad_scale"]
+    m = (m * beta1).add_(g, alpha=1 - beta1)
+    v = (v * beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(problem.eps)
+    p = p * (1 - rate * problem.decay)
+    return p.addcdiv_(m, denominator, value=-rate / (1 - beta1**step)), m, v
+
+
+KERNELS = (TorchAdamw(),)

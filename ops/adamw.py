@@ -1,0 +1,180 @@
+"""AdamW on a weight that is multiplied in INT8: the update, and the new weight's codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Block, Check, Layout, Op, Problem, Tensors, quantised_outputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+UPDATED = ("param", "exp_avg", "exp_avg_sq")
+SCALARS = ("rate", "step", "grad_scale", "found_inf")
+ROUNDING = 2.0**-24  # of one fp32 operation, relatively
+# Of the bias corrections and of sqrt.approx and div.full, which are off by 2^-22 and less.
+UPDATE = 2.0**-19
+
+
+@dataclass(frozen=True)
+class AdamwProblem(Problem):
+    """param, exp_avg and exp_avg_sq (m×n fp32) after a step, and the codes of the new param.
+
+    `guarded` steps have a grad_scale, which divides the gradient, and a found_inf: where it is not
+    0 nothing changes (the codes are written all the same). Codes are rounded to nearest.
+    """
+
+    block: Block = 32
+    layout: Layout = "both"
+    guarded: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise UsageError(f"{name}={value}: expected at least 0 and less than 1")
+        for name in ("eps", "decay"):
+            if not (value := getattr(self, name)) >= 0:
+                raise UsageError(f"{name}={value}: expected at least 0")
+
+
+class Adamw(Op):
+    name = "adamw"
+    summary = "AdamW's update of a weight, and its codes both ways"
+    Problem = AdamwProblem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": out, "n": inp} for out, inp in model.linears()]
+
+    def inputs(
+        self, problem: AdamwProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """The state of a training that is some hundreds of steps old."""
+        import torch
+
+        source, shape = Source(data, device, seed), (problem.m, problem.n)
+        inputs = {
+            "param": source.floats(*shape),
+            "grad": source.floats(*shape),
+            "exp_avg": source.floats(*shape) * 0.1,
+            "exp_avg_sq": source.floats(*shape).square(),
+            "rate": torch.full((), 1e-3, device=device),
+            "step": 1.0 + source.integers(1000),
+        }
+        if problem.guarded:
+            inputs["grad_scale"] = 1 + source.normal().abs()
+            inputs["found_inf"] = torch.zeros((), device=device)
+        return inputs
+
+    def outputs(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
+        """Copies of what is updated, and room for codes."""
+        import torch
+
+        m, n = problem.m, problem.n
+        updated = {
+            name: inputs[name].clone(memory_format=torch.contiguous_format) for name in UPDATED
+        }
+        return updated | quantised_outputs(problem, inputs["param"].device, problem.layout, m, n)
+
+    def poison(self, problem: AdamwProblem, outputs: Tensors) -> Tensors:
+        super().poison(problem, {k: t for k, t in outputs.items() if k not in UPDATED})
+        return outputs
+
+    def reference(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
+        """The update in float64, and bounds on what evaluation in fp32 may add."""
+        from jetfire.reference.adamw import adamw
+
+        scalars = {name: inputs.get(name) for name in SCALARS[2:]}
+        new = adamw(
+            *(inputs[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rate", "step")),
+            problem.beta1, problem.beta2, problem.eps, problem.decay, **scalars,
+        )  # fmt: skip
+        expected = dict(zip(UPDATED, new, strict=True))
+        return expected | _bounds(problem, inputs, expected)
+
+    def check(
+        self,
+        problem: AdamwProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        """The update within its bounds, and the codes to the bit: those of the kernel's own."""
+        from jetfire.ops import check
+        from jetfire.reference.quantize import quantize
+        from jetfire.reference.transpose import transpose
+
+        q, scale = quantize(outputs["param"], problem.block)
+        qt, scale_t = transpose(q, scale)
+        codes = {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+        bounded = [
+            check.bounded(name, outputs[name], expected[name], expected[f"{name}_bound"])
+            for name in UPDATED
+        ]
+        exact = [check.exact(k, t, codes[k]) for k, t in outputs.items() if k not in UPDATED]
+        return check.every(bounded + exact)
+
+    def peers(
+        self, problem: AdamwProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """torch's fused AdamW, then plain torch's quantisation of what it leaves."""
+        import torch
+
+        from jetfire import ops
+        from jetfire.ops import peers
+
+        plain = ops.get("quantize")
+        quantized = plain.Problem(
+            problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
+        )
+        state = {name: inputs[name].clone() for name in (*UPDATED, "grad")}
+        guards = {name: inputs.get(name) for name in SCALARS[2:]}
+
+        def eager() -> Any:
+            torch._fused_adamw_(
+                [state["param"]], [state["grad"]], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+                [inputs["step"]], lr=inputs["rate"], beta1=problem.beta1, beta2=problem.beta2,
+                weight_decay=problem.decay, eps=problem.eps, amsgrad=False, maximize=False,
+                **guards,
+            )  # fmt: skip
+            return plain.eager(quantized, state["param"])  # type: ignore[attr-defined]
+
+        return peers.elementwise(eager, self.bytes(problem), inputs["param"].device)
+
+
+def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
+    """A few roundings of the terms of each sum; the update's besides as `UPDATE` says.
+
+    The gradient has been scaled with two roundings, its square has five.
+    """
+    from jetfire.reference.adamw import rounded
+
+    names = [f"{name}_bound" for name in UPDATED]
+    if "found_inf" in inputs and float(inputs["found_inf"]) != 0:
+        return {f"{name}_bound": 0 * expected[name] for name in UPDATED}
+    beta1, beta2, eps = map(rounded, (problem.beta1, problem.beta2, problem.eps))
+    p, g, m = (inputs[name].double().abs() for name in ("param", "grad", "exp_avg"))
+    if problem.guarded:
+        g = g / inputs["grad_scale"].double()
+    least = 2.0**-126  # below which a rounding is absolute
+    of_m = 4 * ROUNDING * (beta1 * m + (1 - beta1) * g) + ROUNDING * least
+    of_v = 8 * ROUNDING * expected["exp_avg_sq"] + ROUNDING * least
+    lr, t = float(inputs["rate"]), float(inputs["step"])
+    step = lr / (1 - beta1**t)
+    denominator = (expected["exp_avg_sq"] / (1 - beta2**t)).sqrt() + eps
+    of_p = step / denominator * (of_m + UPDATE * expected["exp_avg"].abs()) + 3 * ROUNDING * p
+    bounds = (of_p + ROUNDING * least, of_m, of_v)
+    return {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
+
+
+OP = Adamw()

@@ -1,0 +1,194 @@
+"""adamw: the update against float64 and torch's own, the codes against quantize to the bit."""
+
+import math
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.ops import int8_adamw, int8_quantize
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.run import verify
+from jetfire.reference.adamw import rounded
+
+OP = ops.get("adamw")
+KERNEL = ops.get_kernel("adamw", "triton")
+
+
+def check(problem, inputs, config=None, kernel=KERNEL):
+    config = config or kernel.default(problem, Device.of(inputs["param"]))
+    result = verify(OP, kernel, problem, config, inputs)
+    assert result.ok, f"{problem}, {config}: {result.message}"
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 50), (70, 160), (129, 128)])
+def test_any_shape(device, block, m, n):
+    problem = OP.Problem(m, n, block=block)
+    check(problem, OP.inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.parametrize(("tile_n", "slices"), [(128, 1), (128, 2), (256, 4)])
+def test_slices_of_a_block(device, tile_n, slices):
+    problem = OP.Problem(140, 300, block=128)
+    config = KERNEL.Config(128, tile_n, 16, slices=slices)
+    inputs = OP.inputs(problem, device, data="outlier")
+    inputs["grad"][100, 7], inputs["grad"][130, 200] = math.nan, math.inf
+    inputs["exp_avg"][130, 200] = inputs["exp_avg_sq"][130, 200] = math.nan
+    check(problem, inputs, config)
+
+
+def test_slices_are_of_one_block():
+    device, problem = Device(kind="cuda", capability=(9, 0)), OP.Problem(256, 256, block=64)
+    for config in (KERNEL.Config(128, 128, 8, slices=2), KERNEL.Config(64, 64, 8, slices=8)):
+        assert "expected 1, or a power of two" in KERNEL.legal(problem, config, device)
+
+
+@pytest.mark.parametrize("data", ["outlier", "gradient"])
+@pytest.mark.parametrize("layout", ["q", "qt"])
+def test_layouts_and_guards(device, layout, data):
+    problem = OP.Problem(45, 96, layout=layout, guarded=True)
+    check(problem, OP.inputs(problem, device, data=data))
+
+
+@pytest.mark.parametrize("step", [1, 2, 10, 499, 501, 1000, 10**5, 10**6])
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.0, 0.5), (0.95, 0.99999)])
+def test_bias_corrections_at_any_step(device, step, beta1, beta2):
+    problem = OP.Problem(2, 8, beta1=beta1, beta2=beta2, decay=0.0)
+    inputs = OP.inputs(problem, device) | {"step": torch.tensor(float(step), device=device)}
+    check(problem, inputs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.99999])
+@pytest.mark.parametrize("step", [1, 10, 400, 700, 10**6])
+def test_a_bias_correction_is_accurate(device, beta, step):
+    """Read from the update: without gradient noise p moves by rate·m/(1 − beta^t)."""
+    problem = OP.Problem(1, 1, beta1=beta, beta2=0.0, eps=1.0, decay=0.0)
+    zero = torch.zeros((1, 1), device=device)
+    inputs = {
+        "param": zero, "grad": zero, "exp_avg": zero + 1, "exp_avg_sq": zero,
+        "rate": torch.tensor(1.0, device=device), "step": torch.tensor(float(step), device=device),
+    }  # fmt: skip
+    outputs = OP.outputs(problem, inputs)
+    KERNEL.launch(problem, KERNEL.default(problem, Device.of(zero)), inputs, outputs)
+    expected = -rounded(beta) / -math.expm1(step * math.log(rounded(beta))) if beta else 0.0
+    assert float(outputs["param"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # 0/0, in the padding
+def test_without_eps_the_padding_stays_out_of_the_scales(device):
+    problem = OP.Problem(5, 7, eps=0.0)
+    check(problem, OP.inputs(problem, device))
+
+
+def test_row_strided_gradient(device):
+    problem = OP.Problem(33, 64)
+    inputs = OP.inputs(problem, device)
+    wide = torch.full((33, 72), math.nan, device=device)
+    wide[:, 8:] = inputs["grad"]
+    check(problem, inputs | {"grad": wide[:, 8:]})
+
+
+def test_found_inf_leaves_all_as_it_was(device):
+    problem = OP.Problem(40, 64, guarded=True)
+    inputs = OP.inputs(problem, device)
+    inputs["found_inf"].fill_(1)
+    inputs["grad_scale"].fill_(math.nan)
+    inputs["grad"][3, 5] = math.inf
+    check(problem, inputs)  # whose bounds are 0
+
+
+def test_nan_stays_in_its_block(device):
+    problem = OP.Problem(64, 64)
+    inputs = OP.inputs(problem, device)
+    inputs["grad"][5, 7] = math.nan
+    check(problem, inputs)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_follows_torch_for_several_steps(device, name):
+    """To 2e-6 of what has moved, and 2^-23 of a weight a step; one clipped, one that failed."""
+    kernel = ops.get_kernel("adamw", name)
+    if name == "torch" and device.type != "cpu":
+        pytest.skip("runs on the CPU only")
+    generator = torch.Generator(device).manual_seed(3)
+
+    def normal():
+        return torch.randn((40, 64), device=device, generator=generator)
+
+    start = normal()
+    theirs = start.clone().requires_grad_()
+    options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    rate = torch.tensor(1e-2, device=device)
+    optimizer = torch.optim.AdamW([theirs], lr=rate, fused=True, **options)
+    problem = OP.Problem(40, 64, guarded=True, beta2=0.95, decay=0.1)
+    zeros = torch.zeros_like(start)
+    state = {"param": start, "exp_avg": zeros, "exp_avg_sq": zeros}
+    for step, (scale, failed) in enumerate([(1, 0), (1, 0), (7.5, 0), (1, 0), (2, 0), (1, 1)]):
+        guards = {
+            "grad_scale": torch.tensor(float(scale), device=device),
+            "found_inf": torch.tensor(float(failed), device=device),
+        }
+        optimizer.grad_scale, optimizer.found_inf = guards.values()
+        gradient = normal()
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        inputs = {
+            **state, **guards, "grad": gradient, "rate": rate,
+            "step": torch.tensor(step + 1.0, device=device),
+        }  # fmt: skip
+        outputs = OP.outputs(problem, inputs)
+        kernel.launch(problem, kernel.default(problem, Device.of(start)), inputs, outputs)
+        state = {key: outputs[key] for key in state}
+        bound = (step + 1) * (2.0**-23 * start.abs() + 2e-6 * 1e-2) + 2e-6 * (theirs - start).abs()
+        assert ((state["param"] - theirs).abs() <= bound).all(), f"step {step + 1}"
+    assert not torch.equal(state["param"], start)
+
+
+def arguments(m, n, device):
+    problem = OP.Problem(m, n)
+    inputs = OP.inputs(problem, device)
+    return [inputs[k] for k in ("param", "grad", "exp_avg", "exp_avg_sq", "rate", "step")]
+
+
+def test_function_writes_in_place_and_gives_the_codes(device):
+    tensors = arguments(40, 70, device)
+    before, version = tensors[0].clone(), tensors[0]._version
+    codes = int8_adamw(*tensors, block=64)
+    assert not torch.equal(tensors[0], before)
+    assert tensors[0]._version > version
+    for ours, theirs in zip(codes, int8_quantize(tensors[0], block=64, layout="both"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_function_writes_into_codes_that_it_is_given(device):
+    tensors = arguments(40, 70, device)
+    codes = int8_adamw(*tensors, layout="q")
+    again = int8_adamw(*tensors, layout="q", out=codes)
+    assert all(a is b for a, b in zip(codes, again, strict=True))
+    assert torch.equal(codes[0], int8_quantize(tensors[0])[0])
+
+
+def test_bad_inputs(device):
+    tensors = arguments(4, 8, device)
+    param, grad, *moments, rate, step = tensors
+    guard = torch.ones((), device=device)
+    refused = [
+        (r"grad has shape \(4, 7\): expected \(4, 8\)",
+         [param, grad[:, :7], *moments, rate, step], {}),
+        (r"exp_avg has strides \(16, 1\): expected a contiguous tensor",
+         [param, grad, torch.zeros((4, 16), device=device)[:, :8], moments[1], rate, step], {}),
+        ("param is bfloat16: expected float32", [param.bfloat16(), *tensors[1:]], {}),
+        ("rate: expected a float32 tensor of one element", [*tensors[:4], rate.double(), step], {}),
+        ("step: expected a float32 tensor of one element", [*tensors[:5], step.expand(2)], {}),
+        ("grad_scale and found_inf: expected both or neither", tensors, {"found_inf": guard}),
+        ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
+         {"layout": "q", "out": (param, grad)}),
+        ("beta1=1.0: expected at least 0 and less than 1", tensors, {"beta1": 1.0}),
+        ("decay=-1.0: expected at least 0", tensors, {"decay": -1}),
+        ("layout=none: expected q or qt or both", tensors, {"layout": "none"}),
+    ]  # fmt: skip
+    for message, given, options in refused:
+        with pytest.raises(UsageError, match=message):
+            int8_adamw(*given, **options)
