@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from jetfire.gpt2.step import Micro, Step
-from jetfire.nn import weights_changed
+from jetfire.nn import replaying
 
 # Steps before the capture: the first compiles kernels, and optimizer state and cuBLAS's workspace
 # must stand before they can be captured.
@@ -45,8 +45,8 @@ class GraphedStep:
         for kept, new in zip(self._inputs, micros, strict=True):
             for to, source in zip(kept, new, strict=True):
                 to.copy_(source)
-        self._graph.replay()
-        weights_changed()
+        with replaying(self.step.optimizer):
+            self._graph.replay()
         loss, norm = self._outputs
         return loss.clone(), norm.clone()
 

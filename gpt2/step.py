@@ -7,12 +7,14 @@ clipping and the verdict on non-finite gradients stay in tensors on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from jetfire.gpt2.settings import Settings
+from jetfire.nn import AdamW, recipes
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,10 +57,16 @@ class Step:
              "weight_decay": settings.decay},
             {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
         ]  # fmt: skip
-        optimizer = torch.optim.AdamW(
-            groups, lr=self.rate, betas=(settings.beta1, settings.beta2), fused=True,
-            capturable=self.device.type == "cuda",
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "lr": self.rate, "betas": (settings.beta1, settings.beta2),
+            "capturable": self.device.type == "cuda",
+        }  # fmt: skip
+        optimizer: torch.optim.AdamW
+        if recipes.get(settings.recipe).block is None or settings.compile:
+            # What is compiled quantises its weights itself.
+            optimizer = torch.optim.AdamW(groups, fused=True, **options)
+        else:
+            optimizer = AdamW(groups, model=self.model, **options)
         # What GradScaler would set: the fused update divides by the one and minds the other.
         optimizer.grad_scale = torch.ones((), device=self.device)  # type: ignore[attr-defined]
         optimizer.found_inf = self.failed  # type: ignore[attr-defined]

@@ -5,14 +5,16 @@ from jetfire.nn.convert import Report, convert
 from jetfire.nn.embedding import TiedGradient, tied_embedding
 from jetfire.nn.gelu import Int8GELU
 from jetfire.nn.layernorm import Int8LayerNorm
-from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
 from jetfire.nn.loss import linear_cross_entropy
+from jetfire.nn.optimizer import AdamW, replaying
 from jetfire.nn.products import weights_changed
 from jetfire.nn.recipes import RECIPES, Recipe
 from jetfire.ops import profiles
 
 __all__ = [
     "RECIPES",
+    "AdamW",
     "Int8Block",
     "Int8Conv1D",
     "Int8GELU",
@@ -24,6 +26,8 @@ __all__ = [
     "TiedGradient",
     "convert",
     "linear_cross_entropy",
+    "quantised_weights",
+    "replaying",
     "tied_embedding",
     "weights_changed",
 ]

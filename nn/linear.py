@@ -125,6 +125,19 @@ class Int8Conv1D(nn.Module):
         return f"in_features={inputs}, out_features={outputs}, block={self.block}"
 
 
+def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, int]]:
+    """The parameters that a model's INT8 linear layers multiply by, their codes and block.
+
+    Not those that are sharded, or no parameters any more (`torch.nn.utils.parametrize`); of a
+    parameter that several layers share, the first layer's codes.
+    """
+    found: dict[nn.Parameter, tuple[QuantisedWeight, int]] = {}
+    for module in model.modules():
+        if isinstance(module, Int8Linear | Int8Conv1D) and type(module.weight) is nn.Parameter:
+            found.setdefault(module.weight, (module._quantised, module.block))
+    return found
+
+
 def rows(input: torch.Tensor, width: int) -> torch.Tensor:
     """(…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
 

@@ -98,12 +98,17 @@ class Handoff:
         return codes
 
 
+def stamp(weight: torch.Tensor) -> tuple[int, int]:
+    """What changes when torch sees a weight change."""
+    return weight._version, weight.data_ptr()
+
+
 class QuantisedWeight:
     """A weight's codes, both ways, made once an optimizer step."""
 
     def __init__(self) -> None:
         self._weight: weakref.ref[torch.Tensor] | None = None
-        self._key: tuple[int, ...] | None = None
+        self._key: tuple[tuple[int, int], int, int] | None = None
         self._codes: Both | None = None
 
     def of(self, weight: torch.Tensor, block: int) -> Both:
@@ -115,13 +120,22 @@ class QuantisedWeight:
             raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
         if torch.compiler.is_compiling() or weight.is_inference():  # which has no version
             return _quantised_weight(weight, block)
-        key = (weight._version, weight.data_ptr(), block, _steps)
         # A dead weight's id and memory may be another's by now: its weak reference is not.
         known = self._weight is not None and self._weight() is weight
-        if self._codes is None or not known or key != self._key:
+        if self._codes is None or not known or (stamp(weight), block, _steps) != self._key:
             with torch.inference_mode(False):  # or backward could not save them
-                self._codes = _quantised_weight(weight, block)
-            self._weight, self._key = weakref.ref(weight), key
+                codes = _quantised_weight(weight, block)
+            self.put(weight, block, codes, stamp(weight))
+        assert self._codes is not None
+        return self._codes
+
+    def put(self, weight: torch.Tensor, block: int, codes: Both, of: tuple[int, int]) -> None:
+        """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
+        self._codes, self._weight, self._key = codes, weakref.ref(weight), (of, block, _steps)
+
+    @property
+    def latest(self) -> Both | None:
+        """The codes last made, which may no longer be the weight's."""
         return self._codes
 
     def __deepcopy__(self, memo: object) -> QuantisedWeight:

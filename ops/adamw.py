@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from jetfire.ops.workloads import Model
 
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
-SCALARS = ("rate", "step", "grad_scale", "found_inf")
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # Of the bias corrections and of sqrt.approx and div.full, which are off by 2^-22 and less.
 UPDATE = 2.0**-19
@@ -94,10 +93,10 @@ class Adamw(Op):
         """The update in float64, and bounds on what evaluation in fp32 may add."""
         from jetfire.reference.adamw import adamw
 
-        scalars = {name: inputs.get(name) for name in SCALARS[2:]}
         new = adamw(
-            *(inputs[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "rate", "step")),
-            problem.beta1, problem.beta2, problem.eps, problem.decay, **scalars,
+            inputs["param"], inputs["grad"], inputs["exp_avg"], inputs["exp_avg_sq"],
+            inputs["rate"], inputs["step"], problem.beta1, problem.beta2, problem.eps,
+            problem.decay, inputs.get("grad_scale"), inputs.get("found_inf"),
         )  # fmt: skip
         expected = dict(zip(UPDATED, new, strict=True))
         return expected | _bounds(problem, inputs, expected)
@@ -138,14 +137,13 @@ class Adamw(Op):
             problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
         )
         state = {name: inputs[name].clone() for name in (*UPDATED, "grad")}
-        guards = {name: inputs.get(name) for name in SCALARS[2:]}
 
         def eager() -> Any:
             torch._fused_adamw_(
                 [state["param"]], [state["grad"]], [state["exp_avg"]], [state["exp_avg_sq"]], [],
                 [inputs["step"]], lr=inputs["rate"], beta1=problem.beta1, beta2=problem.beta2,
                 weight_decay=problem.decay, eps=problem.eps, amsgrad=False, maximize=False,
-                **guards,
+                grad_scale=inputs.get("grad_scale"), found_inf=inputs.get("found_inf"),
             )  # fmt: skip
             return plain.eager(quantized, state["param"])  # type: ignore[attr-defined]
 

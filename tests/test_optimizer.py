@@ -1,0 +1,344 @@
+"""nn.AdamW against torch's: the same training, interchangeable state, codes that stay current."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.settings import make
+from jetfire.gpt2.step import Step
+from jetfire.nn import AdamW, Int8Linear, products, quantised_weights, replaying
+from jetfire.ops import int8_quantize
+from jetfire.ops.errors import UsageError
+
+SHAPE = Shape(layers=2, heads=2, width=32, context=16, vocabulary=61)
+
+
+@pytest.fixture
+def quantised(monkeypatch) -> list[torch.Size]:
+    """The shapes of the weights that are quantised by a call of their own."""
+    found: list[torch.Size] = []
+    original = products._quantised_weight
+
+    def counting(weight: torch.Tensor, block: int) -> products.Both:
+        found.append(weight.shape)
+        return original(weight, block)
+
+    monkeypatch.setattr(products, "_quantised_weight", counting)
+    return found
+
+
+def model_of(device) -> GPT2:
+    torch.manual_seed(1)
+    return GPT2(SHAPE, "int8-block32").to(device)
+
+
+def batch(device, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1000 + step)
+    ids = torch.randint(SHAPE.vocabulary, (2, SHAPE.context + 1)).to(device)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def groups(model: GPT2) -> list[dict]:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def optimizers(kind: str, model: GPT2, **changes) -> torch.optim.AdamW:
+    device = next(model.parameters()).device
+    rate = torch.tensor(1e-2, device=device)
+    options = {"lr": rate, "betas": (0.9, 0.95), "capturable": device.type == "cuda", **changes}
+    if kind == "ours":
+        return AdamW(groups(model), model=model, **options)
+    return torch.optim.AdamW(groups(model), fused=True, **options)
+
+
+def backward(model: GPT2, optimizer: torch.optim.Optimizer, step: int) -> float:
+    optimizer.zero_grad()
+    ids, targets = batch(next(model.parameters()).device, step)
+    loss = model(ids, targets)
+    loss.backward()
+    return float(loss.detach())
+
+
+def codes_are_of(model: GPT2) -> None:
+    """What every INT8 layer would multiply by is what quantising its weight now gives."""
+    for weight, (cache, block) in quantised_weights(model).items():
+        expected = int8_quantize(weight.detach(), block=block, layout="both")
+        for ours, theirs in zip(cache.of(weight, block), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def close(model: GPT2, other: GPT2) -> None:
+    """Parameters agree to two units in the last place and 1e-5 of what a step at most moves them.
+
+    The two updates round differently, by a few 2^-24 of a parameter and of its move.
+    """
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert ((mine - its).abs() <= 2.0**-22 * its.abs() + 1e-5 * 1e-2).all()
+
+
+def test_twenty_steps_from_the_same_states_as_torch(device):
+    model = model_of(device)
+    other = copy.deepcopy(model)
+    ours, theirs = optimizers("ours", model), optimizers("torch", other)
+    losses = []
+    for step in range(20):
+        other.load_state_dict(model.state_dict())
+        theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+        losses.append(backward(model, ours, step % 3))
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            its.grad = mine.grad.clone()
+        ours.step()
+        codes_are_of(model)
+        theirs.step()
+        close(model, other)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_weights_are_quantised_before_the_first_step_alone(device, quantised):
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    for step in range(4):
+        backward(model, optimizer, step)
+        optimizer.step()
+    assert len(quantised) == 8
+    codes_are_of(model)
+    assert len(quantised) == 8
+
+
+def test_the_losses_are_those_of_torch(device):
+    """Until a last bit of a weight has changed a code: the first steps' losses to 1e-3."""
+    losses = []
+    for kind in ("ours", "torch"):
+        model = model_of(device)
+        optimizer = optimizers(kind, model)
+        losses.append([])
+        for step in range(6):
+            losses[-1].append(backward(model, optimizer, step % 3))
+            optimizer.step()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_dicts_are_interchangeable(device, fused):
+    """One of torch's steps, fused or not, one of ours, and one of both from ours."""
+    model = model_of(device)
+    plain = torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95), fused=fused)
+    backward(model, plain, 0)
+    plain.step()
+    ours = optimizers("ours", model)
+    ours.load_state_dict(plain.state_dict())
+    backward(model, ours, 1)
+    ours.step()
+    assert all(float(moments["step"]) == 2 for moments in ours.state.values())
+    names = {name for moments in ours.state.values() for name in moments}
+    assert names == {"step", "exp_avg", "exp_avg_sq"}
+
+    other = copy.deepcopy(model)
+    again = torch.optim.AdamW(groups(other), lr=1e-2, betas=(0.9, 0.95), fused=fused)
+    again.load_state_dict(copy.deepcopy(ours.state_dict()))
+    backward(model, ours, 2)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        its.grad = mine.grad.clone()
+    ours.step()
+    codes_are_of(model)
+    again.step()
+    assert all(float(moments["step"]) == 3 for moments in again.state.values())
+    close(model, other)
+
+
+@pytest.mark.parametrize("guards", ["both", "found_inf"])
+def test_found_inf_leaves_all_as_it_was(device, guards, quantised):
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    optimizer.found_inf = torch.zeros((), device=device)
+    if guards == "both":
+        optimizer.grad_scale = torch.ones((), device=device)
+    backward(model, optimizer, 0)
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    backward(model, optimizer, 1)
+    for parameter in model.parameters():
+        parameter.grad.fill_(math.nan)
+    optimizer.found_inf.fill_(1)
+    optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[0][name])
+    for index, moments in optimizer.state_dict()["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(tensor, before[1][index][name])
+    codes_are_of(model)
+    assert len(quantised) == 8
+
+
+def test_grad_scale_divides_the_gradient(device):
+    models = [model_of(device) for _ in range(2)]
+    for model, scale in zip(models, (1.0, 4.0), strict=True):
+        optimizer = optimizers("ours", model, eps=1e-3)
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        backward(model, optimizer, 0)
+        for parameter in model.parameters():
+            parameter.grad *= scale
+        optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-9)
+
+
+def change_in_place(model: GPT2) -> None:
+    with torch.no_grad():
+        model.blocks[0].qkv.weight.mul_(1.5)
+
+
+def load(model: GPT2) -> None:
+    model.load_state_dict({k: 1.25 * v for k, v in model.state_dict().items()})
+
+
+def exchange(model: GPT2) -> None:
+    model.blocks[0].qkv.weight.data = 2 * model.blocks[0].qkv.weight.data
+
+
+@pytest.mark.parametrize("change", [change_in_place, load, exchange])
+def test_what_else_changes_a_weight_has_it_quantised(device, change: Callable[[GPT2], None]):
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    for step in range(2):
+        backward(model, optimizer, step)
+        optimizer.step()
+        change(model)
+        codes_are_of(model)
+
+
+def test_a_hook_that_changes_a_weight_after_the_step_has_it_quantised(device):
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    optimizer.register_step_post_hook(lambda *_: change_in_place(model))
+    backward(model, optimizer, 0)
+    optimizer.step()
+    codes_are_of(model)
+
+
+def test_codes_stay_where_they_are(device):
+    """A CUDA graph finds them there, and there is one copy."""
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    caches = [cache for cache, _ in quantised_weights(model).values()]
+    places = []
+    for step in range(3):
+        backward(model, optimizer, step)
+        places.append([t.data_ptr() for cache in caches for t in cache.latest])
+        optimizer.step()
+        places.append([t.data_ptr() for cache in caches for t in cache.latest])
+        if step == 1:
+            change_in_place(model)
+    assert places[0] == places[1] == places[2] == places[3] == places[5]
+    assert places[4] != places[0], "what is changed in between is quantised elsewhere"
+
+
+def test_backward_through_overwritten_codes_is_refused(device):
+    """As torch refuses it through an overwritten weight."""
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    ids, targets = batch(device, 0)
+    loss = model(ids, targets)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_without_gradient_and_of_other_kinds(device, quantised):
+    """The one is skipped; a BF16 weight is torch's, and quantised when it has changed."""
+    layers = [Int8Linear(32, 32, device=device) for _ in range(3)]
+    layers[1].to(torch.bfloat16)
+    model = torch.nn.Sequential(*layers)
+    optimizer = AdamW(model.parameters(), model=model)
+    x = torch.randn((4, 32), device=device)
+    layers[0](x).sum().backward()
+    layers[1](x.bfloat16()).sum().backward()
+    before = layers[2].weight.detach().clone()
+    quantised.clear()
+    optimizer.step()
+    assert torch.equal(layers[2].weight, before)
+    assert layers[2].weight not in optimizer.state
+    layers[0](x), layers[1](x.bfloat16())
+    assert len(quantised) == 1
+
+
+def test_a_copy_is_torch_s_own(device):
+    model = model_of(device)
+    optimizer = copy.deepcopy(optimizers("ours", model))
+    backward(model, optimizer, 0)
+    optimizer.step()
+
+
+def test_a_replay_renews_the_codes(device, quantised):
+    """As a graph's replay does it: into the same tensors, under versions that do not change."""
+    model = model_of(device)
+    optimizer = optimizers("ours", model)
+    backward(model, optimizer, 0)
+    optimizer.step()
+    weight = model.blocks[0].qkv.weight
+    cache, block = quantised_weights(model)[weight]
+    codes = cache.latest
+    change_in_place(model)
+    quantised.clear()
+    with replaying(optimizer):
+        assert quantised == [weight.shape]
+        expected = int8_quantize(weight.detach(), block=block, layout="both")
+        assert all(torch.equal(a, b) for a, b in zip(codes, expected, strict=True))
+        weight.data.mul_(2)  # under the same version
+        for to, source in zip(
+            codes, int8_quantize(weight.detach(), block=block, layout="both"), strict=True
+        ):
+            to.copy_(source)
+    quantised.clear()
+    assert cache.of(weight, block) is cache.latest
+    codes_are_of(model)
+    assert quantised == []
+
+
+@pytest.mark.gpu
+def test_a_graphed_step_trains_as_an_eager_one(device):
+    from jetfire.gpt2.graph import GraphedStep
+
+    settings = make("tiny", {"recipe": "int8-block32", "layers": 2, "heads": 2, "width": 32,
+                             "context": 16, "rate": 1e-2})  # fmt: skip
+    losses = []
+    for graphed in (False, True):
+        model = model_of(device)
+        step = Step(model, settings, device)
+        step.set_rate(1e-2)
+        run = GraphedStep(step) if graphed else step
+        losses.append([])
+        for i in range(8):
+            micro = batch(device, i % 3)
+            torch.manual_seed(i)
+            losses[-1].append(float(run([micro])[0]))
+            if i == 5:  # what a graph must notice
+                change_in_place(model)
+            codes_are_of(model)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_step_uses_it_where_it_helps(device):
+    recipes = {"int8-block32": AdamW, "bf16": torch.optim.AdamW}
+    for recipe, kind in recipes.items():
+        settings = make("tiny", {"recipe": recipe})
+        assert type(Step(GPT2(SHAPE, recipe).to(device), settings, device).optimizer) is kind
+
+
+def test_what_it_refuses(device):
+    model = model_of(device)
+    for name in ("amsgrad", "maximize", "foreach", "differentiable"):
+        with pytest.raises(UsageError, match=f"{name}=True: expected False, or torch.optim.AdamW"):
+            AdamW(model.parameters(), model=model, **{name: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nesterov'"):
+        AdamW(model.parameters(), model=model, nesterov=True)
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(UsageError, match="state of amsgrad=True: expected False"):
+        AdamW(model.parameters(), model=model).load_state_dict(other.state_dict())
