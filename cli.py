@@ -506,8 +506,8 @@ def _train(
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
-    # Read when torch loads. Threads that spin for each other starve where cores are shared: 20 steps
-    # of tiny on two threads, two cores and a load of 4 took 86 s, passive 17 s.
+    # Read when torch loads. Threads that spin for each other starve where cores are shared: 20
+    # steps of tiny on two threads, two cores and a load of 4 took 86 s, passive 17 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from jetfire.gpt2 import command
 
