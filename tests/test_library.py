@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from jetfire import ops
 from jetfire.ops import functional as int8
 from jetfire.ops import library, profiles
+from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
+from jetfire.ops.run import choose
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 
@@ -98,7 +100,9 @@ def test_opcheck(device, name, problem):
             found = [leaves[key] for key in written if key in leaves]
         found = [t.detach() for t in ([found] if isinstance(found, torch.Tensor) else found)]
         names = op.outputs(problem, inputs)
-        check = op.check(problem, dict(zip(names, found, strict=True)), expected)
+        kernel, config = choose(op, problem, Device.of(next(iter(inputs.values()))))
+        noise = kernel.noise(problem, config, inputs)
+        check = op.check(problem, dict(zip(names, found, strict=True)), expected, noise)
         assert check.ok, check.message
 
 

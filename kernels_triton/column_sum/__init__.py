@@ -32,9 +32,13 @@ class ColumnSumConfig(Config):
 
 
 @triton.jit
-def widen(q):
-    """Codes as int32 whose sums over four neighbours are those of the codes."""
-    if INTERPRETED:
+def widen(q, VECTORS: tl.constexpr):
+    """Codes as int32 that have the same sum over a block.
+
+    VECTORS: each thread holds whole neighbourhoods of four codes; elsewhere its four next ones may
+    be of four blocks.
+    """
+    if INTERPRETED or not VECTORS:
         return q.to(tl.int32)
     return tl.inline_asm_elementwise(
         _SUM4, "=r,=r,=r,=r,r", [q], dtype=tl.int32, is_pure=True, pack=4
@@ -44,7 +48,7 @@ def widen(q):
 @triton.jit
 def column_sum_kernel(
     qt_ptr, scale_t_ptr, sums_ptr, M, N, stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Σ code·scale of TILE_N rows of qt: int32 within a block, fp32 across, in a fixed order.
 
@@ -59,7 +63,7 @@ def column_sum_kernel(
             scale_t_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(N, BLOCK), tl.cdiv(M, BLOCK),
             scale_stride, 1, blocks,
         )  # fmt: skip
-        in_block = tl.sum(tl.reshape(widen(q), (TILE_N, blocks, BLOCK)), 2)
+        in_block = tl.sum(tl.reshape(widen(q, VECTORS), (TILE_N, blocks, BLOCK)), 2)
         sums += in_block.to(tl.float32) * scale
     rows = row0 + tl.arange(0, TILE_N)
     tl.store(sums_ptr + rows, tl.sum(sums, 1), mask=rows < N)
@@ -106,10 +110,12 @@ class TritonColumnSum(TritonKernel):
         self, problem: Any, config: ColumnSumConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
         qt, scale_t = inputs["qt"], inputs["scale_t"]
+        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
+        aligned = (problem.m | qt.stride(0) | qt.data_ptr()) % 16 == 0
         column_sum_kernel[(ceil_div(problem.n, config.tile_n),)](
             qt, scale_t, outputs["sums"], problem.m, problem.n, qt.stride(0), scale_t.stride(0),
             TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            num_warps=config.warps,
+            VECTORS=aligned and per_thread >= 16, num_warps=config.warps,
         )  # fmt: skip
 
 
