@@ -43,6 +43,10 @@ def test_slices_are_of_one_block():
     device, problem = Device(kind="cuda", capability=(9, 0)), OP.Problem(256, 256, block=64)
     for config in (KERNEL.Config(128, 128, 8, slices=2), KERNEL.Config(64, 64, 8, slices=8)):
         assert "expected 1, or a power of two" in KERNEL.legal(problem, config, device)
+    config = KERNEL.Config(32, 32, 16, slices=2)
+    assert KERNEL.legal(OP.Problem(32, 32), config, device) is None
+    config = KERNEL.Config(32, 32, 32, slices=2)
+    assert "an element a thread" in KERNEL.legal(OP.Problem(32, 32), config, device)
 
 
 @pytest.mark.parametrize("data", ["outlier", "gradient"])
@@ -108,7 +112,7 @@ def test_nan_stays_in_its_block(device):
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
 def test_follows_torch_for_several_steps(device, name):
-    """To 2e-6 of what has moved, and 2^-23 of a weight a step; one clipped, one that failed."""
+    """To 5e-6 of the rate and 2^-23 of a weight a step: powf of CUDA's own is off by 4 units."""
     kernel = ops.get_kernel("adamw", name)
     if name == "torch" and device.type != "cpu":
         pytest.skip("runs on the CPU only")
@@ -141,7 +145,7 @@ def test_follows_torch_for_several_steps(device, name):
         outputs = OP.outputs(problem, inputs)
         kernel.launch(problem, kernel.default(problem, Device.of(start)), inputs, outputs)
         state = {key: outputs[key] for key in state}
-        bound = (step + 1) * (2.0**-23 * start.abs() + 2e-6 * 1e-2) + 2e-6 * (theirs - start).abs()
+        bound = (step + 1) * (2.0**-23 * start.abs() + 5e-6 * 1e-2)
         assert ((state["param"] - theirs).abs() <= bound).all(), f"step {step + 1}"
     assert not torch.equal(state["param"], start)
 

@@ -126,6 +126,22 @@ def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
             assert audit["instructions"]["STG"] <= per_thread * 2 // widest + 3, label(answer)
 
 
+def test_adamw_reads_and_writes_sixteen_bytes_at_once(audits):
+    """Four floats in and three out, of four elements each, and codes four at a time.
+
+    A slice of a block is read again; and beside all that there are four scalars and two scales.
+    """
+    for answer in audits:
+        if answer["op"] == "adamw":
+            (audit,) = answer["audits"]
+            config = answer["config"]
+            tile = config["tile_m"] * config["tile_n"] // config["slices"]
+            vectors = tile // (32 * audit["warps"]) // 4
+            again = vectors if config["slices"] > 1 else 0
+            assert audit["instructions"]["LDG"] <= 4 * vectors + again + 4, label(answer)
+            assert audit["instructions"]["STG"] <= 5 * vectors + 2, label(answer)
+
+
 def test_cross_entropy_reads_and_writes_sixteen_bytes_at_once(audits):
     """Of BF16: vectors of eight logits, and what a row has beside: target, its logit, lse, dloss.
 

@@ -196,13 +196,20 @@ class TritonAdamw(TritonKernel):
                 f"slices={slices} tile_m={config.tile_m}: expected 1, or a power of two that leaves"
                 f" 16 rows or more of the block's {block}"
             )
+        if rows * config.tile_n < 32 * config.warps:
+            # Threads that share an element would read it before and after it is updated.
+            return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element a thread"
         return register_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:
-        """Eight elements a thread at once, of four fp32 each."""
+        """Eight elements a thread at once, of four fp32 each: three programs of 256 an SM.
+
+        Rows that are not of whole vectors take more registers, for as many addresses.
+        """
+        registers = 80 if problem.n % 16 == 0 else 128
         if problem.block == 128:
-            return AdamwConfig(128, 128, 8, 80, slices=8)
-        return AdamwConfig(problem.block, 64, 8 * problem.block // 32, 80)
+            return AdamwConfig(128, 128, 8, registers, slices=8)
+        return AdamwConfig(problem.block, 64, 8 * problem.block // 32, registers)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return {**REGISTER_SPACE, "slices": (1, 2, 4, 8)}
