@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from jetfire.gpt2.parallel import ALONE, Group, as_sharded, whole
+from jetfire.nn import weights_changed
 from jetfire.ops.errors import JetfireError, UsageError
 
 FOLDER, PREFIX, TEMPORARY = "checkpoints", "step-", ".part-"
@@ -101,7 +103,10 @@ def load_optimizer(
         if parameter is None or (value.dim() and value.shape != parameter.shape):
             raise UsageError(f"optimizer state {key}: the model has no such parameter")
         # Where the update reads counts: on a GPU beside the parameter, as with moments.
-        optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
+        value = value.to(parameter.device, copy=True)
+        if value.dim():
+            value = as_sharded(value, parameter).clone()
+        optimizer.state[parameter][kind] = value
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Path) -> None:
@@ -116,7 +121,8 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Pat
         wanted = tuple(own[name].shape) if name in own else "absent"
         if given != wanted:
             raise UsageError(f"{where}: {name} is {given}: the model's is {wanted}")
-    model.load_state_dict(dict(tensors))
+    model.load_state_dict({name: as_sharded(value, own[name]) for name, value in tensors.items()})
+    weights_changed()  # of a sharded weight the layers see no change
 
 
 def _sync(path: Path) -> None:
@@ -128,28 +134,42 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+def _on_cpu(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """All of them whole in the first process, none in the others, which help to gather them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        gathered = whole(value.detach())
+        if group.leads:
+            found[name] = gathered.cpu().contiguous()
+    return found
 
 
 def save(
-    run: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Path:
+    run: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer,
+    group: Group = ALONE,
+) -> Path:  # fmt: skip
     """Write the checkpoint of `state["step"]`, then drop the run's older ones but `keep` and best.
+
+    It is the same whatever the processes: the first writes what all of them gather.
 
     Raises:
         JetfireError: the disk is full, or will not be written to.
     """
     path = run / FOLDER / f"{PREFIX}{state['step']:08d}"
-    if not path.exists():
+    tensors = _on_cpu(model.state_dict(), group)
+    moments = _on_cpu(optimizer_state(model, optimizer), group)
+
+    def keep() -> Path:
         try:
-            _write(path, state, _on_cpu(model.state_dict()),
-                   _on_cpu(optimizer_state(model, optimizer)))  # fmt: skip
+            if not path.exists():
+                _write(path, state, tensors, moments)
         except (OSError, SafetensorError) as error:
             raise JetfireError(f"checkpoint {path}: cannot be written: {error}") from None
-    best = (state.get("best") or {}).get("step")
-    prune(run, int(state["settings"]["keep"]), best)
-    return path
+        best = (state.get("best") or {}).get("step")
+        prune(run, int(state["settings"]["keep"]), best)
+        return path
+
+    return group.once(keep)
 
 
 def _write(

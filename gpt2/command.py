@@ -16,22 +16,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
 from jetfire.bench.results import write_text
-from jetfire.gpt2 import checkpoint, corpora, data, log, prepare, tokenizers, weights
+from jetfire.gpt2 import checkpoint, corpora, data, log, parallel, prepare, tokenizers, weights
 from jetfire.gpt2 import sample as sampling
 from jetfire.gpt2.checkpoint import Checkpoint
 from jetfire.gpt2.display import Display, note
 from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import PRESETS, Settings, make, resumed, split
 from jetfire.gpt2.step import autocast
 from jetfire.gpt2.train import Training, algorithms
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
-SETTINGS, TOKENIZER = "settings.json", "tokenizer"
+SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Asked:
 class Stop:
     """Ctrl-C and SIGTERM stop a run after the step under way; a second one ends it at once."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, silent: bool = False) -> None:
+        self.asked, self.silent = False, silent
 
     def __call__(self) -> bool:
         return self.asked
@@ -74,7 +74,8 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        note("stopping after this step; again to stop at once")
+        if not self.silent:
+            note("stopping after this step; again to stop at once")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -117,14 +118,15 @@ class Run:
             if {path.name for path in self.folder.iterdir()} <= {".lock"}:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def begin(self, tokens: data.Tokens) -> None:
+    def begin(self, tokens: data.Tokens, processes: int) -> None:
         """From here on the folder holds a run, which can be resumed and, elsewhere, sampled."""
         kept, description = self.folder / TOKENIZER, tokens.meta["tokenizer"]
         kept.mkdir(exist_ok=True)
         if "ranks" in description:
             shutil.copyfile(tokens.folder / description["ranks"], kept / description["ranks"])
         write_text(kept / "meta.json", json.dumps(description) + "\n")
-        text = json.dumps(self.settings.as_dict(), indent=1) + "\n"
+        begun = {**self.settings.as_dict(), PROCESSES: processes}
+        text = json.dumps(begun, indent=1) + "\n"
         write_text(self.folder / SETTINGS, text)
 
 
@@ -147,7 +149,7 @@ def _begun(folder: Path) -> dict[str, Any] | None:
     return dict(found)
 
 
-def run_of(asked: Asked) -> Run:
+def run_of(asked: Asked, group: Group) -> Run:
     """The run that the options name.
 
     Raises:
@@ -155,25 +157,42 @@ def run_of(asked: Asked) -> Run:
     """
     given = asked.given()
     if asked.resume:
-        return _resumed(asked, given)
+        return _resumed(asked, given, group)
     if asked.preset is None:
         raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
     settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
+    parallel.check(settings, group)
     folder = asked.output or _free_folder(settings)
     if _begun(folder) is not None or checkpoint.listed(folder):
         raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
     return Run(folder, settings)
 
 
-def _resumed(asked: Asked, given: dict[str, Any]) -> Run:
+def _shared_out(before: dict[str, Any], processes: int, run: Path, world: int) -> dict[str, Any]:
+    """Settings under which as many processes as there are now train on the same sequences."""
+    micros = int(before["accumulate"]) * processes
+    if micros % world:
+        raise UsageError(
+            f"--resume with {world} processes: {run} has {micros} micro-batches a step: "
+            f"expected a number of processes that divides them"
+        )
+    return {**before, "accumulate": micros // world}
+
+
+def _resumed(asked: Asked, given: dict[str, Any], group: Group) -> Run:
     if asked.output is None or asked.init is not None:
         wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
         raise UsageError(f"--resume: expected {wanted}")
     saved = checkpoint.find(asked.output)
-    before = saved.state["settings"] if saved else _begun(asked.output)
-    if before is None:
+    begun = _begun(asked.output)
+    if saved is not None:
+        begun = {**saved.state["settings"], PROCESSES: saved.state.get(PROCESSES, 1)}
+    if begun is None:
         raise UsageError(f"--resume: {asked.output} holds no run")
+    processes = int(begun.pop(PROCESSES, 1))
+    before = _shared_out(begun, processes, asked.output, group.world)
     settings = resumed(before, given, str(asked.output))
+    parallel.check(settings, group)
     if saved is not None and saved.step > settings.steps:
         raise UsageError(f"steps={settings.steps}: {asked.output} is at step {saved.step} already")
     if saved is None:
@@ -181,11 +200,11 @@ def _resumed(asked: Asked, given: dict[str, Any]) -> Run:
     return Run(asked.output, settings, saved)
 
 
-def _tokens(settings: Settings) -> data.Tokens:
-    """The run's tokens; text is prepared on first use, into the cache.
+def _prepared(settings: Settings) -> Path:
+    """Where the run's tokens are; text is prepared on first use, into the cache.
 
     Raises:
-        UsageError: there is no such data, or a split is too short for one sequence.
+        UsageError: there is no such data.
     """
     folder = Path(settings.data)
     if not (folder / "meta.json").is_file():
@@ -195,6 +214,14 @@ def _tokens(settings: Settings) -> data.Tokens:
             digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
             output = prepare.cache() / f"{folder.stem}-{digest}-{settings.tokenizer}"
         folder = prepare.prepare(settings.data, chosen, output, show=True)
+    return folder
+
+
+def _tokens(settings: Settings, folder: Path) -> data.Tokens:
+    """
+    Raises:
+        UsageError: they are damaged, or a split is too short for one sequence.
+    """
     tokens = data.open_tokens(folder)
     tokens.require(settings.context)
     return tokens
@@ -214,15 +241,16 @@ def _load(training: Training, run: Run, init: Path | None) -> None:
         saved = checkpoint.find(init)
         if saved is not None:
             training.initialise(saved.model(), saved.path)
-            note(f"initialised from {saved.path}")
         else:
             weights.load(training.model, init)
-            note(f"initialised from {init}")
+        if training.group.leads:
+            note(f"initialised from {init if saved is None else saved.path}")
 
 
 def _header(kind: str, training: Training, run: Run, device: Device) -> dict[str, Any]:
     return log.header(
-        kind, run.settings.as_dict(), device, training.peak, step=training.done,
+        kind, run.settings.as_dict(), device, training.peak, training.group.world,
+        step=training.done,
         parameters=sum(p.numel() for p in training.model.parameters()),
         vocabulary=training.vocabulary,
         tokens=training.tokens_seen, flops_per_token=training.flops,
@@ -233,8 +261,11 @@ def _announce(training: Training, run: Run, device: Device) -> None:
     one = run.settings
     million = sum(p.numel() for p in training.model.parameters()) / 1e6
     going = f"from step {training.done} " if training.done else ""
+    where = device.label
+    if one.parallel != "none":
+        where = f"{training.group.world} × {where} ({one.parallel})"
     note(
-        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {device.label}; "
+        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
         f"{training.tokens_per_step} tokens a step, {going}to step {one.steps}; in {run.folder}"
     )
     if training.peak is not None:
@@ -242,37 +273,54 @@ def _announce(training: Training, run: Run, device: Device) -> None:
 
 
 def train(asked: Asked) -> None:
-    """Train, and print what the run came to.
+    """Train, and print what the run came to. With torchrun, in each of its processes.
 
     Raises:
         JetfireError: with the exit code of what went wrong; the last checkpoint stands.
     """
-    device = Device.parse(asked.device)
-    if device.kind == "cuda":
-        torch.cuda.set_device(device.torch_device)
-    run = run_of(asked)
-    tokens = _tokens(run.settings)
-    stop, begin = Stop(), time.monotonic()
-    done = run.saved.step if run.saved else 0
+    with parallel.joined(asked.device) as (device, group):
+        run = group.once(lambda: run_of(asked, group))
+        _train(asked, run, device, group)
+    if asked.sample and group.leads:
+        sample(run.folder, "", asked.sample, device=asked.device)
+
+
+def _train(asked: Asked, run: Run, device: Device, group: Group) -> None:
+    begin = time.monotonic()
+    folder = group.once(lambda: _prepared(run.settings))
+    tokens = group.each(lambda: _tokens(run.settings, folder))
     with ExitStack() as stack:
-        stack.enter_context(run.held())
+        group.once(lambda: stack.enter_context(run.held()))
         stack.enter_context(algorithms(run.settings))
         outcome = Outcome()
-        training = Training(run.settings, tokens, device, run.folder, outcome)
-        _load(training, run, asked.init)
-        _announce(training, run, device)
-        run.begin(tokens)
-        journal = stack.enter_context(closing(log.Log(run.folder, done if run.saved else None)))
-        journal.write(_header("run" if journal.empty else "resume", training, run, device))
-        outcome.readers.append(journal.write)
-        with stop.listening(), Display(done, run.settings.steps) as display:
-            outcome.readers.append(display.show)
+
+        def made() -> Training:
+            training = Training(run.settings, tokens, device, run.folder, outcome, group)
+            _load(training, run, asked.init)
+            return training
+
+        training = group.each(made)
+        group.once(lambda: _begin(training, run, device, outcome, stack))
+        stop = Stop(silent=not group.leads)
+        with stop.listening(), group.alike():
             training.run(stop)
         outcome({"kind": "end", "step": training.done, "best": training.best,
                  "seconds": round(time.monotonic() - begin, 1)})  # fmt: skip
-    print(outcome.summary(run))
-    if asked.sample:
-        sample(run.folder, "", asked.sample, device=asked.device)
+    if group.leads:
+        print(outcome.summary(run))
+
+
+def _begin(
+    training: Training, run: Run, device: Device, outcome: Outcome, stack: ExitStack
+) -> None:
+    """Say what is trained, and have the outcome's records logged and shown."""
+    done = run.saved.step if run.saved else 0
+    _announce(training, run, device)
+    run.begin(training.tokens, training.group.world)
+    journal = stack.enter_context(closing(log.Log(run.folder, done if run.saved else None)))
+    journal.write(_header("run" if journal.empty else "resume", training, run, device))
+    display = stack.enter_context(Display(done, run.settings.steps))
+    outcome.readers += [journal.write, display.show]
 
 
 class Outcome:

@@ -4,22 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from jetfire.gpt2 import parallel
+from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.step import Micro, autocast
 
 
-class _Found(Exception):
-    """Carries what was found out of a hook."""
+class _Fault(NamedTuple):
+    """What came first; orders as a process meets them."""
+
+    micro: int
+    backward: bool
+    layer: str
+
+
+class _Watch:
+    """Remembers the first fault; all runs on, as other processes may wait for this one's part."""
+
+    def __init__(self) -> None:
+        self.micro, self.first = 0, None  # type: int, _Fault | None
+
+    def found(self, backward: bool, layer: str) -> None:
+        if self.first is None:
+            self.first = _Fault(self.micro, backward, layer)
+
+    def forward(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if self.first is None and not _finite(output):
+            bad = next(t for t in _tensors(output) if not _finite(t))
+            why = _parameter_of(module) or f"its output holds {_kind(bad)}"
+            self.found(False, f"{name}: {why}")
+
+    def backward(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not _finite(parameter.grad):
+            self.found(True, f"{name}: its gradient holds {_kind(parameter.grad)}")
+
+    def on(self, stack: ExitStack, model: nn.Module) -> None:
+        """Watch the outputs of modules and the gradients of parameters."""
+        for name, module in model.named_modules():
+            if name:
+                hook = module.register_forward_hook(partial(self.forward, name))
+                stack.callback(hook.remove)
+        for name, parameter in model.named_parameters():
+            hook = parameter.register_post_accumulate_grad_hook(partial(self.backward, name))
+            stack.callback(hook.remove)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The float tensors of a module's output: one, or tuples of them."""
+    """The float tensors of a module's output: one, or tuples of them; of a sharded one our part."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        yield value
+        yield parallel.local(value)
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors(part)
@@ -30,7 +68,7 @@ def _finite(value: Any) -> bool:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
+    return "NaN" if bool(torch.isnan(parallel.local(tensor)).any()) else "Inf"
 
 
 def _parameter_of(module: nn.Module) -> str | None:
@@ -41,51 +79,32 @@ def _parameter_of(module: nn.Module) -> str | None:
     return None
 
 
-def _watch_forward(stack: ExitStack, model: nn.Module) -> None:
-    def check(name: str, module: nn.Module, output: Any) -> None:
-        if not _finite(output):
-            bad = next(t for t in _tensors(output) if not _finite(t))
-            why = _parameter_of(module) or f"its output holds {_kind(bad)}"
-            raise _Found(f"{name}: {why}")
-
-    for name, module in model.named_modules():
-        if name:
-            hook = module.register_forward_hook(lambda m, _, out, name=name: check(name, m, out))
-            stack.callback(hook.remove)
-
-
-def _watch_backward(stack: ExitStack, model: nn.Module) -> None:
-    def check(name: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and not _finite(parameter.grad):
-            raise _Found(f"{name}: its gradient holds {_kind(parameter.grad)}")
-
-    for name, parameter in model.named_parameters():
-        hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: check(name, p))
-        stack.callback(hook.remove)
-
-
-def find(model: nn.Module, micros: Sequence[Micro], device: torch.device) -> str:
+def find(
+    model: nn.Module, micros: Sequence[Micro], device: torch.device, group: Group = ALONE
+) -> str:
     """Run a step's batches again, eagerly and watched, in the order in which the step ran them.
 
     The caller has put torch's generator where the step found it; parameters are left as they are.
 
     Returns:
-        The layer and what of it is not finite, for a message.
+        The layer and what of it is not finite, for a message: the same in every process.
     """
     model.zero_grad(set_to_none=True)
-    try:
-        with ExitStack() as stack:
-            _watch_forward(stack, model)
-            _watch_backward(stack, model)
-            for ids, targets in micros:
-                with autocast(device):
-                    loss = model(ids, targets) / len(micros)
-                if not _finite(loss):
-                    return f"the loss, after the last block: {_parameter_of(model) or _kind(loss)}"
-                loss.backward()
-    except _Found as found:
-        return str(found)
-    finally:
-        model.zero_grad(set_to_none=True)
-    total = nn.utils.get_total_norm(list(model.parameters()))
+    watch = _Watch()
+    with ExitStack() as stack:
+        watch.on(stack, model)
+        stack.callback(model.zero_grad, set_to_none=True)
+        for watch.micro, (ids, targets) in enumerate(micros):
+            with autocast(device):
+                loss = model(ids, targets) / len(micros)
+            if not _finite(loss):
+                why = _parameter_of(model) or _kind(loss)
+                watch.found(False, f"the loss, after the last block: {why}")
+            loss.backward()
+            if group.any(watch.first is not None):
+                break
+    faults = [fault for fault in group.gather(watch.first) if fault is not None]
+    if faults:
+        return min(faults, key=lambda fault: fault[:2]).layer
+    total = parallel.norm(list(model.parameters()), group)
     return f"no layer when it was run again (the parameters' norm is {float(total):.4g})"

@@ -95,7 +95,7 @@ def commit() -> str | None:
 
 
 def header(
-    kind: str, settings: Record, device: Device, peak: Peak | None, **more: Any
+    kind: str, settings: Record, device: Device, peak: Peak | None, processes: int, **more: Any
 ) -> Record:  # fmt: skip
     """What a process says of itself before its first step; `more` is the model's and the data's."""
     import platform
@@ -111,7 +111,7 @@ def header(
             continue
     return {
         "kind": kind, "settings": settings, "versions": versions,
-        "device": {"name": device.label, "kind": device.kind, "processes": 1},
+        "device": {"name": device.label, "kind": device.kind, "processes": processes},
         "peak": None if peak is None else {"bf16_tflops": peak.tflops, "from": peak.source},
         "commit": commit(), "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]], **more,
     }  # fmt: skip

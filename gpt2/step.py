@@ -7,12 +7,15 @@ clipping and the verdict on non-finite gradients stay in tensors on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from jetfire.gpt2 import parallel
+from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
 from jetfire.nn import AdamW, recipes
 
@@ -38,14 +41,18 @@ class Step:
 
     Args:
         model: ids, targets → mean loss in nats; its parameters are updated in place.
+        group: whose losses and gradients are averaged; the model is spread over it.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(
+        self, model: nn.Module, settings: Settings, device: torch.device, group: Group = ALONE
+    ) -> None:
+        self.model, self.device, self.group = model, device, group
+        self.spread = parallel.spread(model, settings, group, device)
         self.accumulate = settings.accumulate
         self.clip = settings.clip or float("inf")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.forward = torch.compile(model) if settings.compile else model
+        self.forward = torch.compile(self.spread) if settings.compile else self.spread
         self.rate = torch.zeros((), device=device)
         self.failed = torch.zeros((), device=device)
         self.optimizer = self._optimizer(settings)
@@ -76,11 +83,17 @@ class Step:
         self.rate.fill_(rate)
 
     def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss of the micro-batches and norm of their gradient, fp32 scalars on the device."""
+        """Mean loss of the micro-batches and norm of their gradient, fp32 scalars on the device.
+
+        Both are those of all processes' micro-batches.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for ids, targets in micros:
-            loss += self.gradient(ids, targets)
+        for number, (ids, targets) in enumerate(micros, 1):
+            more = number < len(micros)
+            with parallel.unreduced(self.spread) if more else nullcontext():
+                loss += self.gradient(ids, targets)
+        loss = self.group.add(loss) / self.group.world
         return loss, self.update(loss)
 
     def gradient(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -93,7 +106,8 @@ class Step:
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:
         """Clip, and move the parameters if all is finite; gives the norm before clipping."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = parallel.norm(grads, self.group)
         self.failed.copy_(torch.maximum(self.failed, (~torch.isfinite(norm + loss)).float()))
         scale: torch.Tensor = self.optimizer.grad_scale  # type: ignore[attr-defined]
         scale.copy_((norm / self.clip).clamp(min=1.0))

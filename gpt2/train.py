@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from jetfire.gpt2 import checkpoint, data, faults, utilisation
+from jetfire.gpt2 import checkpoint, data, faults, parallel, utilisation
 from jetfire.gpt2.checkpoint import Checkpoint
 from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step, autocast, seed_step
 from jetfire.ops.device import Device
@@ -100,6 +101,7 @@ class Training:
     Args:
         folder: where checkpoints go; None keeps none.
         report: gets the log's records as they come.
+        group: the processes that train together; each has a `Training`, and all call its methods.
 
     Attributes:
         done: the last step whose outcome is known to be good.
@@ -108,15 +110,14 @@ class Training:
 
     def __init__(
         self, settings: Settings, tokens: data.Tokens, device: Device, folder: Path | None,
-        report: Callable[[Record], None],
+        report: Callable[[Record], None], group: Group = ALONE,
     ) -> None:  # fmt: skip
         self.settings, self.tokens, self.folder, self.report = settings, tokens, folder, report
-        self.device, self.rank, self.world = device.torch_device, 0, 1
-        if settings.parallel != "none":
-            raise UsageError(f"parallel={settings.parallel}: expected none with one process")
+        self.device, self.group = device.torch_device, group
+        parallel.check(settings, group)
         self.vocabulary = tokens.vocabulary
         self.model = build(settings, self.vocabulary, device)
-        self.step = Step(self.model, settings, self.device)
+        self.step = Step(self.model, settings, self.device, group)
         self.advance = self._graphed() if settings.graph else self.step
         self.peak = utilisation.peak(device)
         self.flops = utilisation.flops_per_token(settings, self.vocabulary)
@@ -133,7 +134,7 @@ class Training:
     @property
     def tokens_per_step(self) -> int:
         one = self.settings
-        return one.batch * one.context * one.accumulate * self.world
+        return one.batch * one.context * one.accumulate * self.group.world
 
     @property
     def tokens_seen(self) -> Record:
@@ -151,12 +152,15 @@ class Training:
         checkpoint.load_model(self.model, parameters, where)
 
     def micros(self, step: int) -> list[Micro]:
-        """A step's micro-batches: a function of the seed, the step and the rank."""
-        one = self.settings
+        """This process's micro-batches of a step, a function of the seed and the step.
+
+        They are dealt out: any number of processes trains on the same ones together.
+        """
+        one, group = self.settings, self.group
         return [
             data.batch(self.tokens.train, one.context, one.batch, seed=one.seed, step=step,
-                       micro=micro, rank=self.rank, device=self.device)
-            for micro in range(one.accumulate)
+                       micro=micro, device=self.device)
+            for micro in range(group.rank, one.accumulate * group.world, group.world)
         ]  # fmt: skip
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
@@ -174,7 +178,7 @@ class Training:
             launched = self._launch(step)
             self._read(pending)
             pending = launched
-            stopping = stop()
+            stopping = self.group.any(stop())
             if stopping or self._due(step):
                 self._read(pending)
                 pending = None
@@ -186,7 +190,7 @@ class Training:
         begin = Clock(self.device)
         rate = self.settings.rate_at(step)
         micros = self.micros(step)
-        seed_step(self.settings.seed, step, self.rank)
+        seed_step(self.settings.seed, step, self.group.rank)
         self.step.set_rate(rate)
         loss, norm = self.advance(micros)
         values = torch.stack((loss, norm)).to("cpu", non_blocking=True)
@@ -211,7 +215,8 @@ class Training:
     def _mfu(self, tokens_per_second: float) -> float | None:
         if self.peak is None:
             return None
-        return round(self.flops * tokens_per_second / (self.world * self.peak.tflops * 1e12), 4)
+        peak = self.group.world * self.peak.tflops * 1e12
+        return round(self.flops * tokens_per_second / peak, 4)
 
     def _peak_gib(self) -> float | None:
         """The allocator's peak; None on the CPU, where torch has none."""
@@ -230,7 +235,7 @@ class Training:
         """Evaluate where it is time, and write what should be kept."""
         better = self._every("evaluate_every", step) and self._evaluated(step)
         if self.folder and (stopping or better or self._every("checkpoint_every", step)):
-            checkpoint.save(self.folder, self.state(), self.model, self.step.optimizer)
+            checkpoint.save(self.folder, self.state(), self.model, self.step.optimizer, self.group)
 
     def _evaluated(self, step: int) -> bool:
         """Whether this evaluation is the best yet."""
@@ -246,23 +251,33 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats over fixed windows of the validation tokens, the same for all runs."""
-        one = self.settings
+        one, group = self.settings, self.group
         self.model.eval()
         windows = data.evaluation(
             self.tokens.validation, one.context, one.batch, one.evaluate_batches,
             device=self.device,
         )  # fmt: skip
-        losses = []
-        for ids, targets in windows:
-            with autocast(self.device):
-                losses.append(self.model(ids, targets))
+        losses = torch.zeros(one.evaluate_batches, device=self.device)
+        ids = targets = torch.empty(0)
+        for number, (ids, targets) in enumerate(windows):
+            if number % group.world == group.rank:
+                losses[number] = self._loss(ids, targets)
+        if 0 < one.evaluate_batches % group.world <= group.rank:
+            self._loss(ids, targets)  # a sharded model runs on all processes or on none
+        parallel.reshard(self.model)
         self.model.train()
-        return float(torch.stack(losses).mean())
+        return float(group.add(losses).mean())
+
+    def _loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with autocast(self.device):
+            loss: torch.Tensor = self.model(ids, targets)
+        return loss
 
     def state(self) -> Record:
         """What a checkpoint holds beside tensors."""
         return {
             "step": self.done, "settings": self.settings.as_dict(),
+            "processes": self.group.world,
             "vocabulary": self.vocabulary, "shape": dataclasses.asdict(self.model.shape),
             "tokens": self.tokens_seen, "best": self.best,
         }  # fmt: skip
@@ -279,8 +294,8 @@ class Training:
 
     def _fault(self, step: int, loss: float, norm: float) -> str:
         """Run a failed step's batch again to say which layer; no parameter has changed since."""
-        seed_step(self.settings.seed, step, self.rank)
-        layer = faults.find(self.model, self.micros(step), self.device)
+        seed_step(self.settings.seed, step, self.group.rank)
+        layer = faults.find(self.model, self.micros(step), self.device, self.group)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         message = f"{what} at step {step}; first at {layer}; {self._kept()}"
         self.report({"kind": "fault", "step": step, "message": message})

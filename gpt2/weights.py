@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from jetfire.gpt2 import checkpoint
 from jetfire.gpt2.tokenizers import GPT2_VOCABULARY
 from jetfire.ops.errors import UsageError
 
@@ -103,7 +104,7 @@ def load(model: GPT2, folder: Path) -> None:
         )
         raise UsageError(f"{folder}: has {next(both)}; the model expects {next(both)}")
     state["positions.weight"] = state["positions.weight"][: shape.context]
-    model.load_state_dict(state)
+    checkpoint.load_model(model, state, folder)
 
 
 def save_transformers(folder: Path, fields: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
