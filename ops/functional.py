@@ -16,18 +16,9 @@ from typing import Any, get_args
 import torch
 
 from jetfire.ops import library
-from jetfire.ops.adamw import AdamwProblem
 from jetfire.ops.errors import UsageError
 from jetfire.ops.gelu import Approximate
-from jetfire.ops.op import (
-    Block,
-    FloatName,
-    Layout,
-    Rounding,
-    blocks_of,
-    float_dtype,
-    quantised_outputs,
-)
+from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
 
 Tensor = torch.Tensor
 _BLOCKS = get_args(Block)
@@ -423,20 +414,24 @@ def _scalar(name: str, x: Tensor, like: Tensor) -> None:
         raise UsageError(f"{name}: expected a float32 tensor of one element on {like.device}")
 
 
-def _room(out: tuple[Tensor, ...], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors to write codes into, where they are as those wanted."""
-
-    def kind(x: Tensor) -> tuple[Any, ...]:
-        return x.dtype, x.shape
-
+def _room(
+    out: tuple[Tensor, ...] | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
+) -> dict[str, Tensor]:
+    """Tensors for the codes of an m×n matrix: those given, if they fit, else new ones."""
+    wanted: dict[str, tuple[torch.dtype, tuple[int, int]]] = {}
+    if layout != "qt":
+        wanted |= {"q": (torch.int8, (m, n)), "scale": (torch.float32, blocks_of(m, n, block))}
+    if layout != "q":
+        wanted |= {"qt": (torch.int8, (n, m)), "scale_t": (torch.float32, blocks_of(n, m, block))}
+    if out is None:
+        return {k: torch.empty(s, dtype=d, device=like.device) for k, (d, s) in wanted.items()}
     fits = len(out) == len(wanted) and all(
-        kind(a) == kind(b) and a.is_contiguous() for a, b in zip(out, wanted.values(), strict=True)
+        (x.dtype, x.shape) == kind and x.is_contiguous() and x.device == like.device
+        for x, kind in zip(out, wanted.values(), strict=True)
     )
     if not fits:
-        names = (
-            f"{k} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in wanted.items()
-        )
-        raise UsageError(f"out: expected {', '.join(names)}, contiguous")
+        kinds = (f"{k} {str(d).removeprefix('torch.')} {s}" for k, (d, s) in wanted.items())
+        raise UsageError(f"out: expected {', '.join(kinds)}, contiguous, on {like.device}")
     return dict(zip(wanted, out, strict=True))
 
 
@@ -474,11 +469,7 @@ def int8_adamw(
     _choice("block", block, _BLOCKS)
     _choice("layout", layout, _LAYOUTS)
     m, n = param.shape
-    problem = AdamwProblem(m, n, block=block, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
-    device = torch.device("meta") if out is not None else param.device
-    codes = quantised_outputs(problem, device, layout, m, n)
-    if out is not None:
-        codes = _room(out, codes)
+    codes = _room(out, m, n, block, layout, param)
     library.adamw(
         param, exp_avg, exp_avg_sq, *(codes.get(k) for k in ("q", "scale", "qt", "scale_t")), grad,
         rate, step, grad_scale, found_inf, block, beta1, beta2, eps, decay,

@@ -342,3 +342,32 @@ def test_what_it_refuses(device):
     other = torch.optim.AdamW(model.parameters(), amsgrad=True)
     with pytest.raises(UsageError, match="state of amsgrad=True: expected False"):
         AdamW(model.parameters(), model=model).load_state_dict(other.state_dict())
+
+
+def test_sharded_weights_are_torch_s(tmp_path):
+    """FSDP2's parameters are DTensors; their codes are made anew after every step."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Int8Linear(32, 64), Int8Linear(64, 32))
+        plain = copy.deepcopy(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert quantised_weights(model) == {}
+        for one in (model, plain):
+            optimizer = AdamW(one.parameters(), 1e-2, model=one)
+            for step in range(3):
+                torch.manual_seed(step)
+                x = torch.randn((40, 32))
+                optimizer.zero_grad()
+                (one(x) - x).square().mean().backward()
+                optimizer.step()
+        for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(sharded.full_tensor(), whole, rtol=1e-5, atol=1e-5)
+    finally:
+        distributed.destroy_process_group()
