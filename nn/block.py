@@ -1,9 +1,9 @@
 """A pre-norm transformer block with Jetfire's INT8 data flow (arXiv 2403.12422, section 3).
 
 The residual stream is BF16; what flows between the layers of a branch, and what is kept for
-backward, is INT8 codes. LayerNorm's and GELU's outputs are not kept but made again from their
-inputs' codes, already transposed for the weight gradient: to the same bits, as they are rounded to
-nearest.
+backward, is INT8 codes: of LayerNorm's input and of each product's, transposed as the weight
+gradient reads it. But GELU's output, the widest, is made again from its input's codes: to the same
+bits, as it is rounded to nearest.
 """
 
 from __future__ import annotations
@@ -96,20 +96,23 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         block = setting.block
         w = Both(*codes)
-        h, h_scale, *own = int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=setting.eps
-        )
+        h, h_scale, ht, ht_scale, *own = int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=setting.eps,
+            layout="both",
+        )  # fmt: skip
         if own:
             mean, rstd = own
         y = int8_gemm(h, h_scale, w.q, w.scale, block=block, out="bf16", bias=bias)
         ctx.handoff, ctx.setting = handoff, setting
-        ctx.save_for_backward(seeds, q, scale, mean, rstd, norm_weight, norm_bias, w.qt, w.scale_t)
+        ctx.save_for_backward(
+            seeds, q, scale, mean, rstd, norm_weight, ht, ht_scale, w.qt, w.scale_t
+        )
         shape = (setting.batch, -1, 3, setting.heads, x.shape[1] // setting.heads)
         return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, q, scale, mean, rstd, norm_weight, norm_bias, wqt, w_scale_t = ctx.saved_tensors
+        seeds, q, scale, mean, rstd, norm_weight, ht, ht_scale, wqt, w_scale_t = ctx.saved_tensors
         setting = ctx.setting
         block = setting.block
         dx, *dqkv = grads
@@ -122,11 +125,9 @@ class _Enter(torch.autograd.Function):
             g.q, g.scale, wqt, w_scale_t, block=block, out="int8", rounding="stochastic",
             seed=seeds[1:2],
         )  # fmt: skip
-        ht = int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, layout="qt"
-        )
-        dw = product_of_transposes(g.transposed, ht, block, torch.float32)
+        dw = product_of_transposes(g.transposed, (ht, ht_scale), block, torch.float32)
         db = bias_gradient(g, block, torch.float32)
+        del g
         dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             q, scale, dh, dh_scale, norm_weight, mean, rstd, block=block, seed=seeds[2:3]
         )
@@ -159,31 +160,33 @@ class _Leave(torch.autograd.Function):
         def product(a: Tensor, a_scale: Tensor, w: Both, bias: Tensor) -> tuple[Tensor, ...]:
             return int8_gemm(a, a_scale, w.q, w.scale, block=block, out="int8", bias=bias)
 
-        a, a_scale = int8_quantize(attended, block=block)
-        y = _dropped(product(a, a_scale, w0, bias0), setting, seeds, _MASK0)
+        a = Both(*int8_quantize(attended, block=block, layout="both"))
+        y = _dropped(product(a.q, a.scale, w0, bias0), setting, seeds, _MASK0)
         x, q, scale, mean, rstd = int8_add(x, *y, block=block, eps=eps)
-        h, h_scale = int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=eps
-        )
-        f, f_scale = product(h, h_scale, w1, bias1)
+        h = Both(*int8_layernorm(
+            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=eps,
+            layout="both",
+        ))  # fmt: skip
+        f, f_scale = product(h.q, h.scale, w1, bias1)
         u, u_scale = int8_gelu(f, f_scale, block=block, approximate=setting.approximate)
         y = _dropped(product(u, u_scale, w2, bias2), setting, seeds, _MASK2)
         out = int8_add(x, *y, block=block, eps=eps)
         ctx.mark_non_differentiable(*out[1:])
         ctx.handoff, ctx.setting = handoff, setting
         ctx.save_for_backward(
-            seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale,
-            w0.qt, w0.scale_t, w1.qt, w1.scale_t, w2.qt, w2.scale_t,
+            seeds, q, scale, mean, rstd, norm_weight, f, f_scale, *a.transposed, *h.transposed,
+            *w0.transposed, *w1.transposed, *w2.transposed,
         )  # fmt: skip
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """What is no longer wanted is dropped at once: the peak of a step's memory is in here."""
         setting = ctx.setting
         block = setting.block
         saved = ctx.saved_tensors  # once: a checkpoint gives them away
-        seeds, attended, q, scale, mean, rstd, norm_weight, norm_bias, f, f_scale = saved[:10]
-        w0t, w1t, w2t = (saved[i : i + 2] for i in (10, 12, 14))
+        seeds, q, scale, mean, rstd, norm_weight, f, f_scale = saved[:8]
+        at, ht, w0t, w1t, w2t = (saved[i : i + 2] for i in range(8, 18, 2))
         dx = grads[0]
 
         def seed(index: int) -> Tensor:
@@ -194,31 +197,30 @@ class _Leave(torch.autograd.Function):
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
-        du = int8_gemm(
-            g.q, g.scale, *w2t, block=block, out="int8", rounding="stochastic", seed=seed(1)
-        )
         ut = int8_gelu(f, f_scale, block=block, approximate=setting.approximate, layout="qt")
         dw2 = product_of_transposes(g.transposed, ut, block, torch.float32)
         db2 = bias_gradient(g, block, torch.float32)
+        del ut
+        du = int8_gemm(
+            g.q, g.scale, *w2t, block=block, out="int8", rounding="stochastic", seed=seed(1)
+        )
         df = Both(*int8_gelu_backward(
             f, f_scale, *du, block=block, approximate=setting.approximate, layout="both",
             seed=seed(2),
         ))  # fmt: skip
+        del g, du
         dh = int8_gemm(
             df.q, df.scale, *w1t, block=block, out="int8", rounding="stochastic", seed=seed(3)
         )
-        ht = int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, layout="qt"
-        )
         dw1 = product_of_transposes(df.transposed, ht, block, torch.float32)
         db1 = bias_gradient(df, block, torch.float32)
+        del df
         dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             q, scale, *dh, norm_weight, mean, rstd, block=block, seed=seed(4)
         )
         dx, *copy = int8_add_backward(dx, dq, dq_scale, block=block, layout="both", seed=seed(5))
         g = _undropped(Both(*copy), setting, seeds, _MASK0)
         dattended = int8_gemm(g.q, g.scale, *w0t, block=block, out="bf16")
-        at = int8_quantize(attended, block=block, layout="qt")
         dw0 = product_of_transposes(g.transposed, at, block, torch.float32)
         db0 = bias_gradient(g, block, torch.float32)
         return (

@@ -303,7 +303,9 @@ def multiplied(codes, linear, parameters, block, out="int8"):
     found = ops.int8_gemm(*pair, *w_codes, block=block, out=out, bias=linear.bias.detach())
     if out == "int8":
         return nearest(y, found, block), found
-    torch.testing.assert_close(found.double(), y, rtol=BF16, atol=1e-5)
+    # A GPU's kernel rounds each block's share of a sum apart, the telescoped one to 1e-3 of it.
+    noise = 1e-4 if found.is_cuda else 1e-5
+    torch.testing.assert_close(found.double(), y, rtol=BF16, atol=noise)
     return straight_through(y, found), found
 
 

@@ -1,6 +1,7 @@
 """Training GPT-2: settings, the step, faults, checkpoints, the log, curves and the command."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -164,8 +165,10 @@ def test_a_step_is_clipped_adamw():
         expected.backward()
         total = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
         plain.step()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        assert norm.item() == pytest.approx(total.item(), rel=1e-4)
+        # A GPU computes in bf16, where updates that differ in their last bit show.
+        rounding = 1e-4 if HERE.kind == "cuda" else 1e-5
+        assert loss.item() == pytest.approx(expected.item(), rel=rounding)
+        assert norm.item() == pytest.approx(total.item(), rel=10 * rounding)
         assert norm.item() > 0.1
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -399,7 +402,8 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     assert execute("train", ["export", str(other), "-o", str(tmp_path / "theirs")]) == 0
     back = [*words, "--init", str(tmp_path / "theirs"), "-o", str(tmp_path / "back")]
     assert execute("train", [*back, "--sample", "5"]) == 0
-    for name in ("loss.svg", "loss.png", "loss.html"):
+    pages = ["loss.html"] if importlib.util.find_spec("plotly") else []
+    for name in ("loss.svg", "loss.png", *pages):
         assert execute("train", ["plot", str(folder), str(other), "-o", str(tmp_path / name)]) == 0
     svg = (tmp_path / "loss.svg").read_text()
     assert "run: tiny bf16, best validation" in svg
