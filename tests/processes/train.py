@@ -1,0 +1,81 @@
+"""What tests/test_parallel.py has torchrun start: commands, one after another, in each process.
+
+Arguments: the device; a folder with text.txt, and one for the outcomes; the settings that all runs
+share.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from jetfire.cli import execute
+from jetfire.gpt2 import parallel
+from jetfire.gpt2.train import Training
+
+DEVICE, SHARED = sys.argv[1], sys.argv[4]
+HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
+RANK = int(os.environ["RANK"])
+LAUNCH = Training._launch
+OUTCOMES: dict[str, dict] = {}
+
+
+def run(name: str, *words: str) -> None:
+    """Run `jetfire-train` and keep its exit code and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = execute("train", ["--debug", *words, "-o", str(OUT / name)])
+        except SystemExit as ended:
+            code = ended.code
+    OUTCOMES[name] = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def begin(name: str, how: str, recipe: str, more: str = "accumulate=2") -> None:
+    run(name, "tiny", "--recipe", recipe, "--data", str(HOME / "text.txt"), "--set", SHARED,
+        "--set", f"parallel={how}", "--set", more)  # fmt: skip
+
+
+def resume(name: str, of: str, how: str) -> None:
+    """Go on with a copy of a run from its checkpoint at step 4."""
+    if RANK == 0:
+        source = OUT / of / "checkpoints" / "step-00000004"
+        shutil.copytree(source, OUT / name / "checkpoints" / source.name)
+    run(name, "--resume", "--set", f"parallel={how}")
+
+
+def fault(self: Training, step: int):
+    """A parameter of the second process, and its alone, becomes NaN before step 6."""
+    if step == 6 and RANK == 1:
+        with torch.no_grad():
+            parallel.local(self.model.blocks[1].expand.bias)[0] = math.nan
+    return LAUNCH(self, step)
+
+
+def all_runs() -> None:
+    for how in ("ddp", "fsdp"):
+        begin(how, how, "bf16")
+        begin(f"{how}-int8", how, "int8-block32")
+        resume(f"{how}-again", how, how)
+        resume(f"{how}-int8-again", f"{how}-int8", how)
+        Training._launch = fault
+        begin(f"{how}-fault", how, "bf16")
+        Training._launch = LAUNCH
+    resume("fsdp-to-ddp", "fsdp", "ddp")
+    begin("none", "none", "bf16")
+    begin("graph", "ddp", "bf16", "graph=true")
+    begin("compile", "fsdp", "bf16", "compile=true")
+    resume("ddp-to-none", "ddp", "none")
+
+
+# A process joins once: the store in which processes find each other keeps the first addresses.
+with parallel.joined(DEVICE) as joined:
+    parallel.joined = lambda device: contextlib.nullcontext(joined)
+    all_runs()
+(OUT / f"{RANK}.json").write_text(json.dumps(OUTCOMES))

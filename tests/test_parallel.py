@@ -1,0 +1,210 @@
+"""Training in several processes: the sequences, losses, checkpoints and ends of a run in one."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jetfire.cli import execute
+from jetfire.gpt2 import command, data, log, parallel
+from jetfire.gpt2 import prepare as preparation
+from jetfire.gpt2.parallel import Group
+from jetfire.gpt2.settings import make
+from jetfire.gpt2.train import Training
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+SHARED = ("layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"
+          "evaluate_batches=3,checkpoint_every=4,keep=3")  # fmt: skip
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+SCRIPT = Path(__file__).parent / "processes" / "train.py"
+
+
+TEXT = " ".join(str(i) for i in range(4000))
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runs(request, tmp_path_factory) -> Path:
+    """Two processes' runs, and beside them the same in one: `one`, `one-int8`."""
+    device = request.param
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    home = tmp_path_factory.mktemp(device)
+    (home / "text.txt").write_text(TEXT)
+    out = home / "runs"
+    out.mkdir()
+    subprocess.run(
+        [*TWO, str(SCRIPT), device, str(home), str(out), SHARED], check=True, timeout=240,
+        env={**os.environ, "JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JETFIRE_CACHE", str(home / "cache"))
+        for name, recipe in (("one", "bf16"), ("one-int8", "int8-block32")):
+            words = ["tiny", "--recipe", recipe, "--data", str(home / "text.txt"), "--device",
+                     device, "--set", SHARED, "--set", "accumulate=4"]  # fmt: skip
+            assert execute("train", [*words, "-o", str(out / name)]) == 0
+    torch.set_num_threads(threads)
+    return out
+
+
+def tolerance(run: Path) -> float:
+    """Relative, of a loss after some steps that differ in the order of sums: fp32, or BF16."""
+    return 1e-5 if log.read(run)[0]["device"]["kind"] == "cpu" else 1e-3
+
+
+def outcome(runs: Path, name: str, rank: int) -> dict:
+    return json.loads((runs / f"{rank}.json").read_text())[name]
+
+
+def losses(run: Path, kind: str = "step") -> list[float]:
+    return [record["loss"] for record in log.read(run) if record["kind"] == kind]
+
+
+def norms(run: Path) -> list[float]:
+    return [record["norm"] for record in log.read(run) if record["kind"] == "step"]
+
+
+# --- what needs no second process ---------------------------------------------------------------
+
+
+def test_any_number_of_processes_sees_the_same_sequences(tmp_path, monkeypatch):
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    folder = preparation.prepare(tmp_path / "text.txt", "byte", tmp_path / "tokens")
+    tokens = data.open_tokens(folder)
+    one = make("tiny", {"recipe": "bf16", "layers": 1, "accumulate": 4})
+    training = Training(one, tokens, Device.parse("cpu"), None, lambda record: None)
+
+    def seen(world: int) -> set[bytes]:
+        training.settings = dataclasses.replace(one, accumulate=4 // world)
+        found = []
+        for rank in range(world):
+            training.group = Group(rank, world)
+            found += [torch.stack(micro).numpy().tobytes() for micro in training.micros(3)]
+        assert len(found) == len(set(found)) == 4
+        return set(found)
+
+    assert seen(1) == seen(2) == seen(4)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_without_torchrun_there_is_one_process(how, capsys, tmp_path):
+    words = ["tiny", "--set", f"parallel={how}", "-o", str(tmp_path / "run")]
+    assert execute("train", words) == 2
+    said = f"jetfire: parallel={how}: expected to be started by torchrun"
+    assert capsys.readouterr().err.startswith(said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_is_not_named_where_torchrun_chooses_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with (
+        pytest.raises(UsageError, match="--device cuda:1: expected auto, cpu or cuda"),
+        parallel.joined("cuda:1"),
+    ):
+        pass
+
+
+# --- two processes, on the CPU and on two GPUs --------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(how, runs):
+    """The same sequences a step, so the same losses but for the order of sums."""
+    near = tolerance(runs / how)
+    assert losses(runs / how) == pytest.approx(losses(runs / "one"), rel=near)
+    assert norms(runs / how) == pytest.approx(norms(runs / "one"), rel=10 * near)
+    evaluations = losses(runs / how, "evaluation")
+    assert len(evaluations) == 2
+    assert evaluations == pytest.approx(losses(runs / "one", "evaluation"), rel=near)
+    assert losses(runs / how)[-1] < losses(runs / how)[0] - 0.3
+    ours, theirs = (
+        load_file(runs / name / "checkpoints" / "step-00000008" / "model.safetensors")
+        for name in (how, "one")
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        far = torch.linalg.vector_norm(value - theirs[key]) / torch.linalg.vector_norm(value)
+        assert far < 100 * near, key
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_in_int8_too_but_for_the_rounding(how, runs):
+    """Steps differ by the noise of stochastic rounding; the first loss is before any of it."""
+    ours, theirs = losses(runs / f"{how}-int8"), losses(runs / "one-int8")
+    assert ours[0] == pytest.approx(theirs[0], rel=tolerance(runs / how))
+    assert ours == pytest.approx(theirs, rel=5e-3)
+    assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-int8", "fsdp", "fsdp-int8"])
+def test_resuming_repeats_the_losses_of_two(name, runs):
+    again = runs / f"{name}-again"
+    assert outcome(runs, again.name, 0)["code"] == 0
+    assert losses(again) == losses(runs / name)[4:]
+    assert norms(again) == norms(runs / name)[4:]
+    assert losses(again, "evaluation") == losses(runs / name, "evaluation")[1:]
+
+
+def test_a_run_goes_on_in_another_way(runs, monkeypatch):
+    """From FSDP2 to DDP, and to one process, which takes over the others' micro-batches."""
+    monkeypatch.setenv("JETFIRE_CACHE", str(runs.parent / "cache"))
+    near, alone = tolerance(runs / "ddp"), runs / "ddp-to-none"
+    assert losses(runs / "fsdp-to-ddp") == pytest.approx(losses(runs / "fsdp")[4:], rel=near)
+    device = log.read(runs / "ddp")[0]["device"]["kind"]
+    words = ["--resume", "-o", str(alone), "--device", device, "--set", "parallel=none"]
+    assert execute("train", words) == 0
+    assert losses(alone) == pytest.approx(losses(runs / "ddp")[4:], rel=near)
+    assert log.read(alone)[0]["settings"]["accumulate"] == 4
+    three = command.Asked(resume=True, output=runs / "one")
+    with pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches a step"):
+        command.run_of(three, Group(0, 3))
+
+
+def test_the_first_process_alone_speaks(runs):
+    first, second = outcome(runs, "ddp", 0), outcome(runs, "ddp", 1)
+    assert first["code"] == second["code"] == 0
+    assert first["out"].startswith("tiny bf16: loss ")
+    assert first["out"].count("\n") == 1
+    assert "2 × " in first["err"]
+    assert "; 256 tokens a step" in first["err"]
+    assert second["out"] == second["err"] == ""
+    assert log.read(runs / "ddp")[0]["device"]["processes"] == 2
+    assert [r["step"] for r in log.read(runs / "ddp") if r["kind"] == "step"] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_fault_in_one_process_stops_all_with_one_line(how, runs):
+    first, second = (outcome(runs, f"{how}-fault", rank) for rank in (0, 1))
+    assert first["code"] == second["code"] == 1
+    line = first["err"].splitlines()[-1]
+    assert line.startswith("jetfire: loss is nan at step 6; first at blocks.1")
+    assert "expand.bias holds NaN" in line or "expand: bias holds NaN" in line
+    assert "step-00000004" in line
+    assert second["err"] == ""
+    assert log.read(runs / f"{how}-fault")[-1]["kind"] == "fault"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("none", "parallel=none: expected ddp or fsdp with 2 processes"),
+        ("graph", "graph=true: expected parallel=none, not ddp"),
+        ("compile", "compile=true: expected parallel=none or ddp, not fsdp"),
+        ("ddp-to-none", "parallel=none: expected ddp or fsdp with 2 processes"),
+    ],
+)
+def test_usage_errors_are_one_line_of_the_first(name, says, runs):
+    first, second = outcome(runs, name, 0), outcome(runs, name, 1)
+    assert first["code"] == second["code"] == 2
+    assert first["err"].splitlines()[-1] == f"jetfire: {says}"
+    assert second["err"] == ""
