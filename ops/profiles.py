@@ -193,7 +193,8 @@ def _is_energy(value: Any) -> bool:
 
 
 def _is_problem(value: Any) -> bool:
-    return _is_object(value) and all(type(v) in (bool, int, float, str) for v in value.values())
+    plain = (bool, int, float, str, NoneType)  # None: cross_entropy's `valid`, all of the columns
+    return _is_object(value) and all(type(v) in plain for v in value.values())
 
 
 def _is_ratios(value: Any) -> bool:
