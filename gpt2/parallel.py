@@ -7,6 +7,7 @@ a request to stop) is reduced over all of them, so that all take the same course
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jetfire.gpt2.settings import Settings
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
 T = TypeVar("T")
 # What torchrun tells a process.
@@ -148,6 +149,8 @@ def joined(device: str) -> Iterator[tuple[Device, Group]]:
         "nccl" if cuda else "gloo", device_id=own.torch_device if cuda else None
     )
     host = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    if dist.get_rank():
+        warnings.simplefilter("ignore", JetfireWarning)
     try:
         yield own, Group(dist.get_rank(), dist.get_world_size(), host)
     except RuntimeError as error:

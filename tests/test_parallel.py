@@ -194,6 +194,15 @@ def test_a_fault_in_one_process_stops_all_with_one_line(how, runs):
     assert log.read(runs / f"{how}-fault")[-1]["kind"] == "fault"
 
 
+def test_a_failure_in_one_process_alone_is_said_by_that_one(runs):
+    first, second = outcome(runs, "apart", 0), outcome(runs, "apart", 1)
+    assert first["code"] == second["code"] == 2
+    assert first["err"] == "jetfire: what both warn of\n"
+    assert second["err"].splitlines()[-1] == "jetfire: not to be read here"
+    assert "what both warn of" not in second["err"]
+    assert not (runs / "apart").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

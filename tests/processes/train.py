@@ -11,18 +11,20 @@ import math
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
 from jetfire.cli import execute
-from jetfire.gpt2 import parallel
+from jetfire.gpt2 import command, parallel
 from jetfire.gpt2.train import Training
+from jetfire.ops.errors import JetfireWarning, UsageError
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
 HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
 RANK = int(os.environ["RANK"])
-LAUNCH = Training._launch
+LAUNCH, TOKENS = Training._launch, command._tokens
 OUTCOMES: dict[str, dict] = {}
 
 
@@ -58,6 +60,14 @@ def fault(self: Training, step: int):
     return LAUNCH(self, step)
 
 
+def apart(settings, folder: Path):
+    """Data that the second process cannot read, and a warning in both."""
+    warnings.warn("what both warn of", JetfireWarning, stacklevel=1)
+    if RANK == 1:
+        raise UsageError("not to be read here")
+    return TOKENS(settings, folder)
+
+
 def all_runs() -> None:
     for how in ("ddp", "fsdp"):
         begin(how, how, "bf16")
@@ -68,6 +78,9 @@ def all_runs() -> None:
         begin(f"{how}-fault", how, "bf16")
         Training._launch = LAUNCH
     resume("fsdp-to-ddp", "fsdp", "ddp")
+    command._tokens = apart
+    begin("apart", "ddp", "bf16")
+    command._tokens = TOKENS
     begin("none", "none", "bf16")
     begin("graph", "ddp", "bf16", "graph=true")
     begin("compile", "fsdp", "bf16", "compile=true")
