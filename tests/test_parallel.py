@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from jetfire.cli import execute
@@ -35,12 +37,22 @@ def runs(request, tmp_path_factory) -> Path:
     device = request.param
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    home = tmp_path_factory.mktemp(device)
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # made once for all workers
+    home, runs = root / f"parallel-{device}", root / f"parallel-{device}" / "runs"
+    with FileLock(root / f"{home.name}.lock"):
+        if not (runs / "one-int8").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            runs.mkdir(parents=True)
+            make_runs(home, runs, device)
+    return runs
+
+
+def make_runs(home: Path, runs: Path, device: str) -> None:
     (home / "text.txt").write_text(TEXT)
-    out = home / "runs"
-    out.mkdir()
     subprocess.run(
-        [*TWO, str(SCRIPT), device, str(home), str(out), SHARED], check=True, timeout=240,
+        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED], check=True, timeout=240,
         env={**os.environ, "JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     threads = torch.get_num_threads()
@@ -50,9 +62,8 @@ def runs(request, tmp_path_factory) -> Path:
         for name, recipe in (("one", "bf16"), ("one-int8", "int8-block32")):
             words = ["tiny", "--recipe", recipe, "--data", str(home / "text.txt"), "--device",
                      device, "--set", SHARED, "--set", "accumulate=4"]  # fmt: skip
-            assert execute("train", [*words, "-o", str(out / name)]) == 0
+            assert execute("train", [*words, "-o", str(runs / name)]) == 0
     torch.set_num_threads(threads)
-    return out
 
 
 def tolerance(run: Path) -> float:
