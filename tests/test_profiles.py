@@ -236,7 +236,7 @@ BROKEN = {
             ("trials", True, "trials=True"),
             ("objective", None, "objective=None"),
             ("strategy", 1, "strategy=1"),
-            ("problem", {"m": []}, "problem={'m': []}"),
+            ("problem", {"m": {}}, "problem={'m': {}}"),
             ("vs_peer", {"copy": "x"}, "vs_peer={'copy': 'x'}"),
             ("provenance", [], "another form"),
             ("config", {"tile": math.inf}, "Out of range"),
