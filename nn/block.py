@@ -206,7 +206,7 @@ class _Leave(torch.autograd.Function):
         )
         df = Both(*int8_gelu_backward(
             f, f_scale, *du, block=block, approximate=setting.approximate, layout="both",
-            seed=seed(2),
+            seed=seed(2), inplace=True,
         ))  # fmt: skip
         del g, du
         dh = int8_gemm(

@@ -214,16 +214,32 @@ def int8_gelu(
 def int8_gelu_backward(
     x: Tensor, x_scale: Tensor, dy: Tensor, dy_scale: Tensor, *, block: Block = 32,
     approximate: str = "tanh", rounding: Rounding = "stochastic", seed: Tensor | None = None,
-    layout: Layout = "q",
+    layout: Layout = "q", inplace: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`."""
+    """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`.
+
+    Args:
+        inplace: write dx's codes over dy's (contiguous); `layout` is then "both".
+    """
     _codes("x", x, x_scale, block)
     _codes("dy", dy, dy_scale, block, like=x)
     _choice("approximate", approximate, _APPROXIMATIONS)
     seed = _seed(rounding, seed, layout, x)
-    return tuple(
-        library.gelu_backward(x, x_scale, dy, dy_scale, seed, block, approximate, rounding, layout)
+    if not inplace:
+        return tuple(
+            library.gelu_backward(
+                x, x_scale, dy, dy_scale, seed, block, approximate, rounding, layout
+            )
+        )
+    if layout != "both" or not dy.is_contiguous():
+        raise UsageError(f"inplace with layout={layout}, strides {dy.stride()}: expected "
+                         "layout=both and contiguous dy")  # fmt: skip
+    scale, qt = dy_scale.new_empty(dy_scale.shape), dy.new_empty(dy.shape[::-1])
+    scale_t = scale.new_empty(scale.shape[::-1])
+    library.gelu_backward_inplace(
+        x, x_scale, dy, dy_scale, scale, qt, scale_t, seed, block, approximate, rounding
     )
+    return dy, scale, qt, scale_t
 
 
 def int8_layernorm(

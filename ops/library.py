@@ -40,13 +40,15 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _ANY_SIZE = 3 * 128
 
 
-# What was asked for in this process, and the kernel that took it.
-_planned: dict[tuple[str, Any], Kernel] = {}
+@profiles.remembered
+def _planned() -> dict[tuple[str, Any], Kernel]:
+    """The problems that were asked for, and the kernel that took each."""
+    return {}
 
 
 def planned() -> list[tuple[Op, Any, Kernel]]:
-    """Op, problem and kernel of every different call so far: what a model's tuner has to tune."""
-    return [(ops.get(name), problem, kernel) for (name, problem), kernel in _planned.items()]
+    """Op, problem and kernel of every different call since `profiles.forget`."""
+    return [(ops.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
 
 
 @profiles.remembered
@@ -57,7 +59,7 @@ def _plan(
     op = ops.get(name)
     problem = op.Problem.parse(dict(fields))
     kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
-    _planned[name, problem] = kernel
+    _planned()[name, problem] = kernel
     return op, problem, kernel, config
 
 
@@ -295,6 +297,26 @@ def gelu_backward(
 ) -> Call:  # fmt: skip
     return {"x": x, "x_scale": x_scale, "dy": dy, "dy_scale": dy_scale, "seed": seed}, _sized(
         x, block=block, mode="bwd", approximate=approximate, rounding=rounding, layout=layout
+    )
+
+
+@_operator(
+    "gelu_backward_inplace(Tensor x, Tensor x_scale, Tensor(a!) q, Tensor dy_scale,"
+    " Tensor(b!) scale, Tensor(c!) qt, Tensor(d!) scale_t, Tensor? seed, int block,"
+    " str approximate, str rounding) -> ()",
+    op="gelu",
+)
+def gelu_backward_inplace(
+    x: Tensor, x_scale: Tensor, q: Tensor, dy_scale: Tensor, scale: Tensor, qt: Tensor,
+    scale_t: Tensor, seed: Tensor | None, block: int, approximate: str, rounding: str,
+) -> Call:  # fmt: skip
+    """`q` holds dy's codes, and then dx's."""
+    inputs = {
+        "x": x, "x_scale": x_scale, "dy": q, "dy_scale": dy_scale, "seed": seed, "q": q,
+        "scale": scale, "qt": qt, "scale_t": scale_t,
+    }  # fmt: skip
+    return inputs, _sized(
+        x, block=block, mode="bwd", approximate=approximate, rounding=rounding, layout="both"
     )
 
 

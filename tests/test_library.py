@@ -31,7 +31,8 @@ def overloads(name, problem):
     if name == "gemm" and problem.out == "int8":
         return [found.gemm_quantized.default]
     if getattr(problem, "mode", "fwd") == "bwd":
-        others = ("", "_inplace") if name == "cross_entropy" else ("",)
+        overwrites = name == "cross_entropy" or (name == "gelu" and problem.layout == "both")
+        others = ("", "_inplace") if overwrites else ("",)
         return [getattr(found, f"{name}_backward{other}").default for other in others]
     packet = getattr(found, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
@@ -91,6 +92,9 @@ def test_opcheck(device, name, problem):
         }
         if "logits" in inputs:  # where they are overwritten
             leaves["dlogits"] = inputs["logits"].clone()
+        if "dy" in inputs:  # whose codes are overwritten
+            leaves = op.poison(problem, op.outputs(problem, inputs)) | leaves
+            leaves["q"] = inputs["dy"].clone()
         if name == "adamw":  # which writes codes where they are to be
             leaves = op.poison(problem, op.outputs(problem, inputs)) | leaves
         torch.library.opcheck(overload, arguments(overload, problem, leaves))
