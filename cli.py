@@ -455,7 +455,7 @@ RunFolder = Annotated[
     hidden=True,
     epilog="Other verbs, each with --help: jetfire train prepare (text to tokens), plot (loss "
     "curves), sample (text of a run's model), export (weights for transformers), bench (a step "
-    "against BF16).",
+    "against BF16), tune (the kernels of a step).",
 )
 def _train(
     preset: Annotated[
@@ -657,6 +657,65 @@ def _bench_training(
         output=output, append=append, dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
     )  # fmt: skip
     training.bench(asked, case, recipe or ())
+
+
+@train.command(name="tune")
+def _tune_training(
+    preset: Annotated[
+        str,
+        typer.Argument(metavar="PRESET", help="As for training."),
+    ],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help="int8-block32, -block64, -block128 (int8-block32)."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=V,...", help="As for training.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|PATH", help="As for training; its vocabulary alone matters."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
+    ] = "10m",
+    trials: Annotated[
+        int | None,
+        typer.Option(parser=_integer("--trials"), metavar="INT", help="Configs a problem (40)."),
+    ] = None,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only what has no profile yet, or a stale one.")
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Only every Nth problem, from the Ith (0/4 to 3/4)."),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="tpe, gp, random or exhaustive.")
+    ] = "tpe",
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only these peers; none for none.")
+    ] = None,
+    device: DeviceName = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be searched.")
+    ] = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
+    if trials is not None and trials < 1:
+        raise UsageError(f"--trials {trials}: expected at least 1")
+    from jetfire.bench import plan
+    from jetfire.gpt2 import tuning
+    from jetfire.tuner.session import Asked
+
+    peers = plan.parse_list(peer or [])
+    asked = Asked(
+        cases=(), kernels=(), device=device, budget_s=_duration("--budget", budget), trials=trials,
+        strategy=strategy, peers=[] if peers == ["none"] else (peers or None), missing=missing,
+        shard=_shard(shard), dry_run=dry_run,
+    )  # fmt: skip
+    tuning.run(asked, tuning.runs_of(preset, plan.parse_list(recipe or []), set_ or (), data))
 
 
 @app.command()

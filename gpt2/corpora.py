@@ -126,10 +126,13 @@ def find(name: str, copy: Path | None, cache: Path, report: Callable[[str], None
     if not path.is_file():
         raise UsageError(f"--from {path}: expected a text file, the works that {name} is made of")
     files = (("input.txt", path),)
-    return Corpus(name, files, "char" if name == "shakespeare-char" else "gpt2", tail=True)
+    return Corpus(name, files, TOKENIZERS[name], tail=True)
 
 
-NAMED = ("python", "shakespeare", "shakespeare-char", "openwebtext")
+# The named corpora, and what each is prepared with unless another tokenizer is asked for.
+TOKENIZERS = {"python": "byte", "shakespeare": "gpt2", "shakespeare-char": "char",
+              "openwebtext": "gpt2"}  # fmt: skip
+NAMED = tuple(TOKENIZERS)
 _COPIED = NAMED[1:]
 
 
@@ -144,7 +147,7 @@ def _python() -> Corpus:
     )
     if not names:
         raise UsageError(f"python: no source in {root}: give text files instead")
-    return Corpus("python", tuple((name, root / name) for name in names), "byte")
+    return Corpus("python", tuple((name, root / name) for name in names), TOKENIZERS["python"])
 
 
 def _local(name: str, path: Path) -> Corpus:

@@ -3,20 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from jetfire.bench.plan import Case
+from jetfire.gpt2 import corpora, prepare, tokenizers
+from jetfire.gpt2.cases import recipes_of
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.gpt2.settings import Settings
+from jetfire.gpt2.settings import Settings, make, split
 from jetfire.gpt2.step import Step
-from jetfire.ops import library
+from jetfire.ops import library, profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning
+from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.tuner import command
 from jetfire.tuner.session import Asked
+
+
+def runs_of(
+    preset: str, recipes: Sequence[str], settings: Sequence[str], data: str | None
+) -> list[Settings]:
+    """The settings of a run with each recipe; with the preset's own where none is named.
+
+    Raises:
+        UsageError: there is no such preset, recipe or setting, or it has no INT8 kernel.
+    """
+    given = split(settings)
+    if data is not None:
+        given["data"] = data
+    chosen = recipes_of(recipes or [make(preset, given).recipe])
+    return [make(preset, {**given, "recipe": recipe}) for recipe in chosen]
+
+
+def vocabulary_of(settings: Settings) -> int:
+    """Tokens that a run's model knows; nothing is prepared or downloaded to find out.
+
+    Raises:
+        UsageError: only the text tells, and it is not prepared yet.
+    """
+    chosen = settings.tokenizer
+    if chosen == "auto":
+        chosen = corpora.TOKENIZERS.get(settings.data, "gpt2")
+    named = settings.data in corpora.NAMED
+    folder = prepare.default_folder([settings.data], chosen) if named else Path(settings.data)
+    meta = folder / "meta.json"
+    if meta.is_file():
+        return int(json.loads(meta.read_text(encoding="utf-8"))["vocabulary"])
+    known = {"byte": tokenizers.Bytes.vocabulary, "gpt2": tokenizers.GPT2_VOCABULARY}
+    if chosen not in known:
+        raise UsageError(
+            f"data {settings.data}: its vocabulary is not known before "
+            f"jetfire train prepare {settings.data} --tokenizer {chosen}"
+        )
+    return known[chosen]
 
 
 def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list[Case]]:
@@ -26,40 +70,64 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
         vocabulary: tokens that the model knows.
     """
     where = device.torch_device
+    # The first block reads no other's codes, and the last one's gradient comes without any.
     shape = Shape(
         min(2, settings.layers), settings.heads, settings.width, settings.context, vocabulary,
         settings.dropout,
     )  # fmt: skip
     with where:
         model = GPT2(shape, settings.recipe)
-    step = Step(model, dataclasses.replace(settings, accumulate=1, compile=False), where)
+    alone = dataclasses.replace(
+        settings, accumulate=1, compile=False, graph=False, parallel="none"
+    )  # fmt: skip
+    step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
-    before = {(op.name, problem) for op, problem, _ in library.planned()}
+    profiles.forget()  # and what was asked for before
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
         step([(ids, ids)])
     found: dict[str, list[Case]] = {}
     for op, problem, kernel in library.planned():
-        if (op.name, problem) not in before:
-            found.setdefault(kernel.name, []).append(Case(op, problem))
+        found.setdefault(kernel.name, []).append(Case(op, problem))
     return found
 
 
-def run(asked: Asked, runs: Sequence[Settings], vocabulary: int = 50257) -> None:
+def run(asked: Asked, runs: Sequence[Settings]) -> None:
     """Tune what the steps of some settings ask for, each kernel's problems in one search of many.
 
     Args:
         asked: the options of the tuner; its cases and kernels are set here.
 
     Raises:
-        JetfireError: as `tuner.command.tune` does.
+        JetfireError: as `tuner.command.tune` does; the other kernels have been tuned all the same.
     """
     device = Device.parse(asked.device)
+    if device.kind == "cpu":
+        raise UsageError(f"nothing to tune for training on {device.label}: expected a GPU")
+    os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
     wanted: dict[str, dict[Case, None]] = {}
     for settings in runs:
-        for kernel, problems in cases(settings, vocabulary, device).items():
+        for kernel, problems in cases(settings, vocabulary_of(settings), device).items():
             wanted.setdefault(kernel, {}).update(dict.fromkeys(problems))
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # the tuner measures in processes of its own
+    _tune_all(asked, {kernel: list(problems) for kernel, problems in wanted.items()})
+
+
+def _tune_all(asked: Asked, wanted: dict[str, list[Case]]) -> None:
+    """Each kernel in its share of the time that is left, by how many problems it has."""
+    end = time.monotonic() + asked.budget_s
+    left = sum(map(len, wanted.values()))
+    failed: list[JetfireError] = []
     for kernel, problems in wanted.items():
-        command.tune(dataclasses.replace(asked, cases=list(problems), kernels=[kernel]))
+        share = (end - time.monotonic()) * len(problems) / left
+        left -= len(problems)
+        try:
+            command.tune(
+                dataclasses.replace(asked, cases=problems, kernels=[kernel], budget_s=share)
+            )
+        except command.Interrupted:
+            raise
+        except JetfireError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]

@@ -1,0 +1,173 @@
+"""`jetfire train tune`: which problems a training step asks for, and who tunes them."""
+
+import dataclasses
+
+import pytest
+
+from jetfire.cli import execute
+from jetfire.gpt2 import prepare, tuning
+from jetfire.gpt2.settings import make
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.tuner.command import Interrupted
+from jetfire.tuner.session import Asked
+
+WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows
+SMALL = {"layers": 3, "heads": 2, "width": WIDTH, "context": 16, "batch": 2, "accumulate": 4}
+ASKED = Asked(cases=(), kernels=(), device="auto", budget_s=8.0)
+
+
+@pytest.fixture(scope="module")
+def asked_for() -> dict[str, set]:
+    """Op name → the problems of a step of three blocks."""
+    settings = make("tiny", {**SMALL, "recipe": "int8-block64", "parallel": "ddp"})
+    found: dict[str, set] = {}
+    for cases in tuning.cases(settings, 100, Device.parse("cpu")).values():
+        for case in cases:
+            assert case.problem not in found.setdefault(case.op.name, set())
+            found[case.op.name].add(case.problem)
+    return found
+
+
+def test_a_step_asks_for_every_product_of_its_linear_layers(asked_for):
+    shapes = {(p.m, p.n, p.k) for p in asked_for["gemm"]}
+    expected = set()
+    for out, inp in ((3, 1), (1, 1), (4, 1), (1, 4)):
+        o, i = out * WIDTH, inp * WIDTH
+        expected |= {(TOKENS, o, i), (TOKENS, i, o), (o, i, TOKENS)}
+    assert shapes == expected
+
+
+def test_a_step_asks_for_what_flows_between_the_products(asked_for):
+    assert set(asked_for) == {
+        "adamw", "add", "column_sum", "cross_entropy", "gelu", "gemm", "layernorm", "quantize",
+        "quantize_qkv",
+    }  # fmt: skip
+    for name in ("add", "cross_entropy", "gelu", "layernorm"):
+        assert {p.mode for p in asked_for[name]} == {"fwd", "bwd"}, name
+    assert {p.block for ps in asked_for.values() for p in ps if hasattr(p, "block")} == {64}
+    assert {(p.m, p.n, p.valid) for p in asked_for["cross_entropy"]} == {(TOKENS, ROWS, 100)}
+    # Between blocks the gradient's codes go both ways; into the first one nobody takes them.
+    assert {p.layout for p in asked_for["add"] if p.mode == "bwd"} == {"q", "both"}
+
+
+def test_a_step_asks_for_the_update_of_every_weight(asked_for):
+    weights = {(out * WIDTH, inp * WIDTH) for out, inp in ((3, 1), (1, 1), (4, 1), (1, 4))}
+    assert {(p.m, p.n) for p in asked_for["adamw"]} == weights
+
+
+def test_dropout_and_a_second_look_change_what_is_asked_for():
+    settings = make("tiny", {**SMALL, "dropout": 0.1})
+    here = Device.parse("cpu")
+    first, second = (tuning.cases(settings, 100, here) for _ in range(2))
+    assert first == second  # what was asked for before is asked for again
+    assert any(case.op.name == "dropout" for cases in first.values() for case in cases)
+    bf16 = dataclasses.replace(settings, recipe="bf16")
+    assert tuning.cases(bf16, 100, here) == {}
+
+
+def test_runs_are_those_of_training():
+    assert [one.recipe for one in tuning.runs_of("tiny", [], [], None)] == ["int8-block32"]
+    (one,) = tuning.runs_of("tiny", [], ["recipe=int8-block64,batch=3"], "openwebtext")
+    assert (one.recipe, one.batch, one.data) == ("int8-block64", 3, "openwebtext")
+    recipes = ["int8-block128", "int8-block32"]
+    assert [one.recipe for one in tuning.runs_of("tiny", recipes, [], None)] == recipes
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 256),
+        ({"tokenizer": "auto"}, 256),
+        ({"tokenizer": "gpt2"}, 50257),
+        ({"tokenizer": "auto", "data": "openwebtext"}, 50257),
+        ({"tokenizer": "auto", "data": "/somewhere/text.txt"}, 50257),
+    ],
+)
+def test_the_vocabulary_is_known_before_the_text_is_prepared(
+    changes, tokens, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path))
+    assert tuning.vocabulary_of(make("tiny", changes)) == tokens
+
+
+def test_a_vocabulary_of_characters_is_the_prepared_text_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path))
+    (tmp_path / "text.txt").write_text("abcab " * 300)
+    chars = make("shakespeare-char", {})
+    with pytest.raises(UsageError, match="jetfire train prepare shakespeare-char --tokenizer char"):
+        tuning.vocabulary_of(chars)
+    prepare.prepare("shakespeare-char", copy=tmp_path / "text.txt")
+    assert tuning.vocabulary_of(chars) == 4
+    folder = prepare.prepare(tmp_path / "text.txt", "char", tmp_path / "tokens")
+    assert tuning.vocabulary_of(make("tiny", {"data": str(folder)})) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to tune for training on {}: expected a GPU"),
+        (["--recipe", "bf16"], "--recipe bf16: expected int8-block32"),
+        (["--set", "recipe=bf16"], "--recipe bf16: expected int8-block32"),
+        (["--set", "wide=1"], "no setting 'wide'"),
+        (["--budget", "soon"], "--budget soon: expected a time"),
+        (["--trials", "0"], "--trials 0: expected at least 1"),
+        (["--shard", "4/4"], "--shard 4/4: expected I/N"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_one_line(options, message, capsys):
+    assert execute("train", ["tune", "tiny", "--device", "cpu", *options]) == 2
+    error = capsys.readouterr().err
+    assert message.format(Device.parse("cpu").label) in error
+    assert error.count("\n") == 1
+
+
+def tuned(monkeypatch, tune, seconds=0.0):
+    """Run with a tuner and a clock of ours; the kernel, problems and budget of each search."""
+    calls = []
+    clock = iter(seconds * i for i in range(100))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(clock))
+
+    def record(asked):
+        calls.append((asked.kernels, len(asked.cases), asked.budget_s))
+        tune(asked)
+
+    monkeypatch.setattr(tuning.command, "tune", record)
+    return calls
+
+
+def test_kernels_share_the_time_by_their_problems(monkeypatch):
+    calls = tuned(monkeypatch, lambda asked: None, seconds=2.0)
+    tuning._tune_all(ASKED, {"wgmma": [None] * 3, "triton": [None]})
+    # Two of eight seconds are gone when the first begins, four when the second does.
+    assert calls == [(["wgmma"], 3, 4.5), (["triton"], 1, 4.0)]
+
+
+def test_one_kernel_s_failure_leaves_the_others_tuned(monkeypatch):
+    def fail(asked):
+        if asked.kernels == ["wgmma"]:
+            raise WrongResultError("wrong")
+
+    calls = tuned(monkeypatch, fail)
+    with pytest.raises(WrongResultError, match="wrong"):
+        tuning._tune_all(ASKED, {"wgmma": [None], "triton": [None]})
+    assert [kernels for kernels, _, _ in calls] == [["wgmma"], ["triton"]]
+
+
+def test_an_interruption_ends_it(monkeypatch):
+    def interrupt(asked):
+        raise Interrupted("interrupted")
+
+    calls = tuned(monkeypatch, interrupt)
+    with pytest.raises(Interrupted):
+        tuning._tune_all(ASKED, {"wgmma": [None], "triton": [None]})
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_searches_are_listed(capsys):
+    options = ["--set", "layers=2,batch=2,context=64", "--dry-run"]
+    assert execute("train", ["tune", "tiny", *options]) == 0
+    listed = capsys.readouterr().out
+    assert "gemm/" in listed
+    assert "adamw/" in listed
