@@ -52,8 +52,10 @@ class QuantizeQkv(Quantize):
         from jetfire.reference.quantize_qkv import quantize_qkv
         from jetfire.reference.transpose import transpose
 
-        parts = (inputs[name] for name in PARTS)
-        q, scale = quantize_qkv(*parts, problem.block, problem.rounding, inputs.get("seed"))
+        query, key, value = (inputs[name] for name in PARTS)
+        q, scale = quantize_qkv(
+            query, key, value, problem.block, problem.rounding, inputs.get("seed")
+        )
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
