@@ -29,8 +29,8 @@ tune: $(INSTALLED)  ## search configs of OP's kernels on this GPU, keep the best
 profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and lacks
 	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune gemm --all --missing --kernel wgmma \
 	  --strategy gp --trials 60 --budget 1h --peer cublas_bf16
-	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune add column_sum cross_entropy dequantize \
-	  dropout gelu layernorm quantize transpose --all --missing --strategy gp --trials 30 \
+	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune adamw add column_sum cross_entropy \
+	  dequantize dropout gelu layernorm quantize quantize_qkv transpose --all --missing --strategy gp --trials 30 \
 	  --budget 1h --peer copy
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
