@@ -19,7 +19,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from jetfire.bench.results import write_text
-from jetfire.gpt2 import checkpoint, corpora, data, log, parallel, prepare, tokenizers, weights
+from jetfire.gpt2 import (
+    checkpoint,
+    corpora,
+    data,
+    graph,
+    log,
+    parallel,
+    prepare,
+    tokenizers,
+    weights,
+)
 from jetfire.gpt2 import sample as sampling
 from jetfire.gpt2.checkpoint import Checkpoint
 from jetfire.gpt2.display import Display, note
@@ -253,7 +263,7 @@ def _header(kind: str, training: Training, run: Run, device: Device) -> dict[str
         step=training.done,
         parameters=sum(p.numel() for p in training.model.parameters()),
         vocabulary=training.vocabulary,
-        tokens=training.tokens_seen, flops_per_token=training.flops,
+        tokens=training.tokens_seen, flops_per_token=training.flops, graphed=training.graphed,
     )  # fmt: skip
 
 
@@ -261,9 +271,13 @@ def _announce(training: Training, run: Run, device: Device) -> None:
     one = run.settings
     million = sum(p.numel() for p in training.model.parameters()) / 1e6
     going = f"from step {training.done} " if training.done else ""
-    where = device.label
+    where, how = device.label, list[str]()
     if one.parallel != "none":
-        where = f"{training.group.world} × {where} ({one.parallel})"
+        where, how = f"{training.group.world} × {where}", [one.parallel]
+    if device.kind == "cuda":
+        how.append("CUDA graph" if training.graphed else "no CUDA graph")
+    if how:
+        where += f" ({', '.join(how)})"
     note(
         f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
         f"{training.tokens_per_step} tokens a step, {going}to step {one.steps}; in {run.folder}"
@@ -280,6 +294,8 @@ def train(asked: Asked) -> None:
     """
     with parallel.joined(asked.device) as (device, group):
         run = group.once(lambda: run_of(asked, group))
+        with group.alike():
+            graph.used(run.settings, device.torch_device)  # or says now why it cannot be
         _train(asked, run, device, group)
     if asked.sample and group.leads:
         sample(run.folder, "", asked.sample, device=asked.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,9 +116,16 @@ class Group:
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the processes, in place, on the tensors' device."""
-        if self.host is not None:
+        if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def add_each(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`add` each, all in one operation; they are of one dtype."""
+        if self.world > 1:
+            with dist._coalescing_manager():
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
 
 
 ALONE = Group()
@@ -183,8 +190,8 @@ def check(settings: Settings, group: Group) -> None:
         raise UsageError(
             f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
         )
-    if settings.graph:
-        raise UsageError(f"graph=true: expected parallel=none, not {how}")
+    if settings.graph == "true" and how == "fsdp":
+        raise UsageError("graph=true: expected parallel=none or ddp, not fsdp")
     if settings.compile and how == "fsdp":
         raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
 
@@ -212,6 +219,16 @@ def spread(model: nn.Module, settings: Settings, group: Group, device: torch.dev
         # With the table, which both ends of the model read.
         fully_shard(model, mesh=mesh)
     return model
+
+
+def equalise(model: nn.Module, group: Group) -> None:
+    """Give every process the first one's parameters, as DDP does.
+
+    They are so from one seed, but for GPUs of different makes.
+    """
+    if group.world > 1:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), 0)
 
 
 def unreduced(forward: nn.Module) -> AbstractContextManager[None]:

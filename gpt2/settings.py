@@ -55,7 +55,8 @@ class Settings:
         keep: checkpoints to keep beside the best.
         data: a data set's name, a folder of prepared tokens, or text to prepare.
         tokenizer: what text is prepared with; auto is what that data usually gets.
-        compile: torch.compile the model; graph: replay a step as a CUDA graph.
+        compile: torch.compile the model.
+        graph: replay steps as CUDA graphs; auto does where it can, unless the model is compiled.
         deterministic: only algorithms that give the same bits again, as resuming bit for bit needs.
     """
 
@@ -84,7 +85,7 @@ class Settings:
     data: str = "python"
     tokenizer: Literal["auto", "byte", "char", "gpt2"] = "auto"
     compile: bool = False
-    graph: bool = False
+    graph: Literal["auto", "true", "false"] = "auto"
     deterministic: bool = True
     parallel: Literal["none", "ddp", "fsdp"] = "none"
 
@@ -127,6 +128,8 @@ def _value(name: str, annotation: Any, text: Any) -> Any:
     given = f"{name}={text}"
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
+        if isinstance(text, bool):  # as checkpoints had what was yes or no once
+            text = str(text).lower()
         if text not in choices:
             raise UsageError(f"{given}: expected {' or '.join(choices)}")
         return text

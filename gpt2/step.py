@@ -42,14 +42,22 @@ class Step:
     Args:
         model: ids, targets → mean loss in nats; its parameters are updated in place.
         group: whose losses and gradients are averaged; the model is spread over it.
+        split: gradients are reduced after the last backward, by `reduce`, rather than within it, so
+            that what comes before and what comes after can be captured. For parallel=none and ddp.
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, device: torch.device, group: Group = ALONE
-    ) -> None:
-        self.model, self.device, self.group = model, device, group
-        self.spread = parallel.spread(model, settings, group, device)
-        self.accumulate = settings.accumulate
+        self, model: nn.Module, settings: Settings, device: torch.device, group: Group = ALONE,
+        *, split: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.group, self.split = model, device, group, split
+        if split:
+            parallel.equalise(model, group)
+            self.spread = model
+        else:
+            self.spread = parallel.spread(model, settings, group, device)
+        # What the loss of a micro-batch is divided by; DDP and FSDP2 divide by the processes.
+        self.shares = settings.accumulate * (group.world if split else 1)
         self.clip = settings.clip or float("inf")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.forward = torch.compile(self.spread) if settings.compile else self.spread
@@ -87,27 +95,38 @@ class Step:
 
         Both are those of all processes' micro-batches.
         """
+        loss = self.gradients(micros)
+        self.reduce(loss, self.gradients_made())
+        return loss, self.update(loss)
+
+    def gradients(self, micros: Sequence[Micro]) -> torch.Tensor:
+        """Make the micro-batches' gradients; gives this process's share of the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         for number, (ids, targets) in enumerate(micros, 1):
             more = number < len(micros)
             with parallel.unreduced(self.spread) if more else nullcontext():
                 loss += self.gradient(ids, targets)
-        loss = self.group.add(loss) / self.group.world
-        return loss, self.update(loss)
+        return loss if self.split else loss / self.group.world
+
+    def gradients_made(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def reduce(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+        """Make of all processes' shares the loss and, if backward has not, the gradients."""
+        self.group.add_each([loss, *gradients] if self.split else [loss])
 
     def gradient(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Add a micro-batch's share to the gradients; gives its share of the loss."""
         with autocast(self.device):
-            loss = self.forward(ids, targets) / self.accumulate
+            loss = self.forward(ids, targets) / self.shares
         loss.backward()
         return loss.detach()
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:
         """Clip, and move the parameters if all is finite; gives the norm before clipping."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = parallel.norm(grads, self.group)
+        norm = parallel.norm(self.gradients_made(), self.group)
         self.failed.copy_(torch.maximum(self.failed, (~torch.isfinite(norm + loss)).float()))
         scale: torch.Tensor = self.optimizer.grad_scale  # type: ignore[attr-defined]
         scale.copy_((norm / self.clip).clamp(min=1.0))

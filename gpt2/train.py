@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from jetfire.gpt2 import checkpoint, data, faults, parallel, utilisation
+from jetfire.gpt2 import checkpoint, data, faults, graph, parallel, utilisation
 from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step, autocast, seed_step
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError
 
 Record = dict[str, Any]
 
@@ -104,6 +105,7 @@ class Training:
         group: the processes that train together; each has a `Training`, and all call its methods.
 
     Attributes:
+        graphed: whether steps are replayed as CUDA graphs.
         done: the last step whose outcome is known to be good.
         best: ``{"step", "loss"}`` of the lowest evaluation so far.
     """
@@ -117,19 +119,13 @@ class Training:
         parallel.check(settings, group)
         self.vocabulary = tokens.vocabulary
         self.model = build(settings, self.vocabulary, device)
-        self.step = Step(self.model, settings, self.device, group)
-        self.advance = self._graphed() if settings.graph else self.step
+        self.graphed = graph.used(settings, self.device)
+        self.step = Step(self.model, settings, self.device, group, split=self.graphed)
+        self.advance = GraphedStep(self.step) if self.graphed else self.step
         self.peak = utilisation.peak(device)
         self.flops = utilisation.flops_per_token(settings, self.vocabulary)
         self.done = 0
         self.best: dict[str, Any] | None = None
-
-    def _graphed(self) -> Callable[[Sequence[Micro]], tuple[torch.Tensor, torch.Tensor]]:
-        if self.device.type != "cuda":
-            raise UsageError("graph=true: expected a CUDA device")
-        from jetfire.gpt2.graph import GraphedStep
-
-        return GraphedStep(self.step)
 
     @property
     def tokens_per_step(self) -> int:
