@@ -9,14 +9,16 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from jetfire.cli import execute
-from jetfire.gpt2 import checkpoint, command, curves, data, log, utilisation
+from jetfire.gpt2 import checkpoint, command, curves, data, graph, log, utilisation
 from jetfire.gpt2 import prepare as preparation
-from jetfire.gpt2.settings import PRESETS, Settings, make
+from jetfire.gpt2.parallel import Group
+from jetfire.gpt2.settings import PRESETS, Settings, make, resumed
 from jetfire.gpt2.step import Step, seed_step
 from jetfire.gpt2.train import Training, build
 from jetfire.ops.device import Device
@@ -110,6 +112,11 @@ USAGE = [
     (["tiny", "--set", "dropout=1"], "dropout=1.0: expected 0 to 0.999"),
     (["tiny", "--set", "heads=3"], "width=128: expected a multiple of heads=3"),
     (["tiny", "--set", "compile=maybe"], "compile=maybe: expected true or false"),
+    (["tiny", "--set", "graph=maybe"], "graph=maybe: expected auto or true or false"),
+    (
+        ["tiny", "--set", "graph=true", "--device", "cpu"],
+        "graph=true: expected a CUDA device, not cpu",
+    ),
     (["tiny", "--set", "parallel=x"], "parallel=x: expected none or ddp or fsdp"),
     (["tiny", "--steps", "x"], "--steps x: expected an integer"),
     (["tiny", "--data", "/none"], "/none: no such file"),
@@ -120,6 +127,37 @@ USAGE = [
     (["sample", "/none"], "/none: expected a run with a checkpoint"),
     (["plot", "/none", "-o", "x.bmp"], "-o x.bmp: expected a file named .png"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu"),
+    [
+        ({}, True),
+        ({"recipe": "int8-block64", "parallel": "ddp"}, True),
+        ({"parallel": "fsdp"}, False),
+        ({"compile": True}, False),
+        ({"compile": True, "graph": "true"}, True),
+        ({"graph": "false"}, False),
+    ],
+)
+def test_steps_are_graphs_where_they_can_be(changes, on_gpu):
+    settings = settings_of(**changes)
+    assert graph.used(settings, torch.device("cuda")) == on_gpu
+    if settings.graph != "true":
+        assert not graph.used(settings, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kept", [True, False, "true", "false", "auto"])
+def test_graph_as_earlier_checkpoints_hold_it(kept):
+    before = {**settings_of().as_dict(), "graph": kept}
+    assert resumed(before, {}, "run").graph == str(kept).lower()
+    assert resumed(before, {"graph": "auto"}, "run").graph == "auto"
+
+
+def test_several_processes_steps_are_captured_only_split():
+    step = SimpleNamespace(group=Group(0, 2), split=False)
+    with pytest.raises(ValueError, match="only if it is split"):
+        graph.GraphedStep(step)
 
 
 @pytest.mark.parametrize(("arguments", "says"), USAGE, ids=[" ".join(a) for a, _ in USAGE])
@@ -495,9 +533,9 @@ def test_curves_compare_with_the_first():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_resuming_repeats_the_losses_on_a_gpu(graph, tokens, tmp_path):
-    changes = {"recipe": "int8-block32", "dropout": 0.1, "keep": 3, "graph": graph,
+@pytest.mark.parametrize("how", ["false", "true"], ids=["eager", "graph"])
+def test_resuming_repeats_the_losses_on_a_gpu(how, tokens, tmp_path):
+    changes = {"recipe": "int8-block32", "dropout": 0.1, "keep": 3, "graph": how,
                "width": 128, "steps": 12}  # fmt: skip
     with command.algorithms(settings_of(**changes)):
         _, whole = run(tokens, tmp_path, **changes)
