@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from jetfire.nn.linear import Int8Linear
@@ -111,6 +112,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         seeds, q, scale, mean, rstd, norm_weight, ht, ht_scale, wqt, w_scale_t = ctx.saved_tensors
         setting = ctx.setting
@@ -180,6 +182,7 @@ class _Leave(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """What is no longer wanted is dropped at once: the peak of a step's memory is in here."""
         setting = ctx.setting

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -36,6 +37,7 @@ class _TiedEmbedding(torch.autograd.Function):
         return F.embedding(ids, table)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         ids, gradient = ids.flatten(), grads[0].flatten(0, -2)

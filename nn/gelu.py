@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, draw
@@ -28,6 +29,7 @@ class _Int8GELUFunction(torch.autograd.Function):
         return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, scale, seeds = ctx.saved_tensors
         g, g_scale = int8_quantize(

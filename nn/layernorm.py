@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, draw
@@ -33,6 +34,7 @@ class _Int8LayerNormFunction(torch.autograd.Function):
         return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, scale, weight, mean, rstd, seeds = ctx.saved_tensors
         block = ctx.block

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from jetfire.nn.products import (
     FLOATS,
@@ -46,6 +47,7 @@ class _Int8LinearFunction(torch.autograd.Function):
         return int8_gemm(q, scale, w.q, w.scale, block=block, out=ctx.dtype, bias=wide)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qt, scale_t, wqt, w_scale_t, seed = ctx.saved_tensors
         block = ctx.block

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetfire.nn.embedding import TiedGradient
 from jetfire.ops.functional import cross_entropy, cross_entropy_backward
@@ -24,6 +25,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w, targets, logits, lse = ctx.saved_tensors
         dlogits = cross_entropy_backward(

@@ -19,9 +19,11 @@ from jetfire.nn import (
     Int8Linear,
     Recipe,
     Stream,
+    TiedGradient,
     convert,
     linear_cross_entropy,
     products,
+    tied_embedding,
     weights_changed,
 )
 from jetfire.nn import block as block_module
@@ -676,6 +678,21 @@ def test_loss_refuses_a_second_backward(device):
     loss.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu", "block", "loss", "tied"])
+def test_refuses_to_be_differentiated_twice(device, name):
+    """Its backward is of constants to autograd: a second derivative would lack terms."""
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    targets = torch.arange(16, device=device)
+    others = {
+        "loss": lambda x: linear_cross_entropy(x, x.detach(), targets),
+        "tied": lambda x: tied_embedding(x, targets, TiedGradient()),
+    }
+    y = {**modules(device), **others}[name](x)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_refuses_in_one_line(device):
