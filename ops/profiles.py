@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jetfire import ops
 from jetfire.ops.device import Device
@@ -237,7 +237,7 @@ class _Tuned:
 
 @dataclass(frozen=True)
 class _Index:
-    """A kernel's entries on one device: by problem, and by what `EQUAL_FIELDS` hold."""
+    """A kernel's entries on one device: by `_sort_of` problem, and by what `EQUAL_FIELDS` hold."""
 
     exact: dict[Any, list[_Tuned]]
     alike: dict[tuple[Any, ...], list[_Tuned]]
@@ -247,12 +247,25 @@ class _Index:
 def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The fields of few values that are in neither `dims` nor `EQUAL_FIELDS`, with the values."""
     hints = get_type_hints(op.Problem)
-    choices = {
-        field.name: (False, True) if hints[field.name] is bool else get_args(hints[field.name])
-        for field in dataclasses.fields(op.Problem)
-        if field.name not in (*op.dims, *EQUAL_FIELDS)
-    }
-    return tuple((name, values) for name, values in choices.items() if values)
+    names = [field.name for field in dataclasses.fields(op.Problem)]
+    return tuple(
+        (name, (False, True) if hints[name] is bool else get_args(hints[name]))
+        for name in names
+        if name not in (*op.dims, *EQUAL_FIELDS)
+        and (hints[name] is bool or get_origin(hints[name]) is Literal)
+    )
+
+
+@cache
+def _timed_fields(kind: Any) -> tuple[str, ...]:
+    """A problem's fields but for floats: no time depends on an eps, a probability or a decay."""
+    hints = get_type_hints(kind)
+    return tuple(field.name for field in dataclasses.fields(kind) if hints[field.name] is not float)
+
+
+def _sort_of(problem: Any) -> tuple[Any, ...]:
+    """What a problem has in common with those that take as long: one profile is for them all."""
+    return tuple(getattr(problem, name) for name in _timed_fields(type(problem)))
 
 
 def _place(op: Op, problem: Any) -> tuple[float, ...]:
@@ -297,7 +310,7 @@ def _index(kernel: Kernel, slug: str) -> _Index:
             continue
         stale = entry.provenance.get("source") != kernel.source_hash()
         tuned = _Tuned(entry, problem, config, stale, _place(op, problem))
-        index.exact.setdefault(problem, []).append(tuned)
+        index.exact.setdefault(_sort_of(problem), []).append(tuned)
         index.alike.setdefault(_kind(problem), []).append(tuned)
     return index
 
@@ -318,8 +331,8 @@ def _legal_by_distance(
 
 
 def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
-    """The config tuned for just this problem, if there is one that is still legal."""
-    for tuned in _index(kernel, device_slug(device)).exact.get(problem, ()):
+    """The config tuned for just this problem, whatever its floats, if there is one still legal."""
+    for tuned in _index(kernel, device_slug(device)).exact.get(_sort_of(problem), ()):
         if kernel.legal(problem, tuned.config, device) is None:
             return Found(tuned.config, "tuned", tuned.entry, tuned.stale)
     return None
@@ -461,7 +474,7 @@ def _unused(file: Path) -> Path:
 
 def _identity(op: str, entry: Entry) -> tuple[str, Any]:
     try:
-        return entry.kernel, ops.get(op).Problem.parse(entry.problem)
+        return entry.kernel, _sort_of(ops.get(op).Problem.parse(entry.problem))
     except (UsageError, TypeError):  # of another version
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
 

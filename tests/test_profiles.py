@@ -366,6 +366,26 @@ def test_a_field_that_matters_less_is_a_distance():
     assert math.dist(place(op, same), place(op, both)) == pytest.approx(
         math.hypot(profiles.OTHER_FIELD, profiles.OTHER_FIELD)
     )
+    assert profiles._other_fields(ops.get("cross_entropy")) == ()  # `valid` has many values
+
+
+def test_a_profile_is_for_any_floats(toy):
+    """An eps decides what is computed, not how long it takes."""
+    toy.op = "layernorm"
+
+    def keep(problem, tile):
+        folder = profiles.user_folder()
+        return profiles.save(folder, H200, "layernorm", [entry(problem, tile=tile)])
+
+    def norm(**fields):
+        return ops.get("layernorm").Problem(64, 64, **fields)
+
+    keep(norm(eps=1e-5), 4)
+    found = find(toy, norm(eps=1e-6), H200)
+    assert (found.config.tile, found.source) == (4, "tuned")
+    assert find(toy, norm(eps=1e-5, layout="both"), H200).source == "nearest"
+    file = keep(norm(eps=1e-6), 8)  # in the other's place
+    assert [kept.config for kept in profiles.read(file)] == [{"tile": 8}]
 
 
 def test_what_is_too_far_is_not_used(toy):
@@ -410,7 +430,7 @@ def test_nothing_legal_is_nearer(tuned, wanted):
         one = profiles._Tuned(
             entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
         )
-        index.exact.setdefault(problem, []).append(one)
+        index.exact.setdefault(profiles._sort_of(problem), []).append(one)
         index.alike.setdefault(profiles._kind(problem), []).append(one)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiles, "_index", lambda *_: index)
