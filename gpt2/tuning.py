@@ -46,7 +46,7 @@ def vocabulary_of(settings: Settings) -> int:
     Raises:
         UsageError: only the text tells, and it is not prepared yet.
     """
-    chosen = settings.tokenizer
+    chosen: str = settings.tokenizer
     if chosen == "auto":
         chosen = corpora.TOKENIZERS.get(settings.data, "gpt2")
     named = settings.data in corpora.NAMED
@@ -77,9 +77,7 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
     )  # fmt: skip
     with where:
         model = GPT2(shape, settings.recipe)
-    alone = dataclasses.replace(
-        settings, accumulate=1, compile=False, graph=False, parallel="none"
-    )  # fmt: skip
+    alone = dataclasses.replace(settings, accumulate=1, compile=False, parallel="none")
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
     profiles.forget()  # and what was asked for before
