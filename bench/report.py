@@ -1,8 +1,8 @@
-"""Tables and plots of a committed results file: `python -m jetfire.bench.report FILE.json`.
+"""Tables and plots of a committed results file; `python -m jetfire.gpt2.report` is its command.
 
 Writes FILE.md and the FILE-*.svg beside it, and the README's table between its two markers, with
-what the profiles shipped for that device and FILE-lookups.json say. The same rows give the same
-bytes; `--check` writes nothing and fails if what stands there is stale.
+what the profiles shipped for that device and FILE-lookups.json say, and what the caller adds. The
+same rows give the same bytes; `--check` writes nothing and fails if what stands there is stale.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,32 @@ from jetfire.ops.workloads import MODELS
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
 LARGE = ((8192, 4096), (8192, 16384))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot's file, what it shows as JSON has it, and how it is drawn with a description."""
+
+    path: Path
+    content: Sequence[Any]
+    draw: Callable[[Path, str], None]
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(self.content, sort_keys=True)
+        return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a caller adds: sections of the page after those on training, README lines, plots."""
+
+    sections: Sequence[str] = ()
+    readme: str = ""
+    charts: Sequence[Chart] = ()
+
+
+Adds = Callable[[Results, Path], Addition]
 
 
 def _timed(results: Results, op: str | None = None) -> list[Row]:
@@ -294,22 +320,30 @@ def device_text(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(results: Results, name: str, plots: Sequence[str], tuned: Sequence[str] = ()) -> str:
-    """The whole Markdown page; `tuned` are the sections on profiles."""
-    made = (
-        training_report.steps, training_report.blocks, gemm_squares, gemm_outputs, promotion,
-        gemm_models, large, small_models,
+def page(
+    results: Results, name: str, plots: Sequence[str], tuned: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The whole Markdown page; `tuned` are the sections on profiles, `added` the caller's."""
+    kernels = (
+        gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models,
     )  # fmt: skip
-    tables = [table for make in made if (table := make(results)) is not None]
+    training = (training_report.steps, training_report.blocks)
     parts = [
         f"# Results: {results.device.get('name')}\n",
         f"<!-- Generated from {name} by `make report`; do not edit. -->\n",
         device_text(results),
         *(f"![{plot}]({plot})\n" for plot in plots),
-        *(table.markdown() for table in tables),
+        *_markdown(results, training),
+        *added,
+        *_markdown(results, kernels),
         *tuned,
     ]
     return "\n".join(parts)
+
+
+def _markdown(results: Results, made: Iterable[Callable[[Results], Table | None]]) -> list[str]:
+    return [table.markdown() for make in made if (table := make(results)) is not None]
 
 
 def readme_table(results: Results) -> str:
@@ -364,11 +398,6 @@ def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _digest(content: Sequence[Any]) -> str:
-    text = json.dumps(content, sort_keys=True)
-    return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
-
-
 def _with_table(readme: str, table: str) -> str:
     """The README with its table replaced.
 
@@ -382,45 +411,65 @@ def _with_table(readme: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}{END}{after}"
 
 
-def report(file: Path, readme: Path | None, check: bool) -> list[Path]:
+def _charts(results: Results, file: Path) -> list[Chart]:
+    def chart(name: str, rows: list[Row]) -> Chart:
+        def draw(path: Path, description: str) -> None:
+            from jetfire.bench.plot import plot
+
+            plot(rows, results.device, path, description)
+
+        content = [results.device, *(row.as_dict() for row in rows)]
+        return Chart(file.with_name(name), content, draw)
+
+    return [chart(name, rows) for name, rows in _plots(results, file).items()]
+
+
+def _tuned_chart(
+    shipped: Sequence[tuned_report.Shipped], found: Sequence[tuned_report.Lookup],
+    results: Results, path: Path,
+) -> Chart:  # fmt: skip
+    def draw(path: Path, description: str) -> None:
+        from jetfire.bench import tuned_plot
+
+        tuned_plot.plot(shipped, found, results.device, path, description)
+
+    return Chart(path, tuned_report.records(shipped, found), draw)
+
+
+def report(
+    file: Path, readme: Path | None, check: bool, add: Adds = lambda results, file: Addition()
+) -> list[Path]:
     """Write (or with `check` only compare) everything made from a results file.
+
+    Args:
+        add: what the caller adds, of the results and their file.
 
     Returns:
         The files that were not as they should be.
     """
     results = Results.load(file)
-    plots = _plots(results, file)
+    added = add(results, file)
+    charts = _charts(results, file)
     shipped = tuned_report.shipped(results.device)
     found = tuned_report.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
-    chart = file.with_name(f"{file.stem}-tuned.svg")
-    sections = tuned_report.sections(shipped, found, chart.name)
-    texts = {file.with_suffix(".md"): page(results, file.name, list(plots), sections)}
+    tuned = _tuned_chart(shipped, found, results, file.with_name(f"{file.stem}-tuned.svg"))
+    sections = tuned_report.sections(shipped, found, tuned.path.name)
+    names = [chart.path.name for chart in charts]
+    texts = {file.with_suffix(".md"): page(results, file.name, names, sections, added.sections)}
     if readme is not None:
         lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
-        table = readme_table(results) + training_report.readme(results) + lines
+        table = readme_table(results) + training_report.readme(results) + added.readme + lines
         texts[readme] = _with_table(readme.read_text(encoding="utf-8"), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
-    digests = {
-        file.with_name(name): _digest([results.device, *(row.as_dict() for row in rows)])
-        for name, rows in plots.items()
-    }
-    if shipped:
-        digests[chart] = _digest(tuned_report.records(shipped, found))
-    stale += [path for path, digest in digests.items() if digest not in _read(path)]
+    charts += [*added.charts, *([tuned] if shipped else [])]
+    undrawn = [chart for chart in charts if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:
-            if path in texts:
-                write_text(path, texts[path])
-            elif path == chart:
-                from jetfire.bench import tuned_plot
-
-                tuned_plot.plot(shipped, found, results.device, path, digests[path])
-            else:
-                from jetfire.bench.plot import plot
-
-                plot(plots[path.name], results.device, path, digests[path])
-    return stale
+            write_text(path, texts[path])
+        for chart in undrawn:
+            chart.draw(chart.path, chart.digest)
+    return stale + [chart.path for chart in undrawn]
 
 
 def _read(path: Path) -> str:
@@ -432,11 +481,11 @@ def _readme_of(file: Path) -> Path | None:
     return folder.parents[1] / "README.md" if folder.parts[-2:] == ("docs", "results") else None
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], add: Adds = lambda results, file: Addition()) -> int:
     """`report FILE.json [--readme README.md] [--check]`; exit code 1 if anything is stale."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python -m jetfire.bench.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="report", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument(
         "--readme", type=Path,
@@ -445,14 +494,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if stale")
     given = parser.parse_args(arguments)
     try:
-        stale = report(given.file, given.readme or _readme_of(given.file), given.check)
+        stale = report(given.file, given.readme or _readme_of(given.file), given.check, add)
     except JetfireError as error:
         print(f"jetfire: {error}", file=sys.stderr)
         return error.exit_code
     for path in stale:
         print(f"{path}: {'stale' if given.check else 'written'}")
     return 1 if stale and given.check else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,10 +7,12 @@ what they say. Losses are nats a token.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,19 @@ Record = dict[str, Any]
 def read(path: Path) -> list[Record]:
     """The records of a log, or of the run in a folder; a last line cut short is left out.
 
+    Args:
+        path: the run's folder, or its log under any name; one that ends in .gz is unpacked.
+
     Raises:
         UsageError: it cannot be read, or is no log.
     """
     file = path / NAME if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = file.read_bytes()
+        if file.suffix == ".gz":
+            content = gzip.decompress(content)
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise UsageError(f"{path}: expected a run's folder or its {NAME}: {reason}") from None
     records: list[Record] = []

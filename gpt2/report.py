@@ -1,0 +1,255 @@
+"""Documents of a results file, with the training runs: `python -m jetfire.gpt2.report FILE.json`.
+
+`jetfire.bench.report` writes them; from here come a section for each preset of the logs in
+training/*.jsonl.gz beside the file (`jetfire.gpt2.keep`) that are of its device, its plot of the
+losses, and the README's lines.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from jetfire.bench import report, show
+from jetfire.bench.markdown import Table
+from jetfire.bench.report import Addition, Chart
+from jetfire.bench.results import Results
+from jetfire.gpt2 import log
+from jetfire.gpt2.curves import Curve, Group, image
+from jetfire.ops.errors import UsageError
+
+FOLDER, BASE = "training", "bf16"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run's log."""
+
+    file: Path
+    records: list[log.Record]
+
+    @classmethod
+    def read(cls, file: Path) -> Run:
+        """
+        Raises:
+            UsageError: it is no log, or of a run that did not come to its end.
+        """
+        run = cls(file, log.read(file))
+        if run.records[-1]["kind"] != "end" or not run._of("evaluation") or not run._of("step"):
+            raise UsageError(f"{file}: expected a finished run's log, with an evaluation")
+        return run
+
+    @property
+    def head(self) -> log.Record:
+        return self.records[0]
+
+    def setting(self, name: str) -> Any:
+        return self.head["settings"][name]
+
+    def _of(self, kind: str) -> list[log.Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def final(self) -> float:
+        return float(self._of("evaluation")[-1]["loss"])
+
+    @property
+    def best(self) -> float:
+        return min(float(record["loss"]) for record in self._of("evaluation"))
+
+    @property
+    def ms(self) -> float | None:
+        """Milliseconds a step, the median; None where the run had not the GPU to itself."""
+        if self.head.get("kept", {}).get("runs_at_once", 1) > 1:
+            return None
+        return median(record["ms"] for record in self._of("step"))
+
+    @property
+    def tokens(self) -> int:
+        """A step's."""
+        s, processes = self.head["settings"], self.head["device"]["processes"]
+        return int(s["batch"] * s["accumulate"] * s["context"] * processes)
+
+    @property
+    def peak_gib(self) -> float:
+        return max(float(record["peak_gib"]) for record in self._of("step"))
+
+    @property
+    def how(self) -> str:
+        """In what way its steps were run."""
+        if self.setting("graph"):
+            return "CUDA graph"
+        return "torch.compile" if self.setting("compile") else "eager"
+
+    def curve(self) -> Curve:
+        return Curve.of(self.file, self.records, self.setting("recipe"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Runs of one preset and recipe, of different seeds."""
+
+    name: str
+    runs: list[Run]
+
+    def mean(self, value: Callable[[Run], float]) -> float:
+        return fmean(value(run) for run in self.runs)
+
+    def loss(self, value: Callable[[Run], float]) -> str:
+        """The mean, and of several runs the lowest and the highest."""
+        values = [value(run) for run in self.runs]
+        text = f"{fmean(values):.4f}"
+        return text if len(values) == 1 else f"{text} ({min(values):.4f} to {max(values):.4f})"
+
+    def over(self, base: Recipe | None, value: Callable[[Run], float]) -> str:
+        """The mean over the base's, in nats and in %."""
+        if base is None or base is self:
+            return "–"
+        ours, theirs = self.mean(value), base.mean(value)
+        return f"{ours - theirs:+.4f} ({100 * (ours / theirs - 1):+.2f}%)"
+
+    @property
+    def ms(self) -> float | None:
+        known = [run.ms for run in self.runs if run.ms is not None]
+        return median(known) if known else None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """All the runs of one preset, by recipe, BF16 first."""
+
+    name: str
+    recipes: list[Recipe]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for recipe in self.recipes for run in recipe.runs]
+
+    @property
+    def base(self) -> Recipe | None:
+        return next((recipe for recipe in self.recipes if recipe.name == BASE), None)
+
+    @property
+    def plot(self) -> str:
+        """What the plot's file is named by: 124m, shakespeare, …"""
+        return self.name.removeprefix("gpt2-").removesuffix("-char")
+
+    def text(self) -> str:
+        """What was trained on what, of the runs' headers; what differs among them is not said."""
+        head, s = self.runs[0].head, self.runs[0].head["settings"]
+        seeds = sorted({run.setting("seed") for run in self.runs})
+        tokens = self.runs[0].tokens
+        parts = [
+            f"{s['layers']} layers of width {s['width']}, context {s['context']}, "
+            f"{head['parameters'] / 1e6:.1f} M parameters; {s['steps']} steps of {tokens} tokens, "
+            f"{s['steps'] * tokens / 1e6:.1f} M in all, of {s['data']}'s "
+            f"{head['tokens']['train'] / 1e6:.2f} M; dropout {s['dropout']}. "
+            f"{'Seed' if len(seeds) == 1 else 'Seeds'} {', '.join(map(str, seeds))}; initial "
+            "weights and the order of the data are the seed's, whatever the recipe. Losses are "
+            "nats a token, of the same windows of validation tokens for all."
+        ]
+        if len(seeds) == 1:
+            parts.append("With one seed a recipe, how much another seed would change is not known.")
+        else:
+            parts.append(
+                "Losses are means over the seeds, with the lowest and the highest; so are the "
+                "plot's lines and bands."
+            )
+        if all(run.ms is None for run in self.runs):
+            parts.append("Several runs shared a GPU, so their steps' times are no recipe's.")
+        else:
+            parts.append("Times are medians of the steps.")
+        parts.append(f"How to repeat it: [{FOLDER}/]({FOLDER}/README.md).")
+        return " ".join(parts)
+
+    def table(self) -> Table:
+        timed = any(recipe.ms is not None for recipe in self.recipes)
+        head = ["recipe", "as", "final validation loss", f"over {BASE}'s", "best validation loss",
+                f"over {BASE}'s", *(["ms a step", "tokens/s", f"× {BASE}"] if timed else []),
+                "peak GiB"]  # fmt: skip
+        return Table(f"Training runs, {self.name}", self.text(), head, [
+            [recipe.name, recipe.runs[0].how, recipe.loss(_final), recipe.over(self.base, _final),
+             recipe.loss(_best), recipe.over(self.base, _best),
+             *(_speed(recipe, self.base) if timed else []),
+             show.number(max(run.peak_gib for run in recipe.runs), 2)]
+            for recipe in self.recipes
+        ])  # fmt: skip
+
+    def chart(self, file: Path) -> Chart:
+        groups = [Group.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]
+        content = [[c.label, c.steps, c.losses, c.evaluated, c.validation]
+                   for group in groups for c in (group.mean, *group.runs)]  # fmt: skip
+        device = self.runs[0].head["device"]["name"]
+        draw = partial(image, groups, title=f"{self.name}\n{device}",
+                       first=self.recipes[0].name)  # fmt: skip
+        path = file.with_name(f"{file.stem}-{FOLDER}-{self.plot}.svg")
+        return Chart(path, content, draw)
+
+
+def _final(run: Run) -> float:
+    return run.final
+
+
+def _best(run: Run) -> float:
+    return run.best
+
+
+def _speed(recipe: Recipe, base: Recipe | None) -> list[str]:
+    """ms, tokens/s and the base's time over this one's."""
+    ms, theirs = recipe.ms, base.ms if base is not None else None
+    if ms is None:
+        return ["–"] * 3
+    ratio = "–" if theirs is None or base is recipe else f"{theirs / ms:.2f}×"
+    return [show.number(ms, 2), show.number(recipe.runs[0].tokens / ms * 1e3), ratio]
+
+
+def presets(folder: Path, device: str | None) -> list[Preset]:
+    """The runs in a folder that are of a device, by preset and recipe."""
+    runs = [Run.read(file) for file in sorted(folder.glob("*.jsonl.gz"))]
+    runs = [run for run in runs if run.head["device"]["name"] == device]
+    found: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        recipes = found.setdefault(run.setting("preset"), {})
+        recipes.setdefault(run.setting("recipe"), []).append(run)
+    return [
+        Preset(name, [Recipe(recipe, recipes[recipe]) for recipe in sorted(recipes, key=_order)])
+        for name, recipes in found.items()
+    ]
+
+
+def _order(recipe: str) -> tuple[bool, int, str]:
+    """BF16, then by block."""
+    return recipe != BASE, len(recipe), recipe
+
+
+def readme(found: Sequence[Preset]) -> str:
+    """The README's lines; empty without runs."""
+    if not found:
+        return ""
+    rows = [
+        [f"{preset.name}, {preset.runs[0].setting('steps')} steps, {recipe.name}",
+         str(len(recipe.runs)), recipe.loss(_best), recipe.over(preset.base, _best)]
+        for preset in found for recipe in preset.recipes
+    ]  # fmt: skip
+    head = ["training run", "seeds", "best validation loss", f"over {BASE}'s"]
+    return "\n" + Table("", "", head, rows).markdown()
+
+
+def addition(results: Results, file: Path) -> Addition:
+    """What the runs beside a results file add to its documents."""
+    found = presets(file.parent / FOLDER, results.device.get("name"))
+    charts = [preset.chart(file) for preset in found]
+    sections = [
+        f"{preset.table().markdown()}\n![{chart.path.name}]({chart.path.name})\n"
+        for preset, chart in zip(found, charts, strict=True)
+    ]
+    return Addition(sections, readme(found), charts)
+
+
+if __name__ == "__main__":
+    sys.exit(report.main(sys.argv[1:], addition))

@@ -1,0 +1,133 @@
+"""Training runs in the documents: logs made small, curves of several seeds, tables of the logs."""
+
+import gzip
+import json
+
+import pytest
+
+from jetfire.bench import report
+from jetfire.bench.results import Results, write_text
+from jetfire.gpt2 import curves, keep, log
+from jetfire.gpt2.report import addition
+from jetfire.ops.errors import UsageError
+
+DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
+
+
+def records(recipe="bf16", seed=0, validation=(4.0, 3.0, 3.5), ms=8.0, device="NVIDIA H200"):
+    settings = {
+        "preset": "gpt2-124m", "recipe": recipe, "layers": 2, "width": 64, "context": 128,
+        "dropout": 0.0, "batch": 4, "accumulate": 2, "steps": 30, "seed": seed,
+        "data": "/somewhere/text", "compile": recipe == "bf16", "graph": recipe != "bf16",
+    }  # fmt: skip
+    head = {"kind": "run", "settings": settings, "device": {"name": device, "processes": 1},
+            "parameters": 12_300_000, "tokens": {"train": 4_560_000},
+            "command": ["train", "-o", "/elsewhere/run"]}  # fmt: skip
+    steps = [{"kind": "step", "step": i, "loss": 5 - i / 1000 + 1e-9, "ms": 900.0 if i == 1 else ms,
+              "peak_gib": 1.5} for i in range(1, 31)]  # fmt: skip
+    evaluations = [{"kind": "evaluation", "step": 10 * (i + 1), "loss": loss}
+                   for i, loss in enumerate(validation)]  # fmt: skip
+    return [head, *steps, *evaluations, {"kind": "end", "step": 30}]
+
+
+def write(folder, name="run", **changes):
+    run = folder / name
+    run.mkdir(parents=True)
+    text = "".join(json.dumps(record) + "\n" for record in records(**changes))
+    (run / log.NAME).write_text(text)
+    return run
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A results file without rows, beside it the kept logs of four runs and one of another GPU."""
+    file = tmp_path / "results" / "h200.json"
+    file.parent.mkdir()
+    write_text(file, Results(DEVICE, []).to_json())
+    several = {
+        "bf16-0": {}, "bf16-1": {"seed": 1, "validation": (4.0, 3.2, 3.5)},
+        "int8-0": {"recipe": "int8-block32", "validation": (4.0, 3.1, 3.6), "ms": 5.0},
+        "int8-1": {"recipe": "int8-block32", "seed": 1, "validation": (4.0, 3.41, 3.6), "ms": 5.0},
+        "other": {"device": "NVIDIA A100", "validation": (1.0,)},
+    }  # fmt: skip
+    for name, changes in several.items():
+        keep.write(write(tmp_path, name, **changes), file.parent / "training", 1, 1)
+    return file
+
+
+def test_a_kept_log_is_small_and_names_no_place(tmp_path):
+    run = write(tmp_path)
+    assert keep.main([str(run), "-o", str(tmp_path / "kept"), "--every", "10"]) == 0
+    file = tmp_path / "kept" / "run.jsonl.gz"
+    first = file.read_bytes()
+    keep.write(run / log.NAME, tmp_path / "kept", 10, 1)
+    assert file.read_bytes() == first
+    text = gzip.decompress(first).decode()
+    assert "where" not in text
+    head, *rest = log.read(file)
+    assert (head["settings"]["data"], head["command"][-1]) == ("text", "run")
+    assert head["kept"] == {"every": 10, "digits": 7, "runs_at_once": 1}
+    assert [r["step"] for r in rest if r["kind"] == "step"] == [1, 10, 20, 30]
+    assert rest[0]["loss"] == 4.999
+    assert [r["kind"] for r in rest if r["kind"] != "step"] == [*["evaluation"] * 3, "end"]
+
+
+def test_a_damaged_packed_log_is_named(tmp_path):
+    file = tmp_path / "run.jsonl.gz"
+    for content in (b"no gzip", gzip.compress(b'{"kind": "run"}\n' * 99)[:-12]):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=r"run\.jsonl\.gz: expected a run's folder"):
+            log.read(file)
+
+
+def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
+    files = sorted((place.parent / "training").glob("*-?.jsonl.gz"))
+    ours, theirs = curves.grouped(files)
+    assert ours.mean.label == "gpt2-124m bf16, 2 seeds, best validation 3.1000"
+    assert ours.mean.validation == pytest.approx([4.0, 3.1, 3.5])
+    assert [len(group.runs) for group in (ours, theirs)] == [2, 2]
+    assert curves.apart(ours.mean, theirs.mean)[1] == pytest.approx([0, 5, 100 / 35], abs=1e-3)
+    same = write(tmp_path, "again")
+    assert [len(g.runs) for g in curves.grouped([tmp_path / "bf16-0", same])] == [1, 1]
+    curves.plot(files, tmp_path / "a.svg")
+    curves.plot(files, tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    curves.plot(files, tmp_path / "a.html")
+
+
+def test_the_page_has_the_figures_of_the_logs(place):
+    readme = place.with_name("README.md")
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    written = report.report(place, readme, False, addition)
+    assert place.with_name("h200-training-124m.svg") in written
+    assert report.report(place, readme, True, addition) == []
+    page = place.with_suffix(".md").read_text()
+    assert "![h200-training-124m.svg](h200-training-124m.svg)" in page
+    assert "30 steps of 1024 tokens" in page
+    first = "| bf16 | torch.compile | 3.5000 (3.5000 to 3.5000) | – | 3.1000 (3.0000 to 3.2000) |"
+    assert f"{first} – | 8.00 | 128000 | – | 1.50 |" in page
+    assert "| +0.1550 (+5.00%) | 5.00 | 204800 | 1.60× | 1.50 |" in page
+    assert "| gpt2-124m, 30 steps, int8-block32 | 2 | 3.2550 (3.1000 to 3.4100)" in (
+        readme.read_text()
+    )
+    changed = {"validation": (4.0, 2.9, 3.5)}
+    keep.write(write(place.parent, "bf16-0", **changed), place.parent / "training", 1, 1)
+    stale = {path.name for path in report.report(place, readme, True, addition)}
+    assert stale == {"h200.md", "README.md", "h200-training-124m.svg"}
+
+
+def test_runs_that_shared_a_gpu_have_no_times(place):
+    for file in (place.parent / "training").glob("*.gz"):
+        keep.write(file, file.parent, 1, 3)
+    section = addition(Results(DEVICE), place).sections[0]
+    assert "Several runs shared a GPU" in section
+    assert "ms a step" not in section
+
+
+def test_an_unfinished_run_is_refused(place):
+    run = write(place.parent, "cut")
+    text = (run / log.NAME).read_text()
+    (run / log.NAME).write_text(text.replace('"kind": "end"', '"kind": "fault"'))
+    keep.write(run, place.parent / "training", 1, 1)
+    with pytest.raises(UsageError, match=r"cut\.jsonl\.gz: expected a finished run's log"):
+        addition(Results(DEVICE), place)
