@@ -265,7 +265,8 @@ def _timed_fields(kind: Any) -> tuple[str, ...]:
 
 def _sort_of(problem: Any) -> tuple[Any, ...]:
     """What a problem has in common with those that take as long: one profile is for them all."""
-    return tuple(getattr(problem, name) for name in _timed_fields(type(problem)))
+    kind: Any = type(problem)
+    return tuple(getattr(problem, name) for name in _timed_fields(kind))
 
 
 def _place(op: Op, problem: Any) -> tuple[float, ...]:
