@@ -40,8 +40,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """dlogitsᵀ·x, stored as the weight is: on a GPU straight from the fp32 sums."""
-    if dlogits.is_cuda and dlogits.dtype != dtype:
+    """dlogitsᵀ·x, stored as the weight is: on a GPU, if in fp32, straight from the fp32 sums."""
+    if dlogits.is_cuda and dtype == torch.float32 and dlogits.dtype != dtype:
         return torch.mm(dlogits.t(), x, out_dtype=dtype)
     return (dlogits.t() @ x).to(dtype)
 

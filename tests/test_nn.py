@@ -670,6 +670,22 @@ def test_loss_under_autocast(device):
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16, torch.float16])
+def test_loss_dtypes(device, of_x, of_weight):
+    """The product is of x's dtype, gradients are each of its own's."""
+    x = torch.randn(8, 40, device=device)
+    weight = torch.randn(64, 40, device=device)
+    targets = torch.randint(64, (8,), device=device)
+    leaves = [x.to(of_x).requires_grad_(), weight.to(of_weight).requires_grad_()]
+    linear_cross_entropy(*leaves, targets).sum().backward()
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    functional.cross_entropy(wide[0] @ wide[1].t(), targets, reduction="sum").backward()
+    for ours, theirs in zip(leaves, wide, strict=True):
+        assert ours.grad.dtype == ours.dtype
+        assert error_of(ours.grad, theirs.grad) < 0.02
+
+
 def test_loss_refuses_a_second_backward(device):
     x = torch.randn(8, 40, device=device, requires_grad=True)
     loss = linear_cross_entropy(
