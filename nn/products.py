@@ -146,7 +146,10 @@ class QuantisedWeight:
 
 
 def _quantised_weight(weight: torch.Tensor, block: int) -> Both:
-    return Both(*int8_quantize(weight.detach(), block=block, layout="both"))
+    rows = weight.detach()
+    if rows.stride(1) != 1:  # another's transpose
+        rows = rows.contiguous()
+    return Both(*int8_quantize(rows, block=block, layout="both"))
 
 
 # FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what
@@ -157,7 +160,8 @@ _steps = 0
 def weights_changed(*_: object) -> None:
     """Have every weight quantised anew: call it where they change and no optimizer's step ran.
 
-    Changes that torch sees (in-place operations, a loaded state dict) need no call.
+    Changes that torch sees (in-place operations, a loaded state dict, another tensor as the
+    weight's `data`) need no call; those in place through `weight.data` do.
     """
     global _steps
     _steps += 1

@@ -12,6 +12,7 @@ from torch.nn import functional
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.nn import (
     RECIPES,
+    AdamW,
     Int8Block,
     Int8Conv1D,
     Int8GELU,
@@ -355,6 +356,29 @@ def test_another_weight_at_the_same_place_is_another():
         del weight
     assert len(ids) < 20
     assert found == pytest.approx(list(range(1, 21)))
+
+
+def test_a_change_that_torch_cannot_see_is_told(device):
+    linear, x = Int8Linear(40, 24, bias=False, device=device), torch.randn(8, 40, device=device)
+    before = linear(x)
+    linear.weight.data.mul_(2)
+    weights_changed()
+    assert torch.equal(linear(x), 2 * before)
+
+
+def test_a_weight_may_be_a_transpose(device):
+    linear, x = Int8Linear(40, 24, device=device), torch.randn(8, 40, device=device)
+    other = Int8Linear(40, 24, device=device)
+    other.load_state_dict(linear.state_dict())
+    other.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    assert other.weight.stride() == (1, 24)
+    optimizers = [AdamW(one.parameters(), 0.1, model=one) for one in (linear, other)]
+    for _ in range(2):
+        assert torch.allclose(linear(x), other(x), rtol=1e-4, atol=1e-4)
+        for one, optimizer in zip((linear, other), optimizers, strict=True):
+            torch.manual_seed(1)
+            one(x).sum().backward()
+            optimizer.step()
 
 
 def test_blocks_of_a_module_may_change(device):
