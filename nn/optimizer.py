@@ -40,10 +40,11 @@ class _Weight:
     stamp: tuple[int, int] = (0, 0)
 
     def room(self) -> Both | None:
-        """Tensors to write codes into: the layer's own at first, so that there is one copy."""
-        if self.codes is not None:
-            return self.codes
-        found, (m, n) = self.cache.latest, self.weight.shape
+        """Tensors to write codes into: the layer's own at first, so that there is one copy.
+
+        None where they are of another shape or device than the weight has now.
+        """
+        found, (m, n) = self.codes or self.cache.latest, self.weight.shape
         fits = (
             found is not None
             and found.q.shape == (m, n)

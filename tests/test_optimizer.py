@@ -302,6 +302,17 @@ def test_a_replay_renews_the_codes(device, quantised):
     assert quantised == []
 
 
+def test_a_weight_of_another_shape_has_new_codes(device):
+    layer = Int8Linear(32, 64, bias=False, device=device)
+    optimizer = AdamW(layer.parameters(), model=layer)
+    for outputs in (64, 96):
+        layer.weight.data = torch.randn((outputs, 32), device=device)
+        layer.weight.grad = torch.randn((outputs, 32), device=device)
+        optimizer.state.clear()
+        optimizer.step()
+        codes_are_of(layer)
+
+
 @pytest.mark.gpu
 def test_a_graphed_step_trains_as_an_eager_one(device):
     from jetfire.gpt2.graph import GraphedStep
