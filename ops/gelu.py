@@ -29,7 +29,10 @@ Approximate = Literal["tanh", "erf"]
 
 @dataclass(frozen=True)
 class GeluProblem(Problem):
-    """fwd: x (m×n) to gelu(x); bwd: x and dy to dx = dy·gelu'(x); all quantised per block."""
+    """fwd: x (m×n) to gelu(x); bwd: x and dy to dx = dy·gelu'(x); all quantised per block.
+
+    dx's codes may be written over dy's: kernels read all of a tile before they write any of it.
+    """
 
     block: Block = 32
     mode: Mode = "fwd"

@@ -106,6 +106,20 @@ def test_triton_in_smaller_and_larger_tiles(device):
         check(problem, inputs, kernel.Config(*tile))
 
 
+@pytest.mark.parametrize("tile", [(32, 32, 16), (64, 64, 4), (32, 128, 2)])
+def test_triton_over_its_input(device, tile):
+    """No thread writes what another has yet to read, however few elements each has."""
+    kernel = ops.get_kernel("gelu", "triton")
+    (problem,) = OP.problems("bwd", {"m": 70, "n": 130, "layout": "both"})
+    inputs, config = OP.inputs(problem, device), kernel.Config(*tile)
+    assert kernel.legal(problem, config, Device.of(inputs["x"])) is None
+    expected = OP.outputs(problem, inputs)
+    kernel.launch(problem, config, inputs, expected)
+    found = OP.outputs(problem, inputs) | {"q": inputs["dy"]}
+    kernel.launch(problem, config, inputs, found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_wrong_code_is_found(device):
     """The check's slack is far below the half code that a misrounding takes."""
     problem = OP.Problem(32, 32)

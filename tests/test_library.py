@@ -259,6 +259,21 @@ def test_gradient_of_a_loss(device):
     assert torch.equal(work, found)
 
 
+@pytest.mark.parametrize("block", [32, 128])
+def test_a_gelu_s_gradient_may_be_written_over_its_input(device, block):
+    x, dy = (int8.int8_quantize(torch.randn(150, 288, device=device), block=block) for _ in "xy")
+    options = {"block": block, "layout": "both", "seed": torch.tensor([7], device=device)}
+    expected = int8.int8_gelu_backward(*x, *dy, **options)
+    found = int8.int8_gelu_backward(*x, *dy, inplace=True, **options)
+    assert found[0] is dy[0]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    wide = torch.zeros(150, 320, dtype=torch.int8, device=device)[:, :288]
+    for codes, layout, strides in ((dy[0], "q", (288, 1)), (wide, "both", (320, 1))):
+        refused(f"inplace with layout={layout}, strides {strides}: expected layout=both and "
+                "contiguous dy", int8.int8_gelu_backward, *x, codes, dy[1], inplace=True,
+                **{**options, "layout": layout})  # fmt: skip
+
+
 def test_column_sum(device):
     q, scale, qt, scale_t = int8.int8_quantize(torch.randn(40, 70, device=device), layout="both")
     expected = dequantize(q, scale, 32, torch.float64).sum(0)
