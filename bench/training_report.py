@@ -81,8 +81,8 @@ def steps(results: Results) -> Table | None:
     text = (
         "Forward, backward and clipped fused AdamW of GPT-2 (50304 tokens of vocabulary, fp32 "
         "parameters), all in turns in one process after loss and gradients were checked against "
-        "BF16 eager's. × is the peer's time over the row's. INT8 runs as a CUDA graph; of "
-        "torch.compile the faster of with and without. TFLOP/s count 6 for each weight and token, "
+        "BF16 eager's. × is the peer's time over the row's. INT8 runs as a CUDA graph, "
+        "torch.compile as it launches. TFLOP/s count 6 for each weight and token, "
         f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )

@@ -33,7 +33,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Subject(ABC):
-    """One variant of a problem."""
+    """One variant of a problem.
+
+    Attributes:
+        captures: whether it can be one CUDA graph.
+    """
+
+    captures = True
 
     @abstractmethod
     def first(self) -> Tensors:
@@ -96,6 +102,8 @@ class StepSubject(Subject):
         self.step = Step(self.model, chosen, device)
         self.step.set_rate(RATE)
         self.micros = micros
+        # Capturing a compiled step fails (torch 2.11), and leaves torch's generator of no use.
+        self.captures = name != COMPILE
         self.loss = 0.0
         self.graphed: GraphedStep | None = None
 

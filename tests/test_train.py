@@ -208,8 +208,10 @@ def test_a_step_is_clipped_adamw():
         assert loss.item() == pytest.approx(expected.item(), rel=rounding)
         assert norm.item() == pytest.approx(total.item(), rel=10 * rounding)
         assert norm.item() > 0.1
+    # Where a gradient is as small as bf16's rounding, AdamW moves by a part of the rate either way.
+    slack = 1e-3 if HERE.kind == "cuda" else 1e-4
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=slack)
 
 
 def test_micro_batches_make_one_batch():
