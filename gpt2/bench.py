@@ -2,8 +2,9 @@
 
 A step is forward, backward and clipped fused AdamW; a block is forward and backward. Every variant
 is checked against BF16 eager in the same process, its memory is measured in eager calls, and then
-all are timed in turns: recipes as CUDA graphs, as one GPU trains them, a block under `compile` with
-and without one, of which the faster is the peer, and a step under `compile` as torch launches it. Rows have these fields beside the usual ones:
+all are timed in turns: recipes as CUDA graphs, as one GPU trains them; a step under `compile` as
+torch launches it, a block under it with and without a graph, of which the faster is the peer. Rows
+have these fields beside the usual ones:
 
 - peak_gib, activation_gib: as `jetfire.gpt2.subjects.Probe` has them; peer_peak_gib and
   peer_activation_gib the peers' {name: GiB}.
