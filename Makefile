@@ -30,8 +30,12 @@ profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and la
 	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune gemm --all --missing --kernel wgmma \
 	  --strategy gp --trials 60 --budget 1h --peer cublas_bf16
 	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune adamw add column_sum cross_entropy \
-	  dequantize dropout gelu layernorm quantize quantize_qkv transpose --all --missing --strategy gp --trials 30 \
-	  --budget 1h --peer copy
+	  dequantize dropout gelu layernorm quantize quantize_qkv transpose --all --missing \
+	  --strategy gp --trials 30 --budget 1h --peer copy
+	for preset in gpt2-124m gpt2-350m gpt2-774m gpt2-1558m; do for block in 32 64 128; do \
+	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli train tune $$preset \
+	    --recipe int8-block$$block --set tokenizer=gpt2 --missing --strategy gp --trials 40 \
+	    --budget 10m --peer none || exit 1; done; done
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)

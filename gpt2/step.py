@@ -88,6 +88,7 @@ class Step:
         return optimizer
 
     def set_rate(self, rate: float) -> None:
+        """The learning rate of the steps from here on; a CUDA graph reads it where it is."""
         self.rate.fill_(rate)
 
     def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +111,7 @@ class Step:
         return loss if self.split else loss / self.group.world
 
     def gradients_made(self) -> list[torch.Tensor]:
+        """Those of the parameters that have one, in the parameters' order."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def reduce(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
