@@ -7,7 +7,6 @@ Theirs: `transformer.h.N.attn.c_attn.weight` and so on, each linear layer a Conv
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from jetfire.gpt2 import checkpoint
 from jetfire.gpt2.tokenizers import GPT2_VOCABULARY
+from jetfire.ops import atomic
 from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
@@ -143,23 +143,11 @@ def save_transformers(folder: Path, fields: Mapping[str, Any], state: Mapping[st
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The weights last: a folder that has them is whole.
-        _write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        _write(folder / "model.safetensors", save(theirs, metadata={"format": "pt"}))
+        atomic.replace(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        atomic.replace(folder / "model.safetensors", save(theirs, metadata={"format": "pt"}))
     except OSError as error:
         raise UsageError(f"{folder}: cannot write: {error.strerror}") from None
     return folder
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jetfire import ops
+from jetfire.ops import atomic
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
 from jetfire.ops.op import Kernel, Op
@@ -448,7 +449,7 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock")):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
-            _replace(file, _text(device, op, list(merged.values())))
+            atomic.replace(file, _text(device, op, list(merged.values())))
     except OSError as error:
         raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
     forget()
@@ -460,7 +461,7 @@ def _held(file: Path) -> tuple[Entry, ...]:
         return _parsed(file)
     except (ValueError, RecursionError) as error:
         old = _unused(file.with_suffix(".json.old"))
-        _replace(old, file.read_bytes())
+        atomic.replace(old, file.read_bytes())
         warnings.warn(f"profile {file} kept as {old.name}: {error}", JetfireWarning, stacklevel=3)
         return ()
 
@@ -515,17 +516,3 @@ def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:
 
 def _line(value: dict[str, Any]) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Under the lock there is one writer, so that a killed one's leavings are the next one's."""
-    part = file.with_name(f"{file.name}.tmp")
-    try:
-        with part.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
