@@ -52,6 +52,7 @@ from jetfire.ops.peers import forget_compiled
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
+CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
 
@@ -245,13 +246,9 @@ def suite(asked: command.Asked) -> None:
     """`jetfire bench --suite training`.
 
     Raises:
-        JetfireError: with the exit code of what went wrong; NoDeviceError without a GPU.
+        JetfireError: with the exit code of what went wrong.
     """
     command.check_suite(asked, own_data=True)
-    device = Device.parse(asked.device)
-    if device.kind != "cuda":
-        raise NoDeviceError("--suite training: its models are for a GPU; jetfire train bench tiny "
-                            "runs here")  # fmt: skip
     cases = [Case(problem_of(name)) for name in SUITE]
     run(asked, cases, "jetfire bench --suite training")
 
@@ -281,11 +278,19 @@ def _peers(texts: Sequence[str]) -> list[str]:
     return chosen or list(PEERS)
 
 
+def _check_size(cases: Sequence[Case]) -> None:
+    for case in cases:
+        if case.flops > CPU_FLOPS:
+            raise NoDeviceError(f"{case} is for a GPU: expected one, or a smaller case: jetfire "
+                                "train bench tiny runs here")  # fmt: skip
+
+
 def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     """Measure, show and save.
 
     Raises:
-        JetfireError: with the exit code of what went wrong.
+        JetfireError: with the exit code of what went wrong; NoDeviceError where a case would take
+            a CPU hours.
     """
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
@@ -295,6 +300,8 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     if asked.dry_run:
         print("\n".join(f"{case}: {', '.join(case.recipes)}" for case in cases))
         return
+    if device.kind == "cpu":
+        _check_size(cases)
     command.note_cpu(device)
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.

@@ -32,6 +32,9 @@ class StepProblem:
     vocabulary: int = 50304
     accumulate: int = 1
 
+    def __post_init__(self) -> None:
+        _check_heads(self.width, self.heads)
+
 
 @dataclass(frozen=True)
 class BlockProblem:
@@ -41,6 +44,14 @@ class BlockProblem:
     heads: int
     batch: int
     context: int
+
+    def __post_init__(self) -> None:
+        _check_heads(self.width, self.heads)
+
+
+def _check_heads(width: int, heads: int) -> None:
+    if width % heads:
+        raise UsageError(f"width={width}: expected a multiple of heads={heads}")
 
 
 Problem = StepProblem | BlockProblem

@@ -288,3 +288,15 @@ def test_the_whole_way_on_the_gpu(problem):
         assert row.vs_peer.keys() == {"eager", "compile"}
         assert 0 < row.extra["activation_gib"] < row.extra["peak_gib"]
         assert row.extra["peer_activation_gib"].keys() == {"eager", "compile"}
+
+
+@pytest.mark.parametrize("words", [["block"], ["gpt2-350m", "--set", "layers=2"]])
+def test_a_cpu_is_spared_what_is_for_a_gpu(words, capsys):
+    assert execute("train", ["bench", *words, "--device", "cpu"]) == 5
+    assert "is for a GPU: expected one, or a smaller case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["block", "wide"])
+def test_heads_must_divide_the_width(name, capsys):
+    assert execute("train", ["bench", name, "--set", "width=100"]) == 2
+    assert "width=100: expected a multiple of heads=32" in capsys.readouterr().err
