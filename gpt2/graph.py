@@ -1,7 +1,7 @@
 """A training step as CUDA graphs: a launch or two, so that no kernel waits for the host.
 
-An INT8 step of GPT-2 124M is some 900 kernels of 5 to 50 µs, which Python launches more slowly than
-the GPU runs them.
+An INT8 step of a small model is hundreds of kernels of microseconds each, which Python launches
+more slowly than the GPU runs them.
 """
 
 from __future__ import annotations
