@@ -150,6 +150,16 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
     }
 
 
+def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
+    """`gemm`'s, but FP16 first: what the paper's INT4 operator is compared with; no block scales.
+
+    (arXiv 2306.11987, section 5.3)
+    """
+    found = gemm(m, n, k, device)
+    return {name: found[name] for name in sorted(found, key=lambda name: name != "cublas_fp16")
+            if name != "fp8_scaled_mm_block"}  # fmt: skip
+
+
 def gemm_of(a: torch.Tensor, b: torch.Tensor) -> dict[str, Factory]:
     """`gemm`'s peers that approximate A·Bᵀ, on given fp32 operands, each cast as it asks."""
 

@@ -1,0 +1,50 @@
+"""The INT4 GEMM on the CPU: torch's own integer product of wide codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+from jetfire.ops.op import Tensors
+from jetfire.reference.int4_gemm import HIGH, scaled
+from jetfire.reference.nibbles import unpack
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A·Bᵀ in int32; over nothing, zeros."""
+    if a.shape[1] == 0:
+        return torch.zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    return torch._int_mm(a, b.t())
+
+
+class IntMm(TorchKernel):
+    op = "int4_gemm"
+    name = "int_mm"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        """``c``; of a dgrad, those of its rows that there are."""
+        a, b = inputs["a"], inputs["b"]
+        weight = inputs.get("weight")
+        if problem.product == "dgrad":
+            assert weight is not None
+            rows = int(inputs["counts"][1])
+            a, weight = a[:rows], weight[:rows]
+        if problem.operands == "packed":
+            a, b = unpack(a), unpack(b)
+        if problem.product == "wgrad":
+            high, end = inputs["counts"].tolist()
+            sums = HIGH * _product(a[:, :high], b[:, :high])
+            sums += _product(a[:, high:end], b[:, high:end])
+        else:
+            sums = _product(a, b)
+        return {"c": scaled(sums, inputs["a_scale"], inputs["b_scale"], weight, inputs.get("bias"))}
+
+    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
+        with torch.no_grad():
+            c = self.compute(problem, inputs)["c"]
+            outputs["c"][: len(c)].copy_(c)
+
+
+KERNELS = (IntMm(),)

@@ -1,0 +1,245 @@
+"""INT4 GEMM: a linear layer's forward and its gradients of sampled rows, all as one NT product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+Operands = Literal["packed", "wide"]
+Product = Literal["fwd", "dgrad", "wgrad"]
+
+SEGMENT = 128  # what a wgrad's counts are multiples of
+# The largest K whose integer sums fit in 32 bits: products of two nibbles, or in a wgrad of 14, of
+# a code of 7 repeated 16 times and of a nibble.
+MOST_K: dict[Product, int] = {
+    "fwd": (2**31 - 1) // 64,
+    "dgrad": (2**31 - 1) // 64,
+    "wgrad": (2**31 - 1) // (14 * 112 * 8),
+}
+
+
+@dataclass(frozen=True)
+class Int4GemmProblem(Problem):
+    """C (m×n) = s·A (m×k)·Bᵀ (B n×k), both K-contiguous, s = a_scale·b_scale.
+
+    Operands are 4-bit codes, ``packed`` two to a byte (`reference.nibbles`) or ``wide``, a byte
+    each. Products other than `fwd` read ``counts`` (2,) int32 on the device:
+
+    ``dgrad``: row i is multiplied by ``weight`` (m,); only the first counts[1] rows are wanted,
+    the rest of C is left unwritten.
+    ``wgrad``: the first counts[0] of K count 14 times, those from there to counts[1] once, the rest
+    is not read. Counts are multiples of 128. A's codes may have been repeated, up to ±112, for
+    which a nibble has no room.
+    """
+
+    k: int
+    operands: Operands = "packed"
+    product: Product = "fwd"
+    out: FloatName = "bf16"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k % 2:
+            raise UsageError(f"k={self.k}: expected an even number, of two codes a byte")
+        if self.bias and self.product != "fwd":
+            raise UsageError(f"bias=true product={self.product}: expected product=fwd")
+        if self.operands == "packed" and self.product == "wgrad":
+            raise UsageError("operands=packed product=wgrad: expected operands=wide, whose bytes "
+                             "have room for repeated codes")  # fmt: skip
+        if self.k > (most := MOST_K[self.product]):
+            raise UsageError(f"k={self.k}: expected at most {most} for sums in 32 bits")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of A or B."""
+        return self.k // 2 if self.operands == "packed" else self.k
+
+
+def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
+    """The counts that `Int4Gemm.inputs` gives: rows of a dgrad, depth of a wgrad.
+
+    Half of the rows of a split gradient, of which high ones are about 60%, leave as much of the
+    capacity of `sample_rows` unused: about one segment of a dgrad's, a ninth of a wgrad's.
+    """
+    if problem.product == "wgrad":
+        blocks = problem.k // SEGMENT
+        end = (blocks - blocks // 9) * SEGMENT
+    elif problem.product == "dgrad":
+        end = problem.m - min(SEGMENT, problem.m // 8)
+    else:
+        raise ValueError("product=fwd has no counts")
+    return round(0.6 * end / SEGMENT) * SEGMENT, end
+
+
+class Int4Gemm(Op):
+    name = "int4_gemm"
+    summary = "INT4 GEMM, C = s·A·Bᵀ with one scale a matrix; with sampled rows for gradients"
+    Problem = Int4GemmProblem
+    dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
+        """Forward as it is; backward as dgrad and wgrad of half of the gradient's split rows.
+
+        Both multiply what was gathered, wide. wgrad's output is fp32 unless asked otherwise.
+        """
+        if mode not in self.modes:
+            return super().problems(mode, fields)
+        forward = self.Problem.parse(fields)
+        if mode == "fwd":
+            return [forward]
+        if forward.product != "fwd":
+            raise UsageError(f"mode=bwd product={forward.product}: expected the forward's problem")
+        from jetfire.ops.sample_rows import capacity
+
+        m, n, k = forward.m, forward.n, forward.k
+        rows, depth = (capacity(m, 2, product, "half") for product in ("dgrad", "wgrad"))
+        out = fields.get("out", "fp32")
+        return [
+            self.Problem(rows, k, n, operands="wide", product="dgrad", out=forward.out),
+            self.Problem(n, k, depth, operands="wide", product="wgrad", out=out),
+        ]
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
+
+    def inputs(
+        self, problem: Int4GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Codes of values drawn from the distribution; where nothing may be read, random bytes."""
+        source = Source(data, device, seed)
+        inputs: Tensors = {}
+        for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
+            codes, scale = _codes(source, problem, rows, i)
+            inputs |= {name: codes, f"{name}_scale": scale}
+        if problem.bias:
+            inputs["bias"] = source.normal(problem.n)
+        if problem.product != "fwd":
+            _sample(source, problem, inputs)
+        return inputs
+
+    def outputs(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        dtype, device = float_dtype(problem.out), inputs["a"].device
+        return {"c": torch.empty((problem.m, problem.n), dtype=dtype, device=device)}
+
+    def reference(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
+        """``c`` as every kernel must round it; of a dgrad, the rows that there are."""
+        from jetfire.reference import int4_gemm as reference
+        from jetfire.reference.nibbles import unpack
+
+        a, b = inputs["a"], inputs["b"]
+        if problem.operands == "packed":
+            a, b = unpack(a), unpack(b)
+        operands = a, inputs["a_scale"], b, inputs["b_scale"]
+        if problem.product == "dgrad":
+            c = reference.dgrad(*operands, inputs["weight"], inputs["counts"])
+        elif problem.product == "wgrad":
+            c = reference.wgrad(*operands, inputs["counts"])
+        else:
+            c = reference.forward(*operands, inputs.get("bias"))
+        return {"c": c.to(float_dtype(problem.out))}
+
+    def check(
+        self,
+        problem: Int4GemmProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        """Equal bits, of the rows that there are."""
+        from jetfire.ops import check
+
+        wanted = expected["c"]
+        return check.exact("c", outputs["c"][: len(wanted)], wanted)
+
+    def flops(self, problem: Int4GemmProblem) -> float:
+        """Of the rows or the depth that `sampled` says there are."""
+        m, n, k = _counted(problem)
+        return 2.0 * m * n * k
+
+    def peers(
+        self, problem: Int4GemmProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """Products as large as what is counted, without the sampling."""
+        from jetfire.ops import peers
+
+        return peers.int4_gemm(*_counted(problem), inputs["a"].device)
+
+
+def _counted(problem: Int4GemmProblem) -> tuple[int, int, int]:
+    """m, n and k without the rows or the depth that are not read."""
+    if problem.product == "dgrad":
+        return sampled(problem)[1], problem.n, problem.k
+    if problem.product == "wgrad":
+        return problem.m, problem.n, sampled(problem)[1]
+    return problem.m, problem.n, problem.k
+
+
+def _codes(
+    source: Source, problem: Int4GemmProblem, rows: int, operand: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped."""
+    import torch
+
+    from jetfire.reference.nibbles import pack
+
+    x = source.floats(rows, problem.k, operand=operand)
+    if x.is_meta:
+        return (
+            torch.empty((rows, problem.row_bytes), dtype=torch.int8, device=x.device),
+            torch.empty(1, device=x.device),
+        )
+    step = (2 / 7**0.5 * x.abs().mean()).clamp(min=2.0**-100).reshape(1)
+    # A gradient's codes are symmetric, so that 16 times the least one fits too.
+    least = -7 if operand == 0 and problem.product != "fwd" else -8
+    q = (x / step).round_().clamp_(least, 7).to(torch.int8)
+    return pack(q) if problem.operands == "packed" else q, step
+
+
+def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
+    """Counts; weights of a dgrad's rows, repeats of a wgrad's depth; bytes beyond the counts."""
+    import torch
+
+    a, device = inputs["a"], source.device
+    if a.is_meta:
+        inputs["counts"] = torch.empty(2, dtype=torch.int32, device=device)
+        if problem.product == "dgrad":
+            inputs["weight"] = torch.empty(problem.m, device=device)
+        return
+    high, end = sampled(problem)
+    inputs["counts"] = torch.tensor([high, end], dtype=torch.int32, device=device)
+    if problem.product == "dgrad":
+        weight = source.normal(problem.m).abs().exp_()
+        weight[:high] *= 14
+        weight[end:] = torch.nan
+        inputs["weight"] = weight
+        a[end:] = _bytes(source, *a[end:].shape)
+        return
+    # Most rows once or twice, one in a hundred 16 times: integers whose mean is 1/p.
+    repeat = (1 + source.normal(problem.k).square_()).floor_().clamp_(max=16)
+    repeat[source.integers(100, problem.k) == 0] = 16
+    a *= repeat.to(torch.int8)
+    for x in (a, inputs["b"]):
+        x[:, end:] = _bytes(source, *x[:, end:].shape)
+
+
+def _bytes(source: Source, *shape: int) -> torch.Tensor:
+    import torch
+
+    return (source.integers(256, *shape) - 128).to(torch.int8)
+
+
+OP = Int4Gemm()
