@@ -1,0 +1,140 @@
+"""Rows of packed 4-bit codes as INT8: all of them, or those that a sampled product wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Check, Op, Problem, Tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+
+@dataclass(frozen=True)
+class GatherRowsProblem(Problem):
+    """Packed codes (m×n/2) to INT8: all m rows in order, or `rows` of them as a list says.
+
+    With `rows`, the inputs are ``rows`` (int32: source row modulo m, -1 for zeros) and ``counts``
+    (int32 (2,)): only the first counts[1] are wanted, what lies beyond is left as it was. `repeat`:
+    codes are multiplied by an int8 of their row, 0 to 16. `transpose`: the output is n×rows.
+    """
+
+    rows: int | None = None
+    repeat: bool = False
+    transpose: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n % 2:
+            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
+        if self.repeat and self.rows is None:
+            raise UsageError("repeat=true rows=none: expected a number of rows")
+
+    @property
+    def height(self) -> int:
+        """Rows of the output that there is room for."""
+        return self.m if self.rows is None else self.rows
+
+
+def wanted(problem: GatherRowsProblem) -> int:
+    """How many rows `GatherRows.inputs` asks for: of a list, fifteen sixteenths."""
+    return problem.m if problem.rows is None else problem.rows - problem.rows // 16
+
+
+class GatherRows(Op):
+    name = "gather_rows"
+    summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
+    Problem = GatherRowsProblem
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        widths = dict.fromkeys(width for linear in model.linears() for width in linear)
+        return [{"m": model.tokens, "n": width} for width in widths]
+
+    def inputs(
+        self, problem: GatherRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Any bytes; rows as a sample of 2m has them, in order, each half ending in zeros."""
+        import torch
+
+        source = Source(data, device, seed)
+        inputs = {"q": (source.integers(256, problem.m, problem.n // 2) - 128).to(torch.int8)}
+        if problem.rows is None:
+            return inputs
+        count = wanted(problem)
+        high = (count + 1) // 2
+        rows = source.integers(problem.m, problem.rows)
+        rows[:high] = rows[:high].sort().values
+        rows[high:count] = rows[high:count].sort().values + problem.m
+        rows[high - count // 64 : high] = -1
+        rows[count - count // 64 :] = -1
+        inputs["rows"] = rows.to(torch.int32)
+        inputs["counts"] = torch.tensor([high, count], dtype=torch.int32, device=device)
+        if problem.repeat:
+            inputs["repeat"] = source.integers(17, problem.rows).to(torch.int8)
+        return inputs
+
+    def outputs(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        shape = (problem.height, problem.n)
+        if problem.transpose:
+            shape = shape[::-1]
+        return {"wide": torch.empty(shape, dtype=torch.int8, device=inputs["q"].device)}
+
+    def reference(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
+        """``wide``, of the rows that are wanted."""
+        from jetfire.reference.gather_rows import gather_rows
+
+        given = (inputs.get(name) for name in ("rows", "counts", "repeat"))
+        return {"wide": gather_rows(inputs["q"], *given, transpose=problem.transpose)}
+
+    def check(
+        self,
+        problem: GatherRowsProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        """Equal codes in the rows that are wanted."""
+        from jetfire.ops import check
+
+        high, wide = expected["wide"].shape
+        return check.exact("wide", outputs["wide"][:high, :wide], expected["wide"])
+
+    def bytes(self, problem: GatherRowsProblem) -> int:
+        """Of the rows that `inputs` asks for: packed codes in, a byte each out, and the list."""
+        listed = 0 if problem.rows is None else 5 if problem.repeat else 4
+        return wanted(problem) * (problem.n // 2 + problem.n + listed)
+
+    def peers(
+        self, problem: GatherRowsProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The same in torch operations, of as many rows as `inputs` asks for."""
+        from jetfire.ops import peers
+
+        q, rows, repeat = inputs["q"], inputs.get("rows"), inputs.get("repeat")
+        count = wanted(problem)
+
+        def eager() -> torch.Tensor:
+            import torch
+
+            from jetfire.reference.nibbles import unpack
+
+            chosen = q if rows is None else q[rows[:count] % problem.m]
+            if rows is not None:
+                chosen = torch.where((rows[:count] >= 0)[:, None], chosen, 0)
+            wide = unpack(chosen)
+            if repeat is not None:
+                wide = wide * repeat[:count, None]
+            return wide.t().contiguous() if problem.transpose else wide
+
+        return peers.elementwise(eager, self.bytes(problem), q.device)
+
+
+OP = GatherRows()

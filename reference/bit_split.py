@@ -1,0 +1,79 @@
+"""Bit splitting of a gradient into two 4-bit parts (arXiv 2306.11987, section 4.2).
+
+Codes, unit and squares are bit-exact: every kernel must reproduce them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from jetfire.reference.nibbles import pack
+from jetfire.reference.philox import random_u16
+from jetfire.reference.quantize import TINY
+
+HIGH = 14  # units that a code of the high part stands for
+LARGEST = 7  # the codes' magnitude
+MOST = {8: LARGEST * HIGH, 4: LARGEST}  # max|x| in units, by the bits kept
+
+
+def unit_of(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """max|x| over 98 (bits=8) or 7 (bits=4), correctly rounded: fp32 (1,).
+
+    0 where max|x| < 2^-100; NaN where x holds NaN or ±Inf.
+    """
+    amax = x.float().abs().amax().reshape(1)
+    # A tensor, not a number: torch turns division by a number into a product.
+    unit = amax / torch.full_like(amax, MOST[bits])
+    return unit.masked_fill(amax < TINY, 0.0).masked_fill(~torch.isfinite(amax), math.nan)
+
+
+def codes(
+    x: torch.Tensor, unit: torch.Tensor, bits: int = 8, seed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int8 codes of x over the unit: hi (m×n) above lo (m×n), or one part (m×n) for bits=4.
+
+    ``v = x·(1/unit)``; ``hi = rint(v·c)``, c = 1/14 rounded to fp32, or 1 for bits=4, the product
+    exact and ties to even; ``lo = floor(v − 14·hi + u)``, u of 16 bits in [0, 1), the sum rounded
+    as 128 more than it. All else is fp32, each operation rounded once. Codes stay in [-7, 7].
+
+    Args:
+        x: m×n, any float dtype.
+        unit: as `unit_of` gives it. Where it is 0 or NaN codes are 0, but for NaN that of the first
+            element is 1: so a row is kept, and what is made of it is NaN too.
+        seed: int64, one element, for bits=8.
+    """
+    usable = bool(unit > 0)
+    x = x.float()
+    v = x * unit.reciprocal() if usable else torch.zeros_like(x)
+    factor = torch.tensor(1 / HIGH).double() if bits == 8 else 1.0
+    high = (v.double() * factor).round().float()
+    if torch.isnan(unit):
+        high[0, 0] = 1.0
+    if bits == 4:
+        return high.to(torch.int8)
+    if seed is None:
+        raise ValueError("splitting in two needs a seed")
+    draw = 128.0 + random_u16(seed, *x.shape).float() * 2.0**-16
+    low = (v + (draw - HIGH * high * usable)).floor() - 128.0
+    return torch.cat([high, low]).to(torch.int8)
+
+
+def bit_split(
+    x: torch.Tensor, bits: int = 8, seed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x ≈ unit·(14·hi + lo), its low part rounded stochastically; or unit·q, to nearest.
+
+    Args:
+        x: m×n, n even, any float dtype.
+        bits: 8 for two parts of 4, 4 for one.
+        seed: int64, one element, for bits=8.
+
+    Returns:
+        Packed codes (int8, 2m×n/2: hi's rows, then lo's; m×n/2 for bits=4), the unit (fp32, (1,))
+        and Σ codes² of each row (int32).
+    """
+    unit = unit_of(x, bits)
+    q = codes(x, unit, bits, seed)
+    return pack(q), unit, q.int().square().sum(dim=1, dtype=torch.int32)

@@ -1,0 +1,33 @@
+"""Rows of packed 4-bit codes, chosen, widened to a byte a code, repeated, transposed."""
+
+from __future__ import annotations
+
+import torch
+
+from jetfire.reference.nibbles import unpack
+
+
+def gather_rows(
+    q: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    repeat: torch.Tensor | None = None,
+    transpose: bool = False,
+) -> torch.Tensor:
+    """The rows that are wanted, int8: w×n, or n×w transposed.
+
+    Args:
+        q: int8 m×n/2, two codes a byte.
+        rows: int32 (R,), each taken modulo m; -1 gives a row of zeros. None: all m in order.
+        counts: int32 (2,); with rows, w = counts[1] of them are wanted.
+        repeat: int8 (R,), what a row's codes are multiplied by.
+    """
+    if rows is not None:
+        if counts is None:
+            raise ValueError("rows come with counts")
+        wanted = rows[: int(counts[1])].long()
+        q = q[wanted % q.shape[0]] * (wanted >= 0)[:, None]
+    wide = unpack(q)
+    if repeat is not None:
+        wide = wide * repeat[: len(wide), None]
+    return wide.t().contiguous() if transpose else wide
