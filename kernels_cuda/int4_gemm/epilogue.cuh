@@ -1,0 +1,40 @@
+// From int32 sums of codes to the output: scales, a row's weight, a bias.
+#pragma once
+
+#include "config.cuh"
+#include "ptx.cuh"
+
+enum Output { FP32, BF16, FP16 };
+enum Product { FWD, DGRAD, WGRAD };
+
+struct Epilogue {
+  const float *a_scale, *b_scale, *bias, *weight;
+  const int* counts;  // of kept rows: the end of the high parts, and of all
+  void* c;
+  int m, n;
+};
+
+// Rows of the output that are wanted.
+DEVICE int rows_of(const Epilogue& to) { return PRODUCT == DGRAD ? min(to.counts[1], to.m) : to.m; }
+
+DEVICE float scale_of(const Epilogue& to) { return __fmul_rn(*to.a_scale, *to.b_scale); }
+
+DEVICE float weight_of(const Epilogue& to, int row) {
+  return PRODUCT == DGRAD && row < to.m ? to.weight[row] : 1.0f;
+}
+
+// Unpacked nibbles lie in the high halves of their bytes: each code sixteen times itself.
+constexpr float CODE_UNIT = PACKED ? 0x1p-8f : 1.0f;
+constexpr int HIGH = 14;  // what a high part weighs, in low ones
+
+// A sum as it is stored.
+DEVICE float finished(int sum, const Epilogue& to, float scale, float weight, int column) {
+  float x = __fmul_rn(CODE_UNIT * __int2float_rn(sum), scale);
+  if (PRODUCT == DGRAD) x = __fmul_rn(x, weight);
+  if (BIAS) x = __fadd_rn(x, column < to.n ? to.bias[column] : 0.0f);
+  return x;
+}
+
+DEVICE uint32_t pack(float low, float high) {
+  return OUTPUT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
+}
