@@ -1,7 +1,7 @@
 """Operations: each pairs a reference with its kernels.
 
 `names` and `get` find an op by its module's name; `kernels` finds its kernels by folder, so adding
-either touches nothing here. The functions that a model calls (`int8_gemm`, `int8_quantize`, …) are
+either touches nothing here. The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are
 defined by their op and found here too; importing this package imports no torch.
 """
 
@@ -85,7 +85,7 @@ def get_kernel(op: str, name: str) -> Kernel:
 
 
 def __getattr__(name: str) -> Any:
-    # Not cross_entropy, which here is its op's module: it is in `functional` alone.
-    if name.startswith("int8_"):
+    # Not cross_entropy and int4_gemm, which here are their ops' modules: `functional` has them.
+    if name.startswith(("int8_", "int4_")) and name not in names():
         return getattr(importlib.import_module("jetfire.ops.functional"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,12 +6,15 @@ whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as 
 The kernel is the one that `ops.run.choose` finds for the tensors' device. To autograd results are
 constants, but for those that `ops.library` gives a gradient.
 
+`int4_*` are the steps of a linear layer in 4 bits: codes are a tensor's own, with one scale, a
+tensor of one element on its device.
+
 Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,8 +24,10 @@ from jetfire.ops.gelu import Approximate
 from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
 
 Tensor = torch.Tensor
+Int4Layout = Literal["packed", "wide", "both"]
 _BLOCKS = get_args(Block)
 _LAYOUTS = get_args(Layout)
+_INT4_LAYOUTS = get_args(Int4Layout)
 _ROUNDINGS = get_args(Rounding)
 _APPROXIMATIONS = get_args(Approximate)
 _FLOATS = tuple(library.FLOAT_NAMES)
@@ -491,3 +496,196 @@ def int8_adamw(
         rate, step, grad_scale, found_inf, block, beta1, beta2, eps, decay,
     )  # fmt: skip
     return tuple(codes.values())
+
+
+def _kind(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of just one dtype and shape on `like`'s device, contiguous."""
+    _same_device(name, x, like)
+    if x.dtype != dtype or x.shape != shape:
+        found = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+        expected = f"{str(dtype).removeprefix('torch.')} {shape}"
+        raise UsageError(f"{name} is {found}: expected {expected}")
+    return x.contiguous()
+
+
+def _group(group: int) -> None:
+    if isinstance(group, bool) or not isinstance(group, int):
+        raise UsageError(f"group={group}: expected an integer")
+
+
+def int4_quantize(
+    x: Tensor, step: Tensor, *, group: int = 32, layout: Int4Layout = "packed"
+) -> tuple[Tensor, ...]:
+    """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
+
+    Args:
+        step: fp32, one element: codes count it. NaN shows in the scale where it is not above 0.
+        group: a power of two up to 1024 that divides n; 1 transforms nothing.
+
+    Returns:
+        As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one a byte (int8
+        m×n, "wide"), or both; then their scale (fp32, one element), NaN if x is not finite
+        throughout, and the sum of the squares of each row's codes (int32, m).
+    """
+    _matrix("x", x, _FLOATS)
+    _scalar("step", step, x)
+    _group(group)
+    _choice("layout", layout, _INT4_LAYOUTS)
+    return tuple(library.hadamard_quantize(x, step.view(1), group, layout))
+
+
+def int4_quantize_backward(
+    dx_hat: Tensor, *, q: Tensor | None = None, x: Tensor | None = None,
+    step: Tensor | None = None, group: int = 32, slots: Tensor | None = None,
+    unit: Tensor | None = None, out: FloatName | None = None,
+) -> Any:  # fmt: skip
+    """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
+
+    Args:
+        dx_hat: m×n bf16, fp16 or fp32; with `slots` the kept rows alone, as `int4_gemm` leaves
+            them.
+        q: the packed codes, m×n/2: a code at either end counts as clipped. Or else
+        x, step: what was quantised, and its step: then the step has a gradient too.
+        slots, unit: of `int4_sample_rows` and `int4_bit_split`: the rows that belong to each row
+            of x; both or neither.
+        out: dx_hat's own dtype by its short name, as None is.
+
+    Returns:
+        dx, m×n as dx_hat; with `x` also the step's gradient by rows, fp32, m.
+    """
+    _matrix("dx_hat", dx_hat, _FLOATS)
+    if out is not None:
+        _choice("out", out, (library.FLOAT_NAMES[dx_hat.dtype],))
+    _group(group)
+    if (q is None) == (x is None) or (x is None) != (step is None):
+        raise UsageError("q, x and step: expected q alone, or x and step")
+    if (slots is None) != (unit is None):
+        raise UsageError("slots and unit: expected both or neither")
+    rows, n = dx_hat.shape
+    if slots is not None and unit is not None:
+        rows = slots.shape[0]
+        slots = _kind("slots", slots, torch.int32, (rows, 2), dx_hat)
+        _scalar("unit", unit, dx_hat)
+        unit = unit.view(1)
+    name, given, columns = ("x", x, n) if x is not None else ("q", q, n // 2)
+    assert given is not None
+    _matrix(name, given, _FLOATS if x is not None else (torch.int8,))
+    _same_device(name, given, dx_hat)
+    if given.shape != (rows, columns):
+        raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {(rows, columns)}")
+    if step is not None:
+        _scalar("step", step, dx_hat)
+        step = step.view(1)
+    found = library.hadamard_quantize_backward(dx_hat, q, x, step, slots, unit, group)
+    return found[0] if x is None else tuple(found)
+
+
+def int4_bit_split(
+    x: Tensor, *, bits: int = 8, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient (m×n bf16, fp16 or fp32) as unit·(14·hi + lo), lo rounded stochastically.
+
+    Args:
+        bits: 8; or 4 for unit·q alone, rounded to nearest, which needs no seed.
+
+    Returns:
+        Packed codes in [−7, 7], hi's rows above lo's (2m×n/2; of 4 bits m×n/2), the unit (fp32,
+        one element) and the sum of the squares of each row's codes (int32, 2m or m).
+    """
+    _matrix("x", x, _FLOATS)
+    _choice("bits", bits, (8, 4))
+    seed = _checked_seed(seed, x) if bits == 8 else None
+    return library.bit_split(x, seed, bits)
+
+
+def int4_sample_rows(
+    squares: Tensor, *, x_squares: Tensor | None = None, parts: int = 2, keep: str = "half",
+    seed: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Which rows of a split gradient to multiply, drawn with probabilities as their norms are.
+
+    Args:
+        squares: int32, parts·m, of `int4_bit_split`.
+        x_squares: int32, m, of `int4_quantize`: the draw is then for the weight's gradient.
+        keep: "half" of the rows of both parts (m) are expected to be kept, or "all" but the zero
+            ones.
+
+    Returns:
+        rows (int32): the rows to gather, those of each part up to a multiple of 128, −1 elsewhere;
+        counts (int32, 2): the ends of the first part's rows and of all. For the input's gradient
+        weight (fp32, for each of the rows) and slots (int32, m×2: where a row's two parts are in
+        rows); for the weight's repeat (int8, for each of the rows).
+    """
+    _choice("parts", parts, (2, 1))
+    _choice("keep", keep, ("half", "all"))
+    m = squares.shape[0] // parts if squares.dim() == 1 else 0
+    squares = _kind("squares", squares, torch.int32, (parts * m,), squares)
+    if x_squares is not None:
+        x_squares = _kind("x_squares", x_squares, torch.int32, (m,), squares)
+    seed = _checked_seed(seed, squares)
+    return tuple(library.sample_rows(squares, x_squares, seed, parts, keep))
+
+
+def int4_gather_rows(
+    q: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
+    repeat: Tensor | None = None, transpose: bool = False,
+) -> Tensor:  # fmt: skip
+    """Packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
+
+    Args:
+        rows, counts: of `int4_sample_rows`, both or neither; row i of them is q's row i mod m.
+            Rows from counts[1] on are left as they are.
+        repeat: multiplies each row.
+
+    Returns:
+        int8, rows×n, or n×rows where transposed.
+    """
+    _matrix("q", q, (torch.int8,))
+    if (rows is None) != (counts is None):
+        raise UsageError("rows and counts: expected both or neither")
+    if rows is not None and counts is not None:
+        rows = _kind("rows", rows, torch.int32, (rows.numel(),), q)
+        counts = _kind("counts", counts, torch.int32, (2,), q)
+    if repeat is not None:
+        if rows is None:
+            raise UsageError("repeat: expected rows and counts with it")
+        repeat = _kind("repeat", repeat, torch.int8, (rows.numel(),), q)
+    return library.gather_rows(q, rows, counts, repeat, transpose)
+
+
+def int4_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, packed: bool = False,
+    bias: Tensor | None = None, weight: Tensor | None = None, counts: Tensor | None = None,
+    out: FloatName = "bf16",
+) -> Tensor:  # fmt: skip
+    """A (m×k)·Bᵀ (B n×k) + bias, of 4-bit codes with a scale (fp32, one element) each.
+
+    Args:
+        packed: codes are two a byte, m×k/2 and n×k/2; else one.
+        bias: fp32, n.
+        weight, counts: of `int4_sample_rows`, for an input's gradient: row i is multiplied by
+            weight[i], and rows from counts[1] on are left unwritten.
+        counts alone: for a weight's gradient: what is summed over are the first counts[1], of
+            which the first counts[0] count 14 times.
+
+    Returns:
+        C, m×n of `out`.
+    """
+    for name, codes, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        _matrix(name, codes, (torch.int8,))
+        _same_device(name, codes, a)
+        _scalar(f"{name}'s scale", scale, a)
+    if a.shape[1] != b.shape[1]:
+        unit = 2 if packed else 1
+        raise UsageError(f"a has k={a.shape[1] * unit} and b k={b.shape[1] * unit}: expected one k")
+    _choice("out", out, _FLOAT_NAMES)
+    if bias is not None:
+        bias = _vector("bias", bias, b.shape[0], a)
+    if weight is not None:
+        if counts is None:
+            raise UsageError("weight: expected counts with it")
+        weight = _vector("weight", weight, a.shape[0], a)
+    if counts is not None:
+        counts = _kind("counts", counts, torch.int32, (2,), a)
+    scales = a_scale.view(1), b_scale.view(1)
+    return library.int4_gemm(a, scales[0], b, scales[1], bias, weight, counts, packed, out)

@@ -37,7 +37,7 @@ _LIBRARY = torch.library.Library("jetfire", "DEF")
 # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 # Stands for a symbolic size: a multiple of whatever a `Problem` may ask that sizes are one of.
-_ANY_SIZE = 3 * 128
+_ANY_SIZE = 3 * 1024
 
 
 @profiles.remembered
@@ -501,3 +501,85 @@ def adamw(
         param, block=block, layout=layout, guarded=found_inf is not None, beta1=beta1,
         beta2=beta2, eps=eps, decay=decay,
     )  # fmt: skip
+
+
+@_operator("hadamard_quantize(Tensor x, Tensor step, int group, str layout) -> Tensor[]")
+def hadamard_quantize(x: Tensor, step: Tensor, group: int, layout: str) -> Call:
+    return {"x": x, "step": step}, _sized(
+        x, group=group, dtype=FLOAT_NAMES[x.dtype], mode="fwd", layout=layout
+    )
+
+
+@_operator(
+    "hadamard_quantize_backward(Tensor dx_hat, Tensor? q, Tensor? x, Tensor? step, Tensor? slots,"
+    " Tensor? unit, int group) -> Tensor[]",
+    op="hadamard_quantize",
+)
+def hadamard_quantize_backward(
+    dx_hat: Tensor, q: Tensor | None, x: Tensor | None, step: Tensor | None, slots: Tensor | None,
+    unit: Tensor | None, group: int,
+) -> Call:  # fmt: skip
+    """Of q or of x and step; with slots and unit, dx_hat holds the kept rows alone."""
+    inputs = {"dx_hat": dx_hat, "q": q, "x": x, "step": step, "slots": slots, "unit": unit}
+    rows, n = dx_hat.shape
+    fields = {
+        "m": rows if slots is None else slots.shape[0], "n": n, "group": group,
+        "dtype": FLOAT_NAMES[dx_hat.dtype], "mode": "bwd", "given": "codes" if x is None else "x",
+        "gathered": slots is not None,
+    }  # fmt: skip
+    return inputs, fields
+
+
+@_operator("bit_split(Tensor x, Tensor? seed, int bits) -> (Tensor, Tensor, Tensor)")
+def bit_split(x: Tensor, seed: Tensor | None, bits: int) -> Call:
+    return {"x": x, "seed": seed}, _sized(x, dtype=FLOAT_NAMES[x.dtype], bits=bits)
+
+
+@_operator(
+    "sample_rows(Tensor squares, Tensor? x_squares, Tensor seed, int parts, str keep) -> Tensor[]"
+)
+def sample_rows(
+    squares: Tensor, x_squares: Tensor | None, seed: Tensor, parts: int, keep: str
+) -> Call:
+    """For a weight's gradient where x_squares are given, else for an input's."""
+    fields = {
+        "m": squares.shape[0] // parts, "parts": parts,
+        "product": "dgrad" if x_squares is None else "wgrad", "keep": keep,
+    }  # fmt: skip
+    return {"squares": squares, "x_squares": x_squares, "seed": seed}, fields
+
+
+@_operator(
+    "gather_rows(Tensor q, Tensor? rows, Tensor? counts, Tensor? repeat, bool transpose) -> Tensor"
+)
+def gather_rows(
+    q: Tensor, rows: Tensor | None, counts: Tensor | None, repeat: Tensor | None, transpose: bool
+) -> Call:
+    fields = {
+        "m": q.shape[0], "n": 2 * q.shape[1], "rows": None if rows is None else rows.shape[0],
+        "repeat": repeat is not None, "transpose": transpose,
+    }  # fmt: skip
+    return {"q": q, "rows": rows, "counts": counts, "repeat": repeat}, fields
+
+
+@_operator(
+    "int4_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor? weight,"
+    " Tensor? counts, bool packed, str out) -> Tensor"
+)
+def int4_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    weight: Tensor | None, counts: Tensor | None, packed: bool, out: str,
+) -> Call:  # fmt: skip
+    """An input's gradient where a weight of each row and counts are given, a weight's where counts
+    alone are."""
+    inputs = {
+        "a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "weight": weight,
+        "counts": counts,
+    }  # fmt: skip
+    fields = {
+        "m": a.shape[0], "n": b.shape[0], "k": a.shape[1] * (2 if packed else 1),
+        "operands": "packed" if packed else "wide",
+        "product": "fwd" if counts is None else "wgrad" if weight is None else "dgrad",
+        "out": out, "bias": bias is not None,
+    }  # fmt: skip
+    return inputs, fields
