@@ -1,7 +1,8 @@
-"""The INT4 GEMM in CUDA C++."""
+"""The INT4 GEMM in CUDA C++: `mma` for sm_80 and later."""
 
 from __future__ import annotations
 
+from jetfire.kernels_cuda.int4_gemm.mma import MmaInt4Gemm
 from jetfire.ops.op import Kernel
 
-KERNELS: tuple[Kernel, ...] = ()
+KERNELS: tuple[Kernel, ...] = (MmaInt4Gemm(),)
