@@ -17,6 +17,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 # The fourth counter word keeps the uses of one seed apart.
 STREAM_ROUNDING = 0
 STREAM_DROPOUT = 1
+STREAM_SAMPLING = 2
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,166 @@
+"""Leverage-score sampling: which rows of a split gradient a product keeps, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jetfire.ops.data import Source
+from jetfire.ops.op import Check, Op, Problem, Tensors, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+Parts = Literal[2, 1]
+Product = Literal["dgrad", "wgrad"]
+Keep = Literal["half", "all"]
+
+SEGMENT = 128  # rows: the kept ones of each part are padded to a multiple of it
+
+
+@dataclass(frozen=True)
+class SampleRowsProblem(Problem):
+    """Sums of squares of the parts·m rows of a gradient's codes to the rows that a product keeps.
+
+    Args:
+        m: tokens. There is no n: the rows' lengths do not matter here.
+        parts: 2 for the high and low codes of a split gradient, 1 for codes that were not split.
+        product: dgrad weighs a row by the norm of its codes, wgrad by that times the norm of the
+            other operand's row.
+        keep: half of 2m rows by their probabilities, or all that are not zero.
+    """
+
+    n: Literal[1] = 1
+    parts: Parts = 2
+    product: Product = "dgrad"
+    keep: Keep = "half"
+
+
+class SampleRows(Op):
+    name = "sample_rows"
+    summary = "leverage-score sampling of a split gradient's rows, and their compaction"
+    Problem = SampleRowsProblem
+    dims: ClassVar[tuple[str, ...]] = ("m",)
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens}]
+
+    def inputs(
+        self, problem: SampleRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Of the codes of a random gradient 64 wide."""
+        import torch
+
+        source = Source(data, device, seed)
+        gradient, x = source.floats(problem.m, 64), source.floats(problem.m, 64, operand=1)
+        v = gradient * (98 / gradient.abs().amax().clamp(min=1e-30))
+        high = (v / 14).round()
+        codes = torch.cat([high, (v - 14 * high).round()]) if problem.parts == 2 else high
+        inputs = {"squares": _squares(codes)}
+        if problem.product == "wgrad":
+            inputs["x_squares"] = _squares(
+                (x / x.abs().mean().clamp(min=1e-30)).round().clamp(-8, 7)
+            )
+        inputs["seed"] = source.seed()
+        return inputs
+
+    def outputs(self, problem: SampleRowsProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        room = capacity(problem.m, problem.parts, problem.product, problem.keep)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "rows": ((room,), torch.int32),
+            "counts": ((2,), torch.int32),
+        }
+        if problem.product == "dgrad":
+            shapes["weight"] = ((room,), torch.float32)
+            shapes["slots"] = ((problem.m, 2), torch.int32)
+        else:
+            shapes["repeat"] = ((room,), torch.int8)
+        device = inputs["squares"].device
+        return {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def reference(self, problem: SampleRowsProblem, inputs: Tensors) -> Tensors:
+        from jetfire.reference.sample_rows import sample_rows
+
+        room = capacity(problem.m, problem.parts, problem.product, problem.keep)
+        return sample_rows(
+            inputs["squares"], inputs["seed"], problem.parts, problem.keep, room,
+            inputs.get("x_squares"),
+        )  # fmt: skip
+
+    def check(
+        self,
+        problem: SampleRowsProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        from jetfire.ops import check
+
+        return check.every(
+            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
+        )
+
+    def peers(
+        self, problem: SampleRowsProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The same sampling in torch operations that do not wait for the device."""
+        from jetfire.ops import peers
+
+        device = inputs["squares"].device
+        return peers.elementwise(lambda: self.eager(problem, inputs), self.bytes(problem), device)
+
+    def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+        """rows (in order, those that are not kept last), how many, and 1/p of each, in fp32."""
+        import torch
+
+        m, parts = problem.m, problem.parts
+        scores = inputs["squares"].float().view(parts, m)
+        if parts == 2:
+            scores = scores * torch.tensor([[196.0], [1.0]], device=scores.device)
+        if problem.product == "wgrad":
+            scores = scores * inputs["x_squares"].float()
+        p = (scores > 0).float().flatten()
+        if problem.keep == "half":
+            # Of the k largest at 1, the first k whose next one is then below 1.
+            w, order = scores.flatten().sqrt().sort(descending=True)
+            rest = w.double().flip(0).cumsum(0).flip(0)
+            left = m - torch.arange(parts * m, device=w.device)
+            some = ((w * left < rest) & (left > 0)).int().argmax()
+            level = left[some] / rest[some].clamp(min=1e-30)
+            filled = torch.empty_like(p).scatter_(0, order, (w * level).clamp(max=1).float())
+            p = torch.where(p.sum() <= m, p, filled)
+        ends = p.double().cumsum(0) + torch.rand((), device=p.device)
+        kept = ends.floor() > (ends - p.double()).floor()
+        rows = (~kept).to(torch.int8).argsort(stable=True)
+        return rows, kept.sum(), 1 / p[rows]
+
+
+def _squares(codes: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return codes.square().sum(dim=1).to(torch.int32)
+
+
+def capacity(m: int, parts: int, product: str, keep: str) -> int:
+    """Rows that are enough for whatever is kept, each part's padded to a multiple of `SEGMENT`.
+
+    Systematic draws keep ⌈Σp⌉ rows at most. Σp is m but for what raising the smallest
+    probabilities adds: less than one row for dgrad, a sixteenth of 2m for wgrad.
+    """
+    whole = parts * ceil_div(m, SEGMENT) * SEGMENT
+    if keep == "all" or parts == 1:  # no more than m rows
+        return whole
+    most = m + 1 + (m // 8 if product == "wgrad" else 0)
+    # Two segments end where 2·(SEGMENT − 1) are padding at the most.
+    return min(whole, (most + 2 * (SEGMENT - 1)) // SEGMENT * SEGMENT)
+
+
+OP = SampleRows()
