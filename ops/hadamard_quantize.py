@@ -1,0 +1,246 @@
+"""The Hadamard quantiser of 4-bit training: transform, learned step, codes; and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jetfire.ops.data import Source
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.workloads import Model
+
+Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+Codes = Literal["packed", "wide", "both"]
+Given = Literal["codes", "x"]
+
+ROUNDING = 2.0**-24  # of one fp32 operation, relatively
+# A sum of a row in fp32: within a tile of at most 64 elements, then over a row's tiles, which have
+# at least 32, then across threads.
+TILE, LEAST_TILE = 64, 32
+
+
+@dataclass(frozen=True)
+class HadamardQuantizeProblem(Problem):
+    """x (m×n, `dtype`) to 4-bit codes of X·blockdiag(H/√group), or their gradient to x's.
+
+    fwd: x and step (1,) to codes as `layout` says: ``packed`` is q (int8 m×n/2, two codes a byte,
+    as `reference.nibbles`), ``wide`` a byte each; to scale (1,), the step, NaN where x or the step
+    is not finite; and to squares (m,) int32, Σ codes² of each row.
+
+    bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed.
+    ``given=x``: with x and step, and then dstep (m,) is the step's gradient by rows. ``gathered``:
+    dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
+    sum to a row, −1 for one that is not there, which counts as 0·unit (1,).
+    """
+
+    group: Group = 32
+    dtype: FloatName = "bf16"
+    mode: Mode = "fwd"
+    layout: Codes = "packed"
+    given: Given = "codes"
+    gathered: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n % 2:
+            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
+        if self.n % self.group:
+            most = min(self.n & -self.n, 1024)
+            raise UsageError(f"group={self.group}: expected a power of two that divides "
+                             f"n={self.n}, at most {most}")  # fmt: skip
+
+
+class HadamardQuantize(Op):
+    name = "hadamard_quantize"
+    summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
+    Problem = HadamardQuantizeProblem
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        """The inputs of a block's linear layers, and their weights."""
+        pairs = [(rows, inp) for out, inp in model.linears() for rows in (model.tokens, out)]
+        return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
+
+    def inputs(
+        self, problem: HadamardQuantizeProblem, device: torch.device, seed: int = 0,
+        data: str = "normal",
+    ) -> Tensors:  # fmt: skip
+        """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
+        source, dtype = Source(data, device, seed), float_dtype(problem.dtype)
+        x = source.floats(problem.m, problem.n).to(dtype)
+        step = _step(x, problem.group)
+        if problem.mode == "fwd":
+            return {"x": x, "step": step}
+        inputs: Tensors = {}
+        if problem.gathered:
+            inputs["slots"], rows = _slots(source, problem.m)
+            inputs["unit"] = source.normal(1).abs()
+        else:
+            rows = problem.m
+        inputs["dx_hat"] = source.floats(rows, problem.n).to(dtype)
+        if problem.given == "x":
+            return inputs | {"x": x, "step": step}
+        return inputs | {"q": _packed(x, step, problem.group)}
+
+    def outputs(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
+        import torch
+
+        m, n = problem.m, problem.n
+        device = inputs["dx_hat" if problem.mode == "bwd" else "x"].device
+
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        if problem.mode == "bwd":
+            outputs = {"dx": empty(float_dtype(problem.dtype), m, n)}
+            return outputs | ({"dstep": empty(torch.float32, m)} if problem.given == "x" else {})
+        codes = {"q": empty(torch.int8, m, n // 2), "wide": empty(torch.int8, m, n)}
+        if problem.layout != "both":
+            del codes["q" if problem.layout == "wide" else "wide"]
+        return codes | {"scale": empty(torch.float32, 1), "squares": empty(torch.int32, m)}
+
+    def reference(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
+        from jetfire.reference import hadamard_quantize as reference
+        from jetfire.reference.nibbles import pack, unpack
+
+        group = problem.group
+        if problem.mode == "fwd":
+            q, scale, squares = reference.quantize(inputs["x"], inputs["step"], group)
+            return {"q": pack(q), "wide": q, "scale": scale, "squares": squares}
+        dx_hat = inputs["dx_hat"]
+        if problem.gathered:
+            dx_hat = reference.gathered(dx_hat, inputs["slots"], inputs["unit"])
+        expected: Tensors = {}
+        if problem.given == "x":
+            q, terms = reference.step_terms(dx_hat, inputs["x"], inputs["step"], group)
+            expected = {"dstep": terms.sum(dim=1), "dstep_bound": _bound(terms)}
+        else:
+            q = unpack(inputs["q"])
+        dx = reference.input_gradient(dx_hat, q, group)
+        return expected | {"dx": dx.to(float_dtype(problem.dtype))}
+
+    def check(
+        self,
+        problem: HadamardQuantizeProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: torch.Tensor | None = None,
+    ) -> Check:
+        """Equal bits, but for the step's gradient, which may be summed in any order."""
+        from jetfire.ops import check
+
+        found = [check.exact(k, out, expected[k]) for k, out in outputs.items() if k != "dstep"]
+        if "dstep" in outputs:
+            dstep = expected["dstep"]
+            found.append(check.bounded("dstep", outputs["dstep"], dstep, expected["dstep_bound"]))
+        return check.every(found)
+
+    def peers(
+        self, problem: HadamardQuantizeProblem, inputs: Tensors
+    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """The same in torch operations, the transform as a product with H in the input's dtype."""
+        from jetfire.ops import peers
+        from jetfire.reference.hadamard import matrix
+
+        values = inputs["dx_hat" if problem.mode == "bwd" else "x"]
+        h = matrix(problem.group).to(values)
+        eager = _eager_backward if problem.mode == "bwd" else _eager_forward
+        return peers.elementwise(
+            lambda: eager(problem, inputs, h), self.bytes(problem), values.device
+        )
+
+
+def _step(x: torch.Tensor, group: int) -> torch.Tensor:
+    import torch
+
+    from jetfire.reference.hadamard import initial_step, transform
+
+    if x.device.type == "meta":
+        return torch.empty(1, device=x.device)
+    return initial_step(transform(x, group))
+
+
+def _packed(x: torch.Tensor, step: torch.Tensor, group: int) -> torch.Tensor:
+    import torch
+
+    from jetfire.reference.hadamard_quantize import quantize
+    from jetfire.reference.nibbles import pack
+
+    if x.device.type == "meta":
+        return torch.empty((x.shape[0], x.shape[1] // 2), dtype=torch.int8, device=x.device)
+    return pack(quantize(x, step, group)[0])
+
+
+def _slots(source: Source, m: int) -> tuple[torch.Tensor, int]:
+    """About half of 2m parts kept, high ones first, and the rows that they are in."""
+    import torch
+
+    from jetfire.ops.sample_rows import capacity
+
+    rows = capacity(m, 2, "dgrad", "half")
+    if source.device.type == "meta":
+        return torch.empty((m, 2), dtype=torch.int32, device=source.device), rows
+    kept = source.integers(2, 2, m) == 0
+    kept &= kept.flatten().cumsum(0).view(2, m) <= m
+    slots = torch.where(kept, kept.flatten().cumsum(0).view(2, m) - 1, -1)
+    return slots.t().contiguous().int(), rows
+
+
+def _bound(terms: torch.Tensor) -> torch.Tensor:
+    """What summing a row's terms in fp32 may add: γ_k·Σ|term|, k the longest chain of roundings.
+
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2.) A term has two.
+    """
+    n = terms.shape[1]
+    chain = min(n, TILE + n // LEAST_TILE + 5) + 2
+    rounding = chain * ROUNDING
+    return rounding / (1 - rounding) * terms.abs().sum(dim=1).nan_to_num(0.0)
+
+
+def _eager_forward(
+    problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    x, step = inputs["x"], inputs["step"]
+    t = (x.reshape(-1, problem.group) @ h).view(x.shape)
+    codes = (t / step).round().clamp(-8, 7).to(torch.int8)
+    found = [codes] if problem.layout != "packed" else []
+    if problem.layout != "wide":
+        found.insert(0, codes[:, 0::2] & 15 | codes[:, 1::2] << 4)
+    return (*found, codes.float().square().sum(dim=1))
+
+
+def _eager_backward(
+    problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    group, dx_hat = problem.group, inputs["dx_hat"]
+    if problem.gathered:
+        slots = inputs["slots"].long()
+        parts = dx_hat[slots.clamp(min=0)] * (slots >= 0)[:, :, None]
+        dx_hat = parts[:, 0] + parts[:, 1]
+    sums: tuple[torch.Tensor, ...] = ()
+    if problem.given == "x":
+        x = inputs["x"]
+        v = (x.reshape(-1, group) @ h).view(x.shape) / inputs["step"]
+        q = v.round().clamp(-8, 7)
+        passed = (q > -8) & (q < 7)
+        delta = torch.where(passed, q - v, q)
+        sums = ((dx_hat * delta).sum(dim=1, dtype=torch.float32),)
+    else:
+        packed = inputs["q"]
+        q = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).view(dx_hat.shape)
+        passed = (q > -8) & (q < 7)
+    kept = torch.where(passed, dx_hat, 0.0).to(h.dtype)
+    return ((kept.view(-1, group) @ h).view(kept.shape), *sums)
+
+
+OP = HadamardQuantize()

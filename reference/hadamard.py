@@ -1,0 +1,86 @@
+"""The block-diagonal Hadamard transform, and the step sizes of what it leaves.
+
+"Training Transformers with 4-bit Integers" (arXiv 2306.11987), section 3.2: multiplied by a
+Hadamard matrix an outlier is spread over its group of columns, and 4 bits lose less. Transformed
+values are bit-exact: every kernel adds and subtracts in this order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+GROUPS = tuple(1 << i for i in range(11))  # 1 to 1024
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """fp32, or float64 where x is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def factor(group: int) -> float:
+    """1/√group, rounded to fp32."""
+    return torch.tensor(group**-0.5, dtype=torch.float32).item()
+
+
+def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
+    """√group times the transform: sums and differences alone, in stages h = 1, 2, 4, …, group/2.
+
+    Of each stage's 2h columns, (a, b) becomes (a + b, a − b): Sylvester's order.
+
+    Args:
+        x: m×n, group divides n.
+
+    Returns:
+        m×n, fp32, or float64 where x is.
+    """
+    t = wide(x)
+    h = 1
+    while h < group:
+        a, b = t.unflatten(-1, (-1, 2, h)).unbind(-2)
+        t = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        h *= 2
+    return t
+
+
+def transform(x: torch.Tensor, group: int) -> torch.Tensor:
+    """X·blockdiag(H/√group), m×n in fp32, or float64 where x is; its own inverse and transpose."""
+    scale = group**-0.5 if x.dtype == torch.float64 else factor(group)
+    return butterflies(x, group) * scale
+
+
+def matrix(group: int) -> torch.Tensor:
+    """H/√group in float64, group×group: symmetric and orthogonal.
+
+    By Sylvester's construction, H_2g = [[H_g, H_g], [H_g, −H_g]].
+    """
+    h = torch.ones((1, 1), dtype=torch.float64)
+    while len(h) < group:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h * group**-0.5
+
+
+def initial_step(t: torch.Tensor) -> torch.Tensor:
+    """2·mean|t|/√7, fp32 (1,): the step size that LSQ starts from (arXiv 1902.08153, section 2.1).
+
+    Args:
+        t: transformed values, of which the largest code is to be 7.
+    """
+    return (wide(t).abs().mean() * (2 / math.sqrt(7))).float().reshape(1)
+
+
+def search_group(x: torch.Tensor) -> int:
+    """The group of 1 to 1024 that divides x's columns and whose codes are nearest to X.
+
+    That is the least ‖T − step·q‖² at the initial step, T and q those of the group. Of equal ones,
+    as for zeros, the smallest.
+    """
+
+    def error(group: int) -> float:
+        t = transform(x, group)
+        step = initial_step(t).clamp(min=torch.finfo(torch.float32).tiny)
+        q = (t / step).round().clamp(-8, 7)
+        return float((t - step * q).double().square().sum())
+
+    return min((group for group in GROUPS if x.shape[-1] % group == 0), key=error)
