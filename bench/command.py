@@ -476,6 +476,9 @@ def _workload_text(name: str) -> str:
     if name in workloads.MODELS:
         model = workloads.MODELS[name]
         return f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
+    if name in workloads.LAYERS:
+        layers = workloads.LAYERS[name]
+        return "m n k " + ", ".join(f"{x.tokens} {x.hidden} {x.width}" for x in layers)
     sizes = {"square": workloads.SQUARES, "ragged": workloads.RAGGED}[name]
     return f"sizes {', '.join(map(str, sizes))}"
 
