@@ -69,14 +69,15 @@ class Int4GemmProblem(Problem):
 def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
     """The counts that `Int4Gemm.inputs` gives: rows of a dgrad, depth of a wgrad.
 
-    Half of the rows of a split gradient, of which high ones are about 60%, leave as much of the
-    capacity of `sample_rows` unused: about one segment of a dgrad's, a ninth of a wgrad's.
+    As `sample_rows` has them of a split gradient, of whose kept rows about 60% are high ones. What
+    it keeps for a dgrad, a multiple of 128, all but always fills its capacity; of a wgrad's a ninth
+    is for rows that the least probability keeps. A dgrad of other sizes is an eighth short.
     """
     if problem.product == "wgrad":
         blocks = problem.k // SEGMENT
         end = (blocks - blocks // 9) * SEGMENT
     elif problem.product == "dgrad":
-        end = problem.m - min(SEGMENT, problem.m // 8)
+        end = problem.m - (problem.m // 8 if problem.m % SEGMENT else 0)
     else:
         raise ValueError("product=fwd has no counts")
     return round(0.6 * end / SEGMENT) * SEGMENT, end
