@@ -14,20 +14,21 @@ Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from jetfire.ops import library
 from jetfire.ops.errors import UsageError
 from jetfire.ops.gelu import Approximate
+from jetfire.ops.hadamard_quantize import Codes, Group
 from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
 
 Tensor = torch.Tensor
-Int4Layout = Literal["packed", "wide", "both"]
 _BLOCKS = get_args(Block)
 _LAYOUTS = get_args(Layout)
-_INT4_LAYOUTS = get_args(Int4Layout)
+_INT4_LAYOUTS = get_args(Codes)
+_GROUPS = get_args(Group)
 _ROUNDINGS = get_args(Rounding)
 _APPROXIMATIONS = get_args(Approximate)
 _FLOATS = tuple(library.FLOAT_NAMES)
@@ -508,35 +509,30 @@ def _kind(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like
     return x.contiguous()
 
 
-def _group(group: int) -> None:
-    if isinstance(group, bool) or not isinstance(group, int):
-        raise UsageError(f"group={group}: expected an integer")
-
-
 def int4_quantize(
-    x: Tensor, step: Tensor, *, group: int = 32, layout: Int4Layout = "packed"
+    x: Tensor, step: Tensor, *, group: Group = 32, layout: Codes = "packed"
 ) -> tuple[Tensor, ...]:
     """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
 
     Args:
-        step: fp32, one element: codes count it. NaN shows in the scale where it is not above 0.
+        step: fp32, one element: what codes are multiples of.
         group: a power of two up to 1024 that divides n; 1 transforms nothing.
 
     Returns:
         As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one a byte (int8
-        m×n, "wide"), or both; then their scale (fp32, one element), NaN if x is not finite
-        throughout, and the sum of the squares of each row's codes (int32, m).
+        m×n, "wide"), or both; then their scale (fp32, one element), NaN if x or the
+        step is not finite, and the sum of the squares of each row's codes (int32, m).
     """
     _matrix("x", x, _FLOATS)
     _scalar("step", step, x)
-    _group(group)
+    _choice("group", group, _GROUPS)
     _choice("layout", layout, _INT4_LAYOUTS)
     return tuple(library.hadamard_quantize(x, step.view(1), group, layout))
 
 
 def int4_quantize_backward(
     dx_hat: Tensor, *, q: Tensor | None = None, x: Tensor | None = None,
-    step: Tensor | None = None, group: int = 32, slots: Tensor | None = None,
+    step: Tensor | None = None, group: Group = 32, slots: Tensor | None = None,
     unit: Tensor | None = None, out: FloatName | None = None,
 ) -> Any:  # fmt: skip
     """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
@@ -556,7 +552,7 @@ def int4_quantize_backward(
     _matrix("dx_hat", dx_hat, _FLOATS)
     if out is not None:
         _choice("out", out, (library.FLOAT_NAMES[dx_hat.dtype],))
-    _group(group)
+    _choice("group", group, _GROUPS)
     if (q is None) == (x is None) or (x is None) != (step is None):
         raise UsageError("q, x and step: expected q alone, or x and step")
     if (slots is None) != (unit is None):
@@ -569,7 +565,7 @@ def int4_quantize_backward(
         unit = unit.view(1)
     name, given, columns = ("x", x, n) if x is not None else ("q", q, n // 2)
     assert given is not None
-    _matrix(name, given, _FLOATS if x is not None else (torch.int8,))
+    _matrix(name, given, (torch.int8 if x is None else dx_hat.dtype,))
     _same_device(name, given, dx_hat)
     if given.shape != (rows, columns):
         raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {(rows, columns)}")

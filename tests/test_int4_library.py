@@ -1,0 +1,275 @@
+"""The operators and functions of INT4: opcheck, torch.compile, and what they refuse."""
+
+import itertools
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jetfire import ops
+from jetfire.ops import functional as int4
+from jetfire.ops import library
+from jetfire.ops.errors import UsageError
+from jetfire.ops.sample_rows import capacity
+from jetfire.reference.nibbles import unpack
+
+OPS = ("bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows")
+SIZES = {"m": 40, "n": 64, "k": 96}
+
+
+def combinations(name):
+    """Of an op's choices at one size: all, but for groups and dtypes, of which each is there."""
+    hints = get_type_hints(ops.get(name).Problem)
+    choices = {
+        field: (False, True) if hint is bool else get_args(hint)
+        for field, hint in hints.items()
+        if hint is bool or get_origin(hint) is Literal
+    }
+    first = {field: values[0] for field, values in choices.items()}
+    for values in itertools.product(*choices.values()):
+        fields = dict(zip(choices, values, strict=True))
+        if name == "hadamard_quantize":
+            unused = ("given", "gathered") if fields["mode"] == "fwd" else ("layout",)
+            if any(fields[field] != first[field] for field in unused):
+                continue
+            if fields["group"] != 32 and (fields["group"] > 64 or fields["dtype"] != "fp32"):
+                continue
+        yield fields
+
+
+def problems():
+    found = {}
+    for name in OPS:
+        op = ops.get(name)
+        for fields in combinations(name):
+            sizes = {dim: SIZES[dim] for dim in op.dims}
+            if name == "int4_gemm":  # whose counts are multiples of 128
+                sizes["m" if fields["product"] == "dgrad" else "k"] = 384
+            if name == "gather_rows" and fields["repeat"]:
+                fields["rows"] = 128
+            try:
+                problem = op.Problem(**sizes, **fields)
+            except UsageError:
+                continue
+            found[name, problem] = "-".join([name, *map(str, fields.values())])
+    gather = ops.get("gather_rows").Problem
+    found["gather_rows", gather(40, 64, rows=128)] = "gather_rows-some"
+    found["gather_rows", gather(40, 64, rows=128, transpose=True)] = "gather_rows-some-transposed"
+    return [pytest.param(name, problem, id=label) for (name, problem), label in found.items()]
+
+
+def overload(name, problem):
+    backward = getattr(problem, "mode", "fwd") == "bwd"
+    return getattr(torch.ops.jetfire, f"{name}_backward" if backward else name).default
+
+
+def arguments(overload, problem, inputs):
+    """The arguments that have an operator do a problem, by their names."""
+    found = []
+    for argument in overload._schema.arguments:
+        if "Tensor" in str(argument.type):
+            found.append(inputs.get(argument.name))
+        elif argument.name == "packed":
+            found.append(problem.operands == "packed")
+        else:
+            found.append(getattr(problem, argument.name))
+    return found
+
+
+@pytest.mark.parametrize(("name", "problem"), problems())
+def test_opcheck(device, name, problem):
+    op = ops.get(name)
+    inputs = op.inputs(problem, device)
+    operator = overload(name, problem)
+    leaves = {
+        key: tensor.clone().requires_grad_(tensor.is_floating_point() and key != "seed")
+        for key, tensor in inputs.items()
+    }
+    given = arguments(operator, problem, leaves)
+    assert all(any(tensor is leaf for leaf in given) for tensor in leaves.values())
+    # Rows that are not asked for hold whatever was there: two runs may differ in them.
+    counted = "counts" in inputs and name in ("gather_rows", "int4_gemm")
+    static = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, given, test_utils=static if counted else "ALL")
+    outputs = operator(*given)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    assert not any(tensor.requires_grad for tensor in outputs)
+    names = op.outputs(problem, inputs)
+    check = op.check(problem, dict(zip(names, outputs, strict=True)), op.reference(problem, inputs))
+    assert check.ok, check.message
+
+
+def product(x, weight, bias, step_x, step_w, seed, group=32):
+    """A linear layer in 4 bits, forward and backward of y's square, through every function."""
+    q_x, wide_x, scale_x, squares_x = int4.int4_quantize(x, step_x, group=group, layout="both")
+    q_w, wide_w, scale_w, _ = int4.int4_quantize(weight, step_w, group=group, layout="both")
+    y = int4.int4_gemm(wide_x, scale_x, wide_w, scale_w, bias=bias)
+    grad = y * 2
+    g, unit, squares = int4.int4_bit_split(grad, seed=seed)
+    rows, counts, weights, slots = int4.int4_sample_rows(squares, seed=seed)
+    kept = int4.int4_gather_rows(g, rows=rows, counts=counts)
+    columns = int4.int4_gather_rows(q_w, transpose=True)
+    dx_hat = int4.int4_gemm(kept, unit, columns, scale_w, weight=weights, counts=counts)
+    dx = int4.int4_quantize_backward(dx_hat, q=q_x, group=group, slots=slots, unit=unit)
+    rows, counts, repeat = int4.int4_sample_rows(squares, x_squares=squares_x, seed=seed)
+    options = {"rows": rows, "counts": counts, "transpose": True}
+    gt = int4.int4_gather_rows(g, repeat=repeat, **options)
+    xt = int4.int4_gather_rows(q_x, **options)
+    dw_hat = int4.int4_gemm(gt, unit, xt, scale_x, counts=counts, out="fp32")
+    dw, dstep = int4.int4_quantize_backward(dw_hat, x=weight, step=step_w, group=group)
+    return y, dx, dw, dstep
+
+
+def operands(device, m=72, n=48, k=64):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    x, weight, bias = normal(m, k).bfloat16(), normal(n, k), normal(n)
+    steps = torch.full((1,), 0.35, device=device), torch.full((1,), 0.4, device=device)
+    return x, weight, bias, *steps, torch.tensor([7], device=device)
+
+
+def test_the_steps_together_are_a_linear_layer(device):
+    """To what 4 bits and half of the rows allow: 0.16, 0.57 and 0.32 of the products' norms."""
+    x, weight, bias, *rest = operands(device, 512, 96, 64)
+    y, dx, dw, _ = product(x, weight, bias, *rest)
+    exact = x.float() @ weight.t() + bias
+    grad = 2 * y.float()
+    for found, expected, bound in ((y, exact, 0.2), (dx, grad @ weight, 0.65),
+                                   (dw, grad.t() @ x.float(), 0.4)):  # fmt: skip
+        assert float((found.float() - expected).norm() / expected.norm()) < bound
+
+
+def test_compiles_once_for_any_number_of_rows(device):
+    """That is larger than what padding alone takes up of a sample's capacity."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(product, fullgraph=True, backend=counter)
+    for rows in (300, 422, 640):
+        args = operands(device, rows)
+        torch._dynamo.mark_dynamic(args[0], 0)
+        for one, other in zip(compiled(*args), product(*args), strict=True):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 1
+
+
+def test_found_in_ops():
+    names = [name for name in dir(int4) if name.startswith("int4_")]
+    assert len(names) == 6
+    for name in set(names) - {"int4_gemm"}:
+        assert getattr(ops, name) is getattr(int4, name)
+    from jetfire.ops import int4_gemm
+
+    assert int4_gemm.OP is ops.get("int4_gemm")
+    with pytest.raises(AttributeError):
+        _ = ops.int4_nothing
+
+
+def test_strided_rows(device):
+    x, *_ = operands(device)
+    step = torch.full((), 0.7, device=device)  # a scale may have any shape of one element
+    wide = torch.zeros(72, 80, dtype=torch.bfloat16, device=device)
+    wide[:, :64] = x
+    one, other = int4.int4_quantize(wide[:, :64], step), int4.int4_quantize(x, step)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    seed = torch.tensor([3], device=device)
+    one, other = (int4.int4_bit_split(t, seed=seed) for t in (wide[:, :64], x))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    q = torch.zeros(72, 48, dtype=torch.int8, device=device)
+    q[:, :32] = other[0][:72]
+    assert torch.equal(int4.int4_gather_rows(q[:, :32]), unpack(other[0][:72]))
+
+
+def test_nearest_gradients(device):
+    """int4-naive's: 4 bits, one part, all rows kept, no transform."""
+    grad, weight = operands(device)[:2]
+    g, unit, squares = int4.int4_bit_split(grad, bits=4)
+    seed = torch.tensor([1], device=device)
+    rows, counts, weights, slots = int4.int4_sample_rows(squares, parts=1, keep="all", seed=seed)
+    assert rows.shape == (capacity(72, 1, "dgrad", "all"),)
+    assert bool((slots[:, 1] == -1).all())
+    kept = int4.int4_gather_rows(g, rows=rows, counts=counts)
+    q, scale, _ = int4.int4_quantize(weight, torch.full((1,), 0.8, device=device), group=1)
+    wt = int4.int4_gather_rows(q)[:, :64].contiguous()
+    c = int4.int4_gemm(kept, unit, wt, scale, weight=weights, counts=counts, out="fp32")
+    expected = (unpack(g).double() * unit) @ (unpack(q).double() * scale).t()
+    kept_rows = (squares > 0).nonzero().flatten()
+    assert torch.equal(slots[kept_rows, 0].long(), torch.arange(len(kept_rows), device=device))
+    torch.testing.assert_close(c[: len(kept_rows)].double(), expected[kept_rows],
+                               rtol=1e-6, atol=1e-9)  # fmt: skip
+
+
+def refuse(message, function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    assert str(error.value) == message
+
+
+def test_refuses_in_one_line(device):
+    x, _, bias, step, _, seed = operands(device)
+    q, _, squares = int4.int4_quantize(x, step)
+    refuse("x is int8: expected bfloat16 or float16 or float32", int4.int4_quantize, q, step)
+    refuse(f"step: expected a float32 tensor of one element on {x.device}",
+           int4.int4_quantize, x, bias)  # fmt: skip
+    refuse("layout=q: expected packed or wide or both", int4.int4_quantize, x, step, layout="q")
+    for group in (48, "ten"):
+        refuse(f"group={group}: expected {' or '.join(str(2**i) for i in range(11))}",
+               int4.int4_quantize, x, step, group=group)  # fmt: skip
+    with pytest.raises(UsageError, match=r"^group=128"):
+        int4.int4_quantize(x, step, group=128)
+    with pytest.raises(UsageError, match=r"^n=63: expected an even"):
+        int4.int4_quantize(x[:, :63], step, group=1)
+    refuse("q, x and step: expected q alone, or x and step",
+           int4.int4_quantize_backward, x, q=q, x=x, step=step)  # fmt: skip
+    refuse("q, x and step: expected q alone, or x and step", int4.int4_quantize_backward, x, x=x)
+    refuse("x is float32: expected bfloat16",
+           int4.int4_quantize_backward, x, x=x.float(), step=step)  # fmt: skip
+    refuse("slots and unit: expected both or neither",
+           int4.int4_quantize_backward, x, q=q, unit=step)  # fmt: skip
+    refuse("q has shape (72, 16): expected (72, 32)",
+           int4.int4_quantize_backward, x, q=q[:, :16])  # fmt: skip
+    refuse("out=fp32: expected bf16", int4.int4_quantize_backward, x, q=q, out="fp32")
+    refuse("slots is int32 (72,): expected int32 (72, 2)",
+           int4.int4_quantize_backward, x, q=q, slots=squares, unit=step)  # fmt: skip
+    refuse("bits=6: expected 8 or 4", int4.int4_bit_split, x, bits=6)
+    refuse(f"seed: expected an int64 tensor of one element on {x.device}", int4.int4_bit_split, x)
+    refuse("parts=3: expected 2 or 1", int4.int4_sample_rows, squares, parts=3, seed=seed)
+    refuse("keep=some: expected half or all",
+           int4.int4_sample_rows, squares, keep="some", seed=seed)  # fmt: skip
+    refuse("x_squares is int32 (72,): expected int32 (36,)",
+           int4.int4_sample_rows, squares, x_squares=squares, seed=seed)  # fmt: skip
+    refuse("squares is int32 (71,): expected int32 (70,)",
+           int4.int4_sample_rows, squares[:71], seed=seed)  # fmt: skip
+    refuse("q is bfloat16: expected int8", int4.int4_gather_rows, x)
+    refuse("rows and counts: expected both or neither", int4.int4_gather_rows, q, rows=squares)
+    refuse("repeat: expected rows and counts with it", int4.int4_gather_rows, q, repeat=squares)
+
+
+def test_refuses_operands_that_do_not_fit(device):
+    x, weight, bias, step, *_ = operands(device)
+    a, scale, squares = int4.int4_quantize(x, step)
+    b, *_ = int4.int4_quantize(weight, step)
+    given = (a, scale, b, scale)
+    refuse("a has k=64 and b k=32: expected one k",
+           int4.int4_gemm, a, scale, b[:, :16], scale, packed=True)  # fmt: skip
+    refuse(f"b's scale: expected a float32 tensor of one element on {x.device}",
+           int4.int4_gemm, a, scale, b, bias, packed=True)  # fmt: skip
+    refuse("bias is float32 (48,): expected float32 (16,)",
+           int4.int4_gemm, a, scale, b[:16], scale, packed=True, bias=bias)  # fmt: skip
+    refuse("out=int8: expected bf16 or fp16 or fp32", int4.int4_gemm, *given, out="int8")
+    refuse("weight: expected counts with it", int4.int4_gemm, *given, weight=bias)
+    refuse("counts is int32 (72,): expected int32 (2,)", int4.int4_gemm, *given, counts=squares)
+    with pytest.raises(UsageError, match=r"^bias=true product=wgrad"):
+        int4.int4_gemm(*given, counts=squares[:2], bias=bias)
+    assert library.FLOAT_NAMES[int4.int4_gemm(*given, packed=True, bias=bias).dtype] == "bf16"
+
+
+@pytest.mark.gpu
+def test_refuses_mixed_devices(device):
+    x, _, _, step, *_ = operands(device)
+    q, scale, _ = int4.int4_quantize(x, step)
+    refuse(f"b is on cpu: expected {x.device}, as the first tensor",
+           int4.int4_gemm, q, scale, q.cpu(), scale)  # fmt: skip
