@@ -1,0 +1,277 @@
+"""Bit splitting: a pass for the largest magnitude, then one for the codes, whole rows a program.
+
+Only the unit goes from the first to the second, which takes the last rows first: of those the first
+pass has left some in L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, random_words
+from jetfire.kernels_triton.halves import widen
+from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.tiles import device_reason, load_tile, store_tile
+from jetfire.ops.device import Device
+from jetfire.ops.op import Config, Tensors, ceil_div
+from jetfire.ops.workspace import counters
+from jetfire.reference.bit_split import MOST
+
+TINY = tl.constexpr(7.888609052210118e-31)  # as jetfire.reference.quantize
+_FOURTEENTH = tl.constexpr(0.0714285746216774)  # 1/14 in fp32
+
+
+def _pairs(line: str) -> str:
+    """A line of PTX for the even and the odd element of each of four pairs."""
+    names = [(half, i) for half in "eo" for i in range(4)]
+    return "\n".join(line.format(x=f"{half}{i}", half=half, i=i) for half, i in names)
+
+
+def _pack(code: str, packed: str, squares: str) -> str:
+    """Nibbles of four pairs of codes, the low bytes of `code`, and in one of four places Σ codes².
+
+    Bytes of even elements go to e, of odd ones to o.
+    """
+    first, *rest = squares.split()
+    return f"""
+    prmt.b32 e, {code}e0, {code}e1, 0x0040; prmt.b32 g, {code}e2, {code}e3, 0x0040;
+    prmt.b32 e, e, g, 0x5410;
+    prmt.b32 o, {code}o0, {code}o1, 0x0040; prmt.b32 g, {code}o2, {code}o3, 0x0040;
+    prmt.b32 o, o, g, 0x5410;
+    dp4a.s32.s32 g, e, e, 0; dp4a.s32.s32 {first}, o, o, g;
+    {" ".join(f"mov.b32 {place}, 0;" for place in rest)}
+    shl.b32 o, o, 4; and.b32 e, e, 0x0F0F0F0F; and.b32 o, o, 0xF0F0F0F0; or.b32 {packed}, e, o;"""
+
+
+def _registers(*names: str) -> str:
+    """Declarations of a register for each element of four pairs."""
+    return " ".join(f".reg .b32 {name}e<4>, {name}o<4>;" for name in names)
+
+
+def _operand(even: int, odd: int) -> str:
+    """Moves of the asm's operands to xe0 … xo3."""
+    return " ".join(f"mov.b32 xe{i}, ${even + i}; mov.b32 xo{i}, ${odd + i};" for i in range(4))
+
+
+# Adding 1.5·2^23 leaves the rounded integer in the low bits.
+_NEAREST = tl.constexpr(
+    "{ .reg .b32 e, o, g;"
+    + _registers("x", "h")
+    + _operand(5, 9)
+    + _pairs("add.rn.f32 h{x}, x{x}, 0f4B400000;")
+    + _pack("h", "$0", "$1 $2 $3 $4")
+    + "}"
+)
+# A pair's word of Philox holds the draw of the even element below that of the odd one. Sixteen bits
+# under the exponent of 128 are 128 + u; v − 14·hi + 128 + u lies in [121, 136), so that rounding it
+# down onto 1.5·2^23 − 128 leaves lo there, never out of range.
+_SPLIT = tl.constexpr(
+    "{ .reg .b32 e, o, g, top; mov.b32 top, 0x4300;"
+    + _registers("x", "h", "f", "u", "l")
+    + _operand(10, 14)
+    + _pairs("fma.rn.f32 h{x}, x{x}, 0f3D924925, 0f4B400000;")
+    + _pairs("add.rn.f32 f{x}, h{x}, 0fCB400000;")
+    + " ".join(
+        f"prmt.b32 ue{i}, ${18 + i}, top, 0x5410; prmt.b32 uo{i}, ${18 + i}, top, 0x5432;"
+        for i in range(4)
+    )
+    + _pairs("fma.rn.f32 u{x}, f{x}, 0fC1600000, u{x};")
+    + _pairs("add.rn.f32 u{x}, x{x}, u{x};")
+    + _pairs("add.rm.f32 l{x}, u{x}, 0f4B3FFF80;")
+    + _pack("h", "$0", "$2 $3 $4 $5")
+    + _pack("l", "$1", "$6 $7 $8 $9")
+    + "}"
+)
+
+
+@dataclass(frozen=True)
+class BitSplitConfig(Config):
+    """`tile_m` whole rows a program of `warps` warps, `tile_n` columns at a time.
+
+    The first pass runs `waves` programs of as many warps on each multiprocessor.
+    """
+
+    tile_m: int = 4
+    tile_n: int = 512
+    warps: int = 4
+    waves: int = 8
+
+
+@triton.jit
+def largest_kernel(
+    x_ptr, unit_ptr, counter_ptr, M, N, stride, most, tiles, programs,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """The unit: max|x|/most; the last program to arrive writes it.
+
+    Magnitudes are compared as their bits, in which ∞ and every NaN are above all numbers.
+    """
+    across = tl.cdiv(N, TILE_N)
+    largest = tl.zeros((TILE_M, TILE_N), tl.int32)
+    for first in range(0, tiles, programs):
+        tile = first + tl.program_id(0)  # the last may lie below the matrix
+        row0, col0 = tile // across * TILE_M, tile % across * TILE_N
+        x = widen(load_tile(x_ptr, row0, col0, M, N, stride, TILE_M, TILE_N))
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(counter_ptr, tl.max(tl.max(largest, 1), 0))
+    if tl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+        amax = tl.atomic_xchg(counter_ptr, 0).to(tl.float32, bitcast=True)
+        tl.store(counter_ptr + 1, 0)
+        unit = tl.div_rn(tl.where(amax < float("inf"), amax, float("nan")), most)
+        tl.store(unit_ptr, tl.where(amax < TINY, 0.0, unit))
+
+
+@triton.jit
+def pack(even, odd):
+    """Packed codes int8 [R, P] of integers in fp32, and Σ codes² of each eight, [R, P/4]."""
+    e, o = even.to(tl.int32), odd.to(tl.int32)
+    packed = ((e & 15) | (o << 4)).to(tl.int8)
+    return packed, e * e + o * o
+
+
+@triton.jit
+def rint(x):
+    """The nearest integer to an fp64 tensor, ties to even."""
+    return x + 6755399441055744.0 - 6755399441055744.0
+
+
+@triton.jit
+def codes_nearest(even, odd):
+    """rint of pairs of elements in [-7.5, 7.5]: packed int8, and Σ codes² in places of its four."""
+    if INTERPRETED:
+        return pack(rint(even.to(tl.float64)), rint(odd.to(tl.float64)))
+    return tl.inline_asm_elementwise(
+        _NEAREST, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [even, odd], dtype=(tl.int8, tl.int32),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def split(v, bits):
+    """hi, and lo from draws of sixteen bits, of elements in units: integers in fp32."""
+    high = rint(v.to(tl.float64) * _FOURTEENTH).to(tl.float32)
+    draw = 128.0 + bits.to(tl.float32) * 1.52587890625e-05
+    return high, tl.floor(v + (draw - 14.0 * high)) - 128.0
+
+
+@triton.jit
+def codes_split(even, odd, words):
+    """hi and lo of pairs of elements in units: packed int8 of each, and Σ codes² of each."""
+    if INTERPRETED:
+        high_even, low_even = split(even, words & 0xFFFF)
+        high_odd, low_odd = split(odd, words >> 16)
+        high, high_squares = pack(high_even, high_odd)
+        low, low_squares = pack(low_even, low_odd)
+        return high, low, high_squares, low_squares
+    return tl.inline_asm_elementwise(
+        _SPLIT, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [even, odd, words],
+        dtype=(tl.int8, tl.int8, tl.int32, tl.int32), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def by_four(squares):
+    """Sums of four neighbours: [R, P] → [R, P/4]."""
+    return tl.sum(tl.reshape(squares, (squares.shape[0], squares.shape[1] // 4, 4)), 2)
+
+
+@triton.jit
+def split_kernel(
+    x_ptr, seed_ptr, unit_ptr, q_ptr, squares_ptr, M, N, stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    rows = row0 + tl.arange(0, TILE_M)
+    unit = tl.load(unit_ptr)
+    usable = unit > 0
+    inverse = tl.div_rn(1.0, tl.where(usable, unit, 1.0))
+    # Where the unit is 0 or NaN, as many columns as are loaded: every code is 0.
+    columns = tl.where(usable, N, 0)
+    kept = tl.where(unit == unit, -1, 0)  # the row whose first code must be 1
+    half = M.to(tl.int64) * (N // 2)
+    high_squares = tl.zeros((TILE_M, TILE_N // 8), tl.int32)
+    low_squares = tl.zeros((TILE_M, TILE_N // 8), tl.int32)
+    for col0 in range(0, N, TILE_N):
+        x = load_tile(x_ptr, row0, col0, M, columns, stride, TILE_M, TILE_N)
+        v = tl.reshape(widen(x) * inverse, (TILE_M, TILE_N // 2, 2))
+        even, odd = tl.split(v)
+        if BITS == 8:
+            words = random_words(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
+            words = tl.reshape(words, (TILE_M, TILE_N // 2))
+            high, low, squares, others = codes_split(even, odd, words)
+            low_squares += by_four(others)
+            store_tile(q_ptr + half, low, row0, col0 // 2, M, N // 2, N // 2)
+        else:
+            high, squares = codes_nearest(even, odd)
+        high_squares += by_four(squares)
+        if (kept == row0) & (col0 == 0):
+            first = (rows == kept)[:, None] & (tl.arange(0, TILE_N // 2) == 0)[None, :]
+            high = tl.where(first, 1, high)
+        store_tile(q_ptr, high, row0, col0 // 2, M, N // 2, N // 2)
+    total = tl.sum(high_squares, 1) + tl.where(rows == kept, 1, 0)
+    tl.store(squares_ptr + rows, total, mask=rows < M)
+    if BITS == 8:
+        tl.store(squares_ptr + M + rows, tl.sum(low_squares, 1), mask=rows < M)
+
+
+class TritonBitSplit(TritonKernel):
+    op = "bit_split"
+    name = "triton"
+    Config = BitSplitConfig
+
+    def legal(self, problem: Any, config: BitSplitConfig, device: Device) -> str | None:
+        if (reason := device_reason(device)) is not None:
+            return reason
+        for name, least in (("tile_m", 1), ("tile_n", 32)):
+            size = getattr(config, name)
+            if size < least or size & (size - 1):
+                return f"{name}={size}: expected a power of two of at least {least}"
+        if config.warps not in (1, 2, 4, 8, 16):
+            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
+        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
+        if not 8 <= per_thread <= 64:
+            return f"{per_thread} elements a thread: expected 8 to 64"
+        if not 1 <= config.waves <= 64:
+            return f"waves={config.waves}: expected 1 to 64"
+        if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
+            return "more than 2^31 tiles: expected larger tiles"
+        return None
+
+    def default(self, problem: Any, device: Device) -> BitSplitConfig:
+        """As many columns at a time as leave an eighth of them idle at the most."""
+        widths = (t for t in (1024, 512, 256) if -problem.n % t <= problem.n // 8)
+        tile_n = next(widths, 128)
+        return BitSplitConfig(2048 // tile_n, tile_n)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return {
+            "tile_m": (1, 2, 4, 8, 16, 32),
+            "tile_n": (128, 256, 512, 1024, 2048),
+            "warps": (1, 2, 4, 8, 16),
+            "waves": (2, 4, 8, 16),
+        }
+
+    def launch(
+        self, problem: Any, config: BitSplitConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        m, n, x, unit = problem.m, problem.n, inputs["x"], outputs["unit"]
+        tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "num_warps": config.warps}
+        bands = ceil_div(m, config.tile_m)
+        count = bands * ceil_div(n, config.tile_n)
+        programs = min(count, config.waves * Device.of(x).sms)
+        largest_kernel[(programs,)](
+            x, unit, counters(x.device, 2), m, n, x.stride(0), float(MOST[problem.bits]), count,
+            programs, **tiles,
+        )  # fmt: skip
+        split_kernel[(bands,)](
+            x, inputs.get("seed"), unit, outputs["q"], outputs["squares"], m, n, x.stride(0),
+            BITS=problem.bits, enable_fp_fusion=False, **tiles,
+        )  # fmt: skip
+
+
+KERNELS = (TritonBitSplit(),)
