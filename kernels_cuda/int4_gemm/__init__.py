@@ -1,8 +1,9 @@
-"""The INT4 GEMM in CUDA C++: `mma` for sm_80 and later."""
+"""The INT4 GEMM in CUDA C++: `wgmma` for sm_90, `mma` for sm_80 and later."""
 
 from __future__ import annotations
 
 from jetfire.kernels_cuda.int4_gemm.mma import MmaInt4Gemm
+from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaInt4Gemm
 from jetfire.ops.op import Kernel
 
-KERNELS: tuple[Kernel, ...] = (MmaInt4Gemm(),)
+KERNELS: tuple[Kernel, ...] = (WgmmaInt4Gemm(), MmaInt4Gemm())

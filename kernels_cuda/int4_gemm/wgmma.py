@@ -51,7 +51,7 @@ class WgmmaConfig(Config):
         buffers: of 8 KiB a group, on their way out.
         cluster_m, cluster_n: blocks that fetch B, or A, together.
         raster: rows of (cluster) tiles that are walked column by column.
-        split: parts of K that blocks of their own multiply, into raw sums that a second kernel adds.
+        split: parts of K with blocks of their own, whose raw sums a second kernel adds.
     """
 
     groups: int = 2
@@ -157,7 +157,9 @@ class WgmmaInt4Gemm(Kernel):
             ("tile_n", config.tile_n // config.cluster_m),
         ):
             if size > 256 or size % 8:
-                return f"{name}: {size} rows a block of the cluster, expected a multiple of 8 to 256"
+                return (
+                    f"{name}: {size} rows a block of the cluster, expected a multiple of 8 to 256"
+                )
         if config.split > ceil_div(problem.k, TILE_K):
             return f"split={config.split}: expected at most {ceil_div(problem.k, TILE_K)}"
         if _slab(problem, config) * config.split * ceil_div(problem.n, 64) >= 2**31:
@@ -165,7 +167,16 @@ class WgmmaInt4Gemm(Kernel):
         return None
 
     def default(self, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
-        return WgmmaConfig()
+        # Imported here: what a default is says nothing of how fast a config is, so that a change of
+        # it leaves profiles as they are.
+        from jetfire.kernels_cuda.int4_gemm import cost
+
+        return cost.fastest(problem, device)
+
+    def estimate(self, problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> float:
+        from jetfire.kernels_cuda.int4_gemm import cost
+
+        return cost.estimate(problem, config, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
@@ -270,7 +281,7 @@ def _function(text: str, shared: int, device: int) -> driver.Function:
     return driver.Function(compile_cubin(SOURCE, text, "sm_90a"), "gemm", device, shared)
 
 
-def _tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
+def cluster_tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
     """(Cluster) tiles, each as often as its K is split."""
     down = ceil_div(problem.m, config.tile_m * config.cluster_m)
     return down * ceil_div(problem.n, config.tile_n * config.cluster_n) * config.split
@@ -298,7 +309,7 @@ def _prepare(
     epilogue = _epilogue(problem, a_scale, b_scale, bias, weight, counts, out)
     content = struct.pack("<128s128s128s56s2i", *maps, epilogue, depth, _slab(problem, config))
     blocks = config.cluster * min(
-        _tiles(problem, config), driver.processors(device) // config.cluster
+        cluster_tiles(problem, config), driver.processors(device) // config.cluster
     )
     function = _function(config_header(problem, config, tma_out), shared_bytes(config), device)
     return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 448),)
