@@ -80,7 +80,7 @@ def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
         end = problem.m - (problem.m // 8 if problem.m % SEGMENT else 0)
     else:
         raise ValueError("product=fwd has no counts")
-    return round(0.6 * end / SEGMENT) * SEGMENT, end
+    return min(end, round(0.6 * end / SEGMENT) * SEGMENT), end
 
 
 class Int4Gemm(Op):
