@@ -119,7 +119,7 @@ class HadamardQuantize(Op):
         expected: Tensors = {}
         if problem.given == "x":
             q, terms = reference.step_terms(dx_hat, inputs["x"], inputs["step"], group)
-            expected = {"dstep": terms.sum(dim=1), "dstep_bound": _bound(terms)}
+            expected = {"dstep": terms.sum(dim=1), "dstep_bound": dstep_bound(terms)}
         else:
             q = unpack(inputs["q"])
         dx = reference.input_gradient(dx_hat, q, group)
@@ -192,7 +192,7 @@ def _slots(source: Source, m: int) -> tuple[torch.Tensor, int]:
     return slots.t().contiguous().int(), rows
 
 
-def _bound(terms: torch.Tensor) -> torch.Tensor:
+def dstep_bound(terms: torch.Tensor) -> torch.Tensor:
     """What summing a row's terms in fp32 may add: γ_k·Σ|term|, k the longest chain of roundings.
 
     (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2.) A term has two.

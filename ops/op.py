@@ -129,6 +129,7 @@ class Op(ABC):
     summary: ClassVar[str]
     Problem: ClassVar[type[Any]]
     dims: ClassVar[tuple[str, ...]] = ("m", "n")
+    workload: ClassVar[str | None] = None  # what is timed on a GPU where no sizes are given
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
@@ -249,6 +250,16 @@ class Kernel(ABC):
     @abstractmethod
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
         """Write `outputs` from `inputs` on the current stream, without synchronising."""
+
+    def stages(
+        self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors
+    ) -> dict[str, Callable[[], None]]:
+        """What a launch does, by name and in order, where that is several ops'; else nothing.
+
+        Once all have been called each may be called again by itself, in any order: what it reads
+        is still there.
+        """
+        return {}
 
     def noise(self, problem: Any, config: Any, inputs: Tensors) -> torch.Tensor | None:
         """What a config's own rounding may add to an element before it is stored.

@@ -9,6 +9,7 @@ next one's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -158,6 +159,16 @@ def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory
     found = gemm(m, n, k, device)
     return {name: found[name] for name in sorted(found, key=lambda name: name != "cublas_fp16")
             if name != "fp8_scaled_mm_block"}  # fmt: skip
+
+
+def both(first: dict[str, Factory], second: dict[str, Factory]) -> dict[str, Factory]:
+    """Each peer's two calls as one."""
+
+    def joined(name: str) -> Thunk:
+        one, other = first[name](), second[name]()
+        return lambda: (one(), other())
+
+    return {name: partial(joined, name) for name in first if name in second}
 
 
 def gemm_of(a: torch.Tensor, b: torch.Tensor) -> dict[str, Factory]:

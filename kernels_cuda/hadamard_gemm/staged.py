@@ -1,0 +1,196 @@
+"""A linear layer in 4 bits as the launches of its ops' kernels, one after another on a stream.
+
+Each stage runs the kernel and the config that a model's own call would. It has no code of its own
+for any device, and runs where every stage has a kernel: on the CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from jetfire import ops
+from jetfire.ops.bit_split import BitSplitProblem
+from jetfire.ops.device import Device
+from jetfire.ops.gather_rows import GatherRowsProblem
+from jetfire.ops.hadamard_gemm import HadamardGemmProblem
+from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
+from jetfire.ops.int4_gemm import Int4GemmProblem
+from jetfire.ops.op import Config, Kernel, Tensors
+from jetfire.ops.run import choose
+from jetfire.ops.sample_rows import SampleRowsProblem, capacity
+
+
+@dataclass(frozen=True)
+class StagedConfig(Config):
+    """Nothing to choose: each stage has a config of its own."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An op's launch: its input and output names, each with the tensor's name here."""
+
+    name: str
+    op: str
+    problem: Any
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+def _forward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
+    """x's codes twice: packed for backward, a byte each for the product."""
+    kind: dict[str, Any] = {"group": p.group, "dtype": p.dtype, "mode": "fwd"}
+    return (
+        Stage(
+            "quantize_x", "hadamard_quantize",
+            HadamardQuantizeProblem(p.m, p.k, **kind, layout="both"),
+            {"x": "x", "step": "step_x"},
+            {"q": "q", "wide": "x_codes", "scale": "x_scale", "squares": "squares"},
+        ),
+        Stage(
+            "quantize_w", "hadamard_quantize",
+            HadamardQuantizeProblem(p.n, p.k, **kind, layout="wide"),
+            {"x": "w", "step": "step_w"},
+            {"wide": "w_codes", "scale": "w_scale", "squares": "w_squares"},
+        ),
+        Stage(
+            "gemm", "int4_gemm", Int4GemmProblem(p.m, p.n, p.k, operands="wide", out=p.dtype),
+            {"a": "x_codes", "a_scale": "x_scale", "b": "w_codes", "b_scale": "w_scale"},
+            {"c": "c"},
+        ),
+    )  # fmt: skip
+
+
+def _backward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
+    split = Stage(
+        "bit_split", "bit_split", BitSplitProblem(p.m, p.n, dtype=p.dtype),
+        {"x": "g", "seed": "seed_split"},
+        {"q": "g_codes", "unit": "unit", "squares": "g_squares"},
+    )  # fmt: skip
+    return (split, *_input_gradient(p), *_weight_gradient(p))
+
+
+def _input_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
+    room = capacity(p.m, 2, "dgrad", "half")
+    return (
+        Stage(
+            "dgrad_sample", "sample_rows", SampleRowsProblem(p.m, product="dgrad"),
+            {"squares": "g_squares", "seed": "seed_dgrad"},
+            {"rows": "d_rows", "counts": "d_counts", "weight": "d_weight", "slots": "slots"},
+        ),
+        Stage(
+            "dgrad_gather", "gather_rows", GatherRowsProblem(2 * p.m, p.n, rows=room),
+            {"q": "g_codes", "rows": "d_rows", "counts": "d_counts"}, {"wide": "g_kept"},
+        ),
+        Stage(
+            "dgrad_gemm", "int4_gemm",
+            Int4GemmProblem(room, p.k, p.n, operands="wide", product="dgrad", out=p.dtype),
+            {"a": "g_kept", "a_scale": "unit", "b": "wt", "b_scale": "w_scale",
+             "weight": "d_weight", "counts": "d_counts"},
+            {"c": "dx_hat"},
+        ),
+        Stage(
+            "dgrad_hadamard", "hadamard_quantize",
+            HadamardQuantizeProblem(
+                p.m, p.k, group=p.group, dtype=p.dtype, mode="bwd", gathered=True
+            ),
+            {"dx_hat": "dx_hat", "q": "q", "slots": "slots", "unit": "unit"}, {"dx": "dx"},
+        ),
+    )  # fmt: skip
+
+
+def _weight_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
+    room = capacity(p.m, 2, "wgrad", "half")
+    return (
+        Stage(
+            "wgrad_sample", "sample_rows", SampleRowsProblem(p.m, product="wgrad"),
+            {"squares": "g_squares", "x_squares": "squares", "seed": "seed_wgrad"},
+            {"rows": "w_rows", "counts": "w_counts", "repeat": "w_repeat"},
+        ),
+        Stage(
+            "wgrad_gather_g", "gather_rows",
+            GatherRowsProblem(2 * p.m, p.n, rows=room, repeat=True, transpose=True),
+            {"q": "g_codes", "rows": "w_rows", "counts": "w_counts", "repeat": "w_repeat"},
+            {"wide": "gt"},
+        ),
+        Stage(
+            "wgrad_gather_x", "gather_rows",
+            GatherRowsProblem(p.m, p.k, rows=room, transpose=True),
+            {"q": "q", "rows": "w_rows", "counts": "w_counts"}, {"wide": "xt"},
+        ),
+        Stage(
+            "wgrad_gemm", "int4_gemm",
+            Int4GemmProblem(p.n, p.k, room, operands="wide", product="wgrad", out=p.dtype),
+            {"a": "gt", "a_scale": "unit", "b": "xt", "b_scale": "x_scale", "counts": "w_counts"},
+            {"c": "dw_hat"},
+        ),
+        Stage(
+            "wgrad_hadamard", "hadamard_quantize",
+            HadamardQuantizeProblem(
+                p.n, p.k, group=p.group, dtype=p.dtype, mode="bwd", given="x"
+            ),
+            {"dx_hat": "dw_hat", "x": "w", "step": "w_scale"}, {"dx": "dw", "dstep": "dstep_w"},
+        ),
+    )  # fmt: skip
+
+
+@cache
+def plan(problem: HadamardGemmProblem) -> tuple[Stage, ...]:
+    """The stages of a problem, in order.
+
+    Raises:
+        UsageError: a stage's op does not take its part of the problem.
+    """
+    return _backward(problem) if problem.mode == "bwd" else _forward(problem)
+
+
+class Staged(Kernel):
+    op = "hadamard_gemm"
+    name = "staged"
+    Config = StagedConfig
+
+    def legal(
+        self, problem: HadamardGemmProblem, config: StagedConfig, device: Device
+    ) -> str | None:
+        for stage in plan(problem):
+            reasons = [
+                kernel.legal(stage.problem, kernel.default(stage.problem, device), device)
+                for kernel in ops.kernels(stage.op).values()
+            ]
+            if None not in reasons:
+                return f"{stage.name}: no kernel of {stage.op}: {'; '.join(map(str, reasons))}"
+        return None
+
+    def default(self, problem: HadamardGemmProblem, device: Device) -> StagedConfig:
+        return StagedConfig()
+
+    def space(self, problem: HadamardGemmProblem, device: Device) -> dict[str, Sequence[Any]]:
+        return {}
+
+    def stages(
+        self, problem: HadamardGemmProblem, config: StagedConfig, inputs: Tensors, outputs: Tensors
+    ) -> dict[str, Callable[[], None]]:
+        device = Device.of(next(iter(inputs.values())))
+        tensors = {**inputs, **outputs}
+        return {stage.name: _prepared(stage, device, tensors) for stage in plan(problem)}
+
+    def launch(
+        self, problem: HadamardGemmProblem, config: StagedConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        for run in self.stages(problem, config, inputs, outputs).values():
+            run()
+
+
+def _prepared(stage: Stage, device: Device, tensors: Tensors) -> Callable[[], None]:
+    """The launch of a stage, into those of `tensors` or, where there are none, new ones."""
+    op = ops.get(stage.op)
+    kernel, config = choose(op, stage.problem, device)
+    inputs = {name: tensors[here] for name, here in stage.inputs.items()}
+    outputs: dict[str, torch.Tensor] = {}
+    for name, made in op.outputs(stage.problem, inputs).items():
+        outputs[name] = tensors.setdefault(stage.outputs[name], made)
+    return lambda: kernel.launch(stage.problem, config, inputs, outputs)
