@@ -510,7 +510,7 @@ def _kind(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like
 
 
 def int4_quantize(
-    x: Tensor, step: Tensor, *, group: Group = 32, layout: Codes = "packed"
+    x: Tensor, step: Tensor, *, group: int = 32, layout: Codes = "packed"
 ) -> tuple[Tensor, ...]:
     """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
 
@@ -532,7 +532,7 @@ def int4_quantize(
 
 def int4_quantize_backward(
     dx_hat: Tensor, *, q: Tensor | None = None, x: Tensor | None = None,
-    step: Tensor | None = None, group: Group = 32, slots: Tensor | None = None,
+    step: Tensor | None = None, group: int = 32, slots: Tensor | None = None,
     unit: Tensor | None = None, out: FloatName | None = None,
 ) -> Any:  # fmt: skip
     """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.

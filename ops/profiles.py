@@ -40,7 +40,7 @@ OTHER_FIELD = 0.5
 # A model of a kernel's time is no better than this.
 MODEL_SLACK = 1.03
 # A profile says nothing of a problem that differs in one of these.
-EQUAL_FIELDS = ("block", "mode", "out", "dtype")
+EQUAL_FIELDS = ("block", "mode", "out", "dtype", "operands", "transpose")
 STRICT = "JETFIRE_STRICT_PROFILE"
 Source = Literal["tuned", "nearest", "default"]
 

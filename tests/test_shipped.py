@@ -28,7 +28,8 @@ def entries(shipped):
         for file in sorted((shipped / profiles.device_slug(H200)).glob("*.json"))
         for entry in profiles.read(file)
     ]
-    assert {op for op, _ in found} == set(ops.names())
+    untuned = {*problems.PENDING, *problems.COMPOSITE}
+    assert {op for op, _ in found} == set(ops.names()) - untuned
     return found
 
 

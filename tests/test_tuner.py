@@ -29,10 +29,16 @@ from rich.console import Console
 from jetfire import cli, ops
 from jetfire.bench.plan import BLOCKS
 from jetfire.bench.timer import Timing
+from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.ops import profiles, workloads
+from jetfire.ops.bit_split import BitSplitProblem
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.gather_rows import GatherRowsProblem
+from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
+from jetfire.ops.int4_gemm import Int4GemmProblem
 from jetfire.ops.op import Config, Kernel
+from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.tuner import display as display_module
 from jetfire.tuner import shipped, summary
 from jetfire.tuner import space as space_module
@@ -1052,7 +1058,8 @@ def shipped_cases():
 def test_every_op_block_and_model_is_shipped(shipped_cases):
     assert len(shipped_cases) == len(set(shipped_cases))
     problems = {(case.op.name, case.problem) for case in shipped_cases}
-    for name, block, workload in itertools.product(ops.names(), BLOCKS, shipped.WORKLOADS):
+    names = sorted(set(ops.names()) - {*shipped.INT4, *shipped.COMPOSITE})
+    for name, block, workload in itertools.product(names, BLOCKS, shipped.WORKLOADS):
         op = ops.get(name)
         # A square GEMM is the same backward, but for the sums that wgrad may add to.
         for mode in op.modes[:1] if (name, workload) == ("gemm", "square") else op.modes:
@@ -1081,9 +1088,33 @@ def test_every_output_of_the_gemm_is_shipped(shipped_cases):
                 }
 
 
-def test_a_kernel_takes_each_shipped_problem(shipped_cases):
+def test_every_launch_of_a_layer_in_4_bits_is_shipped():
+    """Of models what a step in training asks for, of the paper's layers what the bench times."""
+    found = {(case.op.name, case.problem) for case in shipped.cases(shipped.INT4)}
+    assert {name for name, _ in found} == set(shipped.INT4)
+    layer = ops.get("hadamard_gemm")
+    paper = workloads.problems(layer, "int4-paper", "fwd", {})
+    paper += workloads.problems(layer, "int4-paper", "bwd", {})
+    assert {(stage.op, stage.problem) for problem in paper for stage in plan(problem)} <= found
+    for model in workloads.MODELS.values():
+        m = model.tokens
+        for n, k in model.linears():
+            assert {
+                ("hadamard_quantize", HadamardQuantizeProblem(m, k, layout="both")),
+                ("hadamard_quantize", HadamardQuantizeProblem(n, k, dtype="fp32", layout="both")),
+                ("hadamard_quantize", HadamardQuantizeProblem(m, k, mode="bwd", gathered=True)),
+                ("gather_rows", GatherRowsProblem(n, k, transpose=True)),
+                ("int4_gemm", Int4GemmProblem(m, n, k, operands="wide")),
+                ("int4_gemm", Int4GemmProblem(m, n, k)),
+                ("bit_split", BitSplitProblem(m, n)),
+                ("sample_rows", SampleRowsProblem(m, product="wgrad")),
+            } <= found
+
+
+@pytest.mark.parametrize("names", [(), shipped.INT4], ids=["shipped", "int4"])
+def test_a_kernel_takes_each_shipped_problem(names):
     device = target_device((9, 0))
-    for case in shipped_cases:
+    for case in shipped.cases(names):
         kernels = ops.kernels(case.op.name).values()
         assert any(
             kernel.legal(case.problem, kernel.default(case.problem, device), device) is None

@@ -1,15 +1,25 @@
-"""The problems that profiles are shipped for: the GEMM and the other ops of the known models."""
+"""The problems that profiles are shipped for: of each op those of the known models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jetfire import ops
 from jetfire.bench.plan import BLOCKS, Case, choose_ops
+from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.ops import workloads
 from jetfire.ops.op import Mode, Op
 
 WORKLOADS = (*workloads.MODELS, "square")
+# Their shapes follow from one another's: they have the problems of a layer in 4 bits.
+INT4 = ("bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows")
+INT4_WORKLOADS = (*workloads.MODELS, *workloads.LAYERS)
+# Of several ops' kernels: nothing is its own to be tuned.
+COMPOSITE = ("hadamard_gemm",)
+# Of those that will be shipped, what has yet to be tuned.
+PENDING = INT4
 
 
 def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
@@ -28,10 +38,16 @@ def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
     """The problems of some ops and blocks (of all where none is named), each once.
 
-    Those of an op that knows no blocks are found whatever the blocks.
+    Those of an op that knows no blocks are found whatever the blocks. Of ops that are not named,
+    those that are `PENDING` are left out.
     """
     found: dict[Case, None] = {}
     for op in choose_ops(names or ["all"]):
+        if op.name in COMPOSITE or (not names and op.name in PENDING):
+            continue
+        if op.name in INT4:
+            found.update(dict.fromkeys(_of_layers(op)))
+            continue
         has_blocks = "block" in op.Problem.__dataclass_fields__
         for fields in [{"block": b} for b in blocks or BLOCKS] if has_blocks else [{}]:
             for workload in WORKLOADS:
@@ -49,3 +65,32 @@ def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
         for settings in _settings(op, mode, workload)
         for problem in workloads.problems(op, workload, mode, {**fields, **settings})
     ]
+
+
+def _of_layers(op: Op) -> Iterator[Case]:
+    """What layers in 4 bits ask of an op: the models' with weights in fp32, the paper's as timed."""
+    layer = ops.get("hadamard_gemm")
+    for workload in INT4_WORKLOADS:
+        for mode in layer.modes:
+            for problem in workloads.problems(layer, workload, mode, {}):
+                for stage in plan(problem):
+                    if stage.op == op.name:
+                        yield Case(op, _trained(op, stage.problem, workload))
+        if op.name == "int4_gemm":
+            yield from (Case(op, p) for p in workloads.problems(op, workload, "fwd", {}))
+        if op.name == "gather_rows" and workload in workloads.MODELS:
+            for out, inp in workloads.MODELS[workload].linears():
+                yield Case(op, op.Problem(out, inp, transpose=True))
+
+
+def _trained(op: Op, problem: Any, workload: str) -> Any:
+    """A stage's problem as a model in training has it: weights and their gradients are fp32."""
+    if workload not in workloads.MODELS:
+        return problem
+    if op.name == "hadamard_quantize" and problem.layout == "wide":
+        return dataclasses.replace(problem, dtype="fp32", layout="both")
+    if op.name == "hadamard_quantize" and problem.given == "x":
+        return dataclasses.replace(problem, dtype="fp32")
+    if op.name == "int4_gemm" and problem.product == "wgrad":
+        return dataclasses.replace(problem, out="fp32")
+    return problem

@@ -33,8 +33,8 @@ GEMM_SETTINGS: tuple[dict[str, Any], ...] = (
 def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tuple[Kernel, Any]]:
     """Problems of some ops in turn, each with the kernel that a model would run.
 
-    Sizes are spread evenly in their logarithm, multiples of 8 rows and of 16 otherwise: a step may
-    have any number of tokens, while a layer's widths are round.
+    Sizes are spread evenly in their logarithm, multiples of 8 rows and of 16 otherwise, or of a
+    Hadamard group's 32: a step may have any number of tokens, while a layer's widths are round.
 
     Raises:
         UsageError: no kernel takes any of them on this device.
@@ -55,7 +55,8 @@ def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tu
 def _draw(op: Op, rng: np.random.Generator) -> Any:
     low, high = math.log(SMALLEST), math.log(LARGEST)
     sizes = np.exp(rng.uniform(low, high, len(op.dims)))
-    units = [8] + [16] * (len(op.dims) - 1)
+    width = 32 if "group" in op.Problem.__dataclass_fields__ else 16
+    units = [8] + [width] * (len(op.dims) - 1)
     dims = {d: int(u * round(s / u)) for d, s, u in zip(op.dims, sizes, units, strict=True)}
     block = BLOCKS[int(rng.integers(len(BLOCKS)))]
     has_blocks = "block" in op.Problem.__dataclass_fields__
