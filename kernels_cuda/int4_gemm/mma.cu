@@ -34,7 +34,7 @@ constexpr int SLOT_BYTES = A_BYTES + B_BYTES;
 // What a warp sends through shared memory at the end, where the ring was: sixteen rows.
 constexpr int ELEMENT_BYTES = OUTPUT == FP32 ? 4 : 2;
 constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
-constexpr int STAGING = VECTOR_OUT ? 16 * ROW_BYTES : 0;
+constexpr int STAGING = 16 * ROW_BYTES;
 constexpr int RING_BYTES = STAGES * SLOT_BYTES;
 constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
 constexpr int SHARED_BYTES = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
@@ -249,33 +249,30 @@ DEVICE void stage(const float (&x)[SUMS], uint32_t to) {
   }
 }
 
-// Sixteen staged rows to C, in 16 bytes.
-DEVICE void send(uint32_t from, const Epilogue& to, int rows, int row0, int column0) {
-  constexpr int ROW_CHUNKS = ROW_BYTES / 16, ELEMENTS = 16 / ELEMENT_BYTES;
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < ceil_div(16 * ROW_CHUNKS, 32); ++i) {
-    const int index = i * 32 + threadIdx.x % 32;
-    const int row = index / ROW_CHUNKS, chunk = index % ROW_CHUNKS;
-    const int column = column0 + chunk * ELEMENTS;
-    if (row0 + row >= rows || column >= to.n) continue;
-    const int64_t at = (int64_t(row0 + row) * to.n + column) * ELEMENT_BYTES;
-    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(to.c) + at) =
-        load_shared(from + swizzled<ROW_BYTES>(row, chunk));
+// One element, or sixteen bytes of them, from shared memory to C.
+DEVICE void send_part(uint32_t from, void* c, int64_t at) {
+  if constexpr (VECTOR_OUT) {
+    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(c) + at * ELEMENT_BYTES) = load_shared(from);
+  } else if constexpr (OUTPUT == FP32) {
+    static_cast<float*>(c)[at] = load_shared_float(from);
+  } else {
+    static_cast<uint16_t*>(c)[at] = load_shared_u16(from);
   }
-  __syncwarp();
 }
 
-// From registers: where rows are no multiple of 16 bytes.
-DEVICE void store(const float (&x)[SUMS], const Epilogue& to, int rows, int row0, int column0) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    const int row = row0 + row_of(i), column = column0 + column_of(i);
-    if (row >= rows || column >= to.n) continue;
-    const int64_t at = int64_t(row) * to.n + column;
-    if constexpr (OUTPUT == FP32) static_cast<float*>(to.c)[at] = x[i];
-    else static_cast<uint16_t*>(to.c)[at] = uint16_t(pack(x[i], 0.0f));
+// Sixteen staged rows to C, in as many bytes as their alignment allows.
+DEVICE void send(uint32_t from, const Epilogue& to, int rows, int row0, int column0) {
+  constexpr int ELEMENTS = VECTOR_OUT ? 16 / ELEMENT_BYTES : 1, ROW_PARTS = WARP_N / ELEMENTS;
+  __syncwarp();
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < 16 * ROW_PARTS; i += 32) {
+    const int row = i / ROW_PARTS, column = i % ROW_PARTS * ELEMENTS;
+    if (row0 + row >= rows || column0 + column >= to.n) continue;
+    const int byte = column * ELEMENT_BYTES;
+    send_part(from + swizzled<ROW_BYTES>(row, byte / 16) + byte % 16, to.c,
+              int64_t(row0 + row) * to.n + column0 + column);
   }
+  __syncwarp();
 }
 
 DEVICE void finish(const int (&sums)[2 * PAIRS][4], const Epilogue& to, int rows, int row0,
@@ -287,13 +284,9 @@ DEVICE void finish(const int (&sums)[2 * PAIRS][4], const Epilogue& to, int rows
   for (int i = 0; i < SUMS; ++i) {
     x[i] = finished(sums[i / 4][i % 4], to, scale, weight[i / 2 % 2], column0 + column_of(i));
   }
-  if constexpr (VECTOR_OUT) {
-    const uint32_t staging = shared_at(threadIdx.x / 32 * STAGING);
-    stage(x, staging);
-    send(staging, to, rows, row0, column0);
-  } else {
-    store(x, to, rows, row0, column0);
-  }
+  const uint32_t staging = shared_at(threadIdx.x / 32 * STAGING);
+  stage(x, staging);
+  send(staging, to, rows, row0, column0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -1,0 +1,21 @@
+"""What the kernels' `config.cuh` say of a problem."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jetfire.ops.int4_gemm import Int4GemmProblem
+
+# As the enums of epilogue.cuh count them.
+OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2}
+PRODUCTS = {"fwd": 0, "dgrad": 1, "wgrad": 2}
+
+
+def problem_constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
+    """What the epilogue depends on."""
+    return {
+        "PRODUCT": PRODUCTS[problem.product],
+        "OUTPUT": OUTPUTS[problem.out],
+        "BIAS": problem.bias,
+    }
