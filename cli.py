@@ -417,12 +417,15 @@ def export(
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Write a kernel's machine code, launch contract and a loader that needs only the driver."""
+    from jetfire.bench import plan
     from jetfire.bench.audit import capability_of
     from jetfire.export import command
 
     if output is None:
         raise UsageError("export: expected -o DIR")
-    cases = _asked(op, m, n, k, None, block or ["32"], mode, set_, "4096")
+    known = {f for o in plan.choose_ops(op or []) for f in o.Problem.__dataclass_fields__}
+    blocks = block or (["32"] if "block" in known else None)
+    cases = _asked(op, m, n, k, None, blocks, mode, set_, "4096")
     command.run(cases, kernel, capability_of(arch), output)
 
 

@@ -91,7 +91,9 @@ def bench(asked: Asked) -> None:
     if request is None:
         work = suite.cases(str(asked.suite), options)
     else:
-        work = [(case, options) for case in plan.cases(_sized(request, device), note)]
+        request = _sized(request, device)
+        asked = replace(asked, workload=request.workload)
+        work = [(case, options) for case in plan.cases(request, note)]
     runner.check_options([case for case, _ in work], options)
     if asked.suite == "promotion":
         promotion.require([case for case, _ in work], device, work[0][1])
@@ -102,9 +104,12 @@ def bench(asked: Asked) -> None:
 
 
 def _sized(request: Request, device: Device) -> Request:
-    """With a size for the device where none was given."""
+    """With a size for the device where none was given, or the workload of the only op."""
     if request.workload or "m" in request.sizes:
         return request
+    chosen = plan.choose_ops(request.ops)
+    if device.kind == "cuda" and not request.sizes and len(chosen) == 1 and chosen[0].workload:
+        return replace(request, workload=chosen[0].workload)
     default = 4096 if device.kind == "cuda" else 512
     return replace(request, sizes={**request.sizes, "m": [default]})
 
@@ -416,6 +421,8 @@ def _print(
     for part in show.by_op(rows):
         console.print(show.heading(device_title(record), part), soft_wrap=True)
         console.print(show.table(part, narrow=console.width < 110))
+        for split in show.split_tables(part):
+            console.print(split)
     for line in show.footnotes(rows):
         console.print(line)
     console.print(command, soft_wrap=True, style="dim", markup=False)
@@ -453,15 +460,16 @@ def listing() -> str:
     from jetfire.ops.data import DISTRIBUTIONS
 
     lines = ["ops"]
+    width = max(map(len, ops.names()))
     for name in ops.names():
         op = ops.get(name)
         fields = [
             f.name if f.default is dataclasses.MISSING else f"{f.name}={show_default(f.default)}"
             for f in dataclasses.fields(op.Problem)
         ]
-        lines.append(f"  {name:<13} {op.summary}")
-        lines.append(f"  {'':<13} kernels: {', '.join(ops.kernels(name)) or 'none'}")
-        lines.append(f"  {'':<13} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
+        lines.append(f"  {name:<{width}} {op.summary}")
+        lines.append(f"  {'':<{width}} kernels: {', '.join(ops.kernels(name)) or 'none'}")
+        lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
     lines.append("workloads")
     lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]
     lines.append("peers")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import show, training_report, tuned_report
+from jetfire.bench import int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row, write_text
-from jetfire.bench.suite import PROMOTION_DATA
+from jetfire.bench.suite import INT4, PROMOTION_DATA
 from jetfire.ops.errors import JetfireError, UsageError
 from jetfire.ops.workloads import MODELS
 
@@ -54,10 +54,12 @@ Adds = Callable[[Results, Path], Addition]
 
 
 def _timed(results: Results, op: str | None = None) -> list[Row]:
-    """Every timed row of an op that is no curve's: those, and training's, have their own tables."""
+    """Every timed row of an op that is no curve's: those, training's and INT4's have their own
+    tables."""
+    own = (*training_report.OPS, *INT4)
     return [
         row for row in results.rows
-        if row.ms is not None and row.curve is None and row.op not in training_report.OPS
+        if row.ms is not None and row.curve is None and row.op not in own
         and (op is None or row.op == op)
     ]  # fmt: skip
 
@@ -337,6 +339,7 @@ def page(
         *_markdown(results, training),
         *added,
         *_markdown(results, kernels),
+        *int4_report.sections(results),
         *tuned,
     ]
     return "\n".join(parts)
@@ -458,7 +461,8 @@ def report(
     texts = {file.with_suffix(".md"): page(results, file.name, names, sections, added.sections)}
     if readme is not None:
         lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
-        table = readme_table(results) + training_report.readme(results) + added.readme + lines
+        table = readme_table(results) + int4_report.readme(results)
+        table += training_report.readme(results) + added.readme + lines
         texts[readme] = _with_table(readme.read_text(encoding="utf-8"), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.

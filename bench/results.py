@@ -49,7 +49,8 @@ class Row:
         sqnr_db: 10·log10(‖C‖²/‖out − C‖²), C in float64 from the inputs before they were quantised.
         row_sqnr_db: the same of each row of C: the median.
         schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
-        extra: further fields of other commands (`peak_gib`, …), kept as they are.
+        extra: further fields: `stages` (name → ms) of a kernel that has several, and those of other
+            commands (`peak_gib`, …), kept as they are.
     """
 
     op: str

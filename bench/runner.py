@@ -23,6 +23,10 @@ from jetfire.ops.op import Kernel, Tensors
 from jetfire.ops.run import interpreted, report, verify
 
 LONG_FLOPS = 1e11
+# A stage of a launch moves less than the whole: with so many sets of inputs the smallest that is
+# worth a figure, 4608×5120 nibbles to bytes (35 MB), finds an H200's L2 cache cold too.
+STAGED_SETS = 4
+STAGE = "/"  # between a kernel's name and that of its stage
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,14 @@ def sample_ms_of(case: Case, device: Device) -> float:
 
 
 def sets_of(case: Case, device: Device) -> int:
-    return timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
+    """How many sets of inputs to rotate among."""
+    sets = timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
+    staged = any(_has_stages(kernel) for kernel in ops.kernels(case.op.name).values())
+    return max(sets, STAGED_SETS) if staged and device.kind == "cuda" else sets
+
+
+def _has_stages(kernel: Kernel) -> bool:
+    return type(kernel).stages is not Kernel.stages
 
 
 def memory_needed(case: Case, device: Device) -> int:
@@ -266,6 +277,7 @@ class Runner:
                 variants[choice.label] = [
                     _launcher(case, choice, i, o) for i, o in zip(inputs, outputs, strict=True)
                 ]
+                variants |= _stages(case, choice, inputs, outputs)
         peers = self._peers(case, inputs) if variants else {}
         timings = timer.time_calls(
             {**variants, **peers}, where, options.rounds,
@@ -287,6 +299,7 @@ class Runner:
                 row = self._verified(case, choice, inputs, expected, " after timing")
             if row.ok:
                 row = self._timed(case, row, timings[choice.label])
+                row = _split(row, choice.label, timings)
                 vs_peer = {name: timings[name].ms / timings[choice.label].ms for name in peers}
                 row = replace(row, vs_peer=vs_peer)
                 if self.device.kind == "cuda" and not row.graph:
@@ -385,3 +398,27 @@ def _launcher(
     case: Case, choice: Choice, inputs: Tensors, outputs: Tensors
 ) -> Callable[[], object]:
     return lambda: choice.kernel.launch(case.problem, choice.config, inputs, outputs)
+
+
+def _stages(
+    case: Case, choice: Choice, inputs: Sequence[Tensors], outputs: Sequence[Tensors]
+) -> dict[str, Sequence[Callable[[], object]]]:
+    """The calls of each stage of a kernel that has stages, named after both; they have run once."""
+    if not _has_stages(choice.kernel):
+        return {}
+    sets = [
+        choice.kernel.stages(case.problem, choice.config, i, o)
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+    for stages in sets:
+        for run in stages.values():
+            run()
+    return {f"{choice.label}{STAGE}{name}": [s[name] for s in sets] for name in sets[0]}
+
+
+def _split(row: Row, label: str, timings: Mapping[str, Timing]) -> Row:
+    """The row with its stages' times, in milliseconds, if it has stages."""
+    prefix = f"{label}{STAGE}"
+    times = {name.removeprefix(prefix): t.ms for name, t in timings.items()
+             if name.startswith(prefix)}  # fmt: skip
+    return replace(row, extra={**row.extra, "stages": times}) if times else row

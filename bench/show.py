@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from jetfire.bench.markdown import Table as Markdown
 from jetfire.bench.results import Row
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 # The peer that a kernel's time is first compared with: what training uses today.
 BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy")
+# Of INT4 the paper's own (arXiv 2306.11987, section 5.3).
+FP16_FIRST = ("int4_gemm", "hadamard_gemm")
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 
 
@@ -54,7 +58,8 @@ def share_text(share: float | None) -> str:
 def ratio_text(row: Row) -> str:
     """The kernel against its first baseline: above 1 it is faster."""
     ratios = row.vs_peer or {}
-    name = next((n for n in BASELINES if n in ratios), None)
+    order = ("cublas_fp16", *BASELINES) if row.op in FP16_FIRST else BASELINES
+    name = next((n for n in order if n in ratios), None)
     return "" if name is None else f"{ratios[name]:.2f}× {name}"
 
 
@@ -191,6 +196,60 @@ def table(rows: Sequence[Row], narrow: bool = False) -> Table:
     return made
 
 
+@dataclass(frozen=True)
+class Split:
+    """The times of the stages of some launches: texts, a column for each launch.
+
+    Attributes:
+        head: the launches' shapes, after what the stages are of.
+        lines: a stage's name and times; then their sum, and the whole launch.
+    """
+
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+def splits(rows: Sequence[Row]) -> list[Split]:
+    """One for each kernel, or mode, of one op that has stages of its own, in the rows' order."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.ms is not None and (stages := row.extra.get("stages")):
+            found.setdefault((row.label, *stages), []).append(row)
+    return [_split(label, stages, same) for (label, *stages), same in found.items()]
+
+
+def _split(label: str, stages: Sequence[str], rows: Sequence[Row]) -> Split:
+    shared, differing = varying(rows)
+    head = [" ".join([label, str(shared.get("mode", ""))]).strip()]
+    head += [shape_text(row.problem, differing) for row in rows]
+    sums = [sum(row.extra["stages"].values()) for row in rows]
+    lines = []
+    for name in stages:
+        times = [row.extra["stages"][name] for row in rows]
+        texts = [f"{time_text(ms)} {share_text(ms / all_)}"
+                 for ms, all_ in zip(times, sums, strict=True)]  # fmt: skip
+        lines.append([name, *texts])
+    lines.append(["sum", *(time_text(ms) for ms in sums)])
+    lines.append(["in one launch", *(time_text(row.ms) for row in rows)])
+    return Split(head, lines)
+
+
+def split_tables(rows: Sequence[Row]) -> list[Table]:
+    """Rich tables of the rows' `splits`."""
+    from rich import box
+    from rich.table import Table
+
+    made = []
+    for split in splits(rows):
+        table = Table(box=box.SIMPLE_HEAD)
+        for i, text in enumerate(split.head):
+            table.add_column(text, justify="right" if i else "left", no_wrap=True)
+        for line in split.lines:
+            table.add_row(*line)
+        made.append(table)
+    return made
+
+
 def by_op(rows: Sequence[Row]) -> list[list[Row]]:
     return [list(same) for _, same in groupby(rows, key=lambda row: row.op)]
 
@@ -209,6 +268,8 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
             name = f"**{row.label}** ★" if row is fastest else row.label
             values = " | ".join(texts[i] for i in shown)
             lines.append(f"| {text} | {name} | {values} |")
+    for split in splits(rows):
+        lines += ["", Markdown("", "", split.head, split.lines).markdown().rstrip()]
     return "\n".join([*lines, ""])
 
 

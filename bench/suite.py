@@ -6,6 +6,8 @@
   torch.compile, with power; the GEMM at 8192³ with each output, ragged, and as a wgrad.
 - ``gemm``: the GEMM over the linear layers of GPT-2 and Llama, forward and backward, and squares.
 - ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
+- ``int4``: the product of packed 4-bit codes and the whole of a linear layer in 4 bits, forward
+  and backward by stage, at the INT4 paper's six shapes; each of the layer's other ops alone.
 
 Two are apart: `promotion`, which only a Hopper GPU can measure, is the GEMM at 8192³ with each
 schedule of the promotion, on three kinds of data, speed beside SQNR (`jetfire.bench.promotion`);
@@ -23,15 +25,19 @@ from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.ops import workloads
 from jetfire.ops.errors import UsageError
+from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
     from jetfire.bench.runner import Options
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
-PARTS = ("targets", "gemm", "elementwise")
+PARTS = ("targets", "gemm", "elementwise", "int4")
 NAMES = ("results", *PARTS, "promotion", "training")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
+# The steps of a linear layer in 4 bits, and the layer.
+INT4 = ("bit_split", "gather_rows", "hadamard_gemm", "hadamard_quantize", "int4_gemm",
+        "sample_rows")  # fmt: skip
 GEMM_PEERS = ("cublas_bf16", "fp8_scaled_mm_block")
 GEMM_KERNELS = ("wgmma", "gluon")
 # As a linear layer has them: activations, activations with outliers and gradients, times weights.
@@ -60,7 +66,7 @@ class Entry:
 
 
 def _elementwise() -> list[str]:
-    return [name for name in ops.names() if name != "gemm"]
+    return [name for name in ops.names() if name not in ("gemm", *INT4)]
 
 
 def _has_blocks(op: str) -> bool:
@@ -139,6 +145,52 @@ def _promotion() -> list[Entry]:
     ]
 
 
+def _int4() -> list[Entry]:
+    gemm = Request(["int4_gemm"], workload="int4-paper", settings={"operands": ["packed"]})
+    layer = Request(["hadamard_gemm"], ["fwd", "bwd"], workload="int4-paper")
+    return [
+        Entry(gemm, None, 10, 200.0),
+        Entry(layer, ("cublas_fp16",), 10),
+        *(Entry(request, COMPILED, 20, 200.0) for request in _int4_compiled()),
+        *(Entry(request, ("copy",), 20) for request in _int4_others()),
+    ]
+
+
+def _int4_compiled() -> list[Request]:
+    """One of each memory-bound op and direction, at 8192×8192."""
+    square = {"m": [8192], "n": [8192]}
+    return [
+        Request(["hadamard_quantize"], sizes=square),
+        Request(["hadamard_quantize"], ["bwd"], square, settings={"gathered": ["true"]}),
+        Request(["hadamard_quantize"], ["bwd"], square, settings={"given": ["x"]}),
+        Request(["bit_split"], sizes=square),
+        *_gathers(),
+        Request(["sample_rows"], sizes={"m": [8192, 16384]},
+                settings={"product": ["dgrad", "wgrad"]}),
+    ]  # fmt: skip
+
+
+def _gathers() -> list[Request]:
+    """Of 8192 tokens' split gradient those kept, as each product reads them; all of a weight."""
+    found = []
+    for product, other in (("dgrad", {}), ("wgrad", {"repeat": ["true"], "transpose": ["true"]})):
+        settings = {"rows": [str(capacity(8192, 2, product, "half"))], **other}
+        shape = {"m": [2 * 8192], "n": [8192]}
+        found.append(Request(["gather_rows"], sizes=shape, settings=settings))
+    weight = {"transpose": ["false", "true"]}
+    found.append(Request(["gather_rows"], sizes={"m": [8192], "n": [8192]}, settings=weight))
+    return found
+
+
+def _int4_others() -> list[Request]:
+    settings = {"group": ["1", "32", "128", "1024"], "layout": ["packed", "both"]}
+    square = {"m": [8192], "n": [8192]}
+    return [
+        Request(["hadamard_quantize"], sizes=square, settings=settings),
+        Request(["bit_split"], sizes=square, settings={"bits": ["4"]}),
+    ]
+
+
 def entries(name: str) -> list[Entry]:
     """A suite's entries.
 
@@ -146,7 +198,8 @@ def entries(name: str) -> list[Entry]:
         UsageError: there is no such suite.
     """
     parts = {
-        "targets": _targets, "gemm": _gemm, "elementwise": _small, "promotion": _promotion,
+        "targets": _targets, "gemm": _gemm, "elementwise": _small, "int4": _int4,
+        "promotion": _promotion,
     }  # fmt: skip
     if name == "results":
         return [entry for part in PARTS for entry in parts[part]()]

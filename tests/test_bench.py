@@ -15,7 +15,7 @@ from jetfire.bench.plot import plot, series_of
 from jetfire.bench.results import Results, Row
 from jetfire.bench.runner import Options, Runner
 from jetfire.cli import execute
-from jetfire.ops import peers
+from jetfire.ops import peers, workloads
 from jetfire.ops.device import Device
 from jetfire.ops.op import Config, Kernel
 
@@ -262,15 +262,24 @@ def test_suites_hold_what_they_promise():
     parts = {c for name in suite.PARTS for c, _ in suite.cases(name, Options())}
     assert parts == set(whole)
     assert {c.op.name for c in whole} == set(ops.names())
-    compiled = [c for c, o in suite.cases("targets", Options()) if "compile" in (o.peers or ())]
+    compiled = [
+        c for part in ("targets", "int4") for c, o in suite.cases(part, Options())
+        if "compile" in (o.peers or ())
+    ]  # fmt: skip
     for op in ops.names():
-        if op != "gemm":
+        if op not in ("gemm", "int4_gemm", "hadamard_gemm"):
             modes = {getattr(c.problem, "mode", "fwd") for c in compiled if c.op.name == op}
             assert modes == set(ops.get(op).modes), op
     gemms = [c.problem for c in whole if c.op.name == "gemm"]
     assert {p.block for p in gemms} == {32, 64, 128}
     assert {p.m for p in gemms if p.m == p.n == p.k} == {512, 1024, 2048, 4096, 8192, 16384}
     assert any(p.accumulate for p in gemms)
+    for op, mode in (("int4_gemm", "fwd"), ("hadamard_gemm", "fwd"), ("hadamard_gemm", "bwd")):
+        paper = workloads.problems(ops.get(op), "int4-paper", mode, {})
+        assert {c.problem for c in whole if c.op.name == op} >= set(paper)
+    groups = {c.problem.group for c in whole
+              if c.op.name == "hadamard_quantize" and c.problem.layout == "packed"}  # fmt: skip
+    assert groups == {1, 32, 128, 1024}
 
 
 def rows_of(*shapes: tuple[int, int, int]) -> list[Row]:

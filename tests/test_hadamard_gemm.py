@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from jetfire import ops
+from jetfire.bench import command, peaks, plan
+from jetfire.bench.results import Results
+from jetfire.cli import execute
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import poison
@@ -18,6 +21,11 @@ BACKWARD = (
     "bit_split", "dgrad_sample", "dgrad_gather", "dgrad_gemm", "dgrad_hadamard", "wgrad_sample",
     "wgrad_gather_g", "wgrad_gather_x", "wgrad_gemm", "wgrad_hadamard",
 )  # fmt: skip
+
+PAPER = [
+    (4608, 5120, 6144), (5120, 6144, 8192), (6144, 6144, 9216), (7168, 6656, 8704),
+    (8192, 7680, 9728), (15360, 8704, 10752),
+]  # fmt: skip
 
 
 def check(problem, inputs):
@@ -150,3 +158,47 @@ def test_legal_where_every_stage_is():
     assert KERNEL.legal(problem, config, Device(kind="cpu")) is None
     old = Device(kind="cuda", capability=(7, 0))
     assert KERNEL.legal(problem, config, old).startswith("quantize_x: no kernel of hadamard_")
+
+
+@pytest.fixture
+def peaks_known(monkeypatch):
+    found = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1, "how": {}}
+    monkeypatch.setattr(peaks, "cached", lambda *_: found)
+
+
+def test_the_bench_splits_its_time_by_stage(peaks_known, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    words = "hadamard-gemm --m 64 --mode fwd,bwd --rounds 2 --peer fp32_matmul --device cpu"
+    assert execute("bench", [*words.split(), "-o", str(file)]) == 0
+    rows = [row for row in Results.load(file).rows if row.role == "kernel"]
+    assert [tuple(row.extra["stages"]) for row in rows] == [FORWARD, BACKWARD]
+    assert all(ms > 0 for row in rows for ms in row.extra["stages"].values())
+    text = capsys.readouterr().out
+    for line in ("staged fwd", "staged bwd", "wgrad_gather_x", "in one launch"):
+        assert line in text
+    assert execute("bench", [*words.split(), "--format", "md"]) == 0
+    assert "| staged bwd | 64×64×64 |" in capsys.readouterr().out
+    assert Results.load(file).to_csv().splitlines()[0].count("stages.") == len(FORWARD + BACKWARD)
+
+
+def test_the_bench_takes_the_paper_s_layers_on_a_gpu():
+    asked = command.request_of(command.Asked(["hadamard-gemm"], mode=("fwd,bwd",)))
+    gpu, cpu = target_device((9, 0)), Device(kind="cpu")
+    problems = [case.problem for case in plan.cases(command._sized(asked, gpu), print)]
+    assert [(p.m, p.n, p.k) for p in problems[::2]] == PAPER
+    assert {p.mode for p in problems} == {"fwd", "bwd"}
+    assert command._sized(asked, cpu).sizes == {"m": [512]}
+    given = command.request_of(command.Asked(["hadamard-gemm"], k="64"))
+    assert command._sized(given, gpu).sizes == {"m": [4096], "k": [64]}
+
+
+def test_commands_that_need_a_kernel_s_own_code_say_so(tmp_path, capsys):
+    for words, says in (
+        (["export", "hadamard-gemm", "--kernel", "staged", "-o", str(tmp_path / "out")],
+         "hadamard_gemm/staged: expected a Triton kernel"),
+        (["audit", "hadamard-gemm", "--m", "64"], "no kernel with machine code takes these"),
+        (["tune", "hadamard-gemm", "--m", "64", "--device", "cpu"], "staged: has nothing to tune"),
+    ):  # fmt: skip
+        assert execute(None, words) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert says in line

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jetfire import ops
+from jetfire.bench import suite
 from jetfire.bench.plan import BLOCKS, Case, choose_ops
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.ops import workloads
 from jetfire.ops.op import Mode, Op
 
 WORKLOADS = (*workloads.MODELS, "square")
-# Their shapes follow from one another's: they have the problems of a layer in 4 bits.
-INT4 = ("bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows")
-INT4_WORKLOADS = (*workloads.MODELS, *workloads.LAYERS)
 # Of several ops' kernels: nothing is its own to be tuned.
 COMPOSITE = ("hadamard_gemm",)
+# Their shapes follow from one another's: they have the problems of a layer in 4 bits.
+INT4 = tuple(name for name in suite.INT4 if name not in COMPOSITE)
+INT4_WORKLOADS = (*workloads.MODELS, *workloads.LAYERS)
 # Of those that will be shipped, what has yet to be tuned.
 PENDING = INT4
 
@@ -68,7 +69,7 @@ def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
 
 
 def _of_layers(op: Op) -> Iterator[Case]:
-    """What layers in 4 bits ask of an op: the models' with weights in fp32, the paper's as timed."""
+    """What layers in 4 bits ask of an op: the models' with fp32 weights, the paper's as timed."""
     layer = ops.get("hadamard_gemm")
     for workload in INT4_WORKLOADS:
         for mode in layer.modes:
