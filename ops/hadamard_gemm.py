@@ -95,13 +95,13 @@ class HadamardGemm(Op):
     def reference(self, problem: HadamardGemmProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import hadamard_gemm as reference
 
+        i, group = inputs, problem.group
         if problem.mode == "fwd":
-            return reference.forward(
-                *(inputs[name] for name in ("x", "w", "step_x", "step_w")), problem.group
-            )
-        given = (inputs[name] for name in ("g", "q", "squares", "x_scale", "w", "w_scale", "wt"))
-        seeds = inputs["seed_split"], inputs["seed_dgrad"], inputs["seed_wgrad"]
-        expected = reference.backward(*given, seeds, problem.group)
+            return reference.forward(i["x"], i["w"], i["step_x"], i["step_w"], group)
+        seeds = i["seed_split"], i["seed_dgrad"], i["seed_wgrad"]
+        expected = reference.backward(
+            i["g"], i["q"], i["squares"], i["x_scale"], i["w"], i["w_scale"], i["wt"], seeds, group
+        )
         terms = expected.pop("dstep_terms")
         return expected | {"dstep_w": terms.sum(dim=1), "dstep_bound": dstep_bound(terms)}
 
