@@ -127,6 +127,37 @@ def largest_kernel(
 
 
 @triton.jit
+def load_pairs(
+    x_ptr, row0, pair0, M, PAIRS, stride, R: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """The even and the odd elements of R rows of P pairs, fp32 [R, P] each; zeros beyond M×PAIRS.
+
+    TOGETHER: a pair lies at a multiple of its size, and is loaded as one integer. So its tile has
+    the threads of the codes' bytes, which a tile of elements would not.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if TOGETHER and dtype == tl.float32:
+        both = x_ptr.to(tl.pointer_type(tl.int64))
+        pairs = load_tile(both, row0, pair0, M, PAIRS, stride // 2, R, P)
+        even, odd = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+        return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
+    if TOGETHER:
+        both = x_ptr.to(tl.pointer_type(tl.int32))
+        pairs = load_tile(both, row0, pair0, M, PAIRS, stride // 2, R, P)
+        if dtype == tl.bfloat16:
+            even, odd = pairs << 16, pairs & -65536
+            return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
+        even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        even, odd = even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True)
+        return even.to(tl.float32), odd.to(tl.float32)
+    rows, pairs = row0 + tl.arange(0, R), pair0 + tl.arange(0, P)
+    at = x_ptr + (rows.to(tl.int64)[:, None] * stride + 2 * pairs[None, :])
+    inside = (rows < M)[:, None] & (pairs < PAIRS)[None, :]
+    even, odd = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@triton.jit
 def pack(even, odd):
     """Packed codes int8 [R, P] of integers in fp32, and Σ codes² of each eight, [R, P/4]."""
     e, o = even.to(tl.int32), odd.to(tl.int32)
@@ -184,35 +215,37 @@ def by_four(squares):
 def split_kernel(
     x_ptr, seed_ptr, unit_ptr, q_ptr, squares_ptr, M, N, stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     rows = row0 + tl.arange(0, TILE_M)
     unit = tl.load(unit_ptr)
     usable = unit > 0
+    seed = tl.load(seed_ptr) if BITS == 8 else 0
     inverse = tl.div_rn(1.0, tl.where(usable, unit, 1.0))
-    # Where the unit is 0 or NaN, as many columns as are loaded: every code is 0.
-    columns = tl.where(usable, N, 0)
+    half: tl.constexpr = TILE_N // 2
+    # Where the unit is 0 or NaN, as many pairs as are loaded: every code is 0.
+    pairs = tl.where(usable, N // 2, 0)
     kept = tl.where(unit == unit, -1, 0)  # the row whose first code must be 1
-    half = M.to(tl.int64) * (N // 2)
-    high_squares = tl.zeros((TILE_M, TILE_N // 8), tl.int32)
-    low_squares = tl.zeros((TILE_M, TILE_N // 8), tl.int32)
-    for col0 in range(0, N, TILE_N):
-        x = load_tile(x_ptr, row0, col0, M, columns, stride, TILE_M, TILE_N)
-        v = tl.reshape(widen(x) * inverse, (TILE_M, TILE_N // 2, 2))
-        even, odd = tl.split(v)
+    low_ptr = q_ptr + M.to(tl.int64) * (N // 2)
+    high_squares = tl.zeros((TILE_M, half // 4), tl.int32)
+    low_squares = tl.zeros((TILE_M, half // 4), tl.int32)
+    for pair0 in range(0, N // 2, half):
+        even, odd = load_pairs(x_ptr, row0, pair0, M, pairs, stride, TILE_M, half, TOGETHER)
+        even, odd = even * inverse, odd * inverse
         if BITS == 8:
-            words = random_words(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
-            words = tl.reshape(words, (TILE_M, TILE_N // 2))
+            words = random_words(seed, row0, 2 * pair0, TILE_M, TILE_N, STREAM_ROUNDING)
+            words = tl.reshape(words, (TILE_M, half))
             high, low, squares, others = codes_split(even, odd, words)
             low_squares += by_four(others)
-            store_tile(q_ptr + half, low, row0, col0 // 2, M, N // 2, N // 2)
+            store_tile(low_ptr, low, row0, pair0, M, N // 2, N // 2)
         else:
             high, squares = codes_nearest(even, odd)
         high_squares += by_four(squares)
-        if (kept == row0) & (col0 == 0):
-            first = (rows == kept)[:, None] & (tl.arange(0, TILE_N // 2) == 0)[None, :]
+        if (kept == row0) & (pair0 == 0):
+            first = (rows == kept)[:, None] & (tl.arange(0, half) == 0)[None, :]
             high = tl.where(first, 1, high)
-        store_tile(q_ptr, high, row0, col0 // 2, M, N // 2, N // 2)
+        store_tile(q_ptr, high, row0, pair0, M, N // 2, N // 2)
     total = tl.sum(high_squares, 1) + tl.where(rows == kept, 1, 0)
     tl.store(squares_ptr + rows, total, mask=rows < M)
     if BITS == 8:
@@ -268,9 +301,10 @@ class TritonBitSplit(TritonKernel):
             x, unit, counters(x.device, 2), m, n, x.stride(0), float(MOST[problem.bits]), count,
             programs, **tiles,
         )  # fmt: skip
+        together = x.stride(0) % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0
         split_kernel[(bands,)](
             x, inputs.get("seed"), unit, outputs["q"], outputs["squares"], m, n, x.stride(0),
-            BITS=problem.bits, enable_fp_fusion=False, **tiles,
+            BITS=problem.bits, TOGETHER=together, enable_fp_fusion=False, **tiles,
         )  # fmt: skip
 
 
