@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+from jetfire.ops.op import (
+    Check,
+    FloatName,
+    Mode,
+    Op,
+    Problem,
+    Tensors,
+    ceil_div,
+    float_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +75,11 @@ class HadamardQuantize(Op):
         """The inputs of a block's linear layers, and their weights."""
         pairs = [(rows, inp) for out, inp in model.linears() for rows in (model.tokens, out)]
         return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
+
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole groups."""
+        unit = max(2, fields["group"])
+        return {**fields, "n": ceil_div(fields["n"], unit) * unit}
 
     def inputs(
         self, problem: HadamardQuantizeProblem, device: torch.device, seed: int = 0,

@@ -16,9 +16,13 @@ LEAST, MOST = -8, 7
 
 
 def multiplier(step: torch.Tensor, group: int) -> torch.Tensor:
-    """(1/√group)/step in fp32, (1,): what a group's butterflies are multiplied by for codes."""
+    """(1/√group)/step in fp32, (1,): what a group's butterflies are multiplied by for codes.
+
+    0 where that is not finite and above 0, as for a step that is not.
+    """
     # A tensor, not a number: torch turns division by a number into a product.
-    return torch.full_like(step, factor(group)) / step
+    inverse = torch.full_like(step, factor(group)) / step
+    return inverse.masked_fill(~(torch.isfinite(inverse) & (inverse > 0)), 0.0)
 
 
 def _codes(v: torch.Tensor) -> torch.Tensor:
@@ -49,12 +53,11 @@ def quantize(
     Returns:
         q, int8 m×n, a code each; scale, fp32 (1,): the step; squares, int32 m: Σ q² of each row.
         The scale is NaN where a group's sum is not finite, as it is not where x holds NaN or ±Inf,
-        and where the multiplier is not finite or not above 0, as for a step that is not.
+        and where the multiplier is 0.
     """
     b, inverse = butterflies(x.float(), group), multiplier(step, group)
     q = _codes(b * inverse).to(torch.int8)
-    bad = ~torch.isfinite(b[:, ::group]).all()
-    bad = bad | ~(torch.isfinite(inverse) & (inverse > 0))
+    bad = ~torch.isfinite(b[:, ::group]).all() | (inverse == 0)
     squares = q.int().square().sum(dim=1, dtype=torch.int32)
     return q, step.masked_fill(bad, math.nan), squares
 

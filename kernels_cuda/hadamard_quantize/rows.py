@@ -1,0 +1,325 @@
+"""The row kernels' configuration, legality and launch: forward.cu and backward.cu."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.ops.device import Device
+from jetfire.ops.machine_code import Cubin
+from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
+from jetfire.ops.workspace import counters
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
+
+FORWARD = Path(__file__).parent / "forward.cu"
+BACKWARD = Path(__file__).parent / "backward.cu"
+TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # transform.cuh
+MOST_COLUMNS = 1 << 24  # a row's sum of squares is below 2^31, and so is every index in it
+MOST_ELEMENTS = 32  # a thread: those of 64 have more than 255 registers to hold
+
+
+@dataclass(frozen=True)
+class RowsConfig(Config):
+    """How rows are walked: in tiles of lanes·elements·chunks columns.
+
+    Attributes:
+        elements: neighbours that a thread has.
+        chunks: runs of them that a thread has of a tile.
+        lanes: threads that walk a row.
+        warps: of a block.
+        blocks: that an SM is to hold: each has as many registers as that leaves.
+        prefetch: a tile is read before the one before it is transformed.
+    """
+
+    elements: int = 8
+    chunks: int = 4
+    lanes: int = 32
+    warps: int = 4
+    blocks: int = 1
+    prefetch: bool = True
+
+    @property
+    def tile(self) -> int:
+        return self.lanes * self.elements * self.chunks
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 32 * self.warps // self.lanes
+
+
+SPACE: dict[str, Sequence[Any]] = {
+    "elements": (8, 16, 32),
+    "chunks": (1, 2, 4),
+    "lanes": (4, 8, 16, 32),
+    "warps": (1, 2, 4, 8, 16),
+    "blocks": (1, 2, 3, 4, 6, 8, 12, 16),
+    "prefetch": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What of a tensor decides the code: its elements, and the bytes that one access moves.
+
+    Attributes:
+        kind: a float's short name, or ``nibbles`` or ``bytes``.
+    """
+
+    kind: str
+    access: int
+
+    @property
+    def bits(self) -> int:
+        return bits_of(self.kind)
+
+
+def bits_of(kind: str) -> int:
+    return {"nibbles": 4, "bytes": 8, "fp32": 32}.get(kind, 16)
+
+
+def _access(n: int, kind: str, elements: int, *places: int) -> int:
+    """The most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
+    row = n * bits_of(kind) // 8
+    most = min(16, elements * bits_of(kind) // 8)
+    return next(size for size in (16, 8, 4, 2, 1) if size <= most and
+                not any(place % size for place in (row, *places)))  # fmt: skip
+
+
+Matrices = tuple[tuple[str, Matrix], ...]
+
+
+def _kind(x: torch.Tensor, packed: bool) -> str:
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return names.get(str(x.dtype).removeprefix("torch."), "nibbles" if packed else "bytes")
+
+
+def matrices_of(
+    problem: HadamardQuantizeProblem, config: RowsConfig, inputs: Tensors, outputs: Tensors
+) -> Matrices:
+    """Of a launch, by name."""
+    found = []
+    for name in _names(problem):
+        x = inputs[name] if name in inputs else outputs[name]
+        kind = _kind(x, packed=name == "q")
+        places = x.data_ptr(), x.stride(0) * x.itemsize
+        found.append((name, Matrix(kind, _access(problem.n, kind, config.elements, *places))))
+    return tuple(found)
+
+
+def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
+    """Of contiguous tensors of the problem's own dtype, each from a multiple of 16 on."""
+    kinds = {"q": "nibbles", "wide": "bytes"}
+    pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
+    return tuple(
+        (name, Matrix(kind, _access(problem.n, kind, config.elements))) for name, kind in pairs
+    )
+
+
+def _names(problem: HadamardQuantizeProblem) -> list[str]:
+    """The matrices that a launch reads and writes."""
+    if problem.mode == "bwd":
+        return ["dx_hat", "x" if problem.given == "x" else "q", "dx"]
+    codes = {"packed": ["q"], "wide": ["wide"], "both": ["q", "wide"]}
+    return ["x", *codes[problem.layout]]
+
+
+def config_header(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices) -> str:
+    """The kernel's constants."""
+    factor = np.float32(problem.group**-0.5).view(np.int32)
+    constants: dict[str, bool | int] = {
+        "GROUP": problem.group,
+        "FACTOR_BITS": int(factor),
+        "ELEMENTS": config.elements,
+        "CHUNKS": config.chunks,
+        "LANES": config.lanes,
+        "WARPS": config.warps,
+        # Bytes that lie anywhere take registers to put in place.
+        "BLOCKS": config.blocks if min(x.access for _, x in matrices) >= 4 else 1,
+        "PREFETCH": config.prefetch,
+    }
+    found = dict(matrices)
+    none = Matrix("bf16", 1)
+    x = found.get("x", none)
+    constants |= {"X_TYPE": TYPES[x.kind]}
+    if problem.mode == "bwd":
+        given = found["x" if problem.given == "x" else "q"]
+        return header(constants | {
+            "GIVEN_X": problem.given == "x", "GIVEN_BYTES": given.access,
+            "GATHERED": problem.gathered,
+            "G_TYPE": TYPES[found["dx_hat"].kind], "G_BYTES": found["dx_hat"].access,
+            "DX_TYPE": TYPES[found["dx"].kind], "DX_BYTES": found["dx"].access,
+        })  # fmt: skip
+    return header(constants | {
+        "X_BYTES": x.access,
+        "PACKED": "q" in found, "PACKED_BYTES": found.get("q", none).access,
+        "WIDE": "wide" in found, "WIDE_BYTES": found.get("wide", none).access,
+    })  # fmt: skip
+
+
+def _source(problem: HadamardQuantizeProblem) -> Path:
+    return BACKWARD if problem.mode == "bwd" else FORWARD
+
+
+def cubin(
+    problem: HadamardQuantizeProblem,
+    config: RowsConfig,
+    capability: tuple[int, int],
+    matrices: Matrices,
+) -> Cubin:
+    """The machine code that a launch runs."""
+    major, minor = capability
+    source = _source(problem)
+    code = compile_cubin(source, config_header(problem, config, matrices), f"sm_{major}{minor}")
+    return Cubin(source.stem, code, 0, config.warps)
+
+
+@lru_cache(maxsize=1024)
+def _loaded(source: Path, header: str, architecture: str, device: int) -> driver.Function:
+    return driver.Function(compile_cubin(source, header, architecture), source.stem, device, 0)
+
+
+@lru_cache(maxsize=4096)
+def _function(
+    problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices, device: Device
+) -> driver.Function:
+    """One for all shapes that have the same code."""
+    assert device.capability is not None
+    major, minor = device.capability
+    constants = config_header(problem, config, matrices)
+    return _loaded(_source(problem), constants, f"sm_{major}{minor}", device.index)
+
+
+# Beside what a thread holds of its tile, so that nothing spills.
+OTHER_REGISTERS = 32
+
+
+def registers(config: RowsConfig) -> int:
+    """What a thread may have, so that an SM's 65536 hold as many blocks as are wanted."""
+    return min(255, 65536 // (32 * config.warps * config.blocks) // 8 * 8)
+
+
+def held_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
+    """Values, what they are masked, and the next tile as it was read."""
+    values = config.elements * config.chunks
+    words = values * driver.ELEMENT_BYTES[problem.dtype] // 4
+    if problem.mode == "fwd":
+        return values + config.prefetch * words
+    parts = words * (2 if problem.gathered else 1)
+    if problem.given == "x":
+        return values + parts + config.prefetch * words
+    return values + config.prefetch * (parts + values // 8)
+
+
+def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
+    """Columns of the last tile that lie past the row's end."""
+    return -problem.n % config.tile
+
+
+class RowsHadamardQuantize(Kernel):
+    op = "hadamard_quantize"
+    name = "rows"
+    Config = RowsConfig
+
+    def legal(
+        self, problem: HadamardQuantizeProblem, config: RowsConfig, device: Device
+    ) -> str | None:
+        if device.kind != "cuda" or device.capability is None or device.capability < (8, 0):
+            return "needs a GPU of sm_80 or later: it is compiled for that"
+        if (reason := driver.missing()) is not None:
+            return reason
+        for name, values in SPACE.items():
+            if getattr(config, name) not in values:
+                return f"{name}={getattr(config, name)}: expected one of {values}"
+        if problem.n > MOST_COLUMNS:
+            return f"n={problem.n}: expected at most {MOST_COLUMNS}"
+        if (held := config.elements * config.chunks) > MOST_ELEMENTS:
+            return f"{held} elements a thread: expected at most {MOST_ELEMENTS}"
+        if config.tile < problem.group:
+            return f"tiles of {config.tile} columns: expected at least group={problem.group}"
+        needed = held_registers(problem, config) + OTHER_REGISTERS
+        if needed > (limit := registers(config)):
+            return (
+                f"needs {needed} registers a thread: blocks={config.blocks} of {config.warps} "
+                f"warps leave {limit}"
+            )
+        return None
+
+    def default(self, problem: HadamardQuantizeProblem, device: Device) -> RowsConfig:
+        """As many lanes as leave few idle at a row's end.
+
+        Forward a thread has 64 bytes of a row, so that groups of 16 or 32 are its own. Backward it
+        writes as much as it reads: 16 or 32 bytes, so that a warp's accesses are whole sectors.
+        """
+        if problem.mode == "bwd":
+            elements, chunks = 8, 4 if problem.group > 512 else 2
+        else:
+            elements = 64 // driver.ELEMENT_BYTES[problem.dtype]
+            chunks = 32 // elements
+        configs = [
+            RowsConfig(elements, chunks, lanes)
+            for lanes in (32, 16, 8, 4)
+            if lanes * elements * chunks >= problem.group
+        ]
+        few = (config for config in configs if 8 * idle(problem, config) <= problem.n)
+        return next(few, min(configs, key=lambda config: idle(problem, config)))
+
+    def space(self, problem: HadamardQuantizeProblem, device: Device) -> dict[str, Sequence[Any]]:
+        return dict(SPACE)
+
+    def cubins(
+        self, problem: HadamardQuantizeProblem, config: RowsConfig, capability: tuple[int, int]
+    ) -> list[Cubin]:
+        return [cubin(problem, config, capability, contiguous(problem, config))]
+
+    def launch(
+        self, problem: HadamardQuantizeProblem, config: RowsConfig, inputs: Tensors,
+        outputs: Tensors,
+    ) -> None:  # fmt: skip
+        first = inputs["dx_hat" if problem.mode == "bwd" else "x"]
+        matrices = matrices_of(problem, config, inputs, outputs)
+        function = _function(problem, config, matrices, Device.of(first))
+        pack = _backward_arguments if problem.mode == "bwd" else _forward_arguments
+        content = pack(problem, inputs, outputs)
+        argument = driver.struct_argument(content, len(content))
+        function(ceil_div(problem.m, config.rows), 32 * config.warps, (argument,))
+
+
+def _pitch(x: torch.Tensor) -> int:
+    return x.stride(0) * x.itemsize
+
+
+def _forward_arguments(
+    problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
+) -> bytes:
+    address, x = driver.address, inputs["x"]
+    return struct.pack(
+        "<7Qq2i", address(x), address(inputs["step"]), address(outputs.get("q")),
+        address(outputs.get("wide")), address(outputs["scale"]), address(outputs["squares"]),
+        address(counters(x.device, 2)), _pitch(x), problem.m, problem.n,
+    )  # fmt: skip
+
+
+def _backward_arguments(
+    problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
+) -> bytes:
+    address, dx_hat = driver.address, inputs["dx_hat"]
+    given, slots = inputs["x" if problem.given == "x" else "q"], inputs.get("slots")
+    return struct.pack(
+        "<7Q3q2i", address(dx_hat), address(given), address(inputs.get("step")),
+        address(slots), address(inputs.get("unit")), address(outputs["dx"]),
+        address(outputs.get("dstep")), _pitch(dx_hat), _pitch(given),
+        0 if slots is None else slots.stride(0), problem.m, problem.n,
+    )  # fmt: skip

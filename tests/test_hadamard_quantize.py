@@ -1,0 +1,427 @@
+"""hadamard_quantize: kernels against the reference, bit for bit; the CUDA kernel's machine code."""
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.kernels_cuda.hadamard_quantize import rows
+from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
+from jetfire.ops import workloads
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.machine_code import audit
+from jetfire.ops.op import float_dtype
+from jetfire.ops.run import launch, verify
+from jetfire.reference.hadamard import GROUPS
+from jetfire.reference.nibbles import unpack
+
+OP = ops.get("hadamard_quantize")
+ROWS = ops.get_kernel("hadamard_quantize", "rows")
+CAPABILITIES = ((8, 0), (8, 9), (9, 0))
+GRADIENTS = [
+    {"mode": "bwd", "given": given, "gathered": gathered}
+    for given in ("codes", "x")
+    for gathered in (False, True)
+]
+# Of each kind: groups of a thread, between lanes and between runs; one lane or many rows a warp.
+CONFIGS = (
+    RowsConfig(8, 4, 32, 4),
+    RowsConfig(8, 1, 4, 1, prefetch=False),
+    RowsConfig(8, 2, 16, 2, blocks=4, prefetch=False),
+    RowsConfig(16, 2, 32, 8),
+    RowsConfig(16, 1, 8, 2),
+    RowsConfig(32, 1, 32, 4),
+    RowsConfig(32, 1, 4, 16, prefetch=False),
+)
+
+
+@pytest.fixture
+def kernel(device):
+    """That of the device: the CPU's, or the CUDA kernel."""
+    if device.type == "cpu":
+        return ops.get_kernel("hadamard_quantize", "torch")
+    problem = OP.Problem(32, 64)
+    found = Device.parse(str(device))
+    if (reason := ROWS.legal(problem, ROWS.default(problem, found), found)) is not None:
+        pytest.skip(reason)
+    return ROWS
+
+
+def check(kernel, problem, inputs, config=None):
+    config = config or kernel.default(problem, Device.of(inputs.get("x", inputs.get("dx_hat"))))
+    result = verify(OP, kernel, problem, config, inputs)
+    assert result.ok, f"{problem}, {config}: {result.message}"
+
+
+def run(kernel, problem, inputs):
+    outputs = OP.poison(problem, OP.outputs(problem, inputs))
+    launch(kernel, problem, kernel.default(problem, Device.of(inputs["x"])), inputs, outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("layout", ["packed", "wide", "both"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_codes_are_bit_equal(device, kernel, layout, dtype):
+    for m, n, group in ((1, 2, 1), (33, 130, 2), (5, 1024, 1024), (70, 96, 32), (3, 1600, 64)):
+        problem = OP.Problem(m, n, group=group, dtype=dtype, layout=layout)
+        check(kernel, problem, OP.inputs(problem, device, data="outlier"))
+
+
+@pytest.mark.parametrize("fields", GRADIENTS, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_gradients_are_bit_equal(device, kernel, fields, dtype):
+    for m, n, group in ((1, 2, 1), (33, 130, 2), (5, 1024, 1024), (70, 96, 32)):
+        problem = OP.Problem(m, n, group=group, dtype=dtype, **fields)
+        check(kernel, problem, OP.inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+def test_row_strided_views_of_every_alignment(device, kernel, before):
+    """What lies around a view is NaN, so that an element too many shows."""
+    for fields in ({"layout": "both"}, *GRADIENTS):
+        problem = OP.Problem(33, 90, group=2, **fields)
+        inputs = OP.inputs(problem, device)
+        for name in {"x", "dx_hat"} & set(inputs):
+            wide = torch.nn.functional.pad(inputs[name], (before, 8 + before), value=math.nan)
+            inputs[name] = wide[:, before : before + 90]
+        if "q" in inputs:
+            wide = torch.nn.functional.pad(inputs["q"], (before, 8 + before), value=99)
+            inputs["q"] = wide[:, before : before + 45]
+        check(kernel, problem, inputs)
+
+
+def test_a_gradient_may_have_other_floats_than_what_was_quantised(device, kernel):
+    """A weight in fp32 and its gradient in bf16; and the other way round."""
+    for given, taken in (("fp32", "bf16"), ("bf16", "fp32")):
+        problem = OP.Problem(9, 192, mode="bwd", given="x", dtype=taken)
+        inputs = OP.inputs(problem, device)
+        inputs["x"] = inputs["x"].to(float_dtype(given))
+        check(kernel, problem, inputs)
+        wider = dataclasses.replace(problem, dtype="fp32")
+        check(kernel, wider, inputs)
+
+
+@pytest.mark.parametrize("group", [1, 8, 32, 128])
+def test_faults_show_in_the_scale_and_the_next_launch_is_clean(device, kernel, group):
+    problem = OP.Problem(40, 256, group=group, layout="both")
+    inputs = OP.inputs(problem, device)
+    for row, column, value in ((0, 0, math.nan), (39, 255, math.inf), (17, 130, -math.inf)):
+        bad = {**inputs, "x": inputs["x"].clone()}
+        bad["x"][row, column] = value
+        check(kernel, problem, bad)
+        assert math.isnan(run(kernel, problem, bad)["scale"].item())
+        check(kernel, problem, inputs)
+    for value in (0.0, -1.0, math.nan, math.inf, 1e-42):
+        bad = {**inputs, "step": torch.full((1,), value, device=device)}
+        check(kernel, problem, bad)
+        assert math.isnan(run(kernel, problem, bad)["scale"].item())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_values_that_overflow_are_clipped(device, kernel, dtype):
+    """Where a difference overflows its code is an end; where a group's sum does, it shows."""
+    problem = OP.Problem(2, 64, dtype=dtype)
+    inputs = OP.inputs(problem, device)
+    inputs["x"][:, :32] = 3e38
+    inputs["x"][0, 1:32:2] *= -1  # their sums are 0, their differences are not
+    check(kernel, problem, inputs)
+    alone = {**inputs, "x": inputs["x"][:1]}
+    check(kernel, dataclasses.replace(problem, m=1), alone)
+
+
+def test_a_gradient_that_was_not_finite_shows_where_rows_were_dropped(device, kernel):
+    problem = OP.Problem(64, 96, mode="bwd", gathered=True)
+    inputs = OP.inputs(problem, device)
+    inputs["unit"].fill_(math.nan)
+    check(kernel, problem, inputs)
+    for given in ("codes", "x"):
+        none = dataclasses.replace(problem, given=given)
+        inputs = OP.inputs(none, device)
+        inputs["slots"].fill_(-1)
+        check(kernel, none, inputs)
+
+
+def test_ties_go_to_even(device, kernel):
+    """Halves of a step from −9.5 to 9.5, in a group of one, which changes no value."""
+    x = torch.arange(-9.5, 10.0, 0.5, device=device)[None, :-1].contiguous()
+    problem = OP.Problem(*x.shape, group=1, dtype="fp32", layout="wide")
+    outputs = run(kernel, problem, {"x": x, "step": torch.ones(1, device=device)})
+    assert torch.equal(outputs["wide"].float(), x.round().clamp(-8, 7))
+
+
+def test_the_check_sees_one_wrong_element():
+    problem, cpu = OP.Problem(64, 256, layout="both"), torch.device("cpu")
+    inputs = OP.inputs(problem, cpu)
+    expected = OP.reference(problem, inputs)
+    right = {name: t.clone() for name, t in expected.items()}
+    assert OP.check(problem, right, expected).ok
+    for name in expected:
+        wrong = {**right, name: right[name].clone()}
+        wrong[name].view(-1)[-1] += 1
+        assert f"{name}: 1 of" in OP.check(problem, wrong, expected).message
+
+
+def test_the_check_sees_one_element_missing_from_the_steps_gradient():
+    problem, cpu = OP.Problem(8, 8192, mode="bwd", given="x", dtype="fp32"), torch.device("cpu")
+    inputs = OP.inputs(problem, cpu)
+    inputs["dx_hat"] = inputs["dx_hat"].abs() + 1
+    expected = OP.reference(problem, inputs)
+    wrong = expected["dstep"].float()
+    from jetfire.reference.hadamard_quantize import step_terms
+
+    terms = step_terms(inputs["dx_hat"], inputs["x"], inputs["step"], 32)[1]
+    assert OP.check(problem, {"dx": expected["dx"], "dstep": wrong}, expected).ok
+    wrong[3] -= terms[3].abs().max().float()
+    assert "dstep: 1 elements" in (
+        OP.check(problem, {"dx": expected["dx"], "dstep": wrong}, expected).message
+    )
+
+
+def test_what_is_refused():
+    for fields, message in (
+        ({"n": 33}, "n=33: expected an even number"),
+        ({"n": 96, "group": 64}, "group=64: expected a power of two that divides n=96, at most 32"),
+        ({"n": 96, "group": 48}, "group=48: expected 1 or 2 or 4 .* or 1024"),
+        ({"n": 4096, "group": 2048}, "group=2048: expected 1 or 2"),
+        ({"n": 64, "layout": "q"}, "layout=q: expected packed or wide or both"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            OP.Problem.parse({"m": 4, **fields})
+
+
+@pytest.mark.parametrize("fields", [{"layout": "both"}, {"layout": "wide"}, *GRADIENTS], ids=str)
+def test_peers_do_alike(fields):
+    """The torch peer in fp32, whose product with H rounds otherwise."""
+    problem = OP.Problem(60, 128, dtype="fp32", **fields)
+    inputs = OP.inputs(problem, torch.device("cpu"))
+    expected = OP.reference(problem, inputs)
+    found = OP.peers(problem, inputs)["eager"]()()
+    if problem.mode == "bwd":
+        unlike = (found[0] - expected["dx"]).abs() > 1e-4
+        assert unlike.float().mean() < 0.01  # where a code fell on the other side
+        assert len(found) == (2 if problem.given == "x" else 1)
+        return
+    wide = found[0] if problem.layout == "wide" else unpack(found[0])
+    assert int((wide.int() - expected["wide"].int()).abs().max()) <= 1
+    assert (wide == expected["wide"]).float().mean() > 0.999
+
+
+def test_shapes_are_those_of_inputs_and_weights():
+    shapes = OP.shapes(workloads.MODELS["gpt2-124m"])
+    assert {"m": 8192, "n": 768} in shapes
+    assert {"m": 768, "n": 3072} in shapes
+    assert {"m": 3072, "n": 768} in shapes
+
+
+# The CUDA kernel.
+
+
+def compiled(problem, config, capability, matrices=None):
+    """Its audit, or skip where it cannot be compiled or read."""
+    matrices = matrices or rows.contiguous(problem, config)
+    try:
+        return audit(rows.cubin(problem, config, capability, matrices))
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def loop_of(sass):
+    """Instructions of the longest loop."""
+    labels, length, longest = {}, 0, 0
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = length
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            length += 1
+            if (jump := re.search(r"BRA.*(\.L_\w+)", line)) and jump[1] in labels:
+                longest = max(longest, length - labels[jump[1]])
+    return longest
+
+
+@pytest.mark.parametrize(
+    ("fields", "capability", "most"),
+    [
+        ({}, (8, 0), 14),
+        ({}, (8, 9), 14),
+        ({}, (9, 0), 14),
+        ({"group": 1024}, (9, 0), 24),
+        ({"layout": "both"}, (9, 0), 14),
+        (GRADIENTS[0], (9, 0), 16),
+        (GRADIENTS[1], (9, 0), 19),
+        (GRADIENTS[2], (9, 0), 31),
+        (GRADIENTS[3], (8, 0), 36),
+        (GRADIENTS[3], (9, 0), 35),
+    ],
+    ids=str,
+)
+def test_machine_code(fields, capability, most):
+    """Accesses of sixteen bytes, no spills, and few instructions an element in the loop.
+
+    On an H200 2.5 bytes an element, those of BF16 and of a nibble, leave time for 17.
+    """
+    problem = OP.Problem(8192, 8192, **fields)
+    config = ROWS.default(problem, target_device(capability))
+    found = compiled(problem, config, capability)
+    assert found.spills == found.stack_bytes == 0
+    assert found.registers <= rows.registers(config)
+    elements = config.elements * config.chunks
+    matrices = 1 + (problem.given == "x") + problem.gathered if problem.mode == "bwd" else 1
+    # The first tile's, and in the loop the next one's.
+    assert len(re.findall(r"LDG\.E\.128", found.sass)) == 2 * matrices * elements // 8
+    assert 5 * elements < loop_of(found.sass) <= most * elements
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_config_spills(config):
+    """The most that it may have to hold; and of rows that lie anywhere, the default."""
+    device, group = target_device((9, 0)), min(config.tile, 1024)
+    for fields in ({"layout": "both"}, GRADIENTS[0], GRADIENTS[3]):
+        problem = OP.Problem(64, 2048, group=group, dtype="bf16", **fields)
+        if ROWS.legal(problem, config, device) is None:
+            assert compiled(problem, config, (9, 0)).spills == 0, fields
+
+
+@pytest.mark.parametrize("fields", [{"layout": "both"}, GRADIENTS[3]], ids=str)
+def test_rows_that_lie_anywhere_do_not_spill(fields):
+    problem = OP.Problem(64, 2048, **fields)
+    config = ROWS.default(problem, target_device((9, 0)))
+    matrices = tuple((k, anywhere(x)) for k, x in rows.contiguous(problem, config))
+    assert compiled(problem, config, (9, 0), matrices).spills == 0
+
+
+def anywhere(matrix):
+    """Of rows that begin at any of its elements."""
+    return Matrix(matrix.kind, max(1, matrix.bits // 8))
+
+
+def refused(problem):
+    """Why no CUDA kernel runs here at all."""
+    return ROWS.legal(problem, ROWS.default(problem, target_device((9, 0))), target_device((9, 0)))
+
+
+def test_legality_has_reasons():
+    device = target_device((8, 0))
+    problem = OP.Problem(64, 2048)
+    if (reason := ROWS.legal(problem, RowsConfig(), device)) is not None:
+        pytest.skip(reason)
+    turing = dataclasses.replace(device, capability=(7, 5))
+    grouped = OP.Problem(64, 2048, group=1024)
+    gradient = OP.Problem(64, 2048, dtype="fp32", **GRADIENTS[3])
+    for asked, where, fields, word in (
+        (problem, turing, {}, "sm_80"),
+        (problem, Device(kind="cpu"), {}, "sm_80"),
+        (problem, device, {"elements": 4}, "elements=4: expected one of"),
+        (problem, device, {"lanes": 64}, "lanes=64"),
+        (problem, device, {"elements": 32, "chunks": 2}, "64 elements a thread"),
+        (grouped, device, {"lanes": 16}, "tiles of 512 columns: expected at least group=1024"),
+        (gradient, device, {"warps": 8, "blocks": 4}, "registers"),
+        (OP.Problem(1, 2**25), device, {}, "at most 16777216"),
+    ):
+        config = dataclasses.replace(RowsConfig(), **fields)
+        assert word in ROWS.legal(asked, config, where), (fields, word)
+
+
+def test_every_problem_has_a_legal_default_that_wastes_little():
+    device = target_device((9, 0))
+    if (reason := refused(OP.Problem(64, 64))) is not None:
+        pytest.skip(reason)
+    sizes = {shape["n"] for model in workloads.MODELS.values() for shape in OP.shapes(model)}
+    for n, group, dtype in itertools.product(sorted(sizes), GROUPS, ("bf16", "fp32")):
+        for fields in ({}, *GRADIENTS):
+            if n % group == 0:
+                problem = OP.Problem(64, n, group=group, dtype=dtype, **fields)
+                config = ROWS.default(problem, device)
+                assert ROWS.legal(problem, config, device) is None, problem
+                if group <= 32:
+                    assert rows.idle(problem, config) <= n / 8, (problem, config)
+
+
+def test_accesses_are_as_wide_as_rows_allow():
+    config = RowsConfig(16, 2)
+
+    def found(n, offset=0, pitch=None, **fields):
+        problem = OP.Problem(4, n, group=2, layout="both", **fields)
+        inputs = {"x": torch.empty(4 * 2048, dtype=torch.bfloat16)}
+        inputs["x"] = inputs["x"].as_strided((4, n), (pitch or n, 1), offset)
+        outputs = OP.outputs(problem, inputs)
+        matrices = dict(rows.matrices_of(problem, config, inputs, outputs))
+        return tuple(matrices[name].access for name in ("x", "q", "wide"))
+
+    assert found(1024) == (16, 8, 16)
+    assert found(1024, pitch=1028) == (8, 8, 16)
+    assert found(1024, offset=1) == (2, 8, 16)
+    assert found(1020) == (8, 2, 4)
+    assert found(1022) == (4, 1, 2)
+    assert found(30, pitch=32) == (4, 1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{"layout": "both"}, *GRADIENTS], ids=str)
+def test_every_config_group_and_ragged_size_is_bit_equal(device, kernel, fields):
+    cases, where = [], Device.parse(str(device))
+    for i, (config, group) in enumerate(itertools.product(CONFIGS, GROUPS)):
+        sizes = [k * group for k in (1, 2, 3, 13, 101) if k * group % 2 == 0]
+        problem = OP.Problem(
+            (1, 37, 129, 1000)[i % 4], sizes[i % len(sizes)], group=group,
+            dtype=("bf16", "fp16", "fp32")[i % 3], **fields,
+        )  # fmt: skip
+        if ROWS.legal(problem, config, where) is None:
+            cases.append((problem, config))
+    assert len(cases) > 40
+    ROWS.cubins(*cases[0], where.capability)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda case: ROWS.cubins(*case, where.capability), cases))
+    for problem, config in cases:
+        check(kernel, problem, OP.inputs(problem, device, data="heavy"), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{"layout": "both"}, *GRADIENTS], ids=str)
+def test_large_ones_are_bit_equal(device, kernel, fields):
+    """Of more blocks than an H200 runs at once, and more than 2^31 bytes of gradient."""
+    for m, n, group in ((8192, 8192, 32), (70000, 4096, 128), (16384, 768, 256)):
+        dtype = "bf16" if m != 70000 else "fp32"
+        problem = OP.Problem(m, n, group=group, dtype=dtype, **fields)
+        if problem.mode == "fwd" or m < 70000:
+            check(kernel, problem, OP.inputs(problem, device))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device, kernel):
+    m, n = 65537, 32800
+    problem = OP.Problem(m, n)
+    x = torch.randn(64, n, device=device).bfloat16().repeat(m // 64 + 1, 1)[:m]
+    inputs = {"x": x, "step": torch.full((1,), 0.6, device=device)}
+    outputs = run(kernel, problem, inputs)
+    assert outputs["scale"].item() == pytest.approx(0.6)
+    for top in (0, 32768, 65473):
+        part = OP.Problem(64, n)
+        expected = OP.reference(part, {**inputs, "x": x[top : top + 64]})
+        assert torch.equal(outputs["q"][top : top + 64], expected["q"])
+        assert torch.equal(outputs["squares"][top : top + 64], expected["squares"])
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured(device, kernel):
+    for fields in ({"layout": "both"}, GRADIENTS[3]):
+        problem = OP.Problem(512, 768, **fields)
+        inputs = OP.inputs(problem, device)
+        config = kernel.default(problem, Device.parse(str(device)))
+        outputs = OP.outputs(problem, inputs)
+        kernel.launch(problem, config, inputs, outputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel.launch(problem, config, inputs, outputs)
+        expected = {name: t.clone() for name, t in outputs.items()}
+        for _ in range(3):
+            OP.poison(problem, outputs)
+            graph.replay()
+            assert all(torch.equal(t, expected[name]) for name, t in outputs.items())
