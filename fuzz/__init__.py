@@ -109,7 +109,7 @@ def _draw_case(data: st.DataObject, op: Op, kernel: Kernel, device: Device, larg
     hints = get_type_hints(op.Problem)
     fields = {name: data.draw(_values(hint, largest), label=name) for name, hint in hints.items()}
     try:
-        problem = op.Problem.parse(fields)
+        problem = op.Problem.parse(op.fitted(fields))
     except UsageError:
         assume(False)
     config = kernel.default(problem, device)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
 from jetfire.ops.hadamard_quantize import Group, HadamardQuantizeProblem, dstep_bound
-from jetfire.ops.op import Check, Mode, Op, Problem, Tensors, float_dtype
+from jetfire.ops.op import Check, Mode, Op, Problem, Tensors, ceil_div, float_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,12 @@ class HadamardGemm(Op):
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
+
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole groups of k; two codes a byte of n."""
+        unit = max(2, fields["group"])
+        sizes = {"n": ceil_div(fields["n"], 2) * 2, "k": ceil_div(fields["k"], unit) * unit}
+        return {**fields, **sizes}
 
     def inputs(
         self, problem: HadamardGemmProblem, device: torch.device, seed: int = 0,

@@ -141,6 +141,10 @@ class Op(ABC):
         extra = {"mode": mode} if len(self.modes) > 1 else {}
         return [self.Problem.parse({**extra, **fields})]
 
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields drawn at random with sizes that go together, where few would otherwise."""
+        return dict(fields)
+
     @abstractmethod
     def inputs(
         self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"

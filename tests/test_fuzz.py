@@ -8,6 +8,7 @@ from jetfire import ops
 from jetfire.fuzz import Case, fuzz, fuzz_kernel, replay, run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.op import Check
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,14 @@ def test_a_kernel_for_another_device_is_passed_over():
     old, op = Device(kind="cuda", capability=(7, 0)), ops.get("quantize")
     kernel = ops.get_kernel("quantize", "triton")
     assert fuzz_kernel(op, kernel, old, 10, 0, 100, math.inf) == (0, None)
+
+
+def test_sizes_are_fitted_to_the_groups_drawn(monkeypatch):
+    """Few sizes drawn at random are multiples of a group of 32 or more."""
+    cases = []
+    right = Check(True, 0.0)
+    monkeypatch.setattr("jetfire.fuzz.run_case", lambda case, _: cases.append(case) or right)
+    op, cpu = ops.get("hadamard_quantize"), Device(kind="cpu")
+    kernel = ops.get_kernel("hadamard_quantize", "torch")
+    fuzz_kernel(op, kernel, cpu, 200, 0, 100, math.inf)
+    assert {case.problem["group"] for case in cases} == {2**i for i in range(11)}
