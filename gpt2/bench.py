@@ -45,6 +45,7 @@ from jetfire.gpt2.subjects import (
     Tensors,
     probe,
 )
+from jetfire.nn import RECIPES
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
 from jetfire.ops.peers import forget_compiled
@@ -52,26 +53,38 @@ from jetfire.ops.peers import forget_compiled
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
+# Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Its
+# error of 0.3 to 1.1 is noise, which lies across. ALONG_MEASURED; half of it unwritten, 0.5.
+ALONG_TOLERANCE = 0.4
 CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
 
-def compared(ours: Tensors, theirs: Tensors) -> tuple[float, str]:
-    """The largest relative error of a gradient, and what is wrong, if anything, in a line."""
-    worst, where = 0.0, ""
+def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float, str]:
+    """The largest relative error of a gradient, and what is wrong, if anything, in a line.
+
+    Args:
+        noisy: whether gradients are right on average, not each time.
+    """
+    worst, limit = 0.0, ALONG_TOLERANCE if noisy else GRADIENT_TOLERANCE
+    wrong = (0.0, "")
     for name, right in theirs.items():
-        left = ours[name].double()
-        error = float((left - right).norm() / right.double().norm())
+        left, right = ours[name].double(), right.double()
+        error = float((left - right).norm() / right.norm())
         if name == "loss":
             if not abs(error) <= LOSS_TOLERANCE:
                 return error, f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
-        elif not error <= worst:
-            worst, where = error, name
-            if math.isnan(error):
+            continue
+        off, what = error, "relative error"
+        if noisy:
+            off = abs(float((left * right).sum() / right.square().sum()) - 1)
+            what = "relative error along the exact one"
+        worst = error if not error <= worst else worst
+        if not off <= max(limit, wrong[0]):
+            wrong = (off, f"{name}: {what} {off:.2g} against BF16 eager's")
+            if math.isnan(off):
                 break
-    if worst <= GRADIENT_TOLERANCE:
-        return worst, ""
-    return worst, f"{where}: relative error {worst:.2g} against BF16 eager's"
+    return worst, wrong[1]
 
 
 class Bench:
@@ -143,7 +156,8 @@ class Bench:
             rows[name] = replace(row, extra=_memory(probes[name]))
         for name in subjects:
             if name not in PEERS:
-                off, wrong = compared(probes[name].outputs, probes[EAGER].outputs)
+                noisy = RECIPES[name].int4 is not None
+                off, wrong = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
                 rows[name] = replace(rows[name], ok=not wrong, rel_err=off, error=wrong)
                 if wrong:
                     self.note(f"{case}: {name} is wrong: {wrong}")

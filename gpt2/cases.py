@@ -14,6 +14,8 @@ from jetfire.ops.errors import UsageError
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
 INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
+# All but the one that the peers have.
+MEASURED = tuple(recipe.name for recipe in RECIPES.values() if not recipe.plain)
 SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
 
 
@@ -139,13 +141,13 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
 
 
 def recipes_of(texts: Sequence[str]) -> list[str]:
-    """INT8 recipes by name; all of them where none is given.
+    """Recipes by name; all that are INT8 where none is given.
 
     Raises:
-        UsageError: one is none.
+        UsageError: one is none, or has no kernel of ours.
     """
     chosen = [part for text in texts for part in text.split(",")] or list(INT8)
     for name in chosen:
-        if name not in INT8:
-            raise UsageError(f"--recipe {name}: expected {', '.join(INT8)}")
+        if name not in MEASURED:
+            raise UsageError(f"--recipe {name}: expected {', '.join(MEASURED)}")
     return list(dict.fromkeys(chosen))

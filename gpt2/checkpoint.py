@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from jetfire.gpt2.parallel import ALONE, Group, as_sharded, whole
-from jetfire.nn import weights_changed
+from jetfire.nn import is_int4_state, weights_changed
 from jetfire.ops.errors import JetfireError, UsageError
 
 FOLDER, PREFIX, TEMPORARY = "checkpoints", "step-", ".part-"
@@ -91,7 +91,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_state` gave.
+    """Put back what `optimizer_state` gave; what is of an INT4 recipe's steps goes where they are.
 
     Raises:
         UsageError: a tensor belongs to no parameter or has another shape.
@@ -100,6 +100,8 @@ def load_optimizer(
     for key, value in tensors.items():
         name, _, kind = key.rpartition("/")
         parameter = parameters.get(name)
+        if parameter is None and is_int4_state(name):
+            continue
         if parameter is None or (value.dim() and value.shape != parameter.shape):
             raise UsageError(f"optimizer state {key}: the model has no such parameter")
         # Where the update reads counts: on a GPU beside the parameter, as with moments.
@@ -112,16 +114,25 @@ def load_optimizer(
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Path) -> None:
     """Put parameters back; every name and shape must agree.
 
+    But an INT4 recipe's steps may be absent on either side: another recipe has none, and where
+    there are none the next batch in training sets them.
+
     Raises:
         UsageError: one does not; names the first.
     """
     own = model.state_dict()
-    for name in [*own, *tensors]:
-        given = tuple(tensors[name].shape) if name in tensors else "absent"
+    given = {
+        name: value for name, value in tensors.items() if name in own or not is_int4_state(name)
+    }
+    steps = {name for name in own if is_int4_state(name)}
+    for name in [*own, *given]:
+        if name in steps and not steps & given.keys():
+            continue
+        there = tuple(given[name].shape) if name in given else "absent"
         wanted = tuple(own[name].shape) if name in own else "absent"
-        if given != wanted:
-            raise UsageError(f"{where}: {name} is {given}: the model's is {wanted}")
-    model.load_state_dict({name: as_sharded(value, own[name]) for name, value in tensors.items()})
+        if there != wanted:
+            raise UsageError(f"{where}: {name} is {there}: the model's is {wanted}")
+    model.load_state_dict({name: as_sharded(value, own[name]) for name, value in given.items()})
     weights_changed()  # of a sharded weight the layers see no change
 
 

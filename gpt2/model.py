@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from jetfire.nn import (
+    Int4Linear,
     Int8Block,
+    Recipe,
     Stream,
     TiedGradient,
     linear_cross_entropy,
@@ -45,15 +49,21 @@ class Shape:
 
 
 class Block(nn.Module):
-    """LayerNorm → attention → add; LayerNorm → MLP → add, as torch does it."""
+    """LayerNorm → attention → add; LayerNorm → MLP → add, as torch does it.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        linear: makes a linear layer of inputs and outputs.
+    """
+
+    def __init__(
+        self, shape: Shape, linear: Callable[[int, int], nn.Linear] = nn.Linear
+    ) -> None:  # fmt: skip
         super().__init__()
         width = shape.width
         self.heads, self.dropout = shape.heads, shape.dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
+        self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
@@ -71,33 +81,38 @@ class Block(nn.Module):
         return x + F.dropout(y, dropout)
 
 
+def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
+    """A block whose products are a recipe's."""
+    if recipe.block is not None:
+        return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block)
+    if recipe.int4 is not None:
+        return Block(shape, partial(Int4Linear, int4=recipe.int4))
+    return Block(shape)
+
+
 class GPT2(nn.Module):
     """Token ids (batch×tokens) → logits, or with targets the mean loss.
 
-    Parameters have the same names and shapes in every recipe, so that any checkpoint loads in any.
+    Parameters have the same names and shapes in every recipe, so that any checkpoint loads in any;
+    INT4 recipes have those of their steps too.
 
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
-            blocks in INT8 and the rest in BF16.
+            blocks in INT8 and the rest in BF16; INT4 recipes the blocks' linear layers alone, and
+            the rest as bf16 does.
     """
 
-    def __init__(self, shape: Shape, recipe: str = "bf16") -> None:
+    def __init__(self, shape: Shape, recipe: str | Recipe = "bf16") -> None:
         super().__init__()
         self.shape = shape
-        self.recipe = recipes.get(recipe)
+        self.recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
         if shape.width % shape.heads:
             raise UsageError(f"width={shape.width}: expected a multiple of heads={shape.heads}")
         self.tokens = nn.Embedding(shape.rows, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(self._block() for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(block_of(shape, self.recipe) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self._initialise()
-
-    def _block(self) -> nn.Module:
-        shape, side = self.shape, self.recipe.block
-        if side is None:
-            return Block(shape)
-        return Int8Block(shape.width, shape.heads, shape.dropout, side)
 
     def _initialise(self) -> None:
         """Normal, 0.02; what ends in the residual stream shrinks with the depth (section 2.3)."""
@@ -123,7 +138,7 @@ class GPT2(nn.Module):
             )
         # Who wants logits may do anything with them; and a compiler traces no object of ours.
         tied = None
-        if self.recipe.block is not None and targets is not None:
+        if not self.recipe.plain and targets is not None:
             tied = None if torch.compiler.is_compiling() else TiedGradient()
         table = self.tokens.weight
         x = self.tokens(ids) if tied is None else tied_embedding(table, ids, tied)
@@ -134,9 +149,11 @@ class GPT2(nn.Module):
         valid = self.shape.vocabulary
         if targets is None:
             return F.linear(x, table.to(x.dtype))[..., :valid]
-        if self.recipe.block is None:
+        if self.recipe.plain:
             logits = F.linear(x, table)[..., :valid]
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         rows = linear_cross_entropy(x.flatten(0, 1), table, targets.flatten(), valid, tied)
         return rows.sum() / (targets != IGNORED).sum()
 

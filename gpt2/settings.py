@@ -7,9 +7,12 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from jetfire.ops.errors import UsageError
+
+if TYPE_CHECKING:
+    from jetfire.nn import Recipe
 
 _LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
          "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
@@ -37,9 +40,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What --resume may change: the rest would make it another run.
 CHANGEABLE = frozenset({
-    "recipe", "steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "compile",
-    "graph", "deterministic", "parallel",
+    "recipe", "group", "steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep",
+    "compile", "graph", "deterministic", "parallel",
 })  # fmt: skip
+
+
+Group = Literal[
+    "recipe", "search", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024"
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Settings:
 
     Attributes:
         recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        group: of an INT4 recipe's Hadamard transforms, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
@@ -65,6 +74,7 @@ class Settings:
     heads: int
     width: int
     recipe: str = "int8-block32"
+    group: Group = "recipe"
     context: int = 1024
     dropout: float = 0.0
     batch: int = 8
@@ -99,6 +109,20 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def precision(self) -> Recipe:
+        """The recipe, with the group that was asked for.
+
+        Raises:
+            UsageError: there is no such recipe, or it has no groups, or no such one.
+        """
+        from jetfire.nn import recipes
+
+        if self.group == "recipe":
+            return recipes.get(self.recipe)
+        if self.group == "search":
+            return recipes.get(self.recipe, "search")
+        return recipes.get(self.recipe, recipes.as_group(int(self.group)))
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, counted from 1: linear warm-up, then a cosine down to the floor."""
@@ -188,10 +212,8 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
 
 
 def _settings(fields: Mapping[str, Any]) -> Settings:
-    from jetfire.nn import recipes
-
     settings = Settings(**fields)
-    recipes.get(settings.recipe)
+    settings.precision()
     return settings
 
 

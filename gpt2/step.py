@@ -17,7 +17,7 @@ from torch import nn
 from jetfire.gpt2 import parallel
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
-from jetfire.nn import AdamW, recipes
+from jetfire.nn import AdamW
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -77,8 +77,8 @@ class Step:
             "capturable": self.device.type == "cuda",
         }  # fmt: skip
         optimizer: torch.optim.AdamW
-        if recipes.get(settings.recipe).block is None or settings.compile:
-            # What is compiled quantises its weights itself.
+        if settings.precision().block is None or settings.compile:
+            # What is compiled quantises its weights itself, and so do INT4 layers.
             optimizer = torch.optim.AdamW(groups, fused=True, **options)
         else:
             optimizer = AdamW(groups, model=self.model, **options)

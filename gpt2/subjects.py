@@ -1,8 +1,8 @@
 """What the training bench measures: a whole optimizer step, or one transformer block.
 
-Each variant is a subject that stays alive on the device while the others are measured: the INT8
-recipes, and as peers torch's own modules under BF16 autocast, eager and with torch.compile, with
-the same fp32 parameters and the same optimizer.
+Each variant is a subject that stays alive on the device while the others are measured: the recipes
+in INT8 and INT4, and as peers torch's own modules under BF16 autocast, eager and with
+torch.compile, with the same fp32 parameters and the same optimizer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import BlockProblem, StepProblem
 from jetfire.gpt2.graph import GraphedStep
-from jetfire.gpt2.model import GPT2, Block, Shape
+from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Int8Block, Stream, recipes, weights_changed
+from jetfire.nn import Stream, recipes, weights_changed
 
 EAGER, COMPILE = "eager", "compile"
 PEERS = (EAGER, COMPILE)
@@ -163,26 +163,23 @@ class BlockSubject(Subject):
     def __init__(
         self, problem: BlockProblem, name: str, x: torch.Tensor, dy: torch.Tensor, seed: int
     ) -> None:
-        self.side = None if name in PEERS else recipes.get(name).block
+        self.recipe = recipes.get("bf16" if name in PEERS else name)
         self.x, self.dy = x.detach().requires_grad_(), dy
         torch.manual_seed(seed)  # the same parameters for every recipe
         with x.device:
-            self.module = self._module(problem)
+            shape = Shape(1, problem.heads, problem.width, problem.context, vocabulary=64)
+            self.module: nn.Module = block_of(shape, self.recipe)
         self.forward = torch.compile(self.module) if name == COMPILE else self.module
         self.wrong = ""
 
-    def _module(self, problem: BlockProblem) -> nn.Module:
-        if self.side is not None:
-            return Int8Block(problem.width, problem.heads, 0.0, self.side)
-        return Block(Shape(1, problem.heads, problem.width, problem.context, vocabulary=64))
-
     def _outputs(self) -> torch.Tensor:
-        x = self.x
-        if self.side is None:
+        x, side = self.x, self.recipe.block
+        if not self.recipe.plain:
+            weights_changed()
+        if side is None:
             with autocast(x.device):
                 return self.forward(x if x.is_cuda else x.float())
-        weights_changed()
-        stream = self.forward(Stream.of(x.flatten(0, 1), self.side), x.shape[0])
+        stream = self.forward(Stream.of(x.flatten(0, 1), side), x.shape[0])
         return stream.x.view(x.shape)
 
     def first(self) -> Tensors:

@@ -64,7 +64,7 @@ def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
     """A model initialised from the seed, the same for every recipe on a device."""
     torch.manual_seed(settings.seed)
     with device.torch_device:
-        return GPT2(shape_of(settings, vocabulary), settings.recipe)
+        return GPT2(shape_of(settings, vocabulary), settings.precision())
 
 
 class Clock:

@@ -31,7 +31,7 @@ def runs_of(
     """The settings of a run with each recipe; with the preset's own where none is named.
 
     Raises:
-        UsageError: there is no such preset, recipe or setting, or it has no INT8 kernel.
+        UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
     """
     given = split(settings)
     if data is not None:
@@ -76,7 +76,7 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
         settings.dropout,
     )  # fmt: skip
     with where:
-        model = GPT2(shape, settings.recipe)
+        model = GPT2(shape, settings.precision())
     alone = dataclasses.replace(settings, accumulate=1, compile=False, parallel="none")
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)

@@ -1,4 +1,4 @@
-"""Swap the linear layers of any model for INT8 ones, over the same parameters."""
+"""Swap the linear layers of any model for INT8 or INT4 ones, over the same parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from jetfire.nn import recipes
+from jetfire.nn import int4, recipes
+from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
 from jetfire.nn.recipes import Recipe
@@ -36,10 +37,12 @@ class Report:
 def convert(
     model: nn.Module, recipe: str | Recipe, skip: tuple[str, ...] = (), head: bool = False
 ) -> Report:
-    """Replace every linear layer of a model by an INT8 one over the same parameters, in place.
+    """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 
     `torch.nn.Linear` and `transformers`' Conv1D are; names and shapes of parameters, and so state
-    dicts and optimizers, stay as they are. A module that has two names is replaced under both.
+    dicts and optimizers, stay as they are, but for the steps that an INT4 layer learns beside them:
+    make optimizers afterwards, or leave the steps as the first batch sets them. A module that has
+    two names is replaced under both.
 
     Args:
         skip: names of modules to leave, with all that is in them.
@@ -114,22 +117,33 @@ def _why_not(module: nn.Module, recipe: Recipe, skipped: bool, head: bool) -> st
         return f"{kind.__name__}, {'a kind of its own' if linear else 'not a linear layer'}"
     if skipped:
         return "asked to"
-    if recipe.block is None:
+    if recipe.plain:
         return f"recipe {recipe.name}"
     if head:
         return "the output head"
     if _has_hooks(module):
         return "it has hooks"
-    dtype = module.weight.dtype
+    matrix: Any = module.weight
+    dtype = matrix.dtype
     if dtype not in FLOATS:
         return f"weight of {str(dtype).removeprefix('torch.')}"
+    if recipe.int4 is not None:
+        outputs, inputs = matrix.shape[:: -1 if _is_conv1d(module) else 1]
+        return int4.why_not(inputs, outputs, recipe.int4)
     return None
 
 
 def _replacement(module: Any, recipe: Recipe) -> nn.Module:
+    new: nn.Module
+    if recipe.int4 is not None:
+        if _is_conv1d(module):
+            new = Int4Conv1D(module.weight, module.bias, recipe.int4)
+        else:
+            new = Int4Linear.over(module, recipe.int4)
+        return new.train(module.training)
     assert recipe.block is not None
     if _is_conv1d(module):
-        new: nn.Module = Int8Conv1D(module.weight, module.bias, recipe.block)
+        new = Int8Conv1D(module.weight, module.bias, recipe.block)
     else:
         new = Int8Linear(
             module.in_features, module.out_features, module.bias is not None, recipe.block,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Block
+from jetfire.ops.op import Block, FloatName
 
+Made = TypeVar("Made")
 _BLOCKS = get_args(Block)
-FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLOATS: dict[torch.dtype, FloatName] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 # A weight's gradient of so few elements leaves most of a GPU idle: stream-K, which adds to zeros,
 # deals its tiles out. 768×768 of 16384 tokens: 33 µs, not 38 (blocks of 128), 44, not 63 (of 32);
 # 1024×1024 takes longer so: 46 µs, not 40, zeros included (H200).
@@ -103,46 +109,74 @@ def stamp(weight: torch.Tensor) -> tuple[int, int]:
     return weight._version, weight.data_ptr()
 
 
-class QuantisedWeight:
-    """A weight's codes, both ways, made once an optimizer step."""
+class MadeOfWeight(Generic[Made]):
+    """What is made of a weight as it is, once an optimizer step."""
 
     def __init__(self) -> None:
         self._weight: weakref.ref[torch.Tensor] | None = None
-        self._key: tuple[tuple[int, int], int, int] | None = None
-        self._codes: Both | None = None
+        self._key: tuple[tuple[int, int], Hashable, int] | None = None
+        self._made: Made | None = None
 
-    def of(self, weight: torch.Tensor, block: int) -> Both:
-        """The codes of the weight as it is now.
+    def found(
+        self, weight: torch.Tensor, key: Hashable, make: Callable[[], Made], *beside: torch.Tensor
+    ) -> Made:
+        """What `make` gave since the last step for this weight and key, or gives now.
 
-        What `torch.compile` traces is quantised anew each time: a version cannot be a constant.
+        What `torch.compile` traces is made anew each time: a version cannot be a constant.
+
+        Args:
+            beside: other tensors that it is made of.
         """
-        if weight.dtype not in FLOATS:
-            raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
         if torch.compiler.is_compiling() or weight.is_inference():  # which has no version
-            return _quantised_weight(weight, block)
+            return make()
+        if beside:
+            key = (key, *map(stamp, beside))
         # A dead weight's id and memory may be another's by now: its weak reference is not.
         known = self._weight is not None and self._weight() is weight
-        if self._codes is None or not known or (stamp(weight), block, _steps) != self._key:
-            with torch.inference_mode(False):  # or backward could not save them
-                codes = _quantised_weight(weight, block)
-            self.put(weight, block, codes, stamp(weight))
-        assert self._codes is not None
-        return self._codes
+        if self._made is None or not known or (stamp(weight), key, _steps) != self._key:
+            with torch.inference_mode(False):  # or backward could not save it
+                made = make()
+            self._keep(weight, key, made, stamp(weight))
+        assert self._made is not None
+        return self._made
+
+    def _keep(self, weight: torch.Tensor, key: Hashable, made: Made, of: tuple[int, int]) -> None:
+        self._made, self._weight, self._key = made, weakref.ref(weight), (of, key, _steps)
+
+    def __deepcopy__(self, memo: object) -> MadeOfWeight[Made]:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+def checked_weight(weight: torch.Tensor) -> torch.Tensor:
+    """The weight.
+
+    Raises:
+        UsageError: it is of a dtype that nothing quantises.
+    """
+    if weight.dtype not in FLOATS:
+        raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
+    return weight
+
+
+class QuantisedWeight(MadeOfWeight[Both]):
+    """A weight's INT8 codes, both ways."""
+
+    def of(self, weight: torch.Tensor, block: int) -> Both:
+        """The codes of the weight as it is now."""
+        checked_weight(weight)
+        return self.found(weight, block, lambda: _quantised_weight(weight, block))
 
     def put(self, weight: torch.Tensor, block: int, codes: Both, of: tuple[int, int]) -> None:
         """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
-        self._codes, self._weight, self._key = codes, weakref.ref(weight), (of, block, _steps)
+        self._keep(weight, block, codes, of)
 
     @property
     def latest(self) -> Both | None:
         """The codes last made, which may no longer be the weight's."""
-        return self._codes
-
-    def __deepcopy__(self, memo: object) -> QuantisedWeight:
-        return QuantisedWeight()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return QuantisedWeight, ()
+        return self._made
 
 
 def _quantised_weight(weight: torch.Tensor, block: int) -> Both:

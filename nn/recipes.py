@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 from jetfire.ops.errors import UsageError
+from jetfire.ops.hadamard_quantize import Group
+
+Gradient = Literal["sampled", "split", "nearest"]
+GROUPS = get_args(Group)
+
+
+def as_group(number: int) -> Group:
+    """The number, as a group.
+
+    Raises:
+        UsageError: there is no such transform.
+    """
+    if number not in GROUPS:
+        raise UsageError(
+            f"group={number}: expected a power of two from 1 to {GROUPS[-1]}, or 'search'"
+        )
+    return cast(Group, number)
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Products of 4-bit codes ("Training Transformers with 4-bit Integers", arXiv 2306.11987).
+
+    Attributes:
+        group: how many neighbouring inputs a Hadamard transform mixes before they are quantised, a
+            power of two up to 1024 that divides a layer's inputs; 1 mixes none. "search" takes, for
+            each layer, the one that quantises its first batch with the least error.
+        gradient: what of a layer's output gradient is multiplied. "sampled": two 4-bit parts, of
+            whose rows as many as there are tokens are drawn by leverage score; "split": both parts
+            whole; "nearest": one part, rounded to nearest, which biases the products.
+    """
+
+    group: Group | Literal["search"] = 32
+    gradient: Gradient = "sampled"
+
+    def __post_init__(self) -> None:
+        if self.group != "search":
+            as_group(self.group)
+        if self.gradient not in get_args(Gradient):
+            choices = " or ".join(get_args(Gradient))
+            raise UsageError(f"gradient={self.gradient}: expected {choices}")
+
+
+DEFAULT = Int4()
 
 
 @dataclass(frozen=True)
@@ -12,28 +57,46 @@ class Recipe:
     """A name and what it stands for.
 
     Attributes:
-        block: side of an INT8 quantisation block; None leaves the products in BF16.
+        block: side of an INT8 quantisation block.
+        int4: how the products are made in 4 bits.
     """
 
     name: str
-    block: int | None
+    block: int | None = None
+    int4: Int4 | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether layers are torch's own, with products in BF16 under autocast."""
+        return self.block is None and self.int4 is None
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("bf16", None),
+        Recipe("bf16"),
         *(Recipe(f"int8-block{block}", block) for block in (32, 64, 128)),
+        Recipe("int4-hq-lss", int4=DEFAULT),
+        Recipe("int4-hq", int4=Int4(gradient="split")),
+        Recipe("int4-naive", int4=Int4(1, "nearest")),
     )
 }
 
 
-def get(name: str) -> Recipe:
+def get(name: str, group: Group | Literal["search"] | None = None) -> Recipe:
     """The recipe of a name.
 
+    Args:
+        group: in place of that of an INT4 recipe.
+
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it has no groups.
     """
     if name not in RECIPES:
         raise UsageError(f"no recipe {name!r}: expected one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+    recipe = RECIPES[name]
+    if group is None:
+        return recipe
+    if recipe.int4 is None:
+        raise UsageError(f"group={group} with recipe={name}: expected an INT4 recipe")
+    return replace(recipe, int4=replace(recipe.int4, group=group))

@@ -5,10 +5,15 @@ import torch
 from torch.nn import functional
 
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.nn import RECIPES, Int8Block, Stream
+from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state
 from jetfire.ops.errors import UsageError
 
 INT8 = [name for name, recipe in RECIPES.items() if recipe.block]
+INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
+# What the blocks' linear layers have of their own, and how far a recipe's logits are from BF16's.
+STEPS = ("step_x", "step_w", "calibration")
+LINEARS = ("qkv", "projection", "expand", "contract")
+ERRORS = dict.fromkeys(INT8, 0.05) | dict.fromkeys(INT4, 0.5)
 SHAPE = Shape(layers=2, heads=2, width=64, context=32, vocabulary=90)
 
 
@@ -49,6 +54,36 @@ def test_parameters_are_those_of_bf16(device, recipe):
     exact.load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("recipe", INT4)
+def test_int4_has_steps_beside_them(device, recipe):
+    exact, model = model_of("bf16", device), model_of(recipe, device)
+    own = {f"blocks.{i}.{name}.{step}" for i in range(2) for name in LINEARS for step in STEPS}
+    state = model.state_dict()
+    assert {name for name in state if is_int4_state(name)} == own
+    assert [name for name in state if name not in own] == list(exact.state_dict())
+    for name, value in exact.state_dict().items():
+        assert torch.equal(state[name], value), name
+    model(ids_of(device), ids_of(device))
+    steps = {name: value.clone() for name, value in model.state_dict().items() if name in own}
+    assert all(bool((value > 0).all()) for value in steps.values())
+    model.load_state_dict(exact.state_dict())  # then the next batch is the first
+    assert not any(bool(m.calibration.any()) for m in model.modules() if hasattr(m, "calibration"))
+    model.eval()(ids_of(device), ids_of(device))
+    assert not any(bool(m.calibration.any()) for m in model.modules() if hasattr(m, "calibration"))
+    model.train()(ids_of(device), ids_of(device))
+    for name, value in steps.items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def test_a_recipe_of_ones_own(device):
+    """The paper's search of each layer's group."""
+    torch.manual_seed(0)
+    model = GPT2(SHAPE, Recipe("mine", int4=Int4("search", "split"))).to(device)
+    model(ids_of(device), ids_of(device)).backward()
+    groups = [getattr(block, name).group for block in model.blocks for name in LINEARS]
+    assert all(group in (1, 2, 4, 8, 16, 32, 64, 128, 256) for group in groups)
+
+
 def test_names_and_sizes():
     found = {name: tuple(p.shape) for name, p in model_of("bf16", "cpu").named_parameters()}
     block = {
@@ -77,7 +112,7 @@ def test_initial_numbers():
             assert float(p.detach().std()) == pytest.approx(expected, rel=0.05), name
 
 
-@pytest.mark.parametrize("recipe", INT8)
+@pytest.mark.parametrize("recipe", ERRORS)
 @pytest.mark.parametrize("tokens", [1, 19, 32])
 def test_logits_are_near_those_of_bf16(device, recipe, tokens):
     exact, model = model_of("bf16", device), model_of(recipe, device)
@@ -91,12 +126,12 @@ def test_logits_are_near_those_of_bf16(device, recipe, tokens):
         found, expected = model(ids), exact(ids)
     assert found.shape == expected.shape == (3, tokens, 90)
     error = (found.float() - expected).norm() / expected.norm()
-    assert float(error) < 0.05
+    assert float(error) < ERRORS[recipe]
     with torch.autocast(device.type, torch.bfloat16):
         assert model(ids).dtype == exact(ids).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 def test_attends_to_the_past_alone(device, recipe):
     """A later token changes nothing earlier, up to codes: blocks of rows share their scale."""
     model = model_of(recipe, device)
@@ -108,7 +143,7 @@ def test_attends_to_the_past_alone(device, recipe):
     assert float(moved[:, :20].max()) < 0.1 * float(moved[:, 20:].min())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int8-block128"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int8-block128", "int4-hq-lss"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
     model = model_of(recipe, device)
@@ -122,7 +157,7 @@ def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 def test_padding_is_never_predicted(device, recipe):
     model = model_of(recipe, device)
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
@@ -152,7 +187,7 @@ def test_learns(device, recipe):
     assert losses[-1] < losses[0] - 1.0
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 def test_dropout(device, recipe):
     shape = Shape(layers=1, heads=2, width=64, context=32, vocabulary=90, dropout=0.5)
     model, ids = model_of(recipe, device, shape), ids_of(device)

@@ -64,8 +64,10 @@ def sequential(device):
 
 
 def test_recipes():
-    assert list(RECIPES) == ["bf16", "int8-block32", "int8-block64", "int8-block128"]
-    assert [r.block for r in RECIPES.values()] == [None, 32, 64, 128]
+    int8 = ["int8-block32", "int8-block64", "int8-block128"]
+    assert list(RECIPES) == ["bf16", *int8, "int4-hq-lss", "int4-hq", "int4-naive"]
+    assert [r.block for r in RECIPES.values()] == [None, 32, 64, 128, None, None, None]
+    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 6]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
@@ -163,7 +165,7 @@ def test_head_and_skip():
 
 def test_convert_refuses():
     model = sequential("cpu")
-    names = "bf16, int8-block32, int8-block64, int8-block128"
+    names = ", ".join(RECIPES)
     refused(f"no recipe 'fp4': expected one of {names}", convert, model, "fp4")
     refused("skip='7': expected the name of a module", convert, model, INT8, skip=("7",))
     refused(

@@ -1,0 +1,401 @@
+"""A linear layer whose three products are of 4-bit codes (arXiv 2306.11987).
+
+Forward: input and weight are transformed by Hadamard matrices along the features they share, where
+the two transforms cancel, and rounded to steps that are learned (LSQ, Esser et al. 2020). Backward:
+the output's gradient is split into two 4-bit parts, of whose rows as many as there are tokens are
+drawn, each with a probability as its norm is, so that both gradients are unbiased.
+
+What backward keeps of an input is its codes, half a byte an element, and for the step's own
+gradient one in `SAMPLED` of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from jetfire.nn.linear import rows
+from jetfire.nn.products import FLOATS, MadeOfWeight, checked_weight, draw
+from jetfire.nn.recipes import DEFAULT, GROUPS, Int4, as_group
+from jetfire.ops.errors import UsageError
+from jetfire.ops.functional import (
+    int4_bit_split,
+    int4_gather_rows,
+    int4_gemm,
+    int4_quantize,
+    int4_quantize_backward,
+    int4_sample_rows,
+)
+from jetfire.ops.hadamard_quantize import Group
+from jetfire.ops.op import FloatName
+from jetfire.reference.hadamard import initial_step, search_group, transform
+
+Tensor = torch.Tensor
+SAMPLED = 64  # in bf16 that many rows are 1/32 byte an element
+# Codes reach 7: LSQ scales a step's gradient by 1/√(7·elements).
+_TOP = 7
+# A step stays above this part of the first batch's, whatever an optimizer makes of it.
+_FLOOR = 2.0**-20
+# Of the first batch: enough for the mean of so many times its columns.
+_CALIBRATING = 4096
+# What a layer has beside a linear layer's own parameters.
+STATE = ("step_x", "step_w", "calibration")
+
+
+class Codes(NamedTuple):
+    """A weight's codes, one a byte.
+
+    Attributes:
+        q: int8, out×in; qt: its transpose.
+        scale: fp32, one element: the step.
+    """
+
+    q: Tensor
+    qt: Tensor
+    scale: Tensor
+
+
+class _Setting(NamedTuple):
+    """What the two passes know beside their tensors.
+
+    Attributes:
+        transposed: whether the weight is stored in×out, and so its gradient.
+    """
+
+    gradient: str
+    group: Group
+    transposed: bool
+
+
+class _Int4LinearFunction(torch.autograd.Function):
+    """y = x·Wᵀ + b from codes. `step_x` and `step_w` are there for their gradients alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step_x: Tensor, step_w: Tensor,
+        sample: Tensor | None, seeds: Tensor | None, setting: _Setting, q: Tensor, qt: Tensor,
+        scale: Tensor,
+    ) -> Tensor:  # fmt: skip
+        *packed, wide, x_scale, squares = int4_quantize(
+            x, step_x, group=setting.group, layout="wide" if sample is None else "both"
+        )
+        if sample is not None:
+            some = x.index_select(0, sample).to(torch.bfloat16)
+            ctx.save_for_backward(weight, *packed, x_scale, squares, sample, some, qt, scale, seeds)
+        ctx.setting, ctx.dtype = setting, FLOATS[x.dtype]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        wide_bias = None if bias is None else bias.float()
+        return int4_gemm(wide, x_scale, q, scale, bias=wide_bias, out=ctx.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, q, x_scale, squares, sample, some, qt, scale, seeds = ctx.saved_tensors
+        setting, needs = ctx.setting, ctx.needs_input_grad
+        split = _Split.of(grads[0].contiguous(), setting.gradient, seeds)
+        dx = dw = db = dstep_x = dstep_w = None
+        if needs[0] or needs[3]:
+            dx_hat, slots = split.times(qt, scale, ctx.dtype)
+            gathered = {"group": setting.group, "unit": split.unit}
+            if needs[0]:
+                dx = int4_quantize_backward(dx_hat, q=q, slots=slots, **gathered)
+            if needs[3]:
+                _, of_rows = int4_quantize_backward(
+                    dx_hat, x=some.to(dx_hat.dtype), step=x_scale,
+                    slots=slots.index_select(0, sample), **gathered,
+                )  # fmt: skip
+                dstep_x = _lsq(of_rows, len(q) / len(sample), len(q) * qt.shape[0])
+            del dx_hat
+        if needs[1] or needs[4]:
+            dw_hat = split.transposed_times(q, squares, x_scale, FLOATS[weight.dtype])
+            of_weight = _out_by_in(weight, setting.transposed)
+            dw, of_rows = int4_quantize_backward(
+                dw_hat, x=of_weight, step=scale, group=setting.group
+            )
+            dstep_w = _lsq(of_rows, 1.0, weight.numel())
+            dw = dw.t() if setting.transposed else dw
+        if needs[2]:
+            db = grads[0].sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, dstep_x, dstep_w, *[None] * 6
+
+
+class _Split(NamedTuple):
+    """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
+
+    Attributes:
+        q: packed, hi's rows above lo's.
+        squares: of the codes of each row, summed.
+    """
+
+    q: Tensor
+    unit: Tensor
+    squares: Tensor
+    parts: int
+    keep: str
+    seeds: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
+        """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
+        parts = 1 if how == "nearest" else 2
+        bits = 4 * parts
+        q, unit, squares = int4_bit_split(gradient, bits=bits, seed=seeds[0:1])
+        keep = "half" if how == "sampled" else "all"
+        return cls(q, unit, squares, parts, keep, seeds)
+
+    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> tuple[Tensor, ...]:
+        return int4_sample_rows(
+            self.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
+        )
+
+    def times(self, qt: Tensor, scale: Tensor, out: FloatName) -> tuple[Tensor, Tensor]:
+        """Rows of the gradient that are kept, times the weight, and where each token's are."""
+        which, counts, weight, slots = self._draw(self.seeds[1:2])
+        kept = int4_gather_rows(self.q, rows=which, counts=counts)
+        product = int4_gemm(kept, self.unit, qt, scale, weight=weight, counts=counts, out=out)
+        return product, slots
+
+    def transposed_times(self, q: Tensor, squares: Tensor, scale: Tensor, out: FloatName) -> Tensor:
+        """Gᵀ·X of the input's packed codes."""
+        which, counts, repeat = self._draw(self.seeds[2:3], squares)
+        gt = int4_gather_rows(self.q, rows=which, counts=counts, repeat=repeat, transpose=True)
+        xt = int4_gather_rows(q, rows=which, counts=counts, transpose=True)
+        return int4_gemm(gt, self.unit, xt, scale, counts=counts, out=out)
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """One in `SAMPLED` of the rows, int64, with replacement: without would take a sort.
+
+    Not by `randint`: what is drawn from nothing a compiler may draw anew in backward.
+    """
+    uniform = torch.rand_like(x[: -(-len(x) // SAMPLED), 0], dtype=torch.float32)
+    return (uniform * len(x)).long().clamp(max=len(x) - 1)
+
+
+def _lsq(of_rows: Tensor, share: float, elements: int) -> Tensor:
+    """A step's gradient from those of rows, which are one in `share`, as LSQ scales it."""
+    return of_rows.sum().view(1) * (share / math.sqrt(_TOP * elements))
+
+
+def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:
+    """The matrix with contiguous rows of inputs."""
+    rows = weight.detach()
+    rows = rows.t() if transposed else rows
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class _Int4Layer(nn.Module):
+    """What the layers share: steps, their calibration, the weight's codes.
+
+    What is learned is how much greater a step is than the first batch's, from 1 on: an optimizer
+    that moves every number by about its rate, as AdamW does, would move a weight's step of 0.01 by
+    a tenth at a time.
+
+    Attributes:
+        step_x, step_w: fp32, one element: the input's and the weight's step in those units.
+        calibration: fp32: the two steps of the first batch, and the group; zeros before it.
+    """
+
+    weight: Tensor
+    bias: Any
+    calibration: Tensor
+    transposed = False
+
+    def _begin(self, int4: Int4, device: Any) -> None:
+        """Make the steps, once the weight is there."""
+        outputs, inputs = self._sizes()
+        reason = why_not(inputs, outputs, int4)
+        if reason is not None:
+            raise UsageError(reason)
+        self.int4 = int4
+        self.step_x = nn.Parameter(torch.ones(1, device=device))
+        self.step_w = nn.Parameter(torch.ones(1, device=device))
+        self.register_buffer("calibration", torch.zeros(3, device=device))
+        self._group: Group | None = None  # None before the first batch
+        self._codes: MadeOfWeight[Codes] = MadeOfWeight()
+
+    def _sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.weight.shape[:: -1 if self.transposed else 1]
+        return outputs, inputs
+
+    @property
+    def group(self) -> Group | None:
+        """How many inputs a transform mixes; None where the first batch has yet to say."""
+        return self._group if self.int4.group == "search" else self.int4.group
+
+    @property
+    def steps(self) -> tuple[Tensor, Tensor] | None:
+        """The input's and the weight's, fp32, one element each; None before the first batch."""
+        if self._group is None:
+            return None
+        step_x, step_w = self._scaled(self.calibration)
+        return step_x.detach(), step_w.detach()
+
+    def _scaled(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps that are never 0 or below; where a factor is, autograd minds its sign."""
+        return (
+            (self.step_x.float().abs() + _FLOOR) * first[0:1].float(),
+            (self.step_w.float().abs() + _FLOOR) * first[1:2].float(),
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, in) → (…, out), in the autocast dtype if there is one."""
+        outputs, inputs = self._sizes()
+        x = rows(input, inputs)
+        sample = seeds = None
+        if torch.is_grad_enabled():
+            sample, seeds = _sampled(x.detach()), draw(3, x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            group, first = self._group, self.calibration
+            if group is None:
+                group, first = self._first_batch(x.detach())
+            step_x, step_w = self._scaled(first)
+            codes = self._codes_of(step_w, group)
+            setting = _Setting(self.int4.gradient, group, self.transposed)
+            y = _Int4LinearFunction.apply(
+                x, self.weight, self.bias, step_x, step_w, sample, seeds, setting, *codes
+            )
+        return y.reshape(*input.shape[:-1], outputs)
+
+    def _codes_of(self, step: Tensor, group: Group) -> Codes:
+        """The weight's codes, quantised once an optimizer step."""
+        weight = checked_weight(self.weight)
+
+        def make() -> Codes:
+            packed, q, scale, _ = int4_quantize(
+                _out_by_in(weight, self.transposed), step.detach(), group=group, layout="both"
+            )
+            return Codes(q, int4_gather_rows(packed, transpose=True), scale)
+
+        # Codes made in a CUDA graph are there only once it is replayed, and it must renew its own.
+        key = (group, self._group, _capturing(weight))
+        return self._codes.found(weight, key, make, self.step_w)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _first_batch(self, x: Tensor) -> tuple[Group, Tensor]:
+        """The group and calibration that a batch asks for, kept if this is training.
+
+        Processes that train together take the mean of their steps. Nothing is kept of a batch or a
+        weight that is zero throughout or not finite: the next one is asked.
+        """
+        together = self.training and dist.is_available() and dist.is_initialized()
+        x = x[:: max(1, len(x) // _CALIBRATING)]
+        wanted = self.int4.group
+        group = as_group(search_group(x)) if wanted == "search" else wanted
+        if together and wanted == "search":
+            choice = torch.tensor(group, device=x.device)
+            dist.broadcast(choice, 0)
+            group = as_group(int(choice))
+        steps = [
+            initial_step(transform(matrix, group))
+            for matrix in (x, _out_by_in(self.weight, self.transposed))
+        ]
+        found = torch.cat([*steps, torch.full_like(steps[0], group)])
+        if together:
+            dist.all_reduce(found)
+            found /= dist.get_world_size()
+        usable = (found > 0) & found.isfinite()
+        if self.training and not _capturing(x) and bool(usable.all()):
+            self.calibration.copy_(found)
+            self._group = group
+        return group, torch.where(usable, found, 1.0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As any module's; what a linear layer leaves has no steps: the next batch is the first."""
+        if not any(prefix + name in state_dict for name in STATE):
+            for name, value in zip(STATE, (1.0, 1.0, 0.0), strict=True):
+                state_dict[prefix + name] = torch.full_like(getattr(self, name), value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        wanted = self.int4.group
+        loaded = 0 if self.calibration.is_meta else int(self.calibration[2])
+        self._group = None
+        if loaded:
+            self._group = as_group(loaded) if wanted == "search" else wanted
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self._sizes()
+        return (
+            f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
+            f"group={self.int4.group}, gradient={self.int4.gradient}"
+        )
+
+
+def why_not(inputs: int, outputs: int, int4: Int4) -> str | None:
+    """Why no layer has these sizes, in a line; None if one can."""
+    if outputs % 2 or inputs % 2:
+        return f"{inputs} inputs, {outputs} outputs: expected even numbers, two codes to a byte"
+    if int4.group != "search" and inputs % int4.group:
+        legal = " or ".join(str(group) for group in GROUPS if inputs % group == 0)
+        return f"group={int4.group} with {inputs} inputs: expected {legal}"
+    return None
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether what is launched on its device becomes part of a CUDA graph."""
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def is_int4_state(name: str) -> bool:
+    """Whether an entry of a state dict is one that INT4 layers have and linear layers have not."""
+    return name.rpartition(".")[2] in STATE
+
+
+class Int4Linear(_Int4Layer, nn.Linear):
+    """`torch.nn.Linear` with products of 4-bit codes; parameters are its own and the two steps.
+
+    Its initialisation is the linear layer's, and a state dict of one loads: then, as at the start,
+    the steps are those of the first batch in training. Before it, evaluation takes its own.
+
+    Args:
+        int4: the group of its transform, and how it treats gradients.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, int4: Int4 = DEFAULT,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self._begin(int4, device)
+
+    @classmethod
+    def over(cls, linear: nn.Linear, int4: Int4) -> Int4Linear:
+        """A layer with the parameters of another."""
+        new = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, int4, device="meta"
+        )
+        new.weight, new.bias = linear.weight, linear.bias
+        new._begin(int4, linear.weight.device)
+        return new
+
+    def reset_parameters(self) -> None:
+        """The linear layer's; the next batch in training is the first again."""
+        nn.Linear.reset_parameters(self)
+        if hasattr(self, "calibration"):
+            nn.init.ones_(self.step_x)
+            nn.init.ones_(self.step_w)
+            self.calibration.zero_()
+            self._group = None
+
+
+class Int4Conv1D(_Int4Layer):
+    """x·W + b of 4-bit codes, W stored in×out: the linear layer of `transformers`' GPT-2.
+
+    Args:
+        weight: in×out; bias: out.
+    """
+
+    transposed = True
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, int4: Int4 = DEFAULT) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._begin(int4, weight.device)

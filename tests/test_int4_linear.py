@@ -1,0 +1,844 @@
+"""Linear layers of 4-bit codes: their gradients against float64, steps, first batch, what is kept.
+
+Draws are of whole backward passes on one input. What they have to average to is the exact product
+of what forward multiplied, in float64.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from jetfire.nn import (
+    RECIPES,
+    Int4,
+    Int4Conv1D,
+    Int4Linear,
+    Recipe,
+    convert,
+    is_int4_state,
+    weights_changed,
+)
+from jetfire.nn import int4 as module_of_int4
+from jetfire.nn.int4 import SAMPLED, STATE
+from jetfire.ops.errors import UsageError
+from jetfire.reference import hadamard
+
+CPU = torch.device("cpu")
+INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
+KINDS = {name: RECIPES[name].int4 for name in INT4}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors are small: a second thread makes each operation ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def error_of(found, expected):
+    """Of two tensors: the norm of the difference over the norm."""
+    difference = found.detach().double() - expected.detach().double()
+    return float(difference.norm() / expected.detach().double().norm())
+
+
+def refused(message, function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    assert str(error.value) == message
+
+
+class Exact:
+    """The layer's own arithmetic in float64, with rounding passed straight through (LSQ).
+
+    A code at either end counts as clipped, as nibbles cannot tell.
+
+    Attributes:
+        leaves: x, the weight (out×in), the bias and both steps, with gradients.
+        y: the output.
+    """
+
+    def __init__(self, layer, x):
+        weight = layer.weight.t() if isinstance(layer, Int4Conv1D) else layer.weight
+        values = (x, weight, layer.bias, *layer.steps)
+        self.leaves = [t.detach().double().requires_grad_() for t in values]
+        wide_x, wide_w, bias, step_x, step_w = self.leaves
+        h = torch.block_diag(*[hadamard.matrix(layer.group)] * (x.shape[1] // layer.group))
+        self.x, self.w = self.quantised(wide_x @ h, step_x), self.quantised(wide_w @ h, step_w)
+        self.y = self.x @ self.w.t() + bias
+
+    @staticmethod
+    def quantised(t, step):
+        scaled = t / step
+        q = scaled.detach().round().clamp(-8, 7)
+        inside = (q > -8) & (q < 7)
+        return step * torch.where(inside, scaled + (q - scaled).detach(), q)
+
+    def gradients(self, g):
+        """Of x, weight, bias, and of the steps as LSQ scales them, in units of the first batch."""
+        found = list(torch.autograd.grad(self.y, self.leaves, g.double()))
+        for i in (0, 1):
+            found[3 + i] = found[3 + i] / math.sqrt(7 * found[i].numel())
+        return found
+
+
+def gradients_of(layer, x, g):
+    """As `Exact.gradients` has them: the learned factors' are divided by what they multiply."""
+    leaves = (x, layer.weight, layer.bias, layer.step_x, layer.step_w)
+    *found, of_x, of_w = torch.autograd.grad(layer(x), leaves, g)
+    if isinstance(layer, Int4Conv1D):
+        found[1] = found[1].t()
+    return [*found, of_x / layer.calibration[0], of_w / layer.calibration[1]]
+
+
+def layer_of(inputs, outputs, int4, device=CPU, kind=Int4Linear):
+    layer = Int4Linear(inputs, outputs, int4=int4, device=device)
+    if kind is Int4Conv1D:
+        layer = Int4Conv1D(nn.Parameter(layer.weight.detach().t().contiguous()), layer.bias, int4)
+    return layer
+
+
+def outlying(rows, columns):
+    """Rows of very different norms, and a few columns with outliers, all of them bf16."""
+    x = torch.randn(rows, columns) * torch.rand(rows, 1).pow(3).mul(4).add(0.05)
+    x[:, ::17] *= 4
+    return x.bfloat16().float().requires_grad_()
+
+
+def token():
+    """One row, of which every part matters."""
+    return torch.randn(1, 64).bfloat16().float().requires_grad_()
+
+
+# Gradients
+
+
+@pytest.mark.parametrize(
+    ("gradient", "group", "kind", "draws"),
+    [
+        ("sampled", 32, Int4Linear, 500),
+        ("sampled", 64, Int4Conv1D, 60),
+        ("split", 32, Int4Linear, 60),
+    ],
+)
+def test_gradients_are_unbiased(gradient, group, kind, draws):
+    """Within 4 standard errors, elements and whole tensors; all five of them."""
+    layer = layer_of(64, 48, Int4(group, gradient), kind=kind)
+    x = outlying(130, 64)
+    # Rows of norms 20 apart; much smaller ones are nearly never drawn, and then no normal numbers.
+    g = torch.randn(130, 48) * (torch.rand(130, 1).pow(2) + 0.05)
+    layer(x)
+    exact = Exact(layer, x)
+    assert error_of(layer(x), exact.y) < 1e-6
+    expected = exact.gradients(g)
+    found = []
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        found.append(gradients_of(layer, x, g))
+    names = ("x", "weight", "bias", "step_x", "step_w")
+    for name, right, *ones in zip(names, expected, *found, strict=True):
+        if name == "bias":
+            assert error_of(ones[0], right) < 1e-6
+            continue
+        near(torch.stack(ones).double(), right, name)
+
+
+def near(found, right, name):
+    """The mean of draws, of its elements and along the exact gradient."""
+    own = found.std(0) / math.sqrt(len(found))
+    error = ((found.mean(0) - right).abs() - 1e-6 * right.abs().max()) / own
+    # 6 in 100 000 normal numbers are beyond 4, and those of a row are so together.
+    assert float((error > 4).double().mean()) <= 0.002, name
+    assert float(error.max()) <= 6, name
+    along = ((found - right) * right).flatten(1).sum(1) / right.square().sum()
+    own = float(along.std()) / math.sqrt(len(found))
+    assert abs(float(along.mean())) <= 4 * own, name
+    if name in ("x", "weight"):
+        assert own < 0.01, name
+
+
+def exactly_split(rows, columns):
+    """A gradient of which both parts of each number are whole: nothing is rounded."""
+    g = torch.randint(-98, 99, (rows, columns)).float()
+    g[0, 0] = 98
+    return g / 256
+
+
+@pytest.mark.parametrize("group", [1, 8, 64])
+@pytest.mark.parametrize("kind", [Int4Linear, Int4Conv1D])
+def test_where_nothing_is_drawn_gradients_are_exact(group, kind):
+    """One token, so that the step's gradient sees every row there is."""
+    layer = layer_of(64, 48, Int4(group, "split"), kind=kind)
+    layer(outlying(130, 64))
+    x, g = token(), exactly_split(1, 48)
+    for found, right in zip(gradients_of(layer, x, g), Exact(layer, x).gradients(g), strict=True):
+        assert error_of(found, right) < 5e-5  # a step's is a sum in which much cancels
+    x, g = outlying(130, 64), exactly_split(130, 48)
+    found, right = gradients_of(layer, x, g), Exact(layer, x).gradients(g)
+    for i in (0, 1, 2, 4):
+        assert error_of(found[i], right[i]) < 5e-5
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 200])
+def test_steps_see_one_row_in_so_many(size):
+    """Those that count are as many as they stand for: of equal rows the gradient is exact."""
+    layer = layer_of(64, 48, Int4(32, "split"))
+    layer(outlying(130, 64))
+    x = token().detach().expand(size, -1).clone().requires_grad_()
+    g = exactly_split(1, 48).expand(size, -1)
+    found, right = gradients_of(layer, x, g), Exact(layer, x).gradients(g)
+    assert error_of(found[3], right[3]) < 5e-5
+
+
+def test_nearest_gradients_are_of_one_part_rounded_to_nearest():
+    layer = layer_of(64, 48, KINDS["int4-naive"])
+    assert layer.group == 1
+    x, g = outlying(130, 64), torch.randn(130, 48)
+    layer(x)
+    unit = g.abs().max() / 7
+    rounded = (g / unit).round() * unit
+    found, right = gradients_of(layer, x, g), Exact(layer, x).gradients(rounded)
+    for i in (0, 1, 4):
+        assert error_of(found[i], right[i]) < 1e-5
+    assert error_of(found[2], g.sum(0)) < 1e-6
+    again = gradients_of(layer, x, g)
+    assert torch.equal(again[1], found[1])
+    assert error_of(found[1], Exact(layer, x).gradients(g)[1]) > 0.05
+
+
+def test_sampling_drops_rows_and_splitting_none():
+    """Where one token's gradient dwarfs the others', both keep it."""
+    x = outlying(256, 64)
+    g = torch.randn(256, 48) / 3
+    g[7] = 5.0
+    spread = {}
+    for gradient in ("sampled", "split"):
+        layer = layer_of(64, 48, Int4(32, gradient))
+        layer(x)
+        exact = Exact(layer, x).gradients(g)
+        torch.manual_seed(1)
+        found = gradients_of(layer, x, g)
+        assert error_of(found[0][7], exact[0][7]) < 0.03
+        spread[gradient] = error_of(found[1], exact[1])
+    assert 2 * spread["split"] < spread["sampled"] < 0.5
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_a_gradient_that_is_not_finite_shows(name):
+    layer = layer_of(64, 48, KINDS[name])
+    x, g = outlying(40, 64), torch.randn(40, 48)
+    layer(x)
+    g[3, 5] = math.inf
+    found = gradients_of(layer, x, g)
+    assert all(not bool(t.isfinite().all()) for t in found)
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_a_gradient_of_zeros_gives_zeros(name):
+    layer = layer_of(64, 48, KINDS[name])
+    x = outlying(40, 64)
+    layer(x)
+    assert not any(bool(t.any()) for t in gradients_of(layer, x, torch.zeros(40, 48)))
+
+
+def test_input_that_is_not_finite_shows():
+    layer = layer_of(64, 48, Int4())
+    x = outlying(40, 64).detach()
+    layer(x)
+    x[3, 5] = math.nan
+    assert not bool(layer(x).isfinite().any())
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_near_a_linear_layer(device, name):
+    layer = layer_of(128, 96, KINDS[name], device)
+    x = torch.randn(3, 40, 128, device=device, requires_grad=True)
+    y = layer(x)
+    exact = functional.linear(x, layer.weight, layer.bias)
+    assert y.shape == exact.shape
+    assert error_of(y, exact) < 0.3
+    g = torch.randn_like(y)
+    leaves = (x, layer.weight, layer.bias)
+    found, right = (torch.autograd.grad(out, leaves, g) for out in (y, exact))
+    for ours, theirs in zip(found[:2], right[:2], strict=True):
+        # Noise lies across the gradient; what there is along it is the gradient.
+        along = float((ours * theirs).sum() / theirs.square().sum())
+        assert abs(along - 1) < 0.2
+    assert error_of(found[2], right[2]) < 1e-5
+
+
+def test_frozen():
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
+    layer.requires_grad_(False)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    layer.requires_grad_(True)
+    layer.weight.requires_grad_(False)
+    layer(x.detach()).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.step_w.grad is not None
+    assert torch.allclose(layer.bias.grad, torch.full((48,), 40.0))
+    plain = Int4Linear(64, 48, bias=False)
+    plain(x).sum().backward()
+    assert plain.bias is None
+
+
+def test_a_step_may_change_its_sign():
+    """What counts is its absolute value, and the gradient is that one's."""
+    layer, x = layer_of(64, 48, Int4(32, "split")), outlying(40, 64)
+    y = layer(x)
+    g = torch.randn_like(y)
+    torch.manual_seed(3)
+    before = gradients_of(layer, x, g)
+    with torch.no_grad():
+        layer.step_x.neg_()
+        layer.step_w.neg_()
+    torch.manual_seed(3)
+    after = gradients_of(layer, x, g)
+    assert torch.equal(layer(x), y)
+    for i, sign in enumerate((1, 1, 1, -1, -1)):
+        assert torch.equal(after[i], sign * before[i])
+    with torch.no_grad():
+        layer.step_w.zero_()
+    assert bool(layer(x).isfinite().all())
+    assert float(layer.steps[1]) > 0
+
+
+# What backward keeps
+
+
+class Kept:
+    """Storages that autograd keeps, each once, but those of some tensors."""
+
+    def __init__(self, *ignored):
+        self.ignored = {t.untyped_storage().data_ptr() for t in ignored}
+        self.storages = {}
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.ignored:
+            self.storages[storage.data_ptr()] = storage
+        return tensor
+
+    def bytes_of(self, call):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            held = call()
+        del held
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", INT4)
+def test_keeps_half_a_byte_an_element(device, name, dtype):
+    """The codes, one row in 64 in bf16, and four bytes a row."""
+    rows, inputs = 1024, 384
+    layer = layer_of(inputs, 192, KINDS[name], device)
+    x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
+    layer(x)
+    codes = layer._codes._made
+    found = Kept(*layer.parameters(), layer.calibration, *codes).bytes_of(lambda: layer(x))
+    expected = 1 / 2 + 2 / SAMPLED + 4 / inputs
+    assert expected <= found / x.numel() <= expected + 0.005 < 0.55
+
+
+def test_keeps_nothing_without_a_backward():
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64).detach()
+    layer(x)
+
+    def forward():
+        with torch.no_grad():
+            return layer(x)
+
+    assert Kept().bytes_of(forward) == 0
+
+
+# The first batch
+
+
+def test_the_first_batch_sets_the_steps():
+    layer, x = layer_of(64, 48, Int4(16)), outlying(100, 64)
+    assert layer.steps is None
+    layer(x)
+    for step, matrix in zip(layer.steps, (x, layer.weight), strict=True):
+        transformed = hadamard.transform(matrix.detach(), 16)
+        assert float(step) == pytest.approx(2 * float(transformed.abs().mean()) / math.sqrt(7))
+    assert layer.calibration.tolist() == [*(pytest.approx(float(s)) for s in layer.steps), 16]
+    before = layer.calibration.clone()
+    layer(10 * x)
+    assert torch.equal(layer.calibration, before)
+
+
+def test_of_many_rows_some_tell():
+    layer, x = layer_of(64, 48, Int4()), outlying(3 * 4096 + 7, 64).detach()
+    layer(x)
+    whole = float(hadamard.initial_step(hadamard.transform(x, 32)))
+    assert float(layer.steps[0]) == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_what_gives_no_step_is_not_the_first_batch(bad, of):
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64).detach()
+    weight = layer.weight.detach().clone()
+    broken = torch.full_like(x, bad) if of == "x" else x
+    if of == "weight":
+        layer.weight.data.fill_(bad)
+    y = layer(broken)
+    assert bool(y.isfinite().all()) == (bad == 0)
+    assert layer.steps is None
+    layer.weight.data.copy_(weight)
+    weights_changed()
+    assert error_of(layer(x), functional.linear(x, weight, layer.bias)) < 0.3
+    assert layer.steps is not None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_evaluation_before_training_takes_its_own_steps(inference):
+    layer, x = layer_of(64, 48, Int4("search")).eval(), outlying(40, 64)
+    state = copy.deepcopy(layer.state_dict())
+    with torch.inference_mode(inference):
+        y = layer(x)
+        assert error_of(y, functional.linear(x, layer.weight, layer.bias)) < 0.3
+        assert torch.equal(layer(x), y)
+    assert layer.steps is None
+    assert layer.group is None
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    layer.train()
+    assert torch.equal(layer(x), y)
+    assert layer.steps is not None
+    layer(x).sum().backward()
+
+
+def test_groups_are_searched_on_the_first_batch():
+    """Outliers in one column in 64 want a transform as wide; equal rows of ±1 want none."""
+    layer = layer_of(256, 48, Int4("search"))
+    x = torch.randn(200, 256)
+    x[:, 5::64] *= 30
+    layer(x)
+    assert layer.group == hadamard.search_group(x) >= 32
+    assert float(layer.calibration[2]) == layer.group
+    other = layer_of(256, 48, Int4("search"))
+    signs = (torch.randint(2, (200, 256)) * 2 - 1).float()
+    other(signs)
+    assert other.group == hadamard.search_group(signs)
+    assert other.group != layer.group
+    again = layer_of(256, 48, Int4("search"))
+    again.load_state_dict(layer.state_dict())
+    assert again.group == layer.group
+    assert torch.equal(again(x), layer(x))
+    fixed = layer_of(256, 48, Int4(2))
+    fixed.load_state_dict(layer.state_dict())
+    assert fixed.group == 2
+
+
+class Ranks:
+    """Stands for torch.distributed in one process of two, whose peer has steps three times ours."""
+
+    def __init__(self):
+        self.calls = []
+
+    is_available = is_initialized = staticmethod(lambda: True)
+
+    @staticmethod
+    def get_world_size():
+        return 2
+
+    def all_reduce(self, tensor):
+        self.calls.append("sum")
+        tensor += tensor * torch.tensor([3.0, 1.0, 1.0])
+
+    def broadcast(self, tensor, source):
+        assert source == 0
+        self.calls.append("group")
+        tensor.fill_(4)
+
+
+@pytest.mark.parametrize("group", [16, "search"])
+def test_processes_share_the_first_batch(group, monkeypatch):
+    layer, x = layer_of(64, 48, Int4(group)), outlying(40, 64)
+    monkeypatch.setattr(module_of_int4, "dist", Ranks())
+    layer.eval()(x)
+    assert module_of_int4.dist.calls == []  # others may not be evaluating
+    layer.train()(x)
+    layer(x)
+    searched = group == "search"
+    assert module_of_int4.dist.calls == ["group", "sum"][1 - searched :]
+    assert layer.group == (4 if searched else 16)
+    own = hadamard.initial_step(hadamard.transform(x.detach(), layer.group))
+    assert float(layer.steps[0]) == pytest.approx(2 * float(own))
+
+
+# When weights are quantised, state, copies
+
+
+def trained(layer, x):
+    """A step of an optimizer, of all the parameters."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    layer(x).square().mean().backward()
+    optimizer.step()
+    layer.zero_grad()
+    return layer
+
+
+def test_weights_are_quantised_once_a_step(monkeypatch):
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
+    calls, quantize = [], module_of_int4.int4_quantize
+
+    def counted(matrix, *args, **options):
+        if matrix.shape == (48, 64):
+            calls.append(options["layout"])
+        return quantize(matrix, *args, **options)
+
+    monkeypatch.setattr(module_of_int4, "int4_quantize", counted)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        for _ in range(3):
+            layer(x).sum().backward()
+            assert calls == ["both"] * (step + 1)
+        before = layer(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("change", ["weight", "step_w", "step_x", "data"])
+def test_what_changes_shows(change):
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
+    before = layer(x)
+    with torch.no_grad():
+        if change == "data":
+            layer.weight.data.mul_(-2)
+            weights_changed()
+        else:
+            getattr(layer, change).mul_(-2)
+    assert error_of(layer(x), before) > 0.1
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("group", [32, "search"])
+def test_copies_are_their_own(through, group):
+    x = outlying(40, 64)
+    layer = trained(layer_of(64, 48, Int4(group)), x)
+    before = layer(x)
+    twin = through(layer)
+    assert torch.equal(twin(x), before)
+    assert twin.group == layer.group
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(-2)
+    assert error_of(twin(x), before) > 0.1
+    assert torch.equal(layer(x), before)
+    assert through(layer_of(64, 48, Int4(group))).steps is None
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_of_its_own_and_of_a_linear_layer(assign):
+    x = outlying(40, 64)
+    layer = trained(layer_of(64, 48, Int4()), x)
+    assert {name for name in layer.state_dict() if is_int4_state(name)} == set(STATE)
+    again = Int4Linear(64, 48)
+    again.load_state_dict(layer.state_dict(), assign=assign)
+    assert torch.equal(again(x), layer(x))
+    assert again.step_x.tolist() == layer.step_x.tolist() != [1.0]
+    plain = nn.Linear(64, 48)
+    again.load_state_dict(plain.state_dict(), assign=assign)
+    assert again.steps is None
+    assert again.step_x.tolist() == [1.0]
+    fresh = Int4Linear(64, 48)
+    fresh.load_state_dict(plain.state_dict())
+    assert torch.equal(again(x), fresh(x))
+    with pytest.raises(RuntimeError, match=r"Missing key.*step_w"):
+        again.load_state_dict({k: v for k, v in layer.state_dict().items() if k != "step_w"})
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not is_int4_state(k)})
+
+
+def test_reset():
+    x = outlying(40, 64)
+    layer = trained(layer_of(64, 48, Int4()), x)
+    layer.reset_parameters()
+    assert layer.steps is None
+    assert layer.step_w.tolist() == [1.0]
+    layer(x)
+    assert layer.steps is not None
+
+
+def test_draws_only_where_there_is_a_backward(device):
+    layer, x = layer_of(64, 48, Int4(), device), torch.randn(16, 64, device=device)
+
+    def state():
+        return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+
+    before = state()
+    with torch.no_grad():
+        y = layer(x)
+    with torch.inference_mode():
+        layer(x)
+    assert torch.equal(state(), before)
+    assert torch.equal(layer(x), y)
+    assert not torch.equal(state(), before)
+
+
+def test_seed_repeats_gradients(device):
+    layer = layer_of(64, 48, Int4(), device)
+    x = torch.randn(80, 64, device=device, requires_grad=True)
+    g = torch.randn(80, 48, device=device)
+    layer(x)
+
+    def gradients(seed):
+        torch.manual_seed(seed)
+        return torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
+
+    first, again, other = gradients(1), gradients(1), gradients(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(first[i], other[i]) for i in (0, 1))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x = layer_of(64, 48, Int4()), outlying(80, 64)
+    layer(x)
+
+    def gradients(run):
+        torch.manual_seed(1)
+        x.grad = None
+        layer.zero_grad()
+        run(layer, x).square().sum().backward()
+        return [leaf.grad.clone() for leaf in (x, *layer.parameters())]
+
+    plain = gradients(lambda function, x: function(x))
+    kept = gradients(lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+def test_refuses_to_be_differentiated_twice():
+    layer, x = layer_of(64, 48, Int4()), outlying(16, 64)
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+# Dtypes, layouts, what is refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(device, dtype):
+    layer = layer_of(64, 48, Int4(), device)
+    x = torch.randn(2, 8, 64, device=device).to(dtype).requires_grad_()
+    y = layer(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_half_parameters(device):
+    layer = layer_of(64, 48, Int4(), device).bfloat16()
+    x = torch.randn(8, 64, device=device).bfloat16()
+    y = layer(x)
+    assert error_of(y, functional.linear(x, layer.weight, layer.bias)) < 0.3
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.bfloat16 for p in layer.parameters())
+
+
+def test_autocast(device):
+    layer = layer_of(64, 48, Int4(), device)
+    x = torch.randn(8, 64, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, layer(x.bfloat16()))
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 5, 64)])
+def test_any_leading_shape(shape):
+    layer = layer_of(64, 48, Int4())
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 48)
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_input_of_any_layout():
+    layer, x = layer_of(64, 48, Int4()), torch.randn(16, 128)
+    layer(x[:, :64])
+    assert torch.equal(layer(x[:, :64]), layer(x[:, :64].contiguous()))
+    assert torch.equal(layer(x[:, ::2]), layer(x[:, ::2].contiguous()))
+
+
+def test_refuses_in_one_line():
+    x = torch.zeros(2, 64)
+    refused("group=3: expected a power of two from 1 to 1024, or 'search'", Int4, 3)
+    refused("group=2048: expected a power of two from 1 to 1024, or 'search'", Int4, 2048)
+    refused("gradient=exact: expected sampled or split or nearest", Int4, 32, "exact")
+    refused("group=32 with 40 inputs: expected 1 or 2 or 4 or 8", Int4Linear, 40, 48)
+    even = "expected even numbers, two codes to a byte"
+    refused(f"64 inputs, 47 outputs: {even}", Int4Linear, 64, 47)
+    refused(f"63 inputs, 48 outputs: {even}", Int4Linear, 63, 48, int4=Int4(1))
+    floats = "expected bfloat16, float16 or float32"
+    layer = Int4Linear(64, 48)
+    refused(f"input of torch.float64: {floats}", layer, x.double())
+    refused("input of shape (2, 63): expected 64 columns", layer, x[:, :63])
+    refused(f"weight of torch.float64: {floats}", layer.double(), x)
+
+
+def test_repr():
+    expected = "Int4Linear(in_features=64, out_features=48, bias=True, group=32, gradient=sampled)"
+    assert repr(Int4Linear(64, 48)) == expected
+    conv = layer_of(64, 48, Int4("search", "split"), kind=Int4Conv1D)
+    assert repr(conv).endswith("out_features=48, bias=True, group=search, gradient=split)")
+
+
+# Conversion
+
+
+def test_recipes():
+    assert INT4 == ["int4-hq-lss", "int4-hq", "int4-naive"]
+    assert list(KINDS.values()) == [Int4(32, "sampled"), Int4(32, "split"), Int4(1, "nearest")]
+    assert [name for name, recipe in RECIPES.items() if recipe.plain] == ["bf16"]
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_converted_is_near_float(device, name):
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 40)).to(device)
+    exact = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    report = convert(model, name)
+    assert report.converted == ("0", "2")
+    assert model[0].int4 == KINDS[name]
+    assert all(any(p is q for q in model.parameters()) for p in parameters)
+    assert {p.device for p in model.parameters()} == {device}
+    steps = {f"{i}.{name}" for i in (0, 2) for name in STATE}
+    assert set(model.state_dict()) - set(exact.state_dict()) == steps
+    x = torch.randn(3, 20, 64, device=device)
+    assert error_of(model(x), exact(x)) < 0.4
+    model.load_state_dict(exact.state_dict())
+
+
+def test_what_cannot_be_converted_is_left():
+    model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 33), nn.Linear(33, 64, bias=False))
+    report = convert(model, "int4-hq-lss")
+    even = "expected even numbers, two codes to a byte"
+    assert report.left == {
+        "0": "group=32 with 40 inputs: expected 1 or 2 or 4 or 8",
+        "1": f"64 inputs, 33 outputs: {even}",
+        "2": f"33 inputs, 64 outputs: {even}",
+    }
+    model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 2, bias=False)).eval()
+    report = convert(model, Recipe("mine", int4=Int4("search", "split")))
+    assert report.converted == ("0", "1")
+    assert model[1].bias is None
+    assert not model[0].training
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers(kind):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        model, linears = transformers.GPT2LMHeadModel(config), 2 * 4
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+        )  # fmt: skip
+        model, linears = transformers.LlamaForCausalLM(config), 2 * 7
+    report = convert(model, "int4-hq-lss")
+    assert len(report.converted) == linears
+    kinds = {type(model.get_submodule(name)) for name in report.converted}
+    assert kinds == {Int4Conv1D if kind == "gpt2" else Int4Linear}
+    ids = torch.randint(96, (4, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.05
+
+
+# torch.compile, and the GPU
+
+
+def test_compiles(device):
+    layer = layer_of(64, 48, Int4(), device)
+    x = torch.randn(80, 64, device=device, requires_grad=True)
+    layer(x)  # the first batch is not for a compiler
+    torch._dynamo.reset()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = {}
+    for name, module in (("eager", layer), ("compiled", fast)):
+        torch.manual_seed(5)
+        y = module(x)
+        found[name] = (y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters())))
+    for ours, theirs in zip(found["compiled"], found["eager"], strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        layer.weight.mul_(-1)
+    assert error_of(fast(x), layer(x)) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INT4)
+def test_a_step_does_not_wait_for_the_device(name):
+    layer = layer_of(256, 192, KINDS[name], torch.device("cuda"))
+    x = torch.randn(500, 256, device="cuda", requires_grad=True)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    step()  # the first batch's, which does, and kernels' compilation
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(layer.weight.isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INT4)
+def test_a_step_is_a_graph(name):
+    """Each replay quantises the weights as they are, and what is eager between does not disturb."""
+    layer = layer_of(256, 192, KINDS[name], torch.device("cuda"))
+    x = torch.randn(500, 256, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    layer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = layer(x)
+        y.square().mean().backward()
+    graph.replay()
+    assert torch.equal(y, layer(x))
+    with torch.no_grad():
+        layer.weight.mul_(-1)
+    assert error_of(layer(x), y) > 1
+    graph.replay()
+    assert torch.equal(y, layer(x))
+    assert bool(layer.weight.grad.isfinite().all())
