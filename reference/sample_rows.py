@@ -130,6 +130,34 @@ def chances_of(
     return probabilities(weights(scores), budget, least)
 
 
+def drawn(
+    chances: Sequence[int], seed: torch.Tensor, parts: int, capacity: int, product: str
+) -> dict[str, torch.Tensor]:
+    """What `sample_rows` returns, of rows with these probabilities in units of 2^-32."""
+    m = len(chances) // parts
+    place, high, end = places(systematic(chances, offset(seed)), m)
+    if end > capacity:
+        raise ValueError(f"{end} rows are kept: the buffer has {capacity}")
+    rows, weight, repeat = [-1] * capacity, [0.0] * capacity, [0] * capacity
+    times = repeats(chances, seed)
+    for i, (at, factor) in enumerate(zip(place, factors(m, parts), strict=True)):
+        if at >= 0:
+            rows[at], repeat[at] = i, times[i]
+            weight[at] = factor * 2.0**32 / float(chances[i])
+    found = {
+        "rows": torch.tensor(rows, dtype=torch.int32),
+        "counts": torch.tensor([high, end], dtype=torch.int32),
+    }
+    if product == "wgrad":
+        return {**found, "repeat": torch.tensor(repeat, dtype=torch.int8)}
+    slots = [place[:m], place[m:] if parts == 2 else [-1] * m]
+    return {
+        **found,
+        "weight": torch.tensor(weight, dtype=torch.float64).float(),
+        "slots": torch.tensor(slots, dtype=torch.int32).t().contiguous(),
+    }
+
+
 def sample_rows(
     squares: torch.Tensor,
     seed: torch.Tensor,
@@ -155,26 +183,6 @@ def sample_rows(
         slots (m×2 int32: where each part of a token is, or -1), for the weight gradient repeat
         (capacity int8: 1/p, rounded at random).
     """
-    m = len(squares) // parts
     chances = chances_of(squares, parts, keep, x_squares)
-    place, high, end = places(systematic(chances, offset(seed)), m)
-    assert end <= capacity, f"{end} rows kept in a buffer of {capacity}"
-    rows, weight, repeat = [-1] * capacity, [0.0] * capacity, [0] * capacity
-    times = repeats(chances, seed)
-    for i, (at, factor) in enumerate(zip(place, factors(m, parts), strict=True)):
-        if at >= 0:
-            rows[at], repeat[at] = i, times[i]
-            weight[at] = factor * 2.0**32 / float(chances[i])
-    slots = [place[:m], place[m:] if parts == 2 else [-1] * m]
-    device = squares.device
-    found = {
-        "rows": torch.tensor(rows, dtype=torch.int32, device=device),
-        "counts": torch.tensor([high, end], dtype=torch.int32, device=device),
-    }
-    if x_squares is not None:
-        return {**found, "repeat": torch.tensor(repeat, dtype=torch.int8, device=device)}
-    return {
-        **found,
-        "weight": torch.tensor(weight, dtype=torch.float64).float().to(device),
-        "slots": torch.tensor(slots, dtype=torch.int32).t().contiguous().to(device),
-    }
+    found = drawn(chances, seed, parts, capacity, "dgrad" if x_squares is None else "wgrad")
+    return {name: tensor.to(squares.device) for name, tensor in found.items()}
