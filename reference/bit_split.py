@@ -29,35 +29,49 @@ def unit_of(x: torch.Tensor, bits: int) -> torch.Tensor:
     return unit.masked_fill(amax < TINY, 0.0).masked_fill(~torch.isfinite(amax), math.nan)
 
 
+def split(v: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes hi and lo of elements in units, integers in fp32: ``v ≈ 14·hi + lo``, both in [-7, 7].
+
+    ``hi = rint(v·c)``, c = 1/14 in fp32, the product exact and ties to even; ``lo = floor(v − 14·hi
+    + u)``, the sum rounded to fp32 as 128 more than it.
+
+    Args:
+        v: fp32 in [-98, 98], or up to two units in the last place beyond.
+        draws: u·2^16, integers in [0, 65536).
+    """
+    factor = torch.tensor(1 / HIGH).double()
+    high = (v.double() * factor).round().float()
+    low = v + (128.0 + draws.float() * 2.0**-16 - HIGH * high)
+    return high, low.floor() - 128.0
+
+
 def codes(
-    x: torch.Tensor, unit: torch.Tensor, bits: int = 8, seed: torch.Tensor | None = None
+    x: torch.Tensor,
+    unit: torch.Tensor,
+    bits: int = 8,
+    seed: torch.Tensor | None = None,
+    row0: int = 0,
 ) -> torch.Tensor:
     """int8 codes of x over the unit: hi (m×n) above lo (m×n), or one part (m×n) for bits=4.
 
-    ``v = x·(1/unit)``; ``hi = rint(v·c)``, c = 1/14 rounded to fp32, or 1 for bits=4, the product
-    exact and ties to even; ``lo = floor(v − 14·hi + u)``, u of 16 bits in [0, 1), the sum rounded
-    as 128 more than it. All else is fp32, each operation rounded once. Codes stay in [-7, 7].
+    ``v = x·(1/unit)``, each operation rounded in fp32, then `split`; for bits=4 ``rint(v)``.
 
     Args:
-        x: m×n, any float dtype.
+        x: m×n, any float dtype: rows row0 … row0 + m of what is split.
         unit: as `unit_of` gives it. Where it is 0 or NaN codes are 0, but for NaN that of the first
             element is 1: so a row is kept, and what is made of it is NaN too.
         seed: int64, one element, for bits=8.
     """
-    usable = bool(unit > 0)
-    x = x.float()
-    v = x * unit.reciprocal() if usable else torch.zeros_like(x)
-    factor = torch.tensor(1 / HIGH).double() if bits == 8 else 1.0
-    high = (v.double() * factor).round().float()
-    if torch.isnan(unit):
-        high[0, 0] = 1.0
+    v = x.float() * unit.reciprocal() if bool(unit > 0) else torch.zeros_like(x).float()
     if bits == 4:
-        return high.to(torch.int8)
-    if seed is None:
+        parts = [v.round()]
+    elif seed is None:
         raise ValueError("splitting in two needs a seed")
-    draw = 128.0 + random_u16(seed, *x.shape).float() * 2.0**-16
-    low = (v + (draw - HIGH * high * usable)).floor() - 128.0
-    return torch.cat([high, low]).to(torch.int8)
+    else:
+        parts = list(split(v, random_u16(seed, len(x), x.shape[1], row0=row0)))
+    if row0 == 0 and bool(torch.isnan(unit)):
+        parts[0][0, 0] = 1.0
+    return torch.cat(parts).to(torch.int8)
 
 
 def bit_split(

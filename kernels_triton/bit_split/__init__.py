@@ -136,25 +136,28 @@ def load_pairs(
     the threads of the codes' bytes, which a tile of elements would not.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if TOGETHER and dtype == tl.float32:
+    if not TOGETHER:
+        cols = 2 * pair0 + 2 * tl.arange(0, P)
+        rows = row0 + tl.arange(0, R)
+        at = x_ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :])
+        inside = (rows < M)[:, None] & (cols < 2 * PAIRS)[None, :]
+        even, odd = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
+        return even.to(tl.float32), odd.to(tl.float32)
+    elif dtype == tl.float32:
         both = x_ptr.to(tl.pointer_type(tl.int64))
         pairs = load_tile(both, row0, pair0, M, PAIRS, stride // 2, R, P)
         even, odd = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
         return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
-    if TOGETHER:
+    else:
         both = x_ptr.to(tl.pointer_type(tl.int32))
         pairs = load_tile(both, row0, pair0, M, PAIRS, stride // 2, R, P)
         if dtype == tl.bfloat16:
             even, odd = pairs << 16, pairs & -65536
             return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
-        even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
-        even, odd = even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True)
-        return even.to(tl.float32), odd.to(tl.float32)
-    rows, pairs = row0 + tl.arange(0, R), pair0 + tl.arange(0, P)
-    at = x_ptr + (rows.to(tl.int64)[:, None] * stride + 2 * pairs[None, :])
-    inside = (rows < M)[:, None] & (pairs < PAIRS)[None, :]
-    even, odd = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
-    return even.to(tl.float32), odd.to(tl.float32)
+        else:
+            even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+            even, odd = even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True)
+            return even.to(tl.float32), odd.to(tl.float32)
 
 
 @triton.jit
