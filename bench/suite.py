@@ -173,11 +173,12 @@ def _int4_compiled() -> list[Request]:
 def _gathers() -> list[Request]:
     """Of 8192 tokens' split gradient those kept, as each product reads them; all of a weight."""
     found = []
-    for product, other in (("dgrad", {}), ("wgrad", {"repeat": ["true"], "transpose": ["true"]})):
+    repeated = {"repeat": ["true"], "transpose": ["true"]}
+    for product, other in (("dgrad", {"wide": ["true"]}), ("wgrad", repeated)):
         settings = {"rows": [str(capacity(8192, 2, product, "half"))], **other}
         shape = {"m": [2 * 8192], "n": [8192]}
         found.append(Request(["gather_rows"], sizes=shape, settings=settings))
-    weight = {"transpose": ["false", "true"]}
+    weight = {"transpose": ["false", "true"], "wide": ["true"]}
     found.append(Request(["gather_rows"], sizes={"m": [8192], "n": [8192]}, settings=weight))
     return found
 

@@ -48,7 +48,7 @@ STATE = ("step_x", "step_w", "calibration")
 
 
 class Codes(NamedTuple):
-    """A weight's codes, one a byte.
+    """A weight's wide codes.
 
     Attributes:
         q: int8, out×in; qt: its transpose.
@@ -156,7 +156,7 @@ class _Split(NamedTuple):
     def times(self, qt: Tensor, scale: Tensor, out: FloatName) -> tuple[Tensor, Tensor]:
         """Rows of the gradient that are kept, times the weight, and where each token's are."""
         which, counts, weight, slots = self._draw(self.seeds[1:2])
-        kept = int4_gather_rows(self.q, rows=which, counts=counts)
+        kept = int4_gather_rows(self.q, rows=which, counts=counts, wide=True)
         product = int4_gemm(kept, self.unit, qt, scale, weight=weight, counts=counts, out=out)
         return product, slots
 
@@ -271,7 +271,7 @@ class _Int4Layer(nn.Module):
             packed, q, scale, _ = int4_quantize(
                 _out_by_in(weight, self.transposed), step.detach(), group=group, layout="both"
             )
-            return Codes(q, int4_gather_rows(packed, transpose=True), scale)
+            return Codes(q, int4_gather_rows(packed, transpose=True, wide=True), scale)
 
         # Codes made in a CUDA graph are there only once it is replayed, and it must renew its own.
         key = (group, self._group, _capturing(weight))

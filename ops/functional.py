@@ -624,7 +624,7 @@ def int4_sample_rows(
 
 def int4_gather_rows(
     q: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
-    repeat: Tensor | None = None, transpose: bool = False,
+    repeat: Tensor | None = None, transpose: bool = False, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     """Packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
 
@@ -632,6 +632,8 @@ def int4_gather_rows(
         rows, counts: of `int4_sample_rows`, both or neither; row i of them is q's row i mod m.
             Rows from counts[1] on are left as they are.
         repeat: multiplies each row.
+        wide: codes are put in the high halves of their bytes, as `int4_gemm` reads them but in a
+            weight's gradient.
 
     Returns:
         int8, rows×n, or n×rows where transposed.
@@ -646,7 +648,7 @@ def int4_gather_rows(
         if rows is None:
             raise UsageError("repeat: expected rows and counts with it")
         repeat = _kind("repeat", repeat, torch.int8, (rows.numel(),), q)
-    return library.gather_rows(q, rows, counts, repeat, transpose)
+    return library.gather_rows(q, rows, counts, repeat, transpose, wide)
 
 
 def int4_gemm(

@@ -22,12 +22,14 @@ class GatherRowsProblem(Problem):
 
     With `rows`, the inputs are ``rows`` (int32: source row modulo m, -1 for zeros) and ``counts``
     (int32 (2,)): only the first counts[1] are wanted, what lies beyond is left as it was. `repeat`:
-    codes are multiplied by an int8 of their row, 0 to 16. `transpose`: the output is n×rows.
+    codes are multiplied by an int8 of their row, 0 to 16. `wide`: they come in the high halves of
+    their bytes (`reference.nibbles`), else a byte is the code. `transpose`: the output is n×rows.
     """
 
     rows: int | None = None
     repeat: bool = False
     transpose: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,6 +37,10 @@ class GatherRowsProblem(Problem):
             raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
         if self.repeat and self.rows is None:
             raise UsageError("repeat=true rows=none: expected a number of rows")
+        if self.repeat and self.wide:
+            raise UsageError(
+                "repeat=true wide=true: expected one of them, for which a byte has room"
+            )
 
     @property
     def height(self) -> int:
@@ -85,14 +91,15 @@ class GatherRows(Op):
         shape = (problem.height, problem.n)
         if problem.transpose:
             shape = shape[::-1]
-        return {"wide": torch.empty(shape, dtype=torch.int8, device=inputs["q"].device)}
+        return {"codes": torch.empty(shape, dtype=torch.int8, device=inputs["q"].device)}
 
     def reference(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
-        """``wide``, of the rows that are wanted."""
+        """``codes``, of the rows that are wanted."""
         from jetfire.reference.gather_rows import gather_rows
 
         given = (inputs.get(name) for name in ("rows", "counts", "repeat"))
-        return {"wide": gather_rows(inputs["q"], *given, transpose=problem.transpose)}
+        transpose, wide = problem.transpose, problem.wide
+        return {"codes": gather_rows(inputs["q"], *given, transpose=transpose, wide=wide)}
 
     def check(
         self,
@@ -104,8 +111,8 @@ class GatherRows(Op):
         """Equal codes in the rows that are wanted."""
         from jetfire.ops import check
 
-        high, wide = expected["wide"].shape
-        return check.exact("wide", outputs["wide"][:high, :wide], expected["wide"])
+        high, across = expected["codes"].shape
+        return check.exact("codes", outputs["codes"][:high, :across], expected["codes"])
 
     def bytes(self, problem: GatherRowsProblem) -> int:
         """Of the rows that `inputs` asks for: packed codes in, a byte each out, and the list."""
@@ -124,15 +131,17 @@ class GatherRows(Op):
         def eager() -> torch.Tensor:
             import torch
 
-            from jetfire.reference.nibbles import unpack
+            from jetfire.reference.nibbles import unpack, widen
 
             chosen = q if rows is None else q[rows[:count] % problem.m]
             if rows is not None:
                 chosen = torch.where((rows[:count] >= 0)[:, None], chosen, 0)
-            wide = unpack(chosen)
+            codes = unpack(chosen)
+            if problem.wide:
+                codes = widen(codes)
             if repeat is not None:
-                wide = wide * repeat[:count, None]
-            return wide.t().contiguous() if problem.transpose else wide
+                codes = codes * repeat[:count, None]
+            return codes.t().contiguous() if problem.transpose else codes
 
         return peers.elementwise(eager, self.bytes(problem), q.device)
 

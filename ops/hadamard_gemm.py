@@ -24,8 +24,8 @@ class HadamardGemmProblem(Problem):
     fwd: x and w with their steps (1,) to c (m×n, x·wᵀ), and to what is kept of x for backward: q
     (packed codes) and squares (m,), of their rows.
 
-    bwd: g (m×n), what was kept of x with its scale, w with its scale and wt, its codes transposed
-    (k×n, a byte each: made once a step with the weight's codes), to dx (m×k), dw (n×k) and
+    bwd: g (m×n), what was kept of x with its scale, w with its scale and wt, its wide codes
+    transposed (k×n: made once a step with the weight's codes), to dx (m×k), dw (n×k) and
     dstep_w (n,), the gradient of w's step by rows. g is split in two 4-bit parts, of whose 2m rows
     m are drawn for each product, by a seed each.
     """
@@ -161,7 +161,7 @@ def _codes(
     import torch
 
     from jetfire.reference.hadamard_quantize import quantize
-    from jetfire.reference.nibbles import pack
+    from jetfire.reference.nibbles import pack, widen
 
     step = _step(x, group)
     if x.device.type == "meta":
@@ -169,7 +169,7 @@ def _codes(
         codes = torch.empty((x.shape[0], columns), dtype=torch.int8, device=x.device)
         return codes, torch.empty(x.shape[0], dtype=torch.int32, device=x.device), step
     codes, scale, squares = quantize(x, step, group)
-    return pack(codes) if packed else codes, squares, scale
+    return pack(codes) if packed else widen(codes), squares, scale
 
 
 OP = HadamardGemm()

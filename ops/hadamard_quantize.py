@@ -39,8 +39,8 @@ class HadamardQuantizeProblem(Problem):
     """x (m×n, `dtype`) to 4-bit codes of X·blockdiag(H/√group), or their gradient to x's.
 
     fwd: x and step (1,) to codes as `layout` says: ``packed`` is q (int8 m×n/2, two codes a byte,
-    as `reference.nibbles`), ``wide`` a byte each; to scale (1,), the step, NaN where x or the step
-    is not finite; and to squares (m,) int32, Σ codes² of each row.
+    as `reference.nibbles`), ``wide`` one in a byte's high half; to scale (1,), the step, NaN where
+    x or the step is not finite; and to squares (m,) int32, Σ codes² of each row.
 
     bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed.
     ``given=x``: with x and step, and then dstep (m,) is the step's gradient by rows. ``gathered``:
@@ -121,12 +121,12 @@ class HadamardQuantize(Op):
 
     def reference(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import hadamard_quantize as reference
-        from jetfire.reference.nibbles import pack, unpack
+        from jetfire.reference.nibbles import pack, unpack, widen
 
         group = problem.group
         if problem.mode == "fwd":
             q, scale, squares = reference.quantize(inputs["x"], inputs["step"], group)
-            return {"q": pack(q), "wide": q, "scale": scale, "squares": squares}
+            return {"q": pack(q), "wide": widen(q), "scale": scale, "squares": squares}
         dx_hat = inputs["dx_hat"]
         if problem.gathered:
             dx_hat = reference.gathered(dx_hat, inputs["slots"], inputs["unit"])
@@ -225,7 +225,7 @@ def _eager_forward(
     x, step = inputs["x"], inputs["step"]
     t = (x.reshape(-1, problem.group) @ h).view(x.shape)
     codes = (t / step).round().clamp(-8, 7).to(torch.int8)
-    found = [codes] if problem.layout != "packed" else []
+    found = [codes << 4] if problem.layout != "packed" else []
     if problem.layout != "wide":
         found.insert(0, codes[:, 0::2] & 15 | codes[:, 1::2] << 4)
     return (*found, codes.float().square().sum(dim=1))

@@ -19,11 +19,11 @@ Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
 
 SEGMENT = 128  # what a wgrad's counts are multiples of
-# The largest K whose integer sums fit in 32 bits: products of two nibbles, or in a wgrad of 14, of
-# a code of 7 repeated 16 times and of a nibble.
+# The largest K whose integer sums fit in 32 bits: products of two wide codes, or in a wgrad of 14,
+# of a code of 7 repeated 16 times and of another code.
 MOST_K: dict[Product, int] = {
-    "fwd": (2**31 - 1) // 64,
-    "dgrad": (2**31 - 1) // 64,
+    "fwd": (2**31 - 1) // 128**2,
+    "dgrad": (2**31 - 1) // 128**2,
     "wgrad": (2**31 - 1) // (14 * 112 * 8),
 }
 
@@ -32,14 +32,15 @@ MOST_K: dict[Product, int] = {
 class Int4GemmProblem(Problem):
     """C (m×n) = s·A (m×k)·Bᵀ (B n×k), both K-contiguous, s = a_scale·b_scale.
 
-    Operands are 4-bit codes, ``packed`` two to a byte (`reference.nibbles`) or ``wide``, a byte
-    each. Products other than `fwd` read ``counts`` (2,) int32 on the device:
+    Operands are 4-bit codes, ``packed`` two to a byte or ``wide``, one in a byte's high half
+    (`reference.nibbles`), the sixteenth of which is meant. Products other than `fwd` read
+    ``counts`` (2,) int32 on the device:
 
     ``dgrad``: row i is multiplied by ``weight`` (m,); only the first counts[1] rows are wanted,
     the rest of C is left unwritten.
     ``wgrad``: the first counts[0] of K count 14 times, those from there to counts[1] once, the rest
     is not read. Counts are multiples of 128. A's codes may have been repeated, up to ±112, for
-    which a nibble has no room.
+    which a nibble has no room: both operands' bytes are then the numbers that are meant.
     """
 
     k: int
@@ -59,6 +60,11 @@ class Int4GemmProblem(Problem):
                              "have room for repeated codes")  # fmt: skip
         if self.k > (most := MOST_K[self.product]):
             raise UsageError(f"k={self.k}: expected at most {most} for sums in 32 bits")
+
+    @property
+    def shifted(self) -> bool:
+        """Operands are wide codes, in the high halves of their bytes."""
+        return self.operands == "wide" and self.product != "wgrad"
 
     @property
     def row_bytes(self) -> int:
@@ -139,11 +145,13 @@ class Int4Gemm(Op):
     def reference(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
         """``c`` as every kernel must round it; of a dgrad, the rows that there are."""
         from jetfire.reference import int4_gemm as reference
-        from jetfire.reference.nibbles import unpack
+        from jetfire.reference.nibbles import narrow, unpack
 
         a, b = inputs["a"], inputs["b"]
         if problem.operands == "packed":
             a, b = unpack(a), unpack(b)
+        elif problem.shifted:
+            a, b = narrow(a), narrow(b)
         operands = a, inputs["a_scale"], b, inputs["b_scale"]
         if problem.product == "dgrad":
             c = reference.dgrad(*operands, inputs["weight"], inputs["counts"])
@@ -195,7 +203,7 @@ def _codes(
     """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped."""
     import torch
 
-    from jetfire.reference.nibbles import pack
+    from jetfire.reference.nibbles import pack, widen
 
     x = source.floats(rows, problem.k, operand=operand)
     if x.is_meta:
@@ -207,7 +215,9 @@ def _codes(
     # A gradient's codes are symmetric, so that 16 times the least one fits too.
     least = -7 if operand == 0 and problem.product != "fwd" else -8
     q = (x / step).round_().clamp_(least, 7).to(torch.int8)
-    return pack(q) if problem.operands == "packed" else q, step
+    if problem.operands == "packed":
+        return pack(q), step
+    return widen(q) if problem.shifted else q, step
 
 
 def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
@@ -227,7 +237,7 @@ def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
         weight[:high] *= 14
         weight[end:] = torch.nan
         inputs["weight"] = weight
-        a[end:] = _bytes(source, *a[end:].shape)
+        a[end:] = _bytes(source, *a[end:].shape) & (-16 if problem.shifted else -1)
         return
     # Most rows once or twice, one in a hundred 16 times: integers whose mean is 1/p.
     repeat = (1 + source.normal(problem.k).square_()).floor_().clamp_(max=16)

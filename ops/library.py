@@ -550,14 +550,16 @@ def sample_rows(
 
 
 @_operator(
-    "gather_rows(Tensor q, Tensor? rows, Tensor? counts, Tensor? repeat, bool transpose) -> Tensor"
+    "gather_rows(Tensor q, Tensor? rows, Tensor? counts, Tensor? repeat, bool transpose, bool wide)"
+    " -> Tensor"
 )
 def gather_rows(
-    q: Tensor, rows: Tensor | None, counts: Tensor | None, repeat: Tensor | None, transpose: bool
-) -> Call:
+    q: Tensor, rows: Tensor | None, counts: Tensor | None, repeat: Tensor | None, transpose: bool,
+    wide: bool,
+) -> Call:  # fmt: skip
     fields = {
         "m": q.shape[0], "n": 2 * q.shape[1], "rows": None if rows is None else rows.shape[0],
-        "repeat": repeat is not None, "transpose": transpose,
+        "repeat": repeat is not None, "transpose": transpose, "wide": wide,
     }  # fmt: skip
     return {"q": q, "rows": rows, "counts": counts, "repeat": repeat}, fields
 

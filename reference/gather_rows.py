@@ -1,10 +1,10 @@
-"""Rows of packed 4-bit codes, chosen, widened to a byte a code, repeated, transposed."""
+"""Rows of packed 4-bit codes, chosen, unpacked to a byte a code, repeated, transposed."""
 
 from __future__ import annotations
 
 import torch
 
-from jetfire.reference.nibbles import unpack
+from jetfire.reference.nibbles import unpack, widen
 
 
 def gather_rows(
@@ -13,6 +13,7 @@ def gather_rows(
     counts: torch.Tensor | None = None,
     repeat: torch.Tensor | None = None,
     transpose: bool = False,
+    wide: bool = False,
 ) -> torch.Tensor:
     """The rows that are wanted, int8: w×n, or n×w transposed.
 
@@ -21,13 +22,14 @@ def gather_rows(
         rows: int32 (R,), each taken modulo m; -1 gives a row of zeros. None: all m in order.
         counts: int32 (2,); with rows, w = counts[1] of them are wanted.
         repeat: int8 (R,), what a row's codes are multiplied by.
+        wide: codes come in the high halves of their bytes.
     """
     if rows is not None:
         if counts is None:
             raise ValueError("rows come with counts")
         wanted = rows[: int(counts[1])].long()
         q = q[wanted % q.shape[0]] * (wanted >= 0)[:, None]
-    wide = unpack(q)
+    codes = widen(unpack(q)) if wide else unpack(q)
     if repeat is not None:
-        wide = wide * repeat[: len(wide), None]
-    return wide.t().contiguous() if transpose else wide
+        codes = codes * repeat[: len(codes), None]
+    return codes.t().contiguous() if transpose else codes

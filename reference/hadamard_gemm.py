@@ -12,7 +12,7 @@ from jetfire.reference import int4_gemm
 from jetfire.reference.bit_split import bit_split
 from jetfire.reference.gather_rows import gather_rows
 from jetfire.reference.hadamard_quantize import gathered, input_gradient, quantize, step_terms
-from jetfire.reference.nibbles import pack, unpack
+from jetfire.reference.nibbles import narrow, pack, unpack
 from jetfire.reference.sample_rows import sample_rows
 
 
@@ -44,7 +44,7 @@ def backward(
     Args:
         g: m×n, the output's gradient.
         q, squares, x_scale: x's packed codes (m×k/2), Σ codes² of their rows, and their step.
-        w: n×k, of g's dtype; w_scale: its step; wt: its codes transposed, k×n, a byte each.
+        w: n×k, of g's dtype; w_scale: its step; wt: its wide codes transposed, k×n.
         seeds: int64 of one element each: of the split, of the rows for x's gradient and of those
             for w's.
 
@@ -56,8 +56,9 @@ def backward(
     codes, unit, g_squares = bit_split(g, 8, seeds[0])
     room = 2 * (m + 127)
     kept = sample_rows(g_squares, seeds[1], 2, "half", room)
-    rows = gather_rows(codes, kept["rows"], kept["counts"])
-    dx_hat = int4_gemm.dgrad(rows, unit, wt, w_scale, kept["weight"], kept["counts"]).to(g.dtype)
+    rows, columns = gather_rows(codes, kept["rows"], kept["counts"]), narrow(wt)
+    dx_hat = int4_gemm.dgrad(rows, unit, columns, w_scale, kept["weight"], kept["counts"])
+    dx_hat = dx_hat.to(g.dtype)
     if len(dx_hat) == 0:  # nothing to be indexed where the gradient is 0
         dx_hat = dx_hat.new_zeros((1, wt.shape[0]))
     dx = input_gradient(gathered(dx_hat, kept["slots"], unit), unpack(q), group)

@@ -37,7 +37,7 @@ def forward(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """s·A·Bᵀ + bias of wide codes a (m×k) and b (n×k), fp32 m×n."""
+    """s·A·Bᵀ + bias of codes a (m×k) and b (n×k), fp32 m×n."""
     return scaled(product(a, b), a_scale, b_scale, bias=bias)
 
 

@@ -13,6 +13,7 @@ from jetfire.ops.op import poison
 from jetfire.ops.run import launch, verify
 from jetfire.reference import hadamard_gemm as reference
 from jetfire.reference.hadamard import transform
+from jetfire.reference.nibbles import narrow, unpack
 
 OP = ops.get("hadamard_gemm")
 KERNEL = ops.get_kernel("hadamard_gemm", "staged")
@@ -67,8 +68,7 @@ def test_backward_is_unbiased():
     problem = OP.Problem(m, n, k, group=group, mode="bwd")
     inputs = OP.inputs(problem, torch.device("cpu"), data="gradient/normal")
     g = inputs["g"].double()
-    codes = {name: reference.unpack(inputs["q"]) if name == "x" else inputs["wt"].t()
-             for name in "xw"}  # fmt: skip
+    codes = {"x": unpack(inputs["q"]), "w": narrow(inputs["wt"]).t()}
     values = {name: codes[name].double() * inputs[f"{name}_scale"] for name in "xw"}
     passed = {name: (codes[name] > -8) & (codes[name] < 7) for name in "xw"}
     exact = {

@@ -1103,7 +1103,7 @@ def test_every_launch_of_a_layer_in_4_bits_is_shipped():
                 ("hadamard_quantize", HadamardQuantizeProblem(m, k, layout="both")),
                 ("hadamard_quantize", HadamardQuantizeProblem(n, k, dtype="fp32", layout="both")),
                 ("hadamard_quantize", HadamardQuantizeProblem(m, k, mode="bwd", gathered=True)),
-                ("gather_rows", GatherRowsProblem(n, k, transpose=True)),
+                ("gather_rows", GatherRowsProblem(n, k, transpose=True, wide=True)),
                 ("int4_gemm", Int4GemmProblem(m, n, k, operands="wide")),
                 ("int4_gemm", Int4GemmProblem(m, n, k)),
                 ("bit_split", BitSplitProblem(m, n)),

@@ -81,7 +81,7 @@ def _of_layers(op: Op) -> Iterator[Case]:
             yield from (Case(op, p) for p in workloads.problems(op, workload, "fwd", {}))
         if op.name == "gather_rows" and workload in workloads.MODELS:
             for out, inp in workloads.MODELS[workload].linears():
-                yield Case(op, op.Problem(out, inp, transpose=True))
+                yield Case(op, op.Problem(out, inp, transpose=True, wide=True))
 
 
 def _trained(op: Op, problem: Any, workload: str) -> Any:

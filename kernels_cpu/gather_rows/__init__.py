@@ -1,4 +1,4 @@
-"""Gathered and widened rows of packed codes on the CPU."""
+"""Gathered rows of packed codes on the CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class TorchGatherRows(TorchKernel):
     op = "gather_rows"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """``wide``, of the rows that are wanted."""
+        """``codes``, of the rows that are wanted."""
         rows, counts, repeat = (inputs.get(name) for name in ("rows", "counts", "repeat"))
-        return {"wide": gather_rows(inputs["q"], rows, counts, repeat)}
+        return {"codes": gather_rows(inputs["q"], rows, counts, repeat, wide=problem.wide)}
 
     def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
         with torch.no_grad():
-            wide = self.compute(problem, inputs)["wide"]
-            out = outputs["wide"].t() if problem.transpose else outputs["wide"]
-            out[: len(wide)].copy_(wide)
+            codes = self.compute(problem, inputs)["codes"]
+            out = outputs["codes"].t() if problem.transpose else outputs["codes"]
+            out[: len(codes)].copy_(codes)
 
 
 KERNELS = (TorchGatherRows(),)

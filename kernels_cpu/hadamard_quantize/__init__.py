@@ -7,7 +7,7 @@ from typing import Any
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.ops.op import Tensors
 from jetfire.reference.hadamard_quantize import gathered, input_gradient, quantize, step_terms
-from jetfire.reference.nibbles import pack, unpack
+from jetfire.reference.nibbles import pack, unpack, widen
 
 
 class TorchHadamardQuantize(TorchKernel):
@@ -17,7 +17,7 @@ class TorchHadamardQuantize(TorchKernel):
         group = problem.group
         if problem.mode == "fwd":
             q, scale, squares = quantize(inputs["x"], inputs["step"], group)
-            codes = {"wide": q} if problem.layout != "packed" else {}
+            codes = {"wide": widen(q)} if problem.layout != "packed" else {}
             if problem.layout != "wide":
                 codes["q"] = pack(q)
             return codes | {"scale": scale, "squares": squares}

@@ -1,4 +1,4 @@
-"""The INT4 GEMM on the CPU: torch's own integer product of wide codes."""
+"""The INT4 GEMM on the CPU: torch's own integer product of codes in bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class IntMm(TorchKernel):
             sums = HIGH * _product(a[:, :high], b[:, :high])
             sums += _product(a[:, high:end], b[:, high:end])
         else:
-            sums = _product(a, b)
+            sums = _product(a, b) >> (8 if problem.shifted else 0)
         return {"c": scaled(sums, inputs["a_scale"], inputs["b_scale"], weight, inputs.get("bias"))}
 
     def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:

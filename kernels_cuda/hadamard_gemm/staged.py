@@ -83,8 +83,8 @@ def _input_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
             {"rows": "d_rows", "counts": "d_counts", "weight": "d_weight", "slots": "slots"},
         ),
         Stage(
-            "dgrad_gather", "gather_rows", GatherRowsProblem(2 * p.m, p.n, rows=room),
-            {"q": "g_codes", "rows": "d_rows", "counts": "d_counts"}, {"wide": "g_kept"},
+            "dgrad_gather", "gather_rows", GatherRowsProblem(2 * p.m, p.n, rows=room, wide=True),
+            {"q": "g_codes", "rows": "d_rows", "counts": "d_counts"}, {"codes": "g_kept"},
         ),
         Stage(
             "dgrad_gemm", "int4_gemm",
@@ -115,12 +115,12 @@ def _weight_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
             "wgrad_gather_g", "gather_rows",
             GatherRowsProblem(2 * p.m, p.n, rows=room, repeat=True, transpose=True),
             {"q": "g_codes", "rows": "w_rows", "counts": "w_counts", "repeat": "w_repeat"},
-            {"wide": "gt"},
+            {"codes": "gt"},
         ),
         Stage(
             "wgrad_gather_x", "gather_rows",
             GatherRowsProblem(p.m, p.k, rows=room, transpose=True),
-            {"q": "q", "rows": "w_rows", "counts": "w_counts"}, {"wide": "xt"},
+            {"q": "q", "rows": "w_rows", "counts": "w_counts"}, {"codes": "xt"},
         ),
         Stage(
             "wgrad_gemm", "int4_gemm",

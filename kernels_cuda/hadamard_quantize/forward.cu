@@ -92,6 +92,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) forward(const A
         nibbles[i] = nibbles_of(bytes[2 * i], bytes[2 * i + 1]);
       }
       if (PACKED) store<4, PACKED_BYTES>(q, nibbles, column + c * RUN, columns);
+#pragma unroll
+      for (int i = 0; i < ELEMENTS / 4; ++i) bytes[i] = bytes[i] << 4 & 0xF0F0F0F0u;
       if (WIDE) store<8, WIDE_BYTES>(wide, bytes, column + c * RUN, columns);
     }
   }

@@ -23,8 +23,8 @@ DEVICE float weight_of(const Epilogue& to, int row) {
   return PRODUCT == DGRAD && row < to.m ? to.weight[row] : 1.0f;
 }
 
-// Unpacked nibbles lie in the high halves of their bytes: each code sixteen times itself.
-constexpr float CODE_UNIT = PACKED ? 0x1p-8f : 1.0f;
+// Codes in the high halves of bytes are sixteen times themselves.
+constexpr float CODE_UNIT = SHIFTED ? 0x1p-8f : 1.0f;
 constexpr int HIGH = 14;  // what a high part weighs, in low ones
 
 // A sum as it is stored.

@@ -108,7 +108,7 @@ def config_header(problem: Int4GemmProblem, config: MmaConfig, access: Access = 
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         "NIBBLES": problem.operands == "packed",
-        "PACKED": False,  # which to the epilogue means nibbles multiplied as bytes
+        "SHIFTED": problem.shifted,
         "COPY_BYTES": access.copy_bytes,
         "VECTOR_OUT": access.out,
         "TILE_M": config.tile_m,

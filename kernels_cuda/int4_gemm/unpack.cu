@@ -1,7 +1,6 @@
 // Copies rows into aligned rows of a multiple of 16 bytes, which the tensor memory accelerator wants,
-// and with PACKED turns nibbles into bytes on the way: a word's four low ones and then its four high
-// ones, each in the high half of a byte. Both operands of a product are cut alike, so that their order
-// is no matter.
+// and with PACKED turns nibbles into wide codes on the way: a word's four low ones and then its four
+// high ones. Both operands of a product are cut alike, so that their order is no matter.
 #include "config.cuh"
 #include "ptx.cuh"
 

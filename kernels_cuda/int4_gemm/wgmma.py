@@ -15,6 +15,7 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm.wgmma import wgmma_wrapper
+from jetfire.kernels_cuda.int4_gemm.constants import problem_constants
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
 from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "wgmma.cu"
 TILE_K = 128
 STAGING_BYTES = 8192
-# Unpacked nibbles are sixteen times themselves: products of up to 128·128.
-MOST_UNPACKED_K = (2**31 - 1) // 2**14
-# As the enums of epilogue.cuh count them.
-OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2}
-PRODUCTS = {"fwd": 0, "dgrad": 1, "wgrad": 2}
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
 REGISTERS = {1: (240, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
@@ -95,21 +91,16 @@ def shared_bytes(config: WgmmaConfig) -> int:
     )
 
 
-def problem_constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
-    """What the epilogue depends on."""
-    return {
-        "PACKED": problem.operands == "packed",
-        "PRODUCT": PRODUCTS[problem.product],
-        "OUTPUT": OUTPUTS[problem.out],
-        "BIAS": problem.bias,
-    }
+def _constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
+    """What the epilogue depends on: nibbles are unpacked to wide codes too."""
+    return {**problem_constants(problem), "SHIFTED": problem.product != "wgrad"}
 
 
 def config_header(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) -> str:
     """The kernel's constants."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
-        **problem_constants(problem),
+        **_constants(problem),
         "TMA_OUT": tma_out,
         "GROUPS": config.groups,
         "ROWS": config.rows,
@@ -145,8 +136,6 @@ class WgmmaInt4Gemm(Kernel):
         for name, values in SPACE.items():
             if getattr(config, name) not in values:
                 return f"{name}={getattr(config, name)}: expected one of {values}"
-        if problem.operands == "packed" and problem.k > MOST_UNPACKED_K:
-            return f"k={problem.k}: int32 sums of unpacked nibbles hold at most {MOST_UNPACKED_K}"
         sums = config.rows * config.tile_n // 2
         if sums > (most := MOST_SUMS[config.groups]):
             return f"{sums} sums a thread: {config.groups} groups have registers for {most}"
@@ -262,7 +251,7 @@ def _unpack_header(packed: bool) -> str:
 
 
 def _reduce_header(problem: Int4GemmProblem, config: WgmmaConfig) -> str:
-    return header({**problem_constants(problem), "SPLIT": config.split})
+    return header({**_constants(problem), "SPLIT": config.split})
 
 
 def _cubin(name: str, text: str) -> bytes:

@@ -33,8 +33,14 @@ def _signed(word: str, low: str, high: str) -> str:
     lop3.b32 {high}, t, s, 0x0F0F0F0F, 0xE4;"""
 
 
+def _shifted(word: str, low: str, high: str) -> str:
+    """The same nibbles in the bytes' high halves: wide codes."""
+    return f"""
+    shl.b32 s, {word}, 4; and.b32 {low}, s, 0xF0F0F0F0; and.b32 {high}, {word}, 0xF0F0F0F0;"""
+
+
 def _repeated(word: str, times: str, low: str, high: str) -> str:
-    """The same, each byte multiplied by a number of 0 to 16.
+    """As `_signed`, each byte multiplied by a number of 0 to 16.
 
     c·r = (c + 8)·r − 8r: the product fits in a byte, so one multiplication serves four. Bytes are
     subtracted with their top bits apart (Hacker's Delight, 2nd edition, section 2-18).
@@ -62,14 +68,18 @@ def _turned(words: Sequence[str], out: Sequence[str]) -> str:
 
 _BESIDE = "prmt.b32 $0, l, h, 0x5140; prmt.b32 $1, l, h, 0x7362; }"
 # Four bytes to eight codes in order; of one row, where they are repeated.
-_WIDEN = tl.constexpr("{ .reg .b32 s, t, l, h;" + _signed("$2", "l", "h") + _BESIDE)
+_UNPACK = tl.constexpr("{ .reg .b32 s, t, l, h;" + _signed("$2", "l", "h") + _BESIDE)
+_WIDEN = tl.constexpr("{ .reg .b32 s, l, h;" + _shifted("$2", "l", "h") + _BESIDE)
 _REPEAT = tl.constexpr("{ .reg .b32 s, t, d, l, h;" + _repeated("$2", "$3", "l", "h") + _BESIDE)
 # A word of eight codes of each of four rows to the rows' first codes, second codes, …
-_TURN = tl.constexpr(
-    "{ .reg .b32 s, t, w<4>;"
-    + _turned([f"${8 + i}" for i in range(4)], [f"w{i}" for i in range(4)])
-    + "".join(_signed(f"w{i}", f"${2 * i}", f"${2 * i + 1}") for i in range(4))
-    + "}"
+_TURN, _TURN_WIDE = (
+    tl.constexpr(
+        "{ .reg .b32 s, t, w<4>;"
+        + _turned([f"${8 + i}" for i in range(4)], [f"w{i}" for i in range(4)])
+        + "".join(unpacked(f"w{i}", f"${2 * i}", f"${2 * i + 1}") for i in range(4))
+        + "}"
+    )
+    for unpacked in (_signed, _shifted)
 )
 _TURN_REPEAT = tl.constexpr(
     "{ .reg .b32 s, t, d, l<4>, h<4>;"
@@ -120,7 +130,7 @@ def load_words(q_ptr, rows, word0, PAIRS, stride, W: tl.constexpr, WORDS: tl.con
 
 
 @triton.jit
-def widened(q, repeat, REPEAT: tl.constexpr, VECTORS: tl.constexpr):
+def unpacked(q, repeat, REPEAT: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr):
     """The two codes of each byte, the even one low: int16; times `repeat`, int32 of q's shape.
 
     VECTORS: a thread's neighbourhoods of four bytes are of one row.
@@ -131,8 +141,11 @@ def widened(q, repeat, REPEAT: tl.constexpr, VECTORS: tl.constexpr):
         )
     if not INTERPRETED and not REPEAT:
         return tl.inline_asm_elementwise(
-            _WIDEN, "=r,=r,r", [q], dtype=tl.int16, is_pure=True, pack=4
+            _WIDEN if WIDE else _UNPACK, "=r,=r,r", [q], dtype=tl.int16, is_pure=True, pack=4
         )
+    if WIDE:
+        low, high = (q.to(tl.int32) & 15) << 4, q.to(tl.int32) >> 4 << 4
+        return (low | (high << 8)).to(tl.int16)
     low, high = (q.to(tl.int32) << 28) >> 28, q.to(tl.int32) >> 4
     if REPEAT:
         low, high = low * repeat, high * repeat
@@ -141,8 +154,8 @@ def widened(q, repeat, REPEAT: tl.constexpr, VECTORS: tl.constexpr):
 
 @triton.jit
 def gather_kernel(
-    q_ptr, rows_ptr, counts_ptr, repeat_ptr, wide_ptr, M, PAIRS, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, VECTORS: tl.constexpr,
+    q_ptr, rows_ptr, counts_ptr, repeat_ptr, out_ptr, M, PAIRS, stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     row0, pair0 = grid_origin(TILE_M, TILE_N // 2)
     LISTED: tl.constexpr = rows_ptr is not None
@@ -157,12 +170,12 @@ def gather_kernel(
     if REPEAT:
         repeat = tl.load(repeat_ptr + places, mask=places < end, other=0).to(tl.int32)
         repeat = tl.broadcast_to(repeat[:, None], q.shape)
-    wide = widened(q, repeat, REPEAT, VECTORS)
-    store_tile(wide_ptr.to(tl.pointer_type(tl.int16)), wide, row0, pair0, end, PAIRS, PAIRS)
+    codes = unpacked(q, repeat, REPEAT, WIDE, VECTORS)
+    store_tile(out_ptr.to(tl.pointer_type(tl.int16)), codes, row0, pair0, end, PAIRS, PAIRS)
 
 
 @triton.jit
-def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr):
+def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.constexpr):
     """Eight words, of which the k-th has code k of each of four rows' words, times its repeat."""
     if not INTERPRETED and REPEAT:
         return tl.inline_asm_elementwise(
@@ -171,14 +184,16 @@ def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr):
         )  # fmt: skip
     if not INTERPRETED:
         return tl.inline_asm_elementwise(
-            _TURN, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [w0, w1, w2, w3], dtype=(tl.int32,) * 8,
-            is_pure=True, pack=1,
+            _TURN_WIDE if WIDE else _TURN, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [w0, w1, w2, w3],
+            dtype=(tl.int32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
     words, repeats, found = (w0, w1, w2, w3), (r0, r1, r2, r3), ()
     for k in tl.static_range(8):
         four = tl.zeros(w0.shape, tl.int32)
         for i in tl.static_range(4):
             code = (words[i] << (28 - 4 * k)) >> 28
+            if WIDE:
+                code = code << 4
             four |= ((code * repeats[i] if REPEAT else code) & 0xFF) << (8 * i)
         found = found + (four,)  # noqa: RUF005
     return found
@@ -203,8 +218,9 @@ def store_fours(ptr, words, rows, fours, N, COLS, FOURS: tl.constexpr):
 
 @triton.jit
 def gather_transposed_kernel(
-    q_ptr, rows_ptr, counts_ptr, repeat_ptr, wide_ptr, M, PAIRS, ROWS, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WORDS: tl.constexpr, FOURS: tl.constexpr,
+    q_ptr, rows_ptr, counts_ptr, repeat_ptr, out_ptr, M, PAIRS, ROWS, stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr,
+    FOURS: tl.constexpr,
 ):  # fmt: skip
     """A thread has a word of each of four neighbouring rows, so that what it stores are words."""
     row0, col0 = grid_origin(TILE_M, TILE_N)
@@ -225,10 +241,10 @@ def gather_transposed_kernel(
             repeat = tl.load(repeat_ptr + places, mask=places < end, other=0).to(tl.int32)
             repeat = tl.broadcast_to(repeat[:, None], word.shape)
         repeats = repeats + (repeat,)  # noqa: RUF005
-    codes = turned(*words, *repeats, REPEAT)
+    codes = turned(*words, *repeats, REPEAT, WIDE)
     cols = col0 + 8 * tl.arange(0, TILE_N // 8)
     for k in tl.static_range(8):
-        store_fours(wide_ptr, codes[k], cols + k, fours, 2 * PAIRS, ROWS, FOURS)
+        store_fours(out_ptr, codes[k], cols + k, fours, 2 * PAIRS, ROWS, FOURS)
 
 
 class TritonGatherRows(TritonKernel):
@@ -271,13 +287,14 @@ class TritonGatherRows(TritonKernel):
         parts = pairs | q.stride(0) | q.data_ptr()
         if problem.transpose:
             gather_transposed_kernel[grid](
-                q, *listed, outputs["wide"], m, pairs, rows, q.stride(0), WORDS=parts % 4 == 0,
-                FOURS=rows % 4 == 0, **tiles,
+                q, *listed, outputs["codes"], m, pairs, rows, q.stride(0), WIDE=problem.wide,
+                WORDS=parts % 4 == 0, FOURS=rows % 4 == 0, **tiles,
             )  # fmt: skip
         else:
             gather_kernel[grid](
-                q, *listed, outputs["wide"], m, pairs, q.stride(0), VECTORS=parts % 16 == 0, **tiles
-            )
+                q, *listed, outputs["codes"], m, pairs, q.stride(0), WIDE=problem.wide,
+                VECTORS=parts % 16 == 0, **tiles,
+            )  # fmt: skip
 
 
 KERNELS = (TritonGatherRows(),)
