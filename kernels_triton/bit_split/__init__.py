@@ -33,18 +33,22 @@ def _pairs(line: str) -> str:
 
 
 def _pack(code: str, packed: str, squares: str) -> str:
-    """Nibbles of four pairs of codes, the low bytes of `code`, and in one of four places Σ codes².
+    """Nibbles of four pairs of codes, the low bytes of `code`, and each pair's Σ codes².
 
-    Bytes of even elements go to e, of odd ones to o.
+    Bytes of even elements go to e, of odd ones to o. A dot product of all four would cost less, but
+    which rows a thread's four pairs are of is the compiler's choice.
     """
-    first, *rest = squares.split()
+    sums = " ".join(
+        f"prmt.b32 g, e, o, 0x{4 + i}{i}{4 + i}{i}; and.b32 p, g, 0xFFFF; "
+        f"dp4a.s32.s32 {place}, g, p, 0;"
+        for i, place in enumerate(squares.split())
+    )
     return f"""
     prmt.b32 e, {code}e0, {code}e1, 0x0040; prmt.b32 g, {code}e2, {code}e3, 0x0040;
     prmt.b32 e, e, g, 0x5410;
     prmt.b32 o, {code}o0, {code}o1, 0x0040; prmt.b32 g, {code}o2, {code}o3, 0x0040;
     prmt.b32 o, o, g, 0x5410;
-    dp4a.s32.s32 g, e, e, 0; dp4a.s32.s32 {first}, o, o, g;
-    {" ".join(f"mov.b32 {place}, 0;" for place in rest)}
+    {sums}
     shl.b32 o, o, 4; and.b32 e, e, 0x0F0F0F0F; and.b32 o, o, 0xF0F0F0F0; or.b32 {packed}, e, o;"""
 
 
@@ -60,7 +64,7 @@ def _operand(even: int, odd: int) -> str:
 
 # Adding 1.5·2^23 leaves the rounded integer in the low bits.
 _NEAREST = tl.constexpr(
-    "{ .reg .b32 e, o, g;"
+    "{ .reg .b32 e, o, g, p;"
     + _registers("x", "h")
     + _operand(5, 9)
     + _pairs("add.rn.f32 h{x}, x{x}, 0f4B400000;")
@@ -71,7 +75,7 @@ _NEAREST = tl.constexpr(
 # under the exponent of 128 are 128 + u; v − 14·hi + 128 + u lies in [121, 136), so that rounding it
 # down onto 1.5·2^23 − 128 leaves lo there, never out of range.
 _SPLIT = tl.constexpr(
-    "{ .reg .b32 e, o, g, top; mov.b32 top, 0x4300;"
+    "{ .reg .b32 e, o, g, p, top; mov.b32 top, 0x4300;"
     + _registers("x", "h", "f", "u", "l")
     + _operand(10, 14)
     + _pairs("fma.rn.f32 h{x}, x{x}, 0f3D924925, 0f4B400000;")
@@ -162,7 +166,7 @@ def load_pairs(
 
 @triton.jit
 def pack(even, odd):
-    """Packed codes int8 [R, P] of integers in fp32, and Σ codes² of each eight, [R, P/4]."""
+    """Packed codes int8 [R, P] of integers in fp32, and each pair's Σ codes²."""
     e, o = even.to(tl.int32), odd.to(tl.int32)
     packed = ((e & 15) | (o << 4)).to(tl.int8)
     return packed, e * e + o * o
@@ -176,7 +180,7 @@ def rint(x):
 
 @triton.jit
 def codes_nearest(even, odd):
-    """rint of pairs of elements in [-7.5, 7.5]: packed int8, and Σ codes² in places of its four."""
+    """rint of pairs of elements in [-7.5, 7.5]: packed int8, and each pair's Σ codes²."""
     if INTERPRETED:
         return pack(rint(even.to(tl.float64)), rint(odd.to(tl.float64)))
     return tl.inline_asm_elementwise(
@@ -209,12 +213,6 @@ def codes_split(even, odd, words):
 
 
 @triton.jit
-def by_four(squares):
-    """Sums of four neighbours: [R, P] → [R, P/4]."""
-    return tl.sum(tl.reshape(squares, (squares.shape[0], squares.shape[1] // 4, 4)), 2)
-
-
-@triton.jit
 def split_kernel(
     x_ptr, seed_ptr, unit_ptr, q_ptr, squares_ptr, M, N, stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BITS: tl.constexpr,
@@ -231,8 +229,8 @@ def split_kernel(
     pairs = tl.where(usable, N // 2, 0)
     kept = tl.where(unit == unit, -1, 0)  # the row whose first code must be 1
     low_ptr = q_ptr + M.to(tl.int64) * (N // 2)
-    high_squares = tl.zeros((TILE_M, half // 4), tl.int32)
-    low_squares = tl.zeros((TILE_M, half // 4), tl.int32)
+    high_squares = tl.zeros((TILE_M, half), tl.int32)
+    low_squares = tl.zeros((TILE_M, half), tl.int32)
     for pair0 in range(0, N // 2, half):
         even, odd = load_pairs(x_ptr, row0, pair0, M, pairs, stride, TILE_M, half, TOGETHER)
         even, odd = even * inverse, odd * inverse
@@ -240,11 +238,11 @@ def split_kernel(
             words = random_words(seed, row0, 2 * pair0, TILE_M, TILE_N, STREAM_ROUNDING)
             words = tl.reshape(words, (TILE_M, half))
             high, low, squares, others = codes_split(even, odd, words)
-            low_squares += by_four(others)
+            low_squares += others
             store_tile(low_ptr, low, row0, pair0, M, N // 2, N // 2)
         else:
             high, squares = codes_nearest(even, odd)
-        high_squares += by_four(squares)
+        high_squares += squares
         if (kept == row0) & (pair0 == 0):
             first = (rows == kept)[:, None] & (tl.arange(0, half) == 0)[None, :]
             high = tl.where(first, 1, high)
