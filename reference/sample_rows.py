@@ -139,7 +139,7 @@ def drawn(
     if end > capacity:
         raise ValueError(f"{end} rows are kept: the buffer has {capacity}")
     rows, weight, repeat = [-1] * capacity, [0.0] * capacity, [0] * capacity
-    times = repeats(chances, seed)
+    times = repeats(chances, seed) if product == "wgrad" else [0] * len(chances)
     for i, (at, factor) in enumerate(zip(place, factors(m, parts), strict=True)):
         if at >= 0:
             rows[at], repeat[at] = i, times[i]
