@@ -97,9 +97,9 @@ class GatherRows(Op):
         """``codes``, of the rows that are wanted."""
         from jetfire.reference.gather_rows import gather_rows
 
-        given = (inputs.get(name) for name in ("rows", "counts", "repeat"))
-        transpose, wide = problem.transpose, problem.wide
-        return {"codes": gather_rows(inputs["q"], *given, transpose=transpose, wide=wide)}
+        rows, counts, repeat = (inputs.get(name) for name in ("rows", "counts", "repeat"))
+        form = {"transpose": problem.transpose, "wide": problem.wide}
+        return {"codes": gather_rows(inputs["q"], rows, counts, repeat, **form)}
 
     def check(
         self,

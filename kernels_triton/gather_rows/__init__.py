@@ -195,7 +195,7 @@ def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.conste
             if WIDE:
                 code = code << 4
             four |= ((code * repeats[i] if REPEAT else code) & 0xFF) << (8 * i)
-        found = found + (four,)  # noqa: RUF005
+        found = found + (four,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -235,12 +235,12 @@ def gather_transposed_kernel(
         places = 4 * fours + i
         rows = sources(rows_ptr, places, M, end, LISTED)
         word = load_words(q_ptr, rows, col0 // 8, PAIRS, stride, TILE_N // 8, WORDS)
-        words = words + (word,)  # noqa: RUF005
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
         repeat = 0
         if REPEAT:
             repeat = tl.load(repeat_ptr + places, mask=places < end, other=0).to(tl.int32)
             repeat = tl.broadcast_to(repeat[:, None], word.shape)
-        repeats = repeats + (repeat,)  # noqa: RUF005
+        repeats = repeats + (repeat,)  # type: ignore[assignment]  # noqa: RUF005
     codes = turned(*words, *repeats, REPEAT, WIDE)
     cols = col0 + 8 * tl.arange(0, TILE_N // 8)
     for k in tl.static_range(8):
@@ -255,7 +255,7 @@ class TritonGatherRows(TritonKernel):
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
         if (reason := device_reason(device)) is not None:
             return reason
-        for name, least in (("tile_m", 1), ("tile_n", 32)):
+        for name, least in (("tile_m", 4 if problem.transpose else 1), ("tile_n", 32)):
             size = getattr(config, name)
             if size < least or size & (size - 1):
                 return f"{name}={size}: expected a power of two of at least {least}"
