@@ -468,8 +468,8 @@ def _train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="bf16, int8-block32, int8-block64, int8-block128 "
-                     "(int8-block32)."),
+        typer.Option(metavar="NAME", help="bf16, int8-block32, -block64, -block128, int4-hq-lss, "
+                     "int4-hq, int4-naive (int8-block32)."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -618,7 +618,7 @@ def _bench_training(
     ],
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME,...", help="int8-block32, -block64, -block128 (all)."),
+        typer.Option(metavar="NAME,...", help="As for training, but bf16 (the INT8 ones)."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -670,7 +670,7 @@ def _tune_training(
     ],
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME,...", help="int8-block32, -block64, -block128 (int8-block32)."),
+        typer.Option(metavar="NAME,...", help="As for training, but bf16 (int8-block32)."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=V,...", help="As for training.")

@@ -53,9 +53,11 @@ from jetfire.ops.peers import forget_compiled
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
-# Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Its
-# error of 0.3 to 1.1 is noise, which lies across. ALONG_MEASURED; half of it unwritten, 0.5.
-ALONG_TOLERANCE = 0.4
+# Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Most
+# of its error, of 0.3 to 1.8, is noise, which lies across. Models of 2 to 24 layers are off by up
+# to 0.16; but what came through attention, whose weights 4 bits change, by 0.55.
+ALONG_TOLERANCE, ATTENTION_TOLERANCE = 0.3, 0.7
+_ATTENTION = ("qkv.weight", "projection.weight")
 CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
@@ -66,25 +68,25 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float
     Args:
         noisy: whether gradients are right on average, not each time.
     """
-    worst, limit = 0.0, ALONG_TOLERANCE if noisy else GRADIENT_TOLERANCE
-    wrong = (0.0, "")
-    for name, right in theirs.items():
-        left, right = ours[name].double(), right.double()
+    worst, wrong, far = 0.0, "", 0.0
+    for name, its in theirs.items():
+        left, right = ours[name].double(), its.double()
         error = float((left - right).norm() / right.norm())
         if name == "loss":
             if not abs(error) <= LOSS_TOLERANCE:
                 return error, f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
             continue
-        off, what = error, "relative error"
+        worst = error if not error <= worst else worst
+        off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
             off = abs(float((left * right).sum() / right.square().sum()) - 1)
-            what = "relative error along the exact one"
-        worst = error if not error <= worst else worst
-        if not off <= max(limit, wrong[0]):
-            wrong = (off, f"{name}: {what} {off:.2g} against BF16 eager's")
+            limit = ATTENTION_TOLERANCE if name.endswith(_ATTENTION) else ALONG_TOLERANCE
+            what = "relative error along it"
+        if not off / limit <= max(far, 1.0):
+            far, wrong = off / limit, f"{name}: {what} {off:.2g} against BF16 eager's"
             if math.isnan(off):
                 break
-    return worst, wrong[1]
+    return worst, wrong
 
 
 class Bench:

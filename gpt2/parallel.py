@@ -206,7 +206,7 @@ def spread(model: nn.Module, settings: Settings, group: Group, device: torch.dev
     if settings.parallel == "ddp":
         return DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True, broadcast_buffers=False,  # all processes set theirs alike
+            gradient_as_bucket_view=True,
         )  # fmt: skip
     if settings.parallel == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh

@@ -212,8 +212,14 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
 
 
 def _settings(fields: Mapping[str, Any]) -> Settings:
+    from jetfire.nn import int4
+
     settings = Settings(**fields)
-    settings.precision()
+    precision = settings.precision()
+    if precision.int4 is not None:
+        reason = int4.why_not(settings.width, settings.width, precision.int4)
+        if reason is not None:
+            raise UsageError(f"width={settings.width}: {reason}")
     return settings
 
 

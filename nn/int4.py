@@ -252,7 +252,7 @@ class _Int4Layer(nn.Module):
         if torch.is_grad_enabled():
             sample, seeds = _sampled(x.detach()), draw(3, x.device)
         with torch.autocast(x.device.type, enabled=False):
-            group, first = self._group, self.calibration
+            group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
                 group, first = self._first_batch(x.detach())
             step_x, step_w = self._scaled(first)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from jetfire.gpt2 import bench, cases, subjects
 from jetfire.gpt2.bench import Bench
 from jetfire.gpt2.cases import BlockProblem, Case, StepProblem, problem_of
 from jetfire.gpt2.subjects import EAGER, BlockSubject, StepSubject
+from jetfire.nn import is_int4_state
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
@@ -51,6 +53,28 @@ def test_a_right_recipe_is_timed_beside_eager(problem, op):
     assert not notes
 
 
+@pytest.mark.parametrize("problem", [STEP, BLOCK])
+def test_a_recipe_in_4_bits_is_checked_along_the_exact_gradient(problem):
+    names = tuple(name for name in cases.MEASURED if name not in cases.INT8)
+    (*rows, eager), notes = measure(problem, names)
+    assert [row.kernel for row in rows] == ["int4-hq-lss", "int4-hq", "int4-naive"]
+    assert all(row.ok and row.vs_peer == {"eager": eager.ms / row.ms} for row in rows), notes
+    noise = {row.kernel: row.rel_err for row in rows}
+    assert noise["int4-hq-lss"] > noise["int4-hq"] > bench.GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["expand.weight", "qkv.weight", "dx − dy"])
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, math.nan])
+def test_a_gradient_in_4_bits_may_be_noisy_but_not_wrong(name, factor):
+    exact = {name: torch.randn(64, 64), "loss": torch.tensor(4.0)}
+    noise = torch.randn(64, 64)
+    noise -= (noise * exact[name]).sum() / exact[name].square().sum() * exact[name]
+    assert bench.compared({**exact, name: exact[name] + noise}, exact, noisy=True)[1] == ""
+    assert bench.compared({**exact, name: exact[name] + noise}, exact)[1]
+    found = {**exact, name: factor * exact[name] + noise}
+    assert bench.compared(found, exact, noisy=True)[1].startswith(f"{name}: relative error along")
+
+
 def test_work_is_counted_as_documented():
     tokens, width, context = 2 * 16, 32, 16
     block = 6 * 12 * width**2 + 12 * width * context
@@ -79,7 +103,7 @@ def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
 class _HalfUnwritten(StepSubject):
     def first(self):
         found = super().first()
-        if self.model.recipe.block is not None:
+        if not self.model.recipe.plain:
             found["blocks.0.qkv.weight"][:, 16:] = 0
         return found
 
@@ -87,7 +111,7 @@ class _HalfUnwritten(StepSubject):
 class _OtherLoss(StepSubject):
     def first(self):
         found = super().first()
-        if self.model.recipe.block is not None:
+        if not self.model.recipe.plain:
             found["loss"] = found["loss"] * 1.01
         return found
 
@@ -95,7 +119,7 @@ class _OtherLoss(StepSubject):
 class _NotFinite(StepSubject):
     def first(self):
         found = super().first()
-        if self.model.recipe.block is not None:
+        if not self.model.recipe.plain:
             found["positions.weight"][0, 0] = torch.nan
         return found
 
@@ -144,7 +168,7 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
 
 def test_every_variant_begins_with_the_same_parameters():
     found = []
-    for name in ("int8-block64", EAGER):
+    for name in ("int8-block64", EAGER, "int4-hq-lss"):
         made = StepSubject(STEP, name, [], torch.device("cpu"), seed=3)
         found.append(made.model.state_dict())
         x = torch.zeros(2, 16, 32, dtype=torch.bfloat16)
@@ -152,6 +176,9 @@ def test_every_variant_begins_with_the_same_parameters():
     for ours, theirs in ((found[0], found[2]), (found[1], found[3])):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    for ours, theirs in ((found[2], found[4]), (found[3], found[5])):
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        assert all(is_int4_state(key) for key in theirs.keys() - ours.keys())
 
 
 def test_cases_are_the_presets_and_two_more():
@@ -279,9 +306,9 @@ def test_no_chart(tmp_path):
 def test_the_whole_way_on_the_gpu(problem):
     notes: list[str] = []
     made = Bench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
-    rows = {row.kernel: row for row in made.measure(Case(problem))}
-    assert [*rows] == [*cases.INT8, "eager", "compile"]
-    for name in cases.INT8:
+    rows = {row.kernel: row for row in made.measure(Case(problem, cases.MEASURED))}
+    assert [*rows] == [*cases.MEASURED, "eager", "compile"]
+    for name in cases.MEASURED:
         row = rows[name]
         assert row.ok, row.error
         assert row.graph, notes

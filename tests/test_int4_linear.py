@@ -154,9 +154,9 @@ def near(found, right, name):
     """The mean of draws, of its elements and along the exact gradient."""
     own = found.std(0) / math.sqrt(len(found))
     error = ((found.mean(0) - right).abs() - 1e-6 * right.abs().max()) / own
-    # 6 in 100 000 normal numbers are beyond 4, and those of a row are so together.
-    assert float((error > 4).double().mean()) <= 0.002, name
-    assert float(error.max()) <= 6, name
+    # 6 in 100 000 normal numbers are beyond 4; of few draws more are, and those of a row together.
+    assert float((error > 4).double().mean()) <= 1 / len(found), name
+    assert float(error.max()) <= 8, name
     along = ((found - right) * right).flatten(1).sum(1) / right.square().sum()
     own = float(along.std()) / math.sqrt(len(found))
     assert abs(float(along.mean())) <= 4 * own, name
@@ -272,6 +272,16 @@ def test_near_a_linear_layer(device, name):
         along = float((ours * theirs).sum() / theirs.square().sum())
         assert abs(along - 1) < 0.2
     assert error_of(found[2], right[2]) < 1e-5
+
+
+def test_buffers_may_be_written_between_forward_and_backward():
+    """As DDP does before each forward."""
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
+    layer(x)
+    y = layer(x)
+    layer.calibration.copy_(layer.calibration.clone())
+    y.sum().backward()
+    assert layer.step_x.grad is not None
 
 
 def test_frozen():

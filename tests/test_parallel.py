@@ -172,8 +172,27 @@ def test_in_int8_too_but_for_the_rounding(how, runs):
     assert ours[-1] < ours[0] - 0.3
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp-int8", "ddp-graph", "ddp-graph-int8", "fsdp",
-                                  "fsdp-int8"])  # fmt: skip
+@pytest.mark.parametrize("how", ["ddp-graph", "fsdp"])
+def test_in_int4_they_share_the_first_batch(how, runs):
+    """Steps begin as the mean of both processes' own, and all begin with the same first loss."""
+    ours, theirs = (runs / f"{name}-int4" for name in (how, "ddp"))
+    found, expected = (
+        load_file(run / "checkpoints" / "step-00000008" / "model.safetensors")
+        for run in (ours, theirs)
+    )
+    assert found.keys() == expected.keys()
+    first = [key for key in found if key.endswith("calibration")]
+    assert len(first) == 8
+    for key in first:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-2, atol=0.0)
+        assert bool((found[key] > 0).all())
+    assert losses(ours)[0] == pytest.approx(losses(theirs)[0], rel=tolerance(ours))
+    assert losses(ours) == pytest.approx(losses(theirs), rel=2e-2)
+    assert losses(ours)[-1] < losses(ours)[0] - 0.3
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-int8", "ddp-int4", "ddp-graph", "ddp-graph-int8",
+                                  "fsdp", "fsdp-int8", "fsdp-int4"])  # fmt: skip
 def test_resuming_repeats_the_losses_of_two(name, runs):
     again = runs / f"{name}-again"
     assert outcome(runs, again.name, 0)["code"] == 0

@@ -113,6 +113,15 @@ USAGE = [
     (["tiny", "--set", "dropout=1"], "dropout=1.0: expected 0 to 0.999"),
     (["tiny", "--set", "heads=3"], "width=128: expected a multiple of heads=3"),
     (["tiny", "--set", "compile=maybe"], "compile=maybe: expected true or false"),
+    (["tiny", "--set", "group=3"], "group=3: expected recipe or search or 1 or 2 or 4"),
+    (
+        ["tiny", "--set", "group=64"],
+        "group=64 with recipe=int8-block32: expected an INT4 recipe",
+    ),
+    (
+        ["tiny", "--recipe", "int4-hq", "--set", "width=48,heads=2"],
+        "width=48: group=32 with 48 inputs: expected 1 or 2 or 4 or 8 or 16",
+    ),
     (["tiny", "--set", "graph=maybe"], "graph=maybe: expected auto or true or false"),
     (
         ["tiny", "--set", "graph=true", "--device", "cpu"],
@@ -245,10 +254,19 @@ def test_random_numbers_are_a_functions_of_the_step():
     assert len({tuple(one) for one in drawn}) == 3
 
 
+RESUMED = [
+    {"recipe": "bf16"},
+    {"recipe": "int8-block32"},
+    {"recipe": "int4-hq-lss"},
+    {"recipe": "int4-hq", "group": "search"},
+    {"recipe": "int4-naive"},
+]
+
+
 # --- the loop ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 def test_tiny_learns(recipe, tokens):
     """Enough of the preset's own 50 steps to have fallen by a nat."""
     begin = time.monotonic()
@@ -263,9 +281,9 @@ def test_tiny_learns(recipe, tokens):
     assert (time.monotonic() - begin) / 12 * 50 < 120
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
-def test_resuming_repeats_the_losses(recipe, tokens, tmp_path):
-    changes = {"recipe": recipe, "dropout": 0.1, "accumulate": 2, "keep": 3}
+@pytest.mark.parametrize("changes", RESUMED, ids=lambda changes: "-".join(changes.values()))
+def test_resuming_repeats_the_losses(changes, tokens, tmp_path):
+    changes = {**changes, "dropout": 0.1, "accumulate": 2, "keep": 3}
     _, whole = run(tokens, tmp_path, **changes)
     assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-00000004", "step-00000008"]
     saved = checkpoint.open_checkpoint(tmp_path / "checkpoints" / "step-00000004")
@@ -283,6 +301,25 @@ def test_one_recipe_goes_on_in_another(tokens, tmp_path):
     assert losses(after)[0][1] < losses(before)[0][1]
 
 
+def test_int4_goes_on_from_any_recipe_and_back(tokens, tmp_path):
+    """The first batch after BF16 sets the steps; what INT4 leaves goes on without them."""
+    _, before = run(tokens, tmp_path, steps=4)
+    middle, found = run(tokens, tmp_path, checkpoint.find(tmp_path), recipe="int4-hq-lss", steps=8)
+    layer = middle.model.blocks[0].qkv
+    assert bool(layer.calibration.all())
+    assert layer.step_x.tolist() != [1.0]
+    saved = checkpoint.find(tmp_path)
+    assert {"blocks.0.qkv.calibration", "blocks.0.qkv.step_w"} < saved.model().keys()
+    assert "blocks.0.qkv.step_w/exp_avg" in saved.optimizer()
+    other, _ = run(tokens, None, saved, recipe="int4-naive", steps=9)
+    assert torch.equal(other.model.blocks[0].qkv.calibration, layer.calibration)
+    _, after = run(tokens, tmp_path, saved, steps=12)
+    steps = losses(before) + losses(found) + losses(after)
+    assert [step for step, *_ in steps] == list(range(1, 13))
+    first, *_, last = [loss for _, loss, _ in steps]
+    assert last < losses(found)[0][1] < first
+
+
 FAULTS = [
     ("blocks.1.expand.weight", False, "loss is nan at step 6; first at blocks.1"),
     ("tokens.weight", False, "first at the loss, after the last block: tokens.weight holds NaN"),
@@ -291,7 +328,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 @pytest.mark.parametrize(("name", "gradient", "says"), FAULTS, ids=[name for name, *_ in FAULTS])
 def test_a_fault_names_step_and_layer(name, gradient, says, recipe, tokens, tmp_path):
     records: list[dict] = []
@@ -302,7 +339,7 @@ def test_a_fault_names_step_and_layer(name, gradient, says, recipe, tokens, tmp_
 
     def broken(step):
         if step == 6 and gradient:
-            parameter.register_hook(lambda g: g * math.inf)
+            parameter.register_hook(lambda g: torch.full_like(g, math.inf))
         elif step == 6:
             with torch.no_grad():
                 parameter[0, 0] = math.nan
@@ -451,6 +488,25 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     assert "other: tiny int8-block32" in svg
 
 
+def test_an_int4_run_is_sampled_and_exported(text, tmp_path, capsys):
+    """In BF16 and as transformers has it: without the steps."""
+    folder = tmp_path / "run"
+    words = ["tiny", "--steps", "2", "--data", str(text), *SET]
+    one = [*words, "--recipe", "int4-hq-lss", "--set", "group=search", "-o", str(folder)]
+    assert execute("train", one) == 0
+    assert log.read(folder)[0]["settings"]["group"] == "search"
+    capsys.readouterr()
+    assert execute("train", ["sample", str(folder), "--prompt", "12 ", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("12 ")
+    assert execute("train", ["export", str(folder), "-o", str(tmp_path / "theirs")]) == 0
+    back = [*words, "--recipe", "int4-hq", "--init", str(tmp_path / "theirs")]
+    assert execute("train", [*back, "-o", str(tmp_path / "back")]) == 0
+    resumed = ["--resume", "-o", str(folder), "--steps", "3", "--recipe", "bf16"]
+    assert execute("train", resumed) == 2
+    assert "group=search with recipe=bf16: expected an INT4" in capsys.readouterr().err
+    assert execute("train", [*resumed, "--set", "group=recipe"]) == 0
+
+
 def test_other_tokens_are_refused_on_resume(text, tmp_path, capsys):
     copy, folder = tmp_path / "copy.txt", tmp_path / "run"
     copy.write_text(text.read_text())
@@ -536,9 +592,10 @@ def test_curves_compare_with_the_first():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["int8-block32", "int4-hq-lss"])
 @pytest.mark.parametrize("how", ["false", "true"], ids=["eager", "graph"])
-def test_resuming_repeats_the_losses_on_a_gpu(how, tokens, tmp_path):
-    changes = {"recipe": "int8-block32", "dropout": 0.1, "keep": 3, "graph": how,
+def test_resuming_repeats_the_losses_on_a_gpu(how, recipe, tokens, tmp_path):
+    changes = {"recipe": recipe, "dropout": 0.1, "keep": 3, "graph": how,
                "width": 128, "steps": 12}  # fmt: skip
     with command.algorithms(settings_of(**changes)):
         _, whole = run(tokens, tmp_path, **changes)

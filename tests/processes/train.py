@@ -91,8 +91,11 @@ def runs_of(name: str, how: str, more: str) -> None:
 def all_runs() -> None:
     for how in ("ddp", "fsdp"):
         runs_of(how, how, "accumulate=2")
+        begin(f"{how}-int4", how, "int4-hq-lss")
+        resume(f"{how}-int4-again", f"{how}-int4", how)
     with graphs():
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
+        begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=2,graph=true")
     resume("fsdp-to-ddp", "fsdp", "ddp")
     command._tokens = apart
     begin("apart", "ddp", "bf16")
