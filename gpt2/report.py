@@ -21,6 +21,7 @@ from jetfire.bench.report import Addition, Chart
 from jetfire.bench.results import Results
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import Curve, Group, image
+from jetfire.nn import RECIPES
 from jetfire.ops.errors import UsageError
 
 FOLDER, BASE = "training", "bf16"
@@ -222,9 +223,10 @@ def presets(folder: Path, device: str | None) -> list[Preset]:
     ]
 
 
-def _order(recipe: str) -> tuple[bool, int, str]:
-    """BF16, then by block."""
-    return recipe != BASE, len(recipe), recipe
+def _order(recipe: str) -> tuple[int, str]:
+    """As recipes are listed, BF16 first; those of earlier versions last."""
+    known = list(RECIPES)
+    return known.index(recipe) if recipe in known else len(known), recipe
 
 
 def readme(found: Sequence[Preset]) -> str:

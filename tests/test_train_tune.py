@@ -56,6 +56,27 @@ def test_a_step_asks_for_the_update_of_every_weight(asked_for):
     assert {(p.m, p.n) for p in asked_for["adamw"]} == weights
 
 
+def test_a_step_in_4_bits_asks_for_its_stages():
+    settings = make("tiny", {**SMALL, "recipe": "int4-hq-lss"})
+    found: dict[str, set] = {}
+    for made in tuning.cases(settings, 100, Device.parse("cpu")).values():
+        for case in made:
+            found.setdefault(case.op.name, set()).add(case.problem)
+    assert set(found) == {
+        "bit_split", "cross_entropy", "gather_rows", "hadamard_quantize", "int4_gemm",
+        "sample_rows",
+    }  # fmt: skip
+    shapes = {name: {(p.m, p.n, p.k) for p in found["int4_gemm"] if p.product == name}
+              for name in ("fwd", "dgrad", "wgrad")}  # fmt: skip
+    linears = [(out * WIDTH, inp * WIDTH) for out, inp in ((3, 1), (1, 1), (4, 1), (1, 4))]
+    assert shapes["fwd"] == {(TOKENS, out, inp) for out, inp in linears}
+    assert {shape[1:] for shape in shapes["dgrad"]} == {(inp, out) for out, inp in linears}
+    assert {shape[:2] for shape in shapes["wgrad"]} == set(linears)
+    assert {(p.product, p.keep) for p in found["sample_rows"]} == {
+        ("dgrad", "half"), ("wgrad", "half"),
+    }  # fmt: skip
+
+
 def test_dropout_and_a_second_look_change_what_is_asked_for():
     settings = make("tiny", {**SMALL, "dropout": 0.1})
     here = Device.parse("cpu")

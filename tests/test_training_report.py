@@ -8,7 +8,7 @@ import pytest
 from jetfire.bench import report
 from jetfire.bench.results import Results, write_text
 from jetfire.gpt2 import curves, keep, log
-from jetfire.gpt2.report import addition
+from jetfire.gpt2.report import _order, addition
 from jetfire.ops.errors import UsageError
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
@@ -131,3 +131,10 @@ def test_an_unfinished_run_is_refused(place):
     keep.write(run, place.parent / "training", 1, 1)
     with pytest.raises(UsageError, match=r"cut\.jsonl\.gz: expected a finished run's log"):
         addition(Results(DEVICE), place)
+
+
+def test_recipes_are_in_the_order_of_their_list():
+    names = ["int4-naive", "old", "int8-block128", "int4-hq-lss", "bf16", "int8-block32", "int4-hq"]
+    assert sorted(names, key=_order) == [
+        "bf16", "int8-block32", "int8-block128", "int4-hq-lss", "int4-hq", "int4-naive", "old",
+    ]  # fmt: skip
