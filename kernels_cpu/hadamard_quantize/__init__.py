@@ -1,36 +1,89 @@
-"""The Hadamard quantiser and its gradient on the CPU."""
+"""The Hadamard quantiser and its gradient on the CPU: slabs of rows that stay in its caches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.ops.op import Tensors
-from jetfire.reference.hadamard_quantize import gathered, input_gradient, quantize, step_terms
+from jetfire.reference.hadamard import factor
+from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier
 from jetfire.reference.nibbles import pack, unpack, widen
+
+SLAB = 1 << 16  # elements
+
+
+def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The reference's, for few rows: a stage adds and subtracts whole rows of the transpose.
+
+    Of 4096×768 in groups of 32, in slabs, it takes half of the reference's time.
+    """
+    t = x.float().unflatten(1, (-1, group)).movedim(2, 0).contiguous()
+    other = torch.empty_like(t)
+    h = 1
+    while h < group:
+        a, b = t.unflatten(0, (-1, 2, h)).unbind(1)
+        total, difference = other.unflatten(0, (-1, 2, h)).unbind(1)
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        t, other = other, t
+        h *= 2
+    return t.movedim(0, 2).flatten(1)
+
+
+def rounded(v: torch.Tensor) -> torch.Tensor:
+    """clamp(rint(v), −8, 7), NaN as −8: the codes, as floats."""
+    return v.clamp(LEAST, MOST).nan_to_num_(LEAST).round_()
+
+
+def slabs(problem: Any) -> Iterator[slice]:
+    rows = max(1, SLAB // problem.n)
+    return (slice(top, top + rows) for top in range(0, problem.m, rows))
 
 
 class TorchHadamardQuantize(TorchKernel):
     op = "hadamard_quantize"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        group = problem.group
+        part = self._forward if problem.mode == "fwd" else self._backward
+        found = [part(problem, inputs, slab) for slab in slabs(problem)]
+        results = {name: torch.cat([slab[name] for slab in found]) for name in found[0]}
         if problem.mode == "fwd":
-            q, scale, squares = quantize(inputs["x"], inputs["step"], group)
-            codes = {"wide": widen(q)} if problem.layout != "packed" else {}
-            if problem.layout != "wide":
-                codes["q"] = pack(q)
-            return codes | {"scale": scale, "squares": squares}
-        dx_hat = inputs["dx_hat"]
+            bad = ~results.pop("finite").all() | (multiplier(inputs["step"], problem.group) == 0)
+            results["scale"] = inputs["step"].masked_fill(bad, torch.nan)
+        return results
+
+    def _forward(self, problem: Any, inputs: Tensors, slab: slice) -> Tensors:
+        b = butterflies(inputs["x"][slab], problem.group)
+        codes = rounded(b * multiplier(inputs["step"], problem.group))
+        found = {"finite": b[:, :: problem.group].isfinite().all().reshape(1)}
+        found["squares"] = codes.square().sum(dim=1, dtype=torch.float64).to(torch.int32)
+        q = codes.to(torch.int8)
+        if problem.layout != "packed":
+            found["wide"] = widen(q)
+        if problem.layout != "wide":
+            found["q"] = pack(q)
+        return found
+
+    def _backward(self, problem: Any, inputs: Tensors, slab: slice) -> Tensors:
+        group, dx_hat = problem.group, inputs["dx_hat"]
         if problem.gathered:
-            dx_hat = gathered(dx_hat, inputs["slots"], inputs["unit"])
-        sums: Tensors = {}
-        if problem.given == "x":
-            q, terms = step_terms(dx_hat, inputs["x"], inputs["step"], group)
-            sums = {"dstep": terms.sum(dim=1)}
+            g = gathered(dx_hat, inputs["slots"][slab], inputs["unit"])
         else:
-            q = unpack(inputs["q"])
-        return {"dx": input_gradient(dx_hat, q, group), **sums}
+            g = dx_hat[slab].float()
+        found: Tensors = {}
+        if problem.given == "x":
+            v = butterflies(inputs["x"][slab], group) * multiplier(inputs["step"], group)
+            q = rounded(v)
+            passes = inside(q)
+            found["dstep"] = (g * torch.where(passes, q - v, q)).sum(dim=1)
+        else:
+            passes = inside(unpack(inputs["q"][slab]))
+        found["dx"] = butterflies(g.masked_fill(~passes, 0.0), group) * factor(group)
+        return found
 
 
 KERNELS = (TorchHadamardQuantize(),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class RowsConfig(Config):
     chunks: int = 4
     lanes: int = 32
     warps: int = 4
-    blocks: int = 1
+    blocks: int = 4
     prefetch: bool = True
 
     @property
@@ -202,25 +203,28 @@ def _function(
     return _loaded(_source(problem), constants, f"sm_{major}{minor}", device.index)
 
 
-# Beside what a thread holds of its tile, so that nothing spills.
-OTHER_REGISTERS = 32
-
-
 def registers(config: RowsConfig) -> int:
     """What a thread may have, so that an SM's 65536 hold as many blocks as are wanted."""
     return min(255, 65536 // (32 * config.warps * config.blocks) // 8 * 8)
 
 
-def held_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
-    """Values, what they are masked, and the next tile as it was read."""
-    values = config.elements * config.chunks
+def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
+    """What a thread needs so that nothing spills: as audited on sm_80, sm_89 and sm_90.
+
+    That is its values, what they are made of, the next tile as it was read, and some for the rest.
+    """
+    values, single = config.elements * config.chunks, problem.dtype == "fp32"
     words = values * driver.ELEMENT_BYTES[problem.dtype] // 4
     if problem.mode == "fwd":
-        return values + config.prefetch * words
+        sums = 8 if 1 < problem.group < 32 else 0  # of groups, to check
+        rest = 24 if single or not config.prefetch else 12 + 4 * config.chunks
+        return values + config.prefetch * words + rest + sums
     parts = words * (2 if problem.gathered else 1)
     if problem.given == "x":
-        return values + parts + config.prefetch * words
-    return values + config.prefetch * (parts + values // 8)
+        rest = 88 if single else 64
+        return values + parts + config.prefetch * (parts + words) + rest
+    rest = 36 if single else 24
+    return max(values, parts) + config.prefetch * (parts + values // 8) + rest
 
 
 def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
@@ -249,7 +253,7 @@ class RowsHadamardQuantize(Kernel):
             return f"{held} elements a thread: expected at most {MOST_ELEMENTS}"
         if config.tile < problem.group:
             return f"tiles of {config.tile} columns: expected at least group={problem.group}"
-        needed = held_registers(problem, config) + OTHER_REGISTERS
+        needed = needed_registers(problem, config)
         if needed > (limit := registers(config)):
             return (
                 f"needs {needed} registers a thread: blocks={config.blocks} of {config.warps} "
@@ -262,6 +266,7 @@ class RowsHadamardQuantize(Kernel):
 
         Forward a thread has 64 bytes of a row, so that groups of 16 or 32 are its own. Backward it
         writes as much as it reads: 16 or 32 bytes, so that a warp's accesses are whole sectors.
+        The next tile is read ahead where that leaves room for sixteen warps.
         """
         if problem.mode == "bwd":
             elements, chunks = 8, 4 if problem.group > 512 else 2
@@ -274,7 +279,14 @@ class RowsHadamardQuantize(Kernel):
             if lanes * elements * chunks >= problem.group
         ]
         few = (config for config in configs if 8 * idle(problem, config) <= problem.n)
-        return next(few, min(configs, key=lambda config: idle(problem, config)))
+        config = next(few, min(configs, key=lambda config: idle(problem, config)))
+        fitting = (
+            dataclasses.replace(config, blocks=blocks, prefetch=prefetch)
+            for prefetch, least in ((True, 4), (False, 1))
+            for blocks in (8, 6, 4, 3, 2, 1)
+            if blocks >= least
+        )
+        return next(x for x in fitting if needed_registers(problem, x) <= registers(x))
 
     def space(self, problem: HadamardQuantizeProblem, device: Device) -> dict[str, Sequence[Any]]:
         return dict(SPACE)
