@@ -109,7 +109,7 @@ def test_four_bits_are_the_nearest():
     ("m", "n", "dtype", "data"),
     [
         (1, 2, "bf16", "normal"), (33, 70, "bf16", "heavy"), (9, 1100, "fp16", "normal"),
-        (70, 130, "fp32", "gradient"), (5, 1536, "bf16", "outlier"),
+        (70, 144, "fp32", "gradient"), (5, 1536, "bf16", "outlier"),
     ],
 )  # fmt: skip
 def test_triton_gives_the_reference_bits(device, m, n, dtype, data, bits):
@@ -125,7 +125,7 @@ def test_the_cpu_kernel_gives_the_reference_bits(bits):
 
 
 def test_every_config(device):
-    problem = OP.Problem(7, 300)
+    problem = OP.Problem(7, 304)
     inputs = OP.inputs(problem, device, data="heavy")
     for config in [(1, 256, 1, 1), (16, 128, 2, 64), (8, 512, 16, 2), (2, 1024, 1, 8),
                    (32, 32, 4, 4)]:  # fmt: skip
@@ -188,7 +188,9 @@ def packed(codes_of_pairs):
     return pack(torch.stack([even, odd], -1).flatten(1)).numpy().view(np.uint32)[:, 0]
 
 
-def test_the_assembly_is_what_the_interpreter_runs():
+@pytest.mark.parametrize("vectors", ["", "_VECTORS"])
+def test_the_assembly_is_what_the_interpreter_runs(vectors):
+    """Squares are of each pair, or with vectors of all four in the first one's place."""
     generator = np.random.default_rng(0)
     v = [(generator.random(4000, np.float32) * 196 - 98) for _ in range(8)]
     v[0][:29] = np.arange(-98, 99, 7)
@@ -199,17 +201,20 @@ def test_the_assembly_is_what_the_interpreter_runs():
         [part.numpy() for part in split(torch.tensor(x), torch.tensor(u.astype(np.int64)))]
         for x, u in zip(v, draws, strict=True)
     ]
-    found = run_ptx(MODULE._SPLIT.value, 10, *v, *words)
-    for i, squares in ((0, 2), (1, 6)):
-        each = [part[i] for part in parts]
-        assert (found[i] == packed((each[:4], each[4:]))).all()
-        total = sum(found[squares + place].astype(np.int64) for place in range(4))
-        assert (total == sum(code**2 for code in each)).all()
+
+    def check_asm(packed_word, squares, each):
+        assert (packed_word == packed((each[:4], each[4:]))).all()
+        expected = [even**2 + odd**2 for even, odd in zip(each[:4], each[4:], strict=True)]
+        if vectors:
+            expected = [sum(expected)] + [np.zeros(4000)] * 3
+        assert (np.stack(squares) == np.stack(expected)).all()
+
+    found = run_ptx(getattr(MODULE, f"_SPLIT{vectors}").value, 10, *v, *words)
+    for i in (0, 1):
+        check_asm(found[i], found[2 + 4 * i : 6 + 4 * i], [part[i] for part in parts])
     v = [x / 14 for x in v]
-    each = [np.rint(x) for x in v]
-    found = run_ptx(MODULE._NEAREST.value, 5, *v)
-    assert (found[0] == packed((each[:4], each[4:]))).all()
-    assert (sum(found[1:]) == sum(code**2 for code in each)).all()
+    found = run_ptx(getattr(MODULE, f"_NEAREST{vectors}").value, 5, *v)
+    check_asm(found[0], found[1:], [np.rint(x) for x in v])
 
 
 def test_what_is_refused():

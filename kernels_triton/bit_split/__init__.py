@@ -32,17 +32,21 @@ def _pairs(line: str) -> str:
     return "\n".join(line.format(x=f"{half}{i}", half=half, i=i) for half, i in names)
 
 
-def _pack(code: str, packed: str, squares: str) -> str:
+def _pack(code: str, packed: str, squares: str, vectors: bool) -> str:
     """Nibbles of four pairs of codes, the low bytes of `code`, and each pair's Σ codes².
 
-    Bytes of even elements go to e, of odd ones to o. A dot product of all four would cost less, but
-    which rows a thread's four pairs are of is the compiler's choice.
+    Bytes of even elements go to e, of odd ones to o. `vectors`: the pairs are of one row, so that
+    one dot product of all four will do, in the first one's place.
     """
-    sums = " ".join(
-        f"prmt.b32 g, e, o, 0x{4 + i}{i}{4 + i}{i}; and.b32 p, g, 0xFFFF; "
-        f"dp4a.s32.s32 {place}, g, p, 0;"
-        for i, place in enumerate(squares.split())
-    )
+    first, *rest = places = squares.split()
+    sums = f"dp4a.s32.s32 g, e, e, 0; dp4a.s32.s32 {first}, o, o, g;"
+    sums += " ".join(f"mov.b32 {place}, 0;" for place in rest)
+    if not vectors:
+        sums = " ".join(
+            f"prmt.b32 g, e, o, 0x{4 + i}{i}{4 + i}{i}; and.b32 p, g, 0xFFFF; "
+            f"dp4a.s32.s32 {place}, g, p, 0;"
+            for i, place in enumerate(places)
+        )
     return f"""
     prmt.b32 e, {code}e0, {code}e1, 0x0040; prmt.b32 g, {code}e2, {code}e3, 0x0040;
     prmt.b32 e, e, g, 0x5410;
@@ -62,35 +66,47 @@ def _operand(even: int, odd: int) -> str:
     return " ".join(f"mov.b32 xe{i}, ${even + i}; mov.b32 xo{i}, ${odd + i};" for i in range(4))
 
 
-# Adding 1.5·2^23 leaves the rounded integer in the low bits.
-_NEAREST = tl.constexpr(
-    "{ .reg .b32 e, o, g, p;"
-    + _registers("x", "h")
-    + _operand(5, 9)
-    + _pairs("add.rn.f32 h{x}, x{x}, 0f4B400000;")
-    + _pack("h", "$0", "$1 $2 $3 $4")
-    + "}"
-)
-# A pair's word of Philox holds the draw of the even element below that of the odd one. Sixteen bits
-# under the exponent of 128 are 128 + u; v − 14·hi + 128 + u lies in [121, 136), so that rounding it
-# down onto 1.5·2^23 − 128 leaves lo there, never out of range.
-_SPLIT = tl.constexpr(
-    "{ .reg .b32 e, o, g, p, top; mov.b32 top, 0x4300;"
-    + _registers("x", "h", "f", "u", "l")
-    + _operand(10, 14)
-    + _pairs("fma.rn.f32 h{x}, x{x}, 0f3D924925, 0f4B400000;")
-    + _pairs("add.rn.f32 f{x}, h{x}, 0fCB400000;")
-    + " ".join(
+def _nearest(vectors: bool) -> str:
+    """Adding 1.5·2^23 leaves the rounded integer in the low bits."""
+    return (
+        "{ .reg .b32 e, o, g, p;"
+        + _registers("x", "h")
+        + _operand(5, 9)
+        + _pairs("add.rn.f32 h{x}, x{x}, 0f4B400000;")
+        + _pack("h", "$0", "$1 $2 $3 $4", vectors)
+        + "}"
+    )
+
+
+def _split(vectors: bool) -> str:
+    """A pair's word of Philox holds the draw of the even element below that of the odd one.
+
+    Sixteen bits under the exponent of 128 are 128 + u; v − 14·hi + 128 + u lies in [121, 136), so
+    that rounding it down onto 1.5·2^23 − 128 leaves lo there, never out of range.
+    """
+    draws = (
         f"prmt.b32 ue{i}, ${18 + i}, top, 0x5410; prmt.b32 uo{i}, ${18 + i}, top, 0x5432;"
         for i in range(4)
     )
-    + _pairs("fma.rn.f32 u{x}, f{x}, 0fC1600000, u{x};")
-    + _pairs("add.rn.f32 u{x}, x{x}, u{x};")
-    + _pairs("add.rm.f32 l{x}, u{x}, 0f4B3FFF80;")
-    + _pack("h", "$0", "$2 $3 $4 $5")
-    + _pack("l", "$1", "$6 $7 $8 $9")
-    + "}"
-)
+    return (
+        "{ .reg .b32 e, o, g, p, top; mov.b32 top, 0x4300;"
+        + _registers("x", "h", "f", "u", "l")
+        + _operand(10, 14)
+        + _pairs("fma.rn.f32 h{x}, x{x}, 0f3D924925, 0f4B400000;")
+        + _pairs("add.rn.f32 f{x}, h{x}, 0fCB400000;")
+        + " ".join(draws)
+        + _pairs("fma.rn.f32 u{x}, f{x}, 0fC1600000, u{x};")
+        + _pairs("add.rn.f32 u{x}, x{x}, u{x};")
+        + _pairs("add.rm.f32 l{x}, u{x}, 0f4B3FFF80;")
+        + _pack("h", "$0", "$2 $3 $4 $5", vectors)
+        + _pack("l", "$1", "$6 $7 $8 $9", vectors)
+        + "}"
+    )
+
+
+# Which rows a thread's four pairs are of is the compiler's choice, unless they are loaded at once.
+_NEAREST, _NEAREST_VECTORS = (tl.constexpr(_nearest(vectors)) for vectors in (False, True))
+_SPLIT, _SPLIT_VECTORS = (tl.constexpr(_split(vectors)) for vectors in (False, True))
 
 
 @dataclass(frozen=True)
@@ -179,13 +195,13 @@ def rint(x):
 
 
 @triton.jit
-def codes_nearest(even, odd):
+def codes_nearest(even, odd, VECTORS: tl.constexpr):
     """rint of pairs of elements in [-7.5, 7.5]: packed int8, and each pair's Σ codes²."""
     if INTERPRETED:
         return pack(rint(even.to(tl.float64)), rint(odd.to(tl.float64)))
     return tl.inline_asm_elementwise(
-        _NEAREST, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [even, odd], dtype=(tl.int8, tl.int32),
-        is_pure=True, pack=4,
+        _NEAREST_VECTORS if VECTORS else _NEAREST, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [even, odd],
+        dtype=(tl.int8, tl.int32), is_pure=True, pack=4,
     )  # fmt: skip
 
 
@@ -198,7 +214,7 @@ def split(v, bits):
 
 
 @triton.jit
-def codes_split(even, odd, words):
+def codes_split(even, odd, words, VECTORS: tl.constexpr):
     """hi and lo of pairs of elements in units: packed int8 of each, and Σ codes² of each."""
     if INTERPRETED:
         high_even, low_even = split(even, words & 0xFFFF)
@@ -207,7 +223,8 @@ def codes_split(even, odd, words):
         low, low_squares = pack(low_even, low_odd)
         return high, low, high_squares, low_squares
     return tl.inline_asm_elementwise(
-        _SPLIT, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [even, odd, words],
+        _SPLIT_VECTORS if VECTORS else _SPLIT,
+        "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [even, odd, words],
         dtype=(tl.int8, tl.int8, tl.int32, tl.int32), is_pure=True, pack=4,
     )  # fmt: skip
 
@@ -216,7 +233,7 @@ def codes_split(even, odd, words):
 def split_kernel(
     x_ptr, seed_ptr, unit_ptr, q_ptr, squares_ptr, M, N, stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BITS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     rows = row0 + tl.arange(0, TILE_M)
@@ -237,11 +254,11 @@ def split_kernel(
         if BITS == 8:
             words = random_words(seed, row0, 2 * pair0, TILE_M, TILE_N, STREAM_ROUNDING)
             words = tl.reshape(words, (TILE_M, half))
-            high, low, squares, others = codes_split(even, odd, words)
+            high, low, squares, others = codes_split(even, odd, words, VECTORS)
             low_squares += others
             store_tile(low_ptr, low, row0, pair0, M, N // 2, N // 2)
         else:
-            high, squares = codes_nearest(even, odd)
+            high, squares = codes_nearest(even, odd, VECTORS)
         high_squares += squares
         if (kept == row0) & (pair0 == 0):
             first = (rows == kept)[:, None] & (tl.arange(0, half) == 0)[None, :]
@@ -303,9 +320,10 @@ class TritonBitSplit(TritonKernel):
             programs, **tiles,
         )  # fmt: skip
         together = x.stride(0) % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0
+        vectors = (n | x.stride(0) | x.data_ptr()) % 16 == 0
         split_kernel[(bands,)](
             x, inputs.get("seed"), unit, outputs["q"], outputs["squares"], m, n, x.stride(0),
-            BITS=problem.bits, TOGETHER=together, enable_fp_fusion=False, **tiles,
+            BITS=problem.bits, TOGETHER=together, VECTORS=vectors, enable_fp_fusion=False, **tiles,
         )  # fmt: skip
 
 
