@@ -223,7 +223,7 @@ def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> in
     if problem.given == "x":
         rest = 88 if single else 64
         return values + parts + config.prefetch * (parts + words) + rest
-    rest = 36 if single else 24
+    rest = (36 if single else 24) + (4 if problem.gathered else 0)
     return max(values, parts) + config.prefetch * (parts + values // 8) + rest
 
 
