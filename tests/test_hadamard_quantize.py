@@ -82,6 +82,16 @@ def test_gradients_are_bit_equal(device, kernel, fields, dtype):
         check(kernel, problem, OP.inputs(problem, device, data="heavy"))
 
 
+def test_inputs_stay_as_they_are(device, kernel):
+    """One row of one group needs no transposition, and so might be worked on where it is."""
+    for fields in ({"layout": "both"}, *GRADIENTS):
+        problem = OP.Problem(1, 64, group=64, dtype="fp32", **fields)
+        inputs = OP.inputs(problem, device)
+        before = {name: tensor.clone() for name, tensor in inputs.items()}
+        check(kernel, problem, inputs)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in inputs.items())
+
+
 @pytest.mark.parametrize("before", [0, 1, 2, 4])
 def test_row_strided_views_of_every_alignment(device, kernel, before):
     """What lies around a view is NaN, so that an element too many shows."""
