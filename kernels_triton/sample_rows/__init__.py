@@ -29,7 +29,7 @@ HIGH = tl.constexpr(14)
 SEGMENT = tl.constexpr(128)
 LEAST = {"dgrad": 1, "wgrad": 1 << 28}
 MOST_HELD = 16384  # rows at a time: twice as many spill, however many warps share them
-MOST_TOKENS = 1 << 30  # row numbers are int32, sums over 2^31 weights int64
+MOST_TOKENS = 1 << 28  # twice a row number stays in int32
 
 
 @dataclass(frozen=True)
