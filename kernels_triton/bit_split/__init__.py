@@ -245,7 +245,7 @@ def split_kernel(
     # Where the unit is 0 or NaN, as many pairs as are loaded: every code is 0.
     pairs = tl.where(usable, N // 2, 0)
     kept = tl.where(unit == unit, -1, 0)  # the row whose first code must be 1
-    low_ptr = q_ptr + M.to(tl.int64) * (N // 2)
+    low_ptr = q_ptr + tl.cast(M, tl.int64) * (N // 2)
     high_squares = tl.zeros((TILE_M, half), tl.int32)
     low_squares = tl.zeros((TILE_M, half), tl.int32)
     for pair0 in range(0, N // 2, half):
