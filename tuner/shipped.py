@@ -19,8 +19,6 @@ COMPOSITE = ("hadamard_gemm",)
 # Their shapes follow from one another's: they have the problems of a layer in 4 bits.
 INT4 = tuple(name for name in suite.INT4 if name not in COMPOSITE)
 INT4_WORKLOADS = (*workloads.MODELS, *workloads.LAYERS)
-# Of those that will be shipped, what has yet to be tuned.
-PENDING = INT4
 
 
 def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
@@ -39,12 +37,11 @@ def _settings(op: Op, mode: Mode, workload: str) -> list[dict[str, Any]]:
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
     """The problems of some ops and blocks (of all where none is named), each once.
 
-    Those of an op that knows no blocks are found whatever the blocks. Of ops that are not named,
-    those that are `PENDING` are left out.
+    Those of an op that knows no blocks are found whatever the blocks.
     """
     found: dict[Case, None] = {}
     for op in choose_ops(names or ["all"]):
-        if op.name in COMPOSITE or (not names and op.name in PENDING):
+        if op.name in COMPOSITE:
             continue
         if op.name in INT4:
             found.update(dict.fromkeys(_of_layers(op)))
