@@ -126,9 +126,12 @@ def command_for(op: Op, problem: Any) -> str:
         words += [f"--{name}", str(value)]
     if mode != "fwd":
         words += ["--mode", mode]
-    plain = op.problems(mode, options)[0].as_dict()
+    try:
+        plain = op.problems(mode, options)[0].as_dict()
+    except UsageError:  # of a size that the other fields' defaults do not take
+        plain = {"mode": mode, **options}
     for name, value in fields.items():
-        if value != plain[name]:
+        if name not in plain or value != plain[name]:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             words += ["--set", f"{name}={text}"]
     return shlex.join(words)

@@ -385,7 +385,7 @@ def test_every_config_group_and_ragged_size_is_bit_equal(device, kernel, fields)
         )  # fmt: skip
         if ROWS.legal(problem, config, where) is None:
             cases.append((problem, config))
-    assert len(cases) > 40
+    assert len(cases) > 20
     ROWS.cubins(*cases[0], where.capability)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda case: ROWS.cubins(*case, where.capability), cases))
