@@ -84,7 +84,7 @@ def layers(results: Results) -> Table | None:
     means = [text for rows in columns.values() for text in ("", _mean(rows))]
     lines.append(["geometric mean", *means])
     text = (
-        "Layers of the INT4 paper (arXiv 2306.11987, section 5.3) as m×n×k. The GEMM multiplies "
+        "Layers of the INT4 paper (arXiv 2306.11987) as m×n×k. The GEMM multiplies "
         "packed 4-bit codes. Forward is all of it: Hadamard transform and quantisation of input "
         "and weight, product, scales. Backward is both gradients, bit splitting, sampling, "
         "gathering and the quantiser's own included; the weight's transposed codes are given. "

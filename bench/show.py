@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The peer that a kernel's time is first compared with: what training uses today.
 BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy")
-# Of INT4 the paper's own (arXiv 2306.11987, section 5.3).
+# Of INT4 the paper's own (arXiv 2306.11987).
 FP16_FIRST = ("int4_gemm", "hadamard_gemm")
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 

@@ -154,7 +154,7 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
 def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
     """`gemm`'s, but FP16 first: what the paper's INT4 operator is compared with; no block scales.
 
-    (arXiv 2306.11987, section 5.3)
+    (arXiv 2306.11987)
     """
     found = gemm(m, n, k, device)
     return {name: found[name] for name in sorted(found, key=lambda name: name != "cublas_fp16")

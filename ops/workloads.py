@@ -56,7 +56,7 @@ class Layer(Model):
         return [(self.hidden, self.width)]
 
 
-# What the INT4 paper times its operators at (arXiv 2306.11987, section 5.3), as m, n, k.
+# What the INT4 paper times its operators at (arXiv 2306.11987), as m, n, k.
 _PAPER = (
     (4608, 5120, 6144),
     (5120, 6144, 8192),
