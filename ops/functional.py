@@ -519,9 +519,10 @@ def int4_quantize(
         group: a power of two up to 1024 that divides n; 1 transforms nothing.
 
     Returns:
-        As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one a byte (int8
-        m×n, "wide"), or both; then their scale (fp32, one element), NaN if x or the
-        step is not finite, and the sum of the squares of each row's codes (int32, m).
+        As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one in the high half
+        of a byte (int8 m×n, "wide"), or both; then their scale (fp32, one element), NaN if x is not
+        finite or the step not finite and above 0, and the sum of the squares of each row's codes
+        (int32, m).
     """
     _matrix("x", x, _FLOATS)
     _scalar("step", step, x)
@@ -630,8 +631,8 @@ def int4_gather_rows(
 
     Args:
         rows, counts: of `int4_sample_rows`, both or neither; row i of them is q's row i mod m.
-            Rows from counts[1] on are left as they are.
-        repeat: multiplies each row.
+            What rows from counts[1] on hold is not said.
+        repeat: multiplies each row; not with `wide`, for which a byte then has no room.
         wide: codes are put in the high halves of their bytes, as `int4_gemm` reads them but in a
             weight's gradient.
 
@@ -659,10 +660,11 @@ def int4_gemm(
     """A (m×k)·Bᵀ (B n×k) + bias, of 4-bit codes with a scale (fp32, one element) each.
 
     Args:
-        packed: codes are two a byte, m×k/2 and n×k/2; else one.
+        packed: codes are two a byte, m×k/2 and n×k/2; else one in a byte's high half, but for a
+            weight's gradient, whose bytes are the numbers that are meant.
         bias: fp32, n.
         weight, counts: of `int4_sample_rows`, for an input's gradient: row i is multiplied by
-            weight[i], and rows from counts[1] on are left unwritten.
+            weight[i], and what rows from counts[1] on hold is not said.
         counts alone: for a weight's gradient: what is summed over are the first counts[1], of
             which the first counts[0] count 14 times.
 

@@ -21,7 +21,7 @@ class GatherRowsProblem(Problem):
     """Packed codes (m×n/2) to INT8: all m rows in order, or `rows` of them as a list says.
 
     With `rows`, the inputs are ``rows`` (int32: source row modulo m, -1 for zeros) and ``counts``
-    (int32 (2,)): only the first counts[1] are wanted, what lies beyond is left as it was. `repeat`:
+    (int32 (2,)): only the first counts[1] are wanted, what lies beyond may hold anything. `repeat`:
     codes are multiplied by an int8 of their row, 0 to 16. `wide`: they come in the high halves of
     their bytes (`reference.nibbles`), else a byte is the code. `transpose`: the output is n×rows.
     """

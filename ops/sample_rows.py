@@ -29,7 +29,8 @@ class SampleRowsProblem(Problem):
         m: tokens. There is no n: the rows' lengths do not matter here.
         parts: 2 for the high and low codes of a split gradient, 1 for codes that were not split.
         product: dgrad weighs a row by the norm of its codes, wgrad by that times the norm of the
-            other operand's row.
+            other operand's row. Scores are sums of squares times 14² in int64: those of codes fit
+            to beyond any row that `int4_gemm` takes.
         keep: half of 2m rows by their probabilities, or all that are not zero.
     """
 

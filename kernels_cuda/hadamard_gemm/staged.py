@@ -42,7 +42,7 @@ class Stage:
 
 
 def _forward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
-    """x's codes twice: packed for backward, a byte each for the product."""
+    """x's codes twice: packed for backward, wide for the product."""
     kind: dict[str, Any] = {"group": p.group, "dtype": p.dtype, "mode": "fwd"}
     return (
         Stage(
