@@ -104,17 +104,18 @@ class BitSplit(Op):
         """Packed codes, unit and squares by plain torch."""
         import torch
 
+        from jetfire.reference.bit_split import HIGH, LARGEST, MOST
         from jetfire.reference.nibbles import pack
 
-        unit = x.abs().amax() / (98 if problem.bits == 8 else 7)
+        unit = x.abs().amax() / MOST[problem.bits]
         v = x / unit
         if problem.bits == 4:
             codes = v.round()
         else:
-            high = (v / 14).round()
-            low = (v - 14 * high + torch.rand_like(v)).floor()
+            high = (v / HIGH).round()
+            low = (v - HIGH * high + torch.rand_like(v)).floor()
             codes = torch.cat([high, low])
-        q = codes.clamp(-7, 7).to(torch.int8)
+        q = codes.clamp(-LARGEST, LARGEST).to(torch.int8)
         return pack(q), unit, codes.square().sum(dim=1, dtype=torch.float32)
 
 

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.hadamard_quantize import Group, HadamardQuantizeProblem, dstep_bound
+from jetfire.ops.hadamard_quantize import (
+    Group,
+    HadamardQuantizeProblem,
+    dstep_bound,
+    first_step,
+)
 from jetfire.ops.op import Check, Mode, Op, Problem, Tensors, ceil_div, float_dtype
 
 if TYPE_CHECKING:
@@ -73,7 +78,8 @@ class HadamardGemm(Op):
         w = source.floats(n, k, operand=1).to(dtype)
         if problem.mode == "fwd":
             x = source.floats(m, k).to(dtype)
-            return {"x": x, "w": w, "step_x": _step(x, group), "step_w": _step(w, group)}
+            steps = {"step_x": first_step(x, group), "step_w": first_step(w, group)}
+            return {"x": x, "w": w, **steps}
         x = source.normal(m, k).to(dtype)
         q, squares, x_scale = _codes(x, group, packed=True)
         w_codes, _, w_scale = _codes(w, group, packed=False)
@@ -144,16 +150,6 @@ class HadamardGemm(Op):
         return peers.both(peers.int4_gemm(m, k, n, device), peers.int4_gemm(n, k, m, device))
 
 
-def _step(x: torch.Tensor, group: int) -> torch.Tensor:
-    import torch
-
-    from jetfire.reference.hadamard import initial_step, transform
-
-    if x.device.type == "meta":
-        return torch.empty(1, device=x.device)
-    return initial_step(transform(x, group))
-
-
 def _codes(
     x: torch.Tensor, group: int, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,7 +159,7 @@ def _codes(
     from jetfire.reference.hadamard_quantize import quantize
     from jetfire.reference.nibbles import pack, widen
 
-    step = _step(x, group)
+    step = first_step(x, group)
     if x.device.type == "meta":
         columns = x.shape[1] // 2 if packed else x.shape[1]
         codes = torch.empty((x.shape[0], columns), dtype=torch.int8, device=x.device)

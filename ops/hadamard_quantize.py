@@ -88,7 +88,7 @@ class HadamardQuantize(Op):
         """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
         source, dtype = Source(data, device, seed), float_dtype(problem.dtype)
         x = source.floats(problem.m, problem.n).to(dtype)
-        step = _step(x, problem.group)
+        step = first_step(x, problem.group)
         if problem.mode == "fwd":
             return {"x": x, "step": step}
         inputs: Tensors = {}
@@ -170,7 +170,8 @@ class HadamardQuantize(Op):
         )
 
 
-def _step(x: torch.Tensor, group: int) -> torch.Tensor:
+def first_step(x: torch.Tensor, group: int) -> torch.Tensor:
+    """LSQ's, of x transformed: fp32 (1,)."""
     import torch
 
     from jetfire.reference.hadamard import initial_step, transform
@@ -222,12 +223,14 @@ def _eager_forward(
 ) -> tuple[torch.Tensor, ...]:
     import torch
 
+    from jetfire.reference.nibbles import pack, widen
+
     x, step = inputs["x"], inputs["step"]
     t = (x.reshape(-1, problem.group) @ h).view(x.shape)
     codes = (t / step).round().clamp(-8, 7).to(torch.int8)
-    found = [codes << 4] if problem.layout != "packed" else []
+    found = [widen(codes)] if problem.layout != "packed" else []
     if problem.layout != "wide":
-        found.insert(0, codes[:, 0::2] & 15 | codes[:, 1::2] << 4)
+        found.insert(0, pack(codes))
     return (*found, codes.float().square().sum(dim=1))
 
 
@@ -235,6 +238,8 @@ def _eager_backward(
     problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     import torch
+
+    from jetfire.reference.nibbles import unpack
 
     group, dx_hat = problem.group, inputs["dx_hat"]
     if problem.gathered:
@@ -250,8 +255,7 @@ def _eager_backward(
         delta = torch.where(passed, q - v, q)
         sums = ((dx_hat * delta).sum(dim=1, dtype=torch.float32),)
     else:
-        packed = inputs["q"]
-        q = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).view(dx_hat.shape)
+        q = unpack(inputs["q"])
         passed = (q > -8) & (q < 7)
     kept = torch.where(passed, dx_hat, 0.0).to(h.dtype)
     return ((kept.view(-1, group) @ h).view(kept.shape), *sums)

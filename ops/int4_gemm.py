@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
 
-SEGMENT = 128  # what a wgrad's counts are multiples of
 # The largest K whose integer sums fit in 32 bits: products of two wide codes, or in a wgrad of 14,
 # of a code of 7 repeated 16 times and of another code.
 MOST_K: dict[Product, int] = {
@@ -37,7 +37,7 @@ class Int4GemmProblem(Problem):
     ``counts`` (2,) int32 on the device:
 
     ``dgrad``: row i is multiplied by ``weight`` (m,); only the first counts[1] rows are wanted,
-    the rest of C is left unwritten.
+    the rest of C may hold anything.
     ``wgrad``: the first counts[0] of K count 14 times, those from there to counts[1] once, the rest
     is not read. Counts are multiples of 128. A's codes may have been repeated, up to ±112, for
     which a nibble has no room: both operands' bytes are then the numbers that are meant.
@@ -108,8 +108,6 @@ class Int4Gemm(Op):
             return [forward]
         if forward.product != "fwd":
             raise UsageError(f"mode=bwd product={forward.product}: expected the forward's problem")
-        from jetfire.ops.sample_rows import capacity
-
         m, n, k = forward.m, forward.n, forward.k
         rows, depth = (capacity(m, 2, product, "half") for product in ("dgrad", "wgrad"))
         out = fields.get("out", "fp32")

@@ -14,7 +14,7 @@ import torch
 GROUPS = tuple(1 << i for i in range(11))  # 1 to 1024
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def floats(x: torch.Tensor) -> torch.Tensor:
     """fp32, or float64 where x is."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -35,7 +35,7 @@ def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
     Returns:
         m×n, fp32, or float64 where x is.
     """
-    t = wide(x)
+    t = floats(x)
     h = 1
     while h < group:
         a, b = t.unflatten(-1, (-1, 2, h)).unbind(-2)
@@ -67,7 +67,7 @@ def initial_step(t: torch.Tensor) -> torch.Tensor:
     Args:
         t: transformed values, of which the largest code is to be 7.
     """
-    return (wide(t).abs().mean() * (2 / math.sqrt(7))).float().reshape(1)
+    return (floats(t).abs().mean() * (2 / math.sqrt(7))).float().reshape(1)
 
 
 def search_group(x: torch.Tensor) -> int:

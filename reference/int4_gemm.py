@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-HIGH = 14  # what a bit-split gradient's high codes count for, in units of its low ones
+from jetfire.reference.bit_split import HIGH
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from jetfire.reference.bit_split import bit_split
+from jetfire.reference.bit_split import HIGH, bit_split
 from jetfire.reference.nibbles import unpack
-from jetfire.reference.sample_rows import HIGH, SEGMENT, sample_rows
+from jetfire.reference.sample_rows import SEGMENT, sample_rows
 
 
 def input_gradient(

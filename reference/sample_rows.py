@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
+from jetfire.reference.bit_split import HIGH
 from jetfire.reference.philox import STREAM_SAMPLING, random_u16
 
 ONE = 1 << 32  # the probability 1
 # For wgrad 1/16, so that a row's repeat times a code fits INT8: 16·7 = 112.
 LEAST = {"dgrad": 1, "wgrad": 1 << 28}
-HIGH = 14  # what a high code counts, in units of a low one
 SEGMENT = 128  # the kept rows of each part are padded to a multiple of it
 
 

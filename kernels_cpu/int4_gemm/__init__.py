@@ -8,7 +8,8 @@ import torch
 
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel
 from jetfire.ops.op import Tensors
-from jetfire.reference.int4_gemm import HIGH, scaled
+from jetfire.reference.bit_split import HIGH
+from jetfire.reference.int4_gemm import scaled
 from jetfire.reference.nibbles import unpack
 
 

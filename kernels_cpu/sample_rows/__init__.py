@@ -9,8 +9,9 @@ import torch
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.ops.op import Tensors
 from jetfire.ops.sample_rows import capacity
+from jetfire.reference.bit_split import HIGH
 from jetfire.reference.philox import STREAM_SAMPLING, random_u16
-from jetfire.reference.sample_rows import HIGH, LEAST, ONE, SEGMENT, offset
+from jetfire.reference.sample_rows import LEAST, ONE, SEGMENT, offset
 
 
 def chances(w: torch.Tensor, budget: int, least: int) -> torch.Tensor:
