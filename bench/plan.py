@@ -14,6 +14,7 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Op
 
 BLOCKS = ("32", "64", "128")
+EVERYWHERE = 1024  # a size that every op takes
 Note = Callable[[str], None]
 
 
@@ -123,20 +124,26 @@ def _shapes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     return found
 
 
-def _problems(op: Op, request: Request, mode: Any) -> list[Any]:
+def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[UsageError]]:
+    """The problems, and why the op takes none of some sizes."""
     known = _fields(op)
     values = {name: tried for name, tried in request.settings.items() if name in known}
     if "block" in known:
         values["block"] = request.blocks or BLOCKS
     shapes = None if request.workload else _shapes(op, request.sizes)
-    found = []
+    found, refused = [], []
     for combination in itertools.product(*values.values()):
         fields = dict(zip(values, combination, strict=True))
         if shapes is None:
             found += workloads.problems(op, str(request.workload), mode, fields)
-        else:
-            found += [p for s in shapes for p in op.problems(mode, {**fields, **s})]
-    return found
+            continue
+        for shape in shapes:
+            try:
+                found += op.problems(mode, {**fields, **shape})
+            except UsageError as error:
+                op.problems(mode, {**fields, **dict.fromkeys(op.dims, EVERYWHERE)})
+                refused.append(error)
+    return found, refused
 
 
 def choose_ops(names: Sequence[str]) -> list[Op]:
@@ -154,18 +161,29 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
 def cases(request: Request, note: Note) -> list[Case]:
     """The problems to measure, grouped by op and shape, each once.
 
+    Of several ops one may refuse a size that others take: that is told, and left out.
+
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
     """
     chosen = choose_ops(request.ops)
     _check_names(request, chosen, note)
     found = []
+    refusals: list[UsageError] = []
     for op in chosen:
         for mode in request.modes:
             if len(chosen) > 1 and mode not in op.modes and mode in ("fwd", "bwd"):
                 note(f"{op.name}: no mode {mode!r}, left out")
                 continue
-            found += [Case(op, problem) for problem in _problems(op, request, mode)]
+            problems, refused = _problems(op, request, mode)
+            if refused and len(chosen) == 1:
+                raise refused[0]
+            for text in dict.fromkeys(map(str, refused)):
+                note(f"{op.name}: {text}: left out")
+            refusals += refused
+            found += [Case(op, problem) for problem in problems]
+    if refusals and not found:
+        raise refusals[0]
     found = list(dict.fromkeys(found))
     # Problems of one shape stand together, whatever order their fields were given in.
     shape_of = {case: (case.op.name, *(getattr(case.problem, d) for d in case.op.dims))

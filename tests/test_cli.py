@@ -303,6 +303,21 @@ def test_ops_that_lack_a_field_or_a_mode_are_told_of():
     assert any("quantize: no mode 'bwd'" in text for text in notes)
 
 
+def test_of_several_ops_those_that_refuse_a_size_are_left_out_and_told_of():
+    notes: list[str] = []
+    found = cases("quantize", "bit_split", sizes={"m": [33, 64]}, blocks=["32"], notes=notes)
+    assert [(c.op.name, c.problem.n) for c in found] == [
+        ("quantize", 33), ("quantize", 64), ("bit_split", 64),
+    ]  # fmt: skip
+    assert notes[1:] == ["bit_split: n=33: expected an even number, of two codes a byte: left out"]
+    assert cases("all", sizes={"m": [33]})
+    for names in (["bit_split"], ["bit_split", "gather_rows"]):
+        with pytest.raises(UsageError, match=r"^n=33: expected an even number"):
+            cases(*names, sizes={"m": [33]})
+    with pytest.raises(UsageError, match=r"^bits=5: expected 8 or 4$"):
+        cases("quantize", "bit_split", settings={"bits": ["5"]})
+
+
 def test_all_is_every_op_once():
     assert {c.op.name for c in cases("all", "gemm", blocks=["32"])} == set(ops.names())
     with pytest.raises(UsageError, match="no op"):
