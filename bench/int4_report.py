@@ -15,8 +15,6 @@ from jetfire.bench.suite import INT4
 from jetfire.bench.tuned_report import mean
 from jetfire.ops.workloads import LAYERS
 
-PEER = "cublas_fp16"
-LAYER_OPS = ("int4_gemm", "hadamard_gemm")
 Shape = tuple[int, int, int]
 
 
@@ -53,7 +51,7 @@ def _columns(results: Results) -> dict[str, dict[Shape, Row]]:
 
 
 def _ratio(row: Row | None) -> float | None:
-    return None if row is None else (row.vs_peer or {}).get(PEER)
+    return None if row is None else (row.vs_peer or {}).get(show.FP16)
 
 
 def _ratios(rows: dict[Shape, Row]) -> list[float] | None:
@@ -131,7 +129,7 @@ def memory_bound(results: Results) -> Table | None:
     """The other ops alone: bandwidth, and against torch.compile."""
     best: dict[str, Row] = {}
     for row in results.rows:
-        if row.op not in INT4 or row.op in LAYER_OPS or row.role != "kernel" or row.ms is None:
+        if row.op not in INT4 or row.op in show.FP16_FIRST or row.role != "kernel" or row.ms is None:
             continue
         key = show.problem_text({"op": row.op, **row.problem})
         if key not in best or row.ms < (best[key].ms or 0.0):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # The peer that a kernel's time is first compared with: what training uses today.
 BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy")
 # Of INT4 the paper's own (arXiv 2306.11987).
+FP16 = "cublas_fp16"
 FP16_FIRST = ("int4_gemm", "hadamard_gemm")
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 
@@ -58,7 +59,7 @@ def share_text(share: float | None) -> str:
 def ratio_text(row: Row) -> str:
     """The kernel against its first baseline: above 1 it is faster."""
     ratios = row.vs_peer or {}
-    order = ("cublas_fp16", *BASELINES) if row.op in FP16_FIRST else BASELINES
+    order = (FP16, *BASELINES) if row.op in FP16_FIRST else BASELINES
     name = next((n for n in order if n in ratios), None)
     return "" if name is None else f"{ratios[name]:.2f}× {name}"
 
