@@ -445,7 +445,7 @@ class _Run(TyperCommand):
 
 
 _RUN = "run"
-train = typer.Typer(cls=_Training, add_completion=False, help="Train GPT-2 in INT8 or BF16.")
+train = typer.Typer(cls=_Training, add_completion=False, help="Train GPT-2 in INT8, INT4 or BF16.")
 app.add_typer(train, name="train")
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint's.")
