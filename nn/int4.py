@@ -12,7 +12,8 @@ gradient one in `SAMPLED` of its rows.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, MadeOfWeight, checked_weight, draw
-from jetfire.nn.recipes import DEFAULT, GROUPS, Int4, as_group
+from jetfire.nn.recipes import DEFAULT, GROUPS, Gradient, Int4, as_group
 from jetfire.ops.errors import UsageError
 from jetfire.ops.functional import (
     int4_bit_split,
@@ -32,7 +33,9 @@ from jetfire.ops.functional import (
     int4_sample_rows,
 )
 from jetfire.ops.hadamard_quantize import Group
+from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.op import FloatName
+from jetfire.ops.sample_rows import capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 
 Tensor = torch.Tensor
@@ -45,6 +48,21 @@ _FLOOR = 2.0**-20
 _CALIBRATING = 4096
 # What a layer has beside a linear layer's own parameters.
 STATE = ("step_x", "step_w", "calibration")
+
+
+def _kept(gradient: str) -> tuple[int, str]:
+    """Parts of a gradient, and which of their rows are kept."""
+    return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
+
+
+def _most_tokens(gradient: str) -> int:
+    parts, keep = _kept(gradient)
+    room = MOST_K["wgrad"]
+    return bisect_right(range(room + 1), room, key=lambda m: capacity(m, parts, "wgrad", keep)) - 1
+
+
+# Tokens whose weight gradient's integer sums fit in 32 bits.
+MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in get_args(Gradient)}
 
 
 class Codes(NamedTuple):
@@ -142,10 +160,8 @@ class _Split(NamedTuple):
     @classmethod
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
         """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
-        parts = 1 if how == "nearest" else 2
-        bits = 4 * parts
-        q, unit, squares = int4_bit_split(gradient, bits=bits, seed=seeds[0:1])
-        keep = "half" if how == "sampled" else "all"
+        parts, keep = _kept(how)
+        q, unit, squares = int4_bit_split(gradient, bits=4 * parts, seed=seeds[0:1])
         return cls(q, unit, squares, parts, keep, seeds)
 
     def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -250,6 +266,10 @@ class _Int4Layer(nn.Module):
         x = rows(input, inputs)
         sample = seeds = None
         if torch.is_grad_enabled():
+            if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
+                raise UsageError(
+                    f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
+                )
             sample, seeds = _sampled(x.detach()), draw(3, x.device)
         with torch.autocast(x.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
@@ -331,6 +351,8 @@ def why_not(inputs: int, outputs: int, int4: Int4) -> str | None:
     """Why no layer has these sizes, in a line; None if one can."""
     if outputs % 2 or inputs % 2:
         return f"{inputs} inputs, {outputs} outputs: expected even numbers, two codes to a byte"
+    if max(outputs, inputs) > (most := MOST_K["fwd"]):
+        return f"{inputs} inputs, {outputs} outputs: expected at most {most} of each"
     if int4.group != "search" and inputs % int4.group:
         legal = " or ".join(str(group) for group in GROUPS if inputs % group == 0)
         return f"group={int4.group} with {inputs} inputs: expected {legal}"

@@ -534,7 +534,7 @@ def int4_quantize(
 def int4_quantize_backward(
     dx_hat: Tensor, *, q: Tensor | None = None, x: Tensor | None = None,
     step: Tensor | None = None, group: int = 32, slots: Tensor | None = None,
-    unit: Tensor | None = None, out: FloatName | None = None,
+    unit: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
 
@@ -545,14 +545,11 @@ def int4_quantize_backward(
         x, step: what was quantised, and its step: then the step has a gradient too.
         slots, unit: of `int4_sample_rows` and `int4_bit_split`: the rows that belong to each row
             of x; both or neither.
-        out: dx_hat's own dtype by its short name, as None is.
 
     Returns:
         dx, m×n as dx_hat; with `x` also the step's gradient by rows, fp32, m.
     """
     _matrix("dx_hat", dx_hat, _FLOATS)
-    if out is not None:
-        _choice("out", out, (library.FLOAT_NAMES[dx_hat.dtype],))
     _choice("group", group, _GROUPS)
     if (q is None) == (x is None) or (x is None) != (step is None):
         raise UsageError("q, x and step: expected q alone, or x and step")

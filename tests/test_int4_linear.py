@@ -24,8 +24,10 @@ from jetfire.nn import (
     weights_changed,
 )
 from jetfire.nn import int4 as module_of_int4
-from jetfire.nn.int4 import SAMPLED, STATE
+from jetfire.nn.int4 import MOST_TOKENS, SAMPLED, STATE
 from jetfire.ops.errors import UsageError
+from jetfire.ops.int4_gemm import MOST_K
+from jetfire.ops.sample_rows import capacity
 from jetfire.reference import hadamard
 
 CPU = torch.device("cpu")
@@ -686,6 +688,23 @@ def test_input_of_any_layout():
     layer(x[:, :64])
     assert torch.equal(layer(x[:, :64]), layer(x[:, :64].contiguous()))
     assert torch.equal(layer(x[:, ::2]), layer(x[:, ::2].contiguous()))
+
+
+def test_tokens_whose_sums_would_not_fit_are_refused(monkeypatch):
+    """Where they are given, and not in the middle of backward; evaluation has no such limit."""
+    for gradient, most in (("sampled", 152007), ("split", 85504)):
+        assert MOST_TOKENS[gradient] == most
+        keep = "half" if gradient == "sampled" else "all"
+        assert capacity(most, 2, "wgrad", keep) <= MOST_K["wgrad"]
+        assert capacity(most + 1, 2, "wgrad", keep) > MOST_K["wgrad"]
+    layer, x = Int4Linear(32, 16), torch.randn(40, 32)
+    monkeypatch.setitem(MOST_TOKENS, "sampled", 39)
+    with pytest.raises(UsageError, match="40 tokens at once: expected at most 39"):
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    with pytest.raises(UsageError, match="131072 outputs: expected at most 131071"):
+        Int4Linear(32, 1 << 17)
 
 
 def test_refuses_in_one_line():

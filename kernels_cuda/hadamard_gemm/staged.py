@@ -16,6 +16,7 @@ import torch
 from jetfire import ops
 from jetfire.ops.bit_split import BitSplitProblem
 from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
 from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_gemm import HadamardGemmProblem
 from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
@@ -156,7 +157,11 @@ class Staged(Kernel):
     def legal(
         self, problem: HadamardGemmProblem, config: StagedConfig, device: Device
     ) -> str | None:
-        for stage in plan(problem):
+        try:
+            stages = plan(problem)
+        except UsageError as error:
+            return str(error)
+        for stage in stages:
             reasons = [
                 kernel.legal(stage.problem, kernel.default(stage.problem, device), device)
                 for kernel in ops.kernels(stage.op).values()
