@@ -74,7 +74,7 @@ def test_machine_code(capability, block):
     assert "LDGSTS.E.BYPASS.LTC128B.128.ZFILL" in found.sass
     assert found.spills == 0
     assert found.stack_bytes == 0
-    assert found.registers <= mma.registers(config)
+    assert found.registers <= config.registers
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)

@@ -74,7 +74,7 @@ def test_machine_code(capability, operands):
     assert "LDGSTS.E.BYPASS.LTC128B.128.ZFILL" in found.sass
     assert found.spills == 0
     assert found.stack_bytes == 0
-    assert found.registers <= mma.registers(config)
+    assert found.registers <= config.registers
 
 
 @pytest.mark.parametrize("fields", OPTIONS[:3], ids=str)

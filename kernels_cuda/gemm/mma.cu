@@ -4,8 +4,8 @@
 // A block of WARPS_M×WARPS_N warps makes one tile of TILE_M×TILE_N; two or more of them share an SM
 // where they fit, so that one finishes while another multiplies. In order:
 //
-//   1. place:    which tile this is. RASTER rows of tiles are walked column by column, so that L2
-//                holds what neighbours share.
+//   1. place:    which tile this is; its code and the ring's are in mma_tiles.cuh. RASTER rows of
+//                tiles are walked column by column, so that L2 holds what neighbours share.
 //   2. load:     all threads keep a ring of STAGES slots full, each 128 of K deep: the codes by
 //                cp.async in 16 bytes, or as few as their alignment allows, zeros beyond the edges;
 //                the scales beside them. Rows of 128 bytes have their 16-byte chunks permuted by
@@ -21,20 +21,13 @@
 // the conversion, which has half an addition's rate on sm_89 and sm_90, or less.
 #define CHUNK_WARPS 1
 #include "epilogue.cuh"
-#include "ptx_sm80.cuh"
+#include "mma_tiles.cuh"
 
-constexpr int TILE_K = 128;
-constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int CHUNKS = WARP_M / 16;      // of sixteen rows
-constexpr int SUMS = WARP_N / 2;         // a thread's, of a chunk
+constexpr int TILE_K = TILE_BYTES;  // in a slot: codes are bytes
 constexpr int PROMOTIONS = TILE_K / BLOCK;
 constexpr int DEPTH = BLOCK / 32;        // products of 32 of K in a promotion
 constexpr int BASE = 0x4B400000;         // the bits of
 constexpr float BASE_FLOAT = 12582912.0f;
-
-constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K;
-constexpr int SLOT_BYTES = A_BYTES + B_BYTES;
 
 // Scales of a slot: for each promotion, A's and then B's.
 constexpr int A_SCALES = TILE_M > BLOCK ? TILE_M / BLOCK : 1;
@@ -51,7 +44,6 @@ constexpr int STAGING = OUT_BYTES + TURNED_BYTES;
 constexpr int AMAXES = OUTPUT == INT8 ? A_SCALES * B_SCALES : 0;
 
 // Shared memory, in order; staging lies where the ring was.
-constexpr int RING_BYTES = STAGES * SLOT_BYTES;
 constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
 constexpr int SCALES_AT = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
 constexpr int AMAX_AT = SCALES_AT + STAGES * PROMOTIONS * SCALES * 4;
@@ -66,38 +58,8 @@ struct Arguments {
   int k;
 };
 
-extern __shared__ __align__(1024) uint8_t shared[];
-
-DEVICE uint32_t shared_at(int offset) { return shared_address(shared) + offset; }
 DEVICE uint32_t& block_amax(int down, int across) {
   return reinterpret_cast<uint32_t*>(shared + AMAX_AT)[down * B_SCALES + across];
-}
-
-// Offset of a 16-byte chunk in rows of `WIDTH` bytes.
-template <int WIDTH>
-DEVICE int swizzled(int row, int chunk) {
-  if (WIDTH >= 128) return row * WIDTH + ((chunk ^ row % 8) << 4);
-  const int at = row * WIDTH + chunk * 16;  // in lines of 128 bytes that hold several rows
-  return at ^ (at >> 7 & (WIDTH / 16 - 1)) << 4;
-}
-
-struct Place {
-  int row, column;
-};
-
-// 1. Where this block's tile begins. Asked again at the end: no register keeps it meanwhile.
-DEVICE Place tile_place(const Target& to) {
-  const int down = ceil_div(to.m, TILE_M), across = ceil_div(to.n, TILE_N);
-  const int index = block_index();
-  const int first = index / (RASTER * across) * RASTER;
-  const int rows = min(down - first, RASTER);
-  const int within = index % (RASTER * across);
-  return {(first + within % rows) * TILE_M, within / rows * TILE_N};
-}
-
-DEVICE Place warp_place() {
-  const int warp = threadIdx.x / 32;
-  return {warp % WARPS_M * WARP_M, warp / WARPS_M * WARP_N};
 }
 
 // --- 2. load -----------------------------------------------------------------------------------
@@ -113,62 +75,30 @@ DEVICE uint32_t load_word(const int8_t* at, const int8_t* begin, const int8_t* e
   return word;
 }
 
-// Sixteen bytes from anywhere, zeros after the first `bytes`.
-DEVICE void copy_unaligned(uint32_t to, const int8_t* from, int bytes, const int8_t* begin,
-                           const int8_t* end) {
-  const int shift = reinterpret_cast<uint64_t>(from) % 4;
-  uint32_t words[5] = {}, aligned[4];
-  if (bytes > 0) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = load_word(from - shift + 4 * i, begin, end);
+struct Extent {
+  const int8_t *begin, *end;  // of the matrix
+  int k;
+
+  DEVICE int within(int at) const {
+    const int chunk = threadIdx.x % 8;
+    return min(max(k - at - chunk * 16, 0), 16);
   }
+
+  // Sixteen bytes from anywhere, zeros after the first `bytes`.
+  DEVICE void copy_unaligned(uint32_t to, const int8_t* from, int bytes) const {
+    const int shift = reinterpret_cast<uint64_t>(from) % 4;
+    uint32_t words[5] = {}, aligned[4];
+    if (bytes > 0) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int kept = min(max(bytes - 4 * i, 0), 4);
-    const uint32_t mask = kept == 4 ? ~0u : (1u << 8 * kept) - 1;
-    aligned[i] = __funnelshift_r(words[i], words[i + 1], 8 * shift) & mask;
-  }
-  store_shared(to, aligned);
-}
-
-// More addresses, or words to shift, have no registers.
-constexpr int COPIES_AT_ONCE = COPY_BYTES == 1 ? 1 : 4;
-
-// A thread's share of one operand: of every STEP-th row, 16 bytes of each slot.
-template <int ROWS>
-struct Operand {
-  static constexpr int STEP = THREADS / 8;
-  static_assert(ROWS % STEP == 0, "whole rows for every thread");
-  const int8_t *matrix, *end, *from;
-  int64_t pitch;
-  int k, left;  // rows from this thread's first one on
-
-  DEVICE Operand(const int8_t* matrix, const int8_t* end, int64_t pitch, int rows, int k, int row0)
-      : matrix(matrix),
-        end(end),
-        from(matrix + (row0 + threadIdx.x / 8) * pitch + threadIdx.x % 8 * 16),
-        pitch(pitch),
-        k(k),
-        left(rows - row0 - threadIdx.x / 8) {}
-
-  // The next 128 of K, from `at` on.
-  DEVICE void copy(uint32_t slot, int at) const {
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int within = min(max(k - at - chunk * 16, 0), 16);
-    const int8_t* p = from + at;
-#pragma unroll COPIES_AT_ONCE
-    for (int i = 0; i < ROWS / STEP; ++i, p += STEP * pitch) {
-      const uint32_t to = slot + swizzled<TILE_K>(row + i * STEP, chunk);
-      const int bytes = i * STEP < left ? within : 0;
-      if constexpr (COPY_BYTES == 1) {
-        copy_unaligned(to, p, bytes, matrix, end);
-      } else {
-#pragma unroll
-        for (int part = 0; part < 16; part += COPY_BYTES) {
-          copy_async<COPY_BYTES>(to + part, p + part, min(max(bytes - part, 0), COPY_BYTES));
-        }
-      }
+      for (int i = 0; i < 5; ++i) words[i] = load_word(from - shift + 4 * i, begin, end);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int kept = min(max(bytes - 4 * i, 0), 4);
+      const uint32_t mask = kept == 4 ? ~0u : (1u << 8 * kept) - 1;
+      aligned[i] = __funnelshift_r(words[i], words[i + 1], 8 * shift) & mask;
+    }
+    store_shared(to, aligned);
   }
 };
 
@@ -197,14 +127,15 @@ struct ScaleCopy {
 };
 
 struct Loader {
-  Operand<TILE_M> a;
-  Operand<TILE_N> b;
+  // The addresses of more than four copies at once have no registers.
+  Operand<TILE_M, Extent, 4> a;
+  Operand<TILE_N, Extent, 4> b;
   ScaleCopy scales;
   int k;
 
   DEVICE Loader(const Arguments& x, const Place& tile)
-      : a(x.a, x.a_end, x.a_pitch, x.to.m, x.k, tile.row),
-        b(x.b, x.b_end, x.b_pitch, x.to.n, x.k, tile.column),
+      : a(x.a, x.a_pitch, {x.a, x.a_end, x.k}, x.to.m, tile.row),
+        b(x.b, x.b_pitch, {x.b, x.b_end, x.k}, x.to.n, tile.column),
         scales(x, tile),
         k(x.k) {}
 
@@ -222,16 +153,11 @@ struct Loader {
 
 struct Multiplier {
   float acc[CHUNKS][SUMS];
-  uint32_t a_at, b_at;  // of this lane's first fragments' rows, from a slot's beginning
+  const Fragments fragments;
   const float *a_scale, *b_scale;  // of the first slot
 
   DEVICE Multiplier() {
-    const int lane = threadIdx.x % 32;
     const Place warp = warp_place();
-    // A's four matrices are rows 0…7 and 8…15 of the first half of 32 of K, then of the second;
-    // B's are the halves of rows 0…7, then of rows 8…15.
-    a_at = swizzled<TILE_K>(warp.row + lane % 16, lane / 16);
-    b_at = A_BYTES + swizzled<TILE_K>(warp.column + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const float* scales = reinterpret_cast<float*>(shared + SCALES_AT);
     a_scale = scales + warp.row / BLOCK;
     b_scale = scales + A_SCALES + warp.column / BLOCK;
@@ -257,7 +183,7 @@ struct Multiplier {
     uint32_t a[DEPTH][4];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      load_matrices(a[d], ((from + a_at) ^ (first + d) << 5) + r * 16 * TILE_K);
+      load_matrices(a[d], ((from + fragments.a_at) ^ (first + d) << 5) + r * 16 * TILE_K);
     }
 #pragma unroll
     for (int j = 0; j < WARP_N / 8; ++j) {
@@ -283,8 +209,8 @@ struct Multiplier {
       for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
         for (int j = 0; j < WARP_N / 16; ++j) {
-          // 32 of K further on is another chunk's place, which the row's number permutes too.
-          load_matrices(b[d][j], ((from + b_at) ^ (p * DEPTH + d) << 5) + j * 16 * TILE_K);
+          load_matrices(b[d][j],
+                        ((from + fragments.b_at) ^ (p * DEPTH + d) << 5) + j * 16 * TILE_K);
         }
       }
       float factor[FACTORS];
@@ -301,22 +227,6 @@ struct Multiplier {
     }
   }
 };
-
-DEVICE void multiply(Multiplier& multiplier, const Loader& loader, int steps) {
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) loader.copy(i, i);
-  int slot = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    copy_wait<STAGES - 2>();
-    __syncthreads();  // the slot is full for all, and the one before it read by all
-    loader.copy(slot == 0 ? STAGES - 1 : slot - 1, step + STAGES - 1);
-    multiplier.slot(slot);
-    if (++slot == STAGES) slot = 0;
-  }
-  copy_wait<0>();
-  __syncthreads();
-}
 
 // --- 5. finish ---------------------------------------------------------------------------------
 
@@ -443,7 +353,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gemm(const __grid_constant__ Arguments x) {
   if (int(threadIdx.x) < AMAXES) block_amax(0, threadIdx.x) = 0;
   Multiplier multiplier;
-  multiply(multiplier, Loader(x, tile_place(x.to)), ceil_div(x.k, TILE_K));
+  const Loader loader(x, tile_place(x.to));
+  const int steps = ceil_div(x.k, TILE_K);
+  Ring ring;
+  ring.start(loader);
+  ring.run(multiplier, loader, steps);
+  ring.finish();
   const Place tile = tile_place(x.to), warp = warp_place();
 #pragma unroll
   for (int r = 0; r < CHUNKS; ++r) add_bias(multiplier.acc[r], x.to, tile.column + warp.column);

@@ -2,8 +2,9 @@
 //
 // A block of WARPS_M×WARPS_N warps makes one tile of TILE_M×TILE_N. In order:
 //
-//   1. place:    which tile this is. RASTER rows of tiles are walked column by column, so that L2
-//                holds what neighbours share. Of a dgrad, tiles beyond the rows there are end here.
+//   1. place:    which tile this is; its code and the ring's are in mma_tiles.cuh. RASTER rows of
+//                tiles are walked column by column, so that L2 holds what neighbours share. Of
+//                a dgrad, tiles beyond the rows there are end here.
 //   2. load:     all threads keep a ring of STAGES slots full, each 128 bytes of K deep, by cp.async
 //                in 16 bytes, or as few as their alignment allows, zeros beyond the edges. Rows of
 //                128 bytes have their 16-byte chunks permuted by the row's number, so that neither
@@ -17,25 +18,16 @@
 // take 32 bytes of K, from the same bytes of the same lanes (PTX ISA, "Matrix fragments for
 // mma.m16n8k64" and "mma.m16n8k32"), in the same time on sm_80, sm_86 and sm_89.
 #include "epilogue.cuh"
-#include "ptx_sm80.cuh"
+#include "mma_tiles.cuh"
 
-constexpr int TILE_BYTES = 128;  // of K, in a slot
-constexpr int PRODUCT_BYTES = 32;  // of K, in one product
+constexpr int PRODUCT_BYTES = 32;   // of K, in one product
 constexpr int DEPTH = TILE_BYTES / PRODUCT_BYTES;
-constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int CHUNKS = WARP_M / 16;  // of sixteen rows
-constexpr int PAIRS = WARP_N / 16;   // of eight columns
-constexpr int SUMS = WARP_N / 2;     // a thread's, of a chunk
-
-constexpr int A_BYTES = TILE_M * TILE_BYTES, B_BYTES = TILE_N * TILE_BYTES;
-constexpr int SLOT_BYTES = A_BYTES + B_BYTES;
+constexpr int PAIRS = WARP_N / 16;  // of eight columns
 
 // What a warp sends through shared memory at the end, where the ring was: sixteen rows.
 constexpr int ELEMENT_BYTES = OUTPUT == FP32 ? 4 : 2;
 constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
 constexpr int STAGING = 16 * ROW_BYTES;
-constexpr int RING_BYTES = STAGES * SLOT_BYTES;
 constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
 constexpr int SHARED_BYTES = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
@@ -47,96 +39,34 @@ struct Arguments {
   int row_bytes;  // of A and B
 };
 
-extern __shared__ __align__(1024) uint8_t shared[];
-
-DEVICE uint32_t shared_at(int offset) { return shared_address(shared) + offset; }
-
-// Offset of a 16-byte chunk in rows of `WIDTH` bytes.
-template <int WIDTH>
-DEVICE int swizzled(int row, int chunk) {
-  if (WIDTH >= 128) return row * WIDTH + ((chunk ^ row % 8) << 4);
-  const int at = row * WIDTH + chunk * 16;  // in lines of 128 bytes that hold several rows
-  return at ^ (at >> 7 & (WIDTH / 16 - 1)) << 4;
-}
-
-// --- 1. place ----------------------------------------------------------------------------------
-
-struct Place {
-  int row, column;
-};
-
-// Asked again at the end: no register keeps it meanwhile.
-DEVICE Place tile_place(const Epilogue& to) {
-  const int down = ceil_div(to.m, TILE_M), across = ceil_div(to.n, TILE_N);
-  const int index = block_index();
-  const int first = index / (RASTER * across) * RASTER;
-  const int rows = min(down - first, RASTER);
-  const int within = index % (RASTER * across);
-  return {(first + within % rows) * TILE_M, within / rows * TILE_N};
-}
-
-DEVICE Place warp_place() {
-  const int warp = threadIdx.x / 32;
-  return {warp % WARPS_M * WARP_M, warp / WARPS_M * WARP_N};
-}
-
 // --- 2. load -----------------------------------------------------------------------------------
 
-// The first `bytes` of sixteen, then zeros; a byte at a time, since they may lie anywhere.
-DEVICE void copy_bytes(uint32_t to, const int8_t* from, int bytes) {
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (i < bytes) words[i / 4] |= uint32_t(uint8_t(from[i])) << i % 4 * 8;
-  }
-  store_shared(to, words);
-}
-
-// A thread's share of one operand: of every STEP-th row, 16 bytes of each slot.
-template <int ROWS>
-struct Operand {
-  static constexpr int STEP = THREADS / 8;
-  static_assert(ROWS % STEP == 0, "whole rows for every thread");
-  const int8_t* from;
-  int64_t pitch;
+struct Extent {
   int bytes;  // of K, from this thread's first on
-  int left;   // rows, from this thread's first on
 
-  DEVICE Operand(const int8_t* matrix, int64_t pitch, int rows, int bytes, int row0)
-      : from(matrix + (row0 + threadIdx.x / 8) * pitch + threadIdx.x % 8 * 16),
-        pitch(pitch),
-        bytes(bytes - threadIdx.x % 8 * 16),
-        left(rows - row0 - threadIdx.x / 8) {}
+  DEVICE explicit Extent(int bytes) : bytes(bytes - threadIdx.x % 8 * 16) {}
 
-  // The next 128 bytes of K, from `at` on.
-  DEVICE void copy(uint32_t slot, int at) const {
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int within = min(max(bytes - at, 0), 16);
-    const int8_t* p = from + at;
-#pragma unroll(COPY_BYTES == 1 ? 1 : ROWS / STEP)
-    for (int i = 0; i < ROWS / STEP; ++i, p += STEP * pitch) {
-      const uint32_t to = slot + swizzled<TILE_BYTES>(row + i * STEP, chunk);
-      const int some = i * STEP < left ? within : 0;
-      if constexpr (COPY_BYTES == 1) {
-        copy_bytes(to, p, some);
-      } else {
+  DEVICE int within(int at) const { return min(max(bytes - at, 0), 16); }
+
+  // The first `bytes` of sixteen, then zeros; a byte at a time, since they may lie anywhere.
+  DEVICE void copy_unaligned(uint32_t to, const int8_t* from, int bytes) const {
+    uint32_t words[4] = {};
 #pragma unroll
-        for (int part = 0; part < 16; part += COPY_BYTES) {
-          copy_async<COPY_BYTES>(to + part, p + part, min(max(some - part, 0), COPY_BYTES));
-        }
-      }
+    for (int i = 0; i < 16; ++i) {
+      if (i < bytes) words[i / 4] |= uint32_t(uint8_t(from[i])) << i % 4 * 8;
     }
+    store_shared(to, words);
   }
 };
 
 struct Loader {
-  Operand<TILE_M> a;
-  Operand<TILE_N> b;
+  Operand<TILE_M, Extent> a;
+  Operand<TILE_N, Extent> b;
   int steps;
 
   DEVICE Loader(const Arguments& x, const Place& tile, int rows, int bytes)
-      : a(x.a, x.a_pitch, rows, bytes, tile.row),
-        b(x.b, x.b_pitch, x.to.n, bytes, tile.column),
+      : a(x.a, x.a_pitch, Extent(bytes), rows, tile.row),
+        b(x.b, x.b_pitch, Extent(bytes), x.to.n, tile.column),
         steps(ceil_div(bytes, TILE_BYTES)) {}
 
   DEVICE void copy(int slot, int step) const {
@@ -160,30 +90,20 @@ DEVICE void mma_nibbles(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 
 struct Multiplier {
   int sums[CHUNKS][2 * PAIRS][4] = {};
-  uint32_t a_at, b_at;  // of this lane's first fragments' rows, from a slot's beginning
-
-  DEVICE Multiplier() {
-    const int lane = threadIdx.x % 32;
-    const Place warp = warp_place();
-    // A's four matrices are rows 0…7 and 8…15 of the first half of a product's K, then of the
-    // second; B's are the halves of rows 0…7, then of rows 8…15.
-    a_at = swizzled<TILE_BYTES>(warp.row + lane % 16, lane / 16);
-    b_at = A_BYTES + swizzled<TILE_BYTES>(warp.column + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  }
+  const Fragments fragments;
 
   DEVICE void slot(int index) {
     const uint32_t from = shared_at(index * SLOT_BYTES);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      // A product further on is another chunk's place, which the row's number permutes too.
       uint32_t a[CHUNKS][4], b[PAIRS][4];
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
-        load_matrices(b[j], ((from + b_at) ^ d << 5) + j * 16 * TILE_BYTES);
+        load_matrices(b[j], ((from + fragments.b_at) ^ d << 5) + j * 16 * TILE_BYTES);
       }
 #pragma unroll
       for (int r = 0; r < CHUNKS; ++r) {
-        load_matrices(a[r], ((from + a_at) ^ d << 5) + r * 16 * TILE_BYTES);
+        load_matrices(a[r], ((from + fragments.a_at) ^ d << 5) + r * 16 * TILE_BYTES);
       }
 #pragma unroll
       for (int r = 0; r < CHUNKS; ++r) {
@@ -213,24 +133,14 @@ struct Multiplier {
 // `high`: the steps after which what is summed is weighed; of a wgrad alone.
 DEVICE void multiply(Multiplier& multiplier, const Loader& loader, int high) {
   constexpr int PARTS = PRODUCT == WGRAD ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) loader.copy(i, i);
-  int slot = 0, step = 0;
+  Ring ring;
+  ring.start(loader);
 #pragma unroll 1
   for (int part = 0; part < PARTS; ++part) {
-    const int end = part == PARTS - 1 ? loader.steps : high;
-#pragma unroll 1
-    for (; step < end; ++step) {
-      copy_wait<STAGES - 2>();
-      __syncthreads();  // the slot is full for all, and the one before it read by all
-      loader.copy(slot == 0 ? STAGES - 1 : slot - 1, step + STAGES - 1);
-      multiplier.slot(slot);
-      if (++slot == STAGES) slot = 0;
-    }
+    ring.run(multiplier, loader, part == PARTS - 1 ? loader.steps : high);
     if (part < PARTS - 1) multiplier.weigh();
   }
-  copy_wait<0>();
-  __syncthreads();
+  ring.finish();
 }
 
 // --- 4. finish ---------------------------------------------------------------------------------
