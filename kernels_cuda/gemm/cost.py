@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from jetfire.kernels_cuda.gemm.wgmma import (
     PARTS_A_TILE,
-    TILE_K,
     WgmmaConfig,
     WgmmaGemm,
     cluster_tiles,
 )
+from jetfire.kernels_cuda.hopper import TILE_K
 from jetfire.ops.device import Device
 from jetfire.ops.op import ceil_div
 

@@ -16,6 +16,7 @@ from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
+from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
 from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
-TILE_K = 128
 # With `stream`, at most this many blocks share a tile: they add to it one after another, at about
 # 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
 # no more than there are multiprocessors, once whatever else is running ends.
@@ -136,22 +136,6 @@ def accumulators(config: WgmmaConfig) -> int:
     return (config.rows + products) * config.tile_n // 2
 
 
-def wgmma_wrapper(tile_n: int) -> str:
-    """The s8 wgmma of 64×tile_n×32: its operand list is as long as tile_n/2."""
-    count = tile_n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+r"(d[{i}])' for i in range(count))
-    return f"""
-__device__ __forceinline__ void wgmma(int (&d)[{count}], unsigned long long a,
-                                      unsigned long long b, int accumulate) {{
-  asm volatile(
-      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{tile_n}k32.s32.s8.s8 "
-      "{{{registers}}}, %{count}, %{count + 1}, p;\\n}}"
-      : {operands} : "l"(a), "l"(b), "r"(accumulate));
-}}"""
-
-
 def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> str:
     """The kernel's constants."""
     consumer, producer = REGISTERS[config.groups]
@@ -216,14 +200,7 @@ class WgmmaGemm(Kernel):
     Config = WgmmaConfig
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        if device.kind != "cuda" or device.capability != (9, 0):
-            return "needs sm_90: it is written in its warp-group instructions"
-        if (reason := driver.missing()) is not None:
-            return reason
-        for name, values in SPACE.items():
-            if getattr(config, name) not in values:
-                return f"{name}={getattr(config, name)}: expected one of {values}"
-        if reason := _misfit(problem, config):
+        if reason := unfit(device) or outside(config, SPACE) or _misfit(problem, config):
             return reason
         limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
         if accumulators(config) > limit:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from jetfire.kernels_cuda.hopper import TILE_K
 from jetfire.kernels_cuda.int4_gemm.wgmma import (
     SPACE,
-    TILE_K,
     WgmmaConfig,
     WgmmaInt4Gemm,
     cluster_tiles,

@@ -1,7 +1,7 @@
 // INT4 GEMM for sm_90a: C (m×n) = A (m×k) · Bᵀ (n×k) of codes in bytes, since Hopper multiplies none
 // smaller; their int32 sums run over all of K, so that the only fp32 is the scale's. Codes lie in the
 // high halves of their bytes: at the power limit half of the bits that never change are worth a ninth
-// of the time (8192×7680×9728 on an H200: 733 µs, and 827 µs with codes in the low halves).
+// of the time (8192×7680×9728 on an H200: 733 µs, and 828 µs with codes in the low halves).
 //
 // One persistent block an SM walks over tiles of TILE_M×TILE_N. Its warps have two roles, which meet
 // at the full and empty barriers of a ring of STAGES slots, each 128 of K deep:

@@ -14,7 +14,7 @@ import numpy as np
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.gemm.wgmma import wgmma_wrapper
+from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
 from jetfire.kernels_cuda.int4_gemm.constants import problem_constants
 from jetfire.ops.device import Device
 from jetfire.ops.machine_code import Cubin
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
-TILE_K = 128
 STAGING_BYTES = 8192
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
@@ -129,13 +128,8 @@ class WgmmaInt4Gemm(Kernel):
     Config = WgmmaConfig
 
     def legal(self, problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        if device.kind != "cuda" or device.capability != (9, 0):
-            return "needs sm_90: it is written in its warp-group instructions"
-        if (reason := driver.missing()) is not None:
+        if reason := unfit(device) or outside(config, SPACE):
             return reason
-        for name, values in SPACE.items():
-            if getattr(config, name) not in values:
-                return f"{name}={getattr(config, name)}: expected one of {values}"
         sums = config.rows * config.tile_n // 2
         if sums > (most := MOST_SUMS[config.groups]):
             return f"{sums} sums a thread: {config.groups} groups have registers for {most}"
@@ -258,7 +252,7 @@ def _cubin(name: str, text: str) -> bytes:
     return compile_cubin(SOURCE.with_name(f"{name}.cu"), text, "sm_90a")
 
 
-@lru_cache(maxsize=256)
+@cache
 def _small(name: str, text: str, device: int) -> driver.Function:
     """One of the kernels beside the product, kept for ever, since graphs hold it."""
     return driver.Function(_cubin(name, text), name, device, 0)
