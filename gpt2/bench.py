@@ -54,10 +54,10 @@ from jetfire.ops.peers import forget_compiled
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
 # Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Most
-# of its error, of 0.3 to 5, is noise, which lies across. But rounding the forward to 4 bits changes
-# what the gradient is: four layers of width 384 have 0.13 to 0.26 less of it, of width 4096 up to
-# 0.46. What is left out, doubled or of the wrong sign is off by 1 or more.
-ALONG_TOLERANCE = 0.7
+# of its error, of 0.3 to 1.8, is noise, which lies across. Models of 2 to 24 layers are off by up
+# to 0.16; but what came through attention alone, whose weights 4 bits change, by 0.55.
+ALONG_TOLERANCE, ATTENTION_TOLERANCE = 0.3, 0.7
+_ATTENTION = ("qkv.weight", "projection.weight", "positions.weight")
 CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
@@ -80,7 +80,8 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float
         off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
             off = abs(float((left * right).sum() / right.square().sum()) - 1)
-            limit, what = ALONG_TOLERANCE, "relative error along it"
+            limit = ATTENTION_TOLERANCE if name.endswith(_ATTENTION) else ALONG_TOLERANCE
+            what = "relative error along it"
         if not off / limit <= max(far, 1.0):
             far, wrong = off / limit, f"{name}: {what} {off:.2g} against BF16 eager's"
             if math.isnan(off):
