@@ -320,3 +320,10 @@ def test_audit_names_an_unknown_kernel():
     op = ops.get("gemm")
     with pytest.raises(UsageError, match=r"no kernel 'nope' in these ops: expected .*wgmma"):
         audit_command.run([Case(op, op.Problem(8, 8, 8))], ["nope"], ["90"])
+
+
+def test_every_source_is_part_of_what_a_profile_was_tuned_for():
+    """A file that no kernel's hash covers could change under its profiles unseen."""
+    for file in sorted(compiler.ROOT.glob("*/*.cu")):
+        kernels = ops.kernels(file.parent.name).values()
+        assert any(file in kernel.sources() for kernel in kernels), file

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
+UNPACK, REDUCE = SOURCE.with_name("unpack.cu"), SOURCE.with_name("reduce.cu")
 STAGING_BYTES = 8192
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
@@ -169,13 +170,13 @@ class WgmmaInt4Gemm(Kernel):
     ) -> list[Cubin]:
         text = config_header(problem, config, _tma_out(problem, 16))
         found = [
-            Cubin("gemm", compile_cubin(SOURCE, text, "sm_90a"), shared_bytes(config),
+            Cubin("gemm", _cubin(SOURCE, text), shared_bytes(config),
                   4 * (config.groups + 1))
         ]  # fmt: skip
         if problem.operands == "packed":
-            found.insert(0, Cubin("unpack", _cubin("unpack", _unpack_header(True)), 0, 8))
+            found.insert(0, Cubin("unpack", _cubin(UNPACK, _unpack_header(True)), 0, 8))
         if config.split > 1:
-            found.append(Cubin("reduce", _cubin("reduce", _reduce_header(problem, config)), 0, 8))
+            found.append(Cubin("reduce", _cubin(REDUCE, _reduce_header(problem, config)), 0, 8))
         return found
 
     def launch(
@@ -191,7 +192,7 @@ class WgmmaInt4Gemm(Kernel):
         function(blocks, threads, arguments)
         if raw is not None:
             epilogue = _epilogue(problem, *_epilogue_pointers(inputs, outputs))
-            _small("reduce", _reduce_header(problem, config), a.device.index)(
+            _small(REDUCE, _reduce_header(problem, config), a.device.index)(
                 16 * driver.processors(a.device.index), 256,
                 (np.uint64(raw.data_ptr()), np.int32(raw.stride(0)),
                  np.int32(_slab(problem, config)), driver.struct_argument(epilogue, len(epilogue))),
@@ -232,7 +233,7 @@ def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
     if not (packed or x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
         return x
     copy = x.new_empty((rows, ceil_div(columns, 8 if packed else 16) * 16))
-    _small("unpack", _unpack_header(packed), x.device.index)(
+    _small(UNPACK, _unpack_header(packed), x.device.index)(
         16 * driver.processors(x.device.index), 256,
         (np.uint64(copy.data_ptr()), np.uint64(x.data_ptr()), np.int32(rows), np.int32(columns),
          np.int64(x.stride(0))),
@@ -248,20 +249,20 @@ def _reduce_header(problem: Int4GemmProblem, config: WgmmaConfig) -> str:
     return header({**_constants(problem), "SPLIT": config.split})
 
 
-def _cubin(name: str, text: str) -> bytes:
-    return compile_cubin(SOURCE.with_name(f"{name}.cu"), text, "sm_90a")
+def _cubin(source: Path, text: str) -> bytes:
+    return compile_cubin(source, text, "sm_90a")
 
 
 @cache
-def _small(name: str, text: str, device: int) -> driver.Function:
+def _small(source: Path, text: str, device: int) -> driver.Function:
     """One of the kernels beside the product, kept for ever, since graphs hold it."""
-    return driver.Function(_cubin(name, text), name, device, 0)
+    return driver.Function(_cubin(source, text), source.stem, device, 0)
 
 
 @cache
 def _function(text: str, shared: int, device: int) -> driver.Function:
     """The kernel with this `config.cuh`, which says all that the code depends on; kept for ever."""
-    return driver.Function(compile_cubin(SOURCE, text, "sm_90a"), "gemm", device, shared)
+    return driver.Function(_cubin(SOURCE, text), "gemm", device, shared)
 
 
 def cluster_tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
