@@ -14,7 +14,7 @@ from jetfire import ops
 from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.results import Results, Row, check_writable, write_text
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
     from jetfire.bench.runner import Options, Runner
@@ -100,6 +100,8 @@ def bench(asked: Asked) -> None:
     if asked.dry_run:
         _dry_run(work, device)
         return
+    if asked.suite not in (None, "promotion") and device.kind == "cpu":
+        raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     _measure(asked, work, device, existing, kind)
 
 

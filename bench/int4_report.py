@@ -104,8 +104,8 @@ def stages(results: Results) -> str | None:
         return None
     text = (
         "Each stage timed by itself beside the whole, in the same run on the same tensors, with "
-        "its inputs out of the L2 cache; the share is of the stages' sum. In one launch a stage "
-        "finds in the cache what the one before it left there.\n"
+        "its inputs out of the L2 cache; the share is of the stages' sum. All in turn, a stage "
+        "finds in the cache what the one before it left there, and the clock is one for all.\n"
     )
     return "\n".join(["## INT4: a linear layer by stage", "", text, *parts])
 

@@ -231,7 +231,7 @@ def _split(label: str, stages: Sequence[str], rows: Sequence[Row]) -> Split:
                  for ms, all_ in zip(times, sums, strict=True)]  # fmt: skip
         lines.append([name, *texts])
     lines.append(["sum", *(time_text(ms) for ms in sums)])
-    lines.append(["in one launch", *(time_text(row.ms) for row in rows)])
+    lines.append(["all in turn", *(time_text(row.ms) for row in rows)])
     return Split(head, lines)
 
 

@@ -322,3 +322,9 @@ def test_all_is_every_op_once():
     assert {c.op.name for c in cases("all", "gemm", blocks=["32"])} == set(ops.names())
     with pytest.raises(UsageError, match="no op"):
         cases("gemm", "nope")
+
+
+@pytest.mark.parametrize("suite", ["results", "int4"])
+def test_a_suite_of_a_gpus_sizes_is_refused_without_one(suite, capsys):
+    assert cli.execute("bench", ["--suite", suite, "--device", "cpu"]) == 5
+    assert f"--suite {suite}: its sizes are for a GPU" in capsys.readouterr().err

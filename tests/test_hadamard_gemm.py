@@ -174,7 +174,7 @@ def test_the_bench_splits_its_time_by_stage(peaks_known, tmp_path, capsys):
     assert [tuple(row.extra["stages"]) for row in rows] == [FORWARD, BACKWARD]
     assert all(ms > 0 for row in rows for ms in row.extra["stages"].values())
     text = capsys.readouterr().out
-    for line in ("staged fwd", "staged bwd", "wgrad_gather_x", "in one launch"):
+    for line in ("staged fwd", "staged bwd", "wgrad_gather_x", "all in turn"):
         assert line in text
     assert execute("bench", [*words.split(), "--format", "md"]) == 0
     assert "| staged bwd | 64×64×64 |" in capsys.readouterr().out

@@ -63,7 +63,7 @@ def test_stages_are_shares_of_their_sum():
     assert "| wgmma fwd | 4608×5120×6144 |" in text
     assert "| second | 1.500 ms 75% |" in text
     assert "| second | 3.000 ms 75% |" in text
-    assert "| in one launch | 4.000 ms |" in text
+    assert "| all in turn | 4.000 ms |" in text
 
 
 def test_memory_bound_ops_are_described_by_what_is_not_their_default():
