@@ -15,6 +15,7 @@ from jetfire.ops.op import (
     Op,
     Problem,
     Rounding,
+    SameBits,
     Tensors,
     quantised_outputs,
 )
@@ -116,6 +117,10 @@ class Add(Op):
             else:
                 checks.append(check.exact(name, out, expected[name]))
         return check.every(checks)
+
+    def same_bits(self, problem: AddProblem) -> SameBits:
+        """The statistics are sums over tiles."""
+        return "runs" if problem.mode == "fwd" else "kernels"
 
     def peers(
         self, problem: AddProblem, inputs: Tensors

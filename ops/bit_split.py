@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Op, Problem, Tensors, float_dtype
+from jetfire.ops.op import Check, FloatName, Op, Problem, SameBits, Tensors, float_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,9 @@ class BitSplit(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def same_bits(self, problem: BitSplitProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: BitSplitProblem, inputs: Tensors

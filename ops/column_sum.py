@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetfire.ops.data import Source
-from jetfire.ops.op import Block, Check, Op, Problem, Tensors, ceil_div
+from jetfire.ops.op import Block, Check, Op, Problem, SameBits, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,9 @@ class ColumnSum(Op):
         from jetfire.ops import check
 
         return check.bounded("sums", outputs["sums"], expected["sums"], expected["bound"])
+
+    def same_bits(self, problem: ColumnSumProblem) -> SameBits:
+        return "runs"
 
     def peers(
         self, problem: ColumnSumProblem, inputs: Tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.ops.data import Source
-from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, SameBits, Tensors, float_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,9 @@ class CrossEntropy(Op):
                 for name, out in outputs.items()
             ]
         )
+
+    def same_bits(self, problem: CrossEntropyProblem) -> SameBits:
+        return "runs" if problem.mode == "fwd" else "configs"
 
     def peers(
         self, problem: CrossEntropyProblem, inputs: Tensors

@@ -13,6 +13,7 @@ from jetfire.ops.op import (
     FloatName,
     Op,
     Problem,
+    SameBits,
     Tensors,
     float_dtype,
 )
@@ -69,6 +70,9 @@ class Dequantize(Op):
         from jetfire.ops import check
 
         return check.exact("x", outputs["x"], expected["x"])
+
+    def same_bits(self, problem: DequantizeProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: DequantizeProblem, inputs: Tensors

@@ -15,6 +15,7 @@ from jetfire.ops.op import (
     Mode,
     Op,
     Problem,
+    SameBits,
     Tensors,
     quantised_outputs,
 )
@@ -83,6 +84,9 @@ class Dropout(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def same_bits(self, problem: DropoutProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: DropoutProblem, inputs: Tensors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, Op, Problem, Tensors
+from jetfire.ops.op import Check, Op, Problem, SameBits, Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,16 @@ class GatherRows(Op):
         """Of the rows that `inputs` asks for: packed codes in, a byte each out, and the list."""
         listed = 0 if problem.rows is None else 5 if problem.repeat else 4
         return wanted(problem) * (problem.n // 2 + problem.n + listed)
+
+    def written(self, problem: GatherRowsProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """The rows that are wanted."""
+        if problem.rows is None:
+            return outputs
+        codes, count = outputs["codes"], int(inputs["counts"][1])
+        return {"codes": codes[:, :count] if problem.transpose else codes[:count]}
+
+    def same_bits(self, problem: GatherRowsProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: GatherRowsProblem, inputs: Tensors

@@ -17,6 +17,7 @@ from jetfire.ops.op import (
     Op,
     Problem,
     Rounding,
+    SameBits,
     Tensors,
     ceil_div,
     float_dtype,
@@ -192,6 +193,10 @@ class Gemm(Op):
 
     def flops(self, problem: GemmProblem) -> float:
         return 2.0 * problem.m * problem.n * problem.k
+
+    def same_bits(self, problem: GemmProblem) -> SameBits:
+        """Blocks of K are summed in order, but for stream-K's, which adds parts to C in fp32."""
+        return "runs" if problem.accumulate and problem.out == "fp32" else "configs"
 
     def peers(
         self, problem: GemmProblem, inputs: Tensors

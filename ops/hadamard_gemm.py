@@ -14,7 +14,7 @@ from jetfire.ops.hadamard_quantize import (
     dstep_bound,
     first_step,
 )
-from jetfire.ops.op import Check, Mode, Op, Problem, Tensors, ceil_div, float_dtype
+from jetfire.ops.op import Check, Mode, Op, Problem, SameBits, Tensors, ceil_div, float_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +137,10 @@ class HadamardGemm(Op):
         """Of the product; backward of two, in each of which a row of two parts is kept once."""
         products = 2 if problem.mode == "bwd" else 1
         return products * 2.0 * problem.m * problem.n * problem.k
+
+    def same_bits(self, problem: HadamardGemmProblem) -> SameBits:
+        """The step's gradient is a sum."""
+        return "runs" if problem.mode == "bwd" else "kernels"
 
     def peers(
         self, problem: HadamardGemmProblem, inputs: Tensors

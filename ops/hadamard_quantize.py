@@ -14,6 +14,7 @@ from jetfire.ops.op import (
     Mode,
     Op,
     Problem,
+    SameBits,
     Tensors,
     ceil_div,
     float_dtype,
@@ -154,6 +155,10 @@ class HadamardQuantize(Op):
             dstep = expected["dstep"]
             found.append(check.bounded("dstep", outputs["dstep"], dstep, expected["dstep_bound"]))
         return check.every(found)
+
+    def same_bits(self, problem: HadamardQuantizeProblem) -> SameBits:
+        """The step's gradient is a sum."""
+        return "runs" if problem.mode == "bwd" and problem.given == "x" else "kernels"
 
     def peers(
         self, problem: HadamardQuantizeProblem, inputs: Tensors

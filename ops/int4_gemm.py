@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, Tensors, float_dtype
+from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, SameBits, Tensors, float_dtype
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
@@ -176,6 +176,15 @@ class Int4Gemm(Op):
         """Of the rows or the depth that `sampled` says there are."""
         m, n, k = _counted(problem)
         return 2.0 * m * n * k
+
+    def written(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """Of a dgrad, the rows that there are."""
+        if problem.product != "dgrad":
+            return outputs
+        return {"c": outputs["c"][: int(inputs["counts"][1])]}
+
+    def same_bits(self, problem: Int4GemmProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: Int4GemmProblem, inputs: Tensors

@@ -28,6 +28,9 @@ FloatName = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["q", "qt", "both"]
 Mode = Literal["fwd", "bwd"]
 Rounding = Literal["nearest", "stochastic"]
+# Over what equal inputs give equal bits: every kernel and config of an op; every config of one
+# kernel; or the runs of one config.
+SameBits = Literal["kernels", "configs", "runs"]
 Tensors = dict[str, "torch.Tensor"]
 
 
@@ -184,6 +187,20 @@ class Op(ABC):
         Args:
             noise: the kernel's own (`Kernel.noise`), where the op's tolerance is not for it.
         """
+
+    def same_bits(self, problem: Any) -> SameBits:
+        """Over what the same inputs of a problem give the same bits.
+
+        "runs" where a sum's order is the config's to choose, and of every kernel with a `noise`.
+        """
+        return "configs"
+
+    def written(self, problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """What a launch must write: outputs, or views of those that it may leave a part of.
+
+        Reads inputs where they say how much that is: a device is waited for.
+        """
+        return outputs
 
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:

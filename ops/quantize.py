@@ -15,6 +15,7 @@ from jetfire.ops.op import (
     Op,
     Problem,
     Rounding,
+    SameBits,
     Tensors,
     float_dtype,
     quantised_outputs,
@@ -78,6 +79,9 @@ class Quantize(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def same_bits(self, problem: QuantizeProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: QuantizeProblem, inputs: Tensors

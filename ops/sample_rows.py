@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.ops.data import Source
-from jetfire.ops.op import Check, Op, Problem, Tensors, ceil_div
+from jetfire.ops.op import Check, Op, Problem, SameBits, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,9 @@ class SampleRows(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def same_bits(self, problem: SampleRowsProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: SampleRowsProblem, inputs: Tensors

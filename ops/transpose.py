@@ -12,6 +12,7 @@ from jetfire.ops.op import (
     Check,
     Op,
     Problem,
+    SameBits,
     Tensors,
     quantised_outputs,
 )
@@ -66,6 +67,9 @@ class Transpose(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def same_bits(self, problem: TransposeProblem) -> SameBits:
+        return "kernels"
 
     def peers(
         self, problem: TransposeProblem, inputs: Tensors
