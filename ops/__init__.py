@@ -72,6 +72,18 @@ def kernels(op: str) -> dict[str, Kernel]:
     return found
 
 
+def register(kernel: Kernel) -> None:
+    """Add a kernel from elsewhere to those of its op, in this process.
+
+    Raises:
+        UsageError: there is no such op, or it has a kernel of that name.
+    """
+    known = kernels(get(kernel.op).name)
+    if kernel.name in known:
+        raise UsageError(f"{kernel.op} has a kernel {kernel.name!r} already: expected another name")
+    known[kernel.name] = kernel
+
+
 def get_kernel(op: str, name: str) -> Kernel:
     """One kernel of an op.
 

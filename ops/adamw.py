@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
@@ -51,6 +51,7 @@ class Adamw(Op):
     name = "adamw"
     summary = "AdamW's update of a weight, and its codes both ways"
     Problem = AdamwProblem
+    contiguous: ClassVar[frozenset[str]] = frozenset(UPDATED)
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": out, "n": inp} for out, inp in model.linears()]
@@ -85,9 +86,8 @@ class Adamw(Op):
         }
         return updated | quantised_outputs(problem, inputs["param"].device, problem.layout, m, n)
 
-    def poison(self, problem: AdamwProblem, outputs: Tensors) -> Tensors:
-        super().poison(problem, {k: t for k, t in outputs.items() if k not in UPDATED})
-        return outputs
+    def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
+        return UPDATED
 
     def reference(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
         """The update in float64, and bounds on what evaluation in fp32 may add."""

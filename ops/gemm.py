@@ -79,6 +79,7 @@ class Gemm(Op):
     summary = "per-block INT8 GEMM, C = A·Bᵀ with a scale for each block×block tile"
     Problem = GemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
+    contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
@@ -138,8 +139,8 @@ class Gemm(Op):
         dtype = float_dtype(problem.out)
         return {"c": torch.empty((problem.m, problem.n), dtype=dtype, device=device)}
 
-    def poison(self, problem: GemmProblem, outputs: Tensors) -> Tensors:
-        return outputs if problem.accumulate else super().poison(problem, outputs)
+    def updated(self, problem: GemmProblem) -> tuple[str, ...]:
+        return ("c",) if problem.accumulate else ()
 
     def reference(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.gemm import gemm_float64

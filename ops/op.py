@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -134,6 +134,8 @@ class Op(ABC):
     dims: ClassVar[tuple[str, ...]] = ("m", "n")
     workload: ClassVar[str | None] = None  # what is timed on a GPU where no sizes are given
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
+    # Matrices that a launch takes contiguous alone; of others rows may be any distance apart.
+    contiguous: ClassVar[frozenset[str]] = frozenset()
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """The problems of one shape in one mode; a GEMM's backward is two of them."""
@@ -161,11 +163,17 @@ class Op(ABC):
     def poison(self, problem: Any, outputs: Tensors) -> Tensors:
         """Fill outputs with what no kernel writes, so that an unwritten element shows.
 
-        An output that is also an input keeps its values.
+        Those that are `updated` keep their values.
         """
-        for tensor in outputs.values():
-            poison(tensor)
+        kept = self.updated(problem)
+        for name, tensor in outputs.items():
+            if name not in kept:
+                poison(tensor)
         return outputs
+
+    def updated(self, problem: Any) -> Collection[str]:
+        """Outputs that a launch reads too: they begin as the inputs of their names."""
+        return ()
 
     @abstractmethod
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
