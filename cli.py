@@ -407,26 +407,45 @@ def fuzz(
 
 @app.command()
 def export(
-    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, block: Blocks = None,
-    mode: ModeOption = "fwd", set_: Setting = None,
-    kernel: Annotated[str, typer.Option(metavar="NAME", help="A Triton kernel.")] = "triton",
-    arch: Annotated[str, typer.Option(metavar="SM", help="Architecture, e.g. 90.")] = "90",
+    op: Ops = None, m: Sizes = None, n: Sizes = None, k: Sizes = None, workload: Workload = None,
+    block: Blocks = None, mode: ModeOption = "fwd", set_: Setting = None,
+    kernel: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A GPU kernel (the fastest tuned one).")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="cuda (source), cubin (compiled code in C), torch (a "
+                     "PyTorch extension), wheel, or hf (Hugging Face's kernels); cuda for a CUDA "
+                     "kernel, cubin for a Triton one."),
+    ] = None,
+    arch: Annotated[str, typer.Option(metavar="SM", help="Architecture, e.g. 9.0a.")] = "9.0a",
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of function, library and package (jetfire_OP)."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="A new or empty folder.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Build and test what was written.")
+    ] = True,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Write a kernel's machine code, launch contract and a loader that needs only the driver."""
+    """Write a tuned kernel that needs neither Jetfire nor its tools; build and test it."""
     from jetfire.bench import plan
     from jetfire.bench.audit import capability_of
     from jetfire.export import command
 
     if output is None:
         raise UsageError("export: expected -o DIR")
+    capability = capability_of(arch)
     known = {f for o in plan.choose_ops(op or []) for f in o.Problem.__dataclass_fields__}
     blocks = block or (["32"] if "block" in known else None)
-    cases = _asked(op, m, n, k, None, blocks, mode, set_, "4096")
-    command.run(cases, kernel, capability_of(arch), output)
+    cases = _asked(op, m, n, k, workload, blocks, mode, set_, "4096")
+    command.run(
+        command.Asked(cases=cases, kernel=kernel, target=target, capability=capability,
+                      folder=output, name=name, check=check)
+    )  # fmt: skip
 
 
 class _Training(TyperGroup):

@@ -28,14 +28,14 @@ MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCH
 
 
 def capability_of(text: str) -> tuple[int, int]:
-    """``90``, ``9.0`` or ``sm_90`` as (9, 0).
+    """``90``, ``9.0``, ``9.0a`` or ``sm_90`` as (9, 0).
 
     Raises:
         UsageError: it is none of these.
     """
-    digits = text.removeprefix("sm_").replace(".", "")
+    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
     if not digits.isdigit() or len(digits) < 2:
-        raise UsageError(f"--arch {text}: expected an architecture such as 90 or sm_90")
+        raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
     return int(digits[:-1]), int(digits[-1])
 
 

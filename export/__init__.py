@@ -1,106 +1,101 @@
-"""Write a Triton kernel's compiled code with all that a launch needs, for use without Jetfire."""
+"""Ship a tuned kernel: sources or machine code that need neither this package nor its tools."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
-from typing import Any
 
-import torch
-import triton
-
-from jetfire.kernels_triton.crosscompile import Launch, record_launches
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.export import cuda, embedded, samples, targets
+from jetfire.export.library import Library
+from jetfire.export.plan import Plan
+from jetfire.export.target import Target, require
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel, Op, Tensors
-
-SCHEMA = 1
 
 
-def _argument(name: str, kind: str, value: Any, tensors: Tensors) -> dict[str, Any]:
-    """How a launch fills one parameter: a caller's tensor by name, or a constant."""
-    if kind.startswith("*"):
-        for tensor_name, tensor in tensors.items():
-            if value is tensor:
-                return {"parameter": name, "type": kind, "tensor": tensor_name}
-        raise UsageError(f"parameter {name} is a workspace: expected a kernel that needs none")
-    if not isinstance(value, bool | int | float):
-        raise UsageError(
-            f"parameter {name} is a {type(value).__name__}: expected a kernel whose parameters are "
-            "tensors and numbers, such as triton"
-        )
-    return {"parameter": name, "type": kind, "value": value}
-
-
-def _describe(launch: Launch, file: str, tensors: Tensors) -> dict[str, Any]:
-    metadata = launch.compiled.metadata
-    signature = launch.compiled.src.signature
-    return {
-        "function": metadata.name,
-        "file": file,
-        "grid": list(launch.grid),
-        "block": [32 * metadata.num_warps, 1, 1],
-        "shared_bytes": metadata.shared,
-        "arguments": [
-            _argument(name, kind, launch.arguments[name], tensors)
-            for name, kind in signature.items()
-            if kind != "constexpr"
-        ],
-        # Triton's own trailing parameters (global and profile scratch), unused: pass null.
-        "null_pointers": 2,
-    }
-
-
-def export(
-    op: Op, kernel: Kernel, problem: Any, config: Any, capability: tuple[int, int], folder: Path
-) -> list[Path]:
-    """Write cubin and PTX of every launch, ``launch.json``, and ``load.py`` that launches them.
-
-    Args:
-        capability: the architecture, which need not be present.
-        folder: made if missing; must be empty.
-
-    Returns:
-        The files written.
+def implement(plan: Plan, target_name: str) -> Library:
+    """The C function of a plan: of a CUDA kernel as source, but for target ``cubin``.
 
     Raises:
-        UsageError: the folder is not empty or cannot be written, the config is illegal there, or
-            the kernel is not a Triton kernel or needs a workspace.
+        UsageError: the kernel has no such form.
     """
+    if target_name == "cuda" or (target_name != "cubin" and cuda.takes(plan.kernel)):
+        return cuda.library(plan)
+    return embedded.library(plan)
+
+
+def default_target(plan: Plan) -> str:
+    return "cuda" if cuda.takes(plan.kernel) else "cubin"
+
+
+def _check_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: expected a new or empty folder")
-    if not isinstance(kernel, TritonKernel):
-        raise UsageError(f"{kernel.op}/{kernel.name}: expected a Triton kernel")
-    launches, tensors = record_launches(op.name, kernel.name, problem, config, capability)
-    described = []
-    contents: dict[str, bytes] = {}
-    for i, launch in enumerate(launches):
-        stem = f"{i}_{launch.compiled.metadata.name}"
-        contents[f"{stem}.cubin"] = launch.compiled.asm["cubin"]
-        contents[f"{stem}.ptx"] = launch.compiled.asm["ptx"].encode()
-        described.append(_describe(launch, f"{stem}.cubin", tensors))
-    manifest = {
-        "schema": SCHEMA,
-        "op": op.name,
-        "kernel": kernel.name,
-        "problem": problem.as_dict(),
-        "config": config.as_dict(),
-        "capability": list(capability),
-        "made_with": {"torch": torch.__version__, "triton": triton.__version__},
-        "tensors": {
-            name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
-            for name, t in tensors.items()
-        },
-        "launches": described,
+        raise UsageError(f"-o {folder}: expected a new or empty folder")
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def export(plan: Plan, target_name: str, folder: Path, *, check: bool = True) -> Path:
+    """Write an export; all of it, or nothing.
+
+    It is made beside the folder and takes its place at the end, once it has been built in a copy
+    and, where there is a GPU of its architecture, has passed its self-test.
+
+    Args:
+        folder: new, or empty.
+        check: build and test it.
+
+    Raises:
+        UsageError: the folder is not empty or cannot be written, a program is missing, or the
+            kernel has no such form.
+        WrongResultError: it does not build, or fails its self-test.
+    """
+    _check_folder(folder)
+    target = targets.get(target_name)
+    library = implement(plan, target_name)
+    if check:
+        require(target.tools(library))
+    sample = samples.record(plan)
+    files = {
+        **target.files(plan, library, sample),
+        "profile.json": (json.dumps(plan.provenance(), indent=1) + "\n").encode(),
     }
-    contents["launch.json"] = json.dumps(manifest, indent=1).encode()
-    contents["load.py"] = (Path(__file__).parent / "load.py").read_bytes()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            (folder / name).write_bytes(content)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=folder.absolute().parent, prefix=".export-"
+        ) as scratch:
+            whole = Path(scratch) / "whole"
+            _write(whole, files)
+            if check:
+                _check(plan, target, whole, Path(scratch) / "built")
+            if folder.exists():
+                folder.rmdir()
+            os.replace(whole, folder)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from None
-    return [folder / name for name in contents]
+        raise UsageError(f"-o {folder}: {error.strerror}") from None
+    return folder
+
+
+def _check(plan: Plan, target: Target, whole: Path, built: Path) -> None:
+    """Build in a copy, test it where that can run, and take what belongs to the export."""
+    from jetfire.export.check import runs_here
+
+    shutil.copytree(whole, built)
+    target.build(plan, built)
+    if runs_here(plan):
+        target.selftest(plan, built)
+    for product in target.products(plan, built):
+        destination = whole / product
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if (built / product).is_dir():
+            shutil.copytree(built / product, destination)
+        else:
+            shutil.copy2(built / product, destination)

@@ -1,0 +1,44 @@
+"""The C function of an export: its header, and the sources that every target builds.
+
+A CUDA kernel becomes readable CUDA C++ (`cuda`), any kernel compiled code in a C file
+(`embedded`); both have one header, so that what is built on them need not know which it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetfire.export.plan import Plan
+
+
+@dataclass(frozen=True)
+class Library:
+    """An implementation of a plan's function.
+
+    Attributes:
+        files: name → content, the header `<name>.h` included; all in one folder.
+        cuda_sources: those that nvcc compiles, for `architecture`.
+        c_sources: those that a C compiler does; they need CUDA's headers, and link nothing of it:
+            the driver is opened when the function is first called.
+        architecture: as nvcc names it: ``90a``.
+        workspace: the function takes a workspace.
+        any_size: it takes any sizes that keep to the contract, not only those of the plan.
+        contract: what callers must keep to, beyond shapes and dtypes: a sentence each.
+    """
+
+    files: dict[str, bytes]
+    cuda_sources: tuple[str, ...]
+    c_sources: tuple[str, ...]
+    architecture: str
+    workspace: bool
+    any_size: bool
+    contract: tuple[str, ...]
+
+
+def header(plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...]) -> bytes:
+    """`<name>.h`: the contract, the function, its error codes and their texts."""
+    from jetfire.export.render import render
+
+    return render(
+        "library.h.j2", plan=plan, workspace=workspace, any_size=any_size, contract=contract
+    )

@@ -1,0 +1,184 @@
+"""What is exported: one kernel with the configs that were tuned for the sizes asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jetfire import ops
+from jetfire.bench.plan import Case
+from jetfire.export.signature import Signature, signature_of
+from jetfire.ops import profiles
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel, Op
+from jetfire.ops.profiles import Entry, Found
+from jetfire.ops.run import command_for, report
+
+CPU = "jetfire.kernels_cpu"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One problem and its config.
+
+    Attributes:
+        entry: the profile's, of this problem or of the nearest one.
+    """
+
+    problem: Any
+    config: Any
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One exported function.
+
+    Attributes:
+        name: of the function, the library and the package: a C identifier.
+        tuned: at least one; all alike but for their sizes.
+    """
+
+    name: str
+    op: Op
+    kernel: Kernel
+    device: Device
+    tuned: tuple[Tuned, ...]
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        assert self.device.capability is not None
+        return self.device.capability
+
+    @property
+    def problem(self) -> Any:
+        """The first one: what all have in common but the sizes."""
+        return self.tuned[0].problem
+
+    @property
+    def configs(self) -> tuple[Any, ...]:
+        """Each different one, in the order of the first problem that has it."""
+        return tuple(dict.fromkeys(t.config for t in self.tuned))
+
+    @cached_property
+    def signature(self) -> Signature:
+        return signature_of(self.op, self.problem)
+
+    def sizes(self, problem: Any) -> dict[str, int]:
+        return {dim: getattr(problem, dim) for dim in self.op.dims}
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The problems' other fields: block, dtypes, rounding, …"""
+        return {k: v for k, v in self.problem.as_dict().items() if k not in self.op.dims}
+
+    def with_sizes(self, **sizes: int) -> Any:
+        """The same problem at other sizes."""
+        return dataclasses.replace(self.problem, **sizes)
+
+    def provenance(self) -> dict[str, Any]:
+        """What `profile.json` says: where each config comes from and what it was measured at."""
+        return {
+            "op": self.op.name,
+            "kernel": self.kernel.name,
+            "architecture": "sm_{}{}".format(*self.capability),
+            "entries": [
+                {
+                    "problem": t.problem.as_dict(),
+                    "config": t.config.as_dict(),
+                    "tuned_for": t.entry.problem,
+                    "ms": t.entry.ms,
+                    "vs_peer": t.entry.vs_peer,
+                    "provenance": t.entry.provenance,
+                }
+                for t in self.tuned
+            ],
+        }
+
+
+def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
+    """The profile's config.
+
+    Raises:
+        UsageError: there is none, or the kernel is not for that device.
+    """
+    found = profiles.find(kernel, problem, device)
+    if found.source == "default":
+        reason = kernel.legal(problem, found.config, device)
+        raise UsageError(
+            f"{op.name}/{kernel.name} on {device.name}: {reason}"
+            if reason
+            else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it: "
+            f"{command_for(op, problem)} --kernel {kernel.name}"
+        )
+    report(op, kernel, problem, device, found)
+    return found
+
+
+def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
+    """Of the kernels that have profiles for all, the one whose times are the least in all."""
+    times: dict[str, float] = {}
+    for kernel in ops.kernels(op.name).values():
+        found = [profiles.find(kernel, problem, device) for problem in problems]
+        entries = [f.entry for f in found if f.entry is not None]
+        exact = all(f.source == "tuned" for f in found)
+        if len(entries) == len(found):
+            # A nearest config's time is another problem's: it counts only where nothing is exact.
+            times[kernel.name] = sum(e.ms for e in entries) if exact else float("inf")
+    if not times:
+        raise UsageError(
+            f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
+            f"{command_for(op, problems[0])}"
+        )
+    return ops.get_kernel(op.name, min(times, key=lambda name: times[name]))
+
+
+def _alike(op: Op, problems: Sequence[Any]) -> None:
+    """They must differ in their sizes alone."""
+    first = problems[0].as_dict()
+    for problem in problems[1:]:
+        for name, value in problem.as_dict().items():
+            if name not in op.dims and value != first[name]:
+                raise UsageError(
+                    f"{name}={first[name]} and {name}={value}: one export has one {name}; give "
+                    + ("--block" if name == "block" else f"--set {name}=…")
+                )
+
+
+def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int],
+         name: str | None) -> Plan:  # fmt: skip
+    """The plan for some problems of one op.
+
+    Args:
+        kernel_name: None for the fastest that was tuned.
+        name: of the function; None for one made of the op's.
+
+    Raises:
+        UsageError: they are problems of several ops or not alike, the kernel is not one of the op's
+            for that architecture or was never tuned there, or the name is no C identifier.
+        NoDeviceError: the architecture is unknown.
+    """
+    device = target_device(capability)
+    found = list(dict.fromkeys(case.op.name for case in cases))
+    if len(found) != 1:
+        raise UsageError(f"export takes one op, given {', '.join(found)}")
+    op = cases[0].op
+    problems = [case.problem for case in cases]
+    _alike(op, problems)
+    kernel = ops.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
+    if type(kernel).__module__.startswith(CPU):
+        raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
+    name = name or f"jetfire_{op.name}"
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise UsageError(f"--name {name}: expected a C identifier")
+    tuned = []
+    for problem in problems:
+        choice = _found(op, kernel, problem, device)
+        assert choice.entry is not None
+        tuned.append(Tuned(problem, choice.config, choice.entry))
+    return Plan(name, op, kernel, device, tuple(tuned))

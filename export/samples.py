@@ -1,0 +1,107 @@
+"""Recorded inputs and expected outputs, small enough to be part of an export."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jetfire import ops
+from jetfire.export.plan import CPU, Plan
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel, Op, Tensors
+
+# Every byte of an output before it is written, here and in self-tests: NaN, or a code that is none.
+UNWRITTEN = 0xFF
+# No multiple of 128, so that blocks of every size are cut off at an edge; all are of 16 bytes.
+SMALL = {"m": 208, "n": 336, "k": 400}
+# For what takes no such sizes.
+LARGER = {"m": 256, "n": 1024, "k": 1024}
+# ‖out − expected‖/‖expected‖ that rounding may cost: of codes, one in some hundreds may be a
+# neighbour's; of floats about a unit in the last place.
+TOLERANCE = {
+    torch.int8: 1e-2,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-10,
+    torch.float32: 1e-3,
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A small problem with all that a run of it reads and should write.
+
+    Attributes:
+        config: the plan's first; legal for the problem.
+        inputs, expected: by name, on the CPU and contiguous; an updated tensor is in both.
+        tolerance: of each expected tensor's relative error; 0 where its bits must be equal.
+    """
+
+    problem: Any
+    config: Any
+    inputs: Tensors
+    expected: Tensors
+    tolerance: dict[str, float]
+
+    def files(self) -> dict[str, bytes]:
+        """Raw little-endian content: ``samples/<name>.bin`` and ``samples/expected_<name>.bin``."""
+        found = {f"samples/{name}.bin": _bytes(t) for name, t in self.inputs.items()}
+        found |= {f"samples/expected_{name}.bin": _bytes(t) for name, t in self.expected.items()}
+        return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def small_problem(plan: Plan) -> Any:
+    """The plan's problem at small sizes, legal with its first config.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for sizes in (SMALL, LARGER):
+        try:
+            problem = dataclasses.replace(plan.problem, **{d: sizes[d] for d in plan.op.dims})
+        except UsageError:
+            continue
+        if plan.kernel.legal(problem, plan.configs[0], plan.device) is None:
+            return problem
+    raise UsageError(
+        f"{plan.op.name}/{plan.kernel.name}: no small problem is legal with its config"
+    )
+
+
+def cpu_kernel(op: Op) -> Kernel:
+    """The op's kernel for the CPU; every op has one."""
+    return next(k for k in ops.kernels(op.name).values() if type(k).__module__.startswith(CPU))
+
+
+def record(plan: Plan) -> Sample:
+    """Make it on the CPU, by the op's kernel there, and check that against the reference.
+
+    Raises:
+        UsageError: no small problem is legal.
+    """
+    from jetfire.ops.run import verify
+
+    op, cpu = plan.op, cpu_kernel(plan.op)
+    problem = small_problem(plan)
+    inputs = op.inputs(problem, torch.device("cpu"), seed=1)
+    config = cpu.Config()
+    check = verify(op, cpu, problem, config, inputs)
+    assert check.ok, check.message
+    outputs = op.outputs(problem, inputs)
+    for name, tensor in outputs.items():
+        if name not in inputs:
+            tensor.view(-1).view(torch.uint8).fill_(UNWRITTEN)
+    cpu.launch(problem, config, inputs, outputs)
+    noise = plan.kernel.noise(problem, plan.configs[0], inputs)
+    exact = op.same_bits(problem) == "kernels" and noise is None
+    tolerance = {
+        name: 0.0 if exact or t.dtype not in TOLERANCE else TOLERANCE[t.dtype]
+        for name, t in outputs.items()
+    }
+    return Sample(problem, plan.configs[0], inputs, outputs, tolerance)

@@ -1,0 +1,179 @@
+"""What an exported function takes: an op's tensors, their shapes expressions of its sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Op, Tensors, ceil_div
+
+Role = Literal["input", "updated", "output"]
+# Sizes at which an extent is read off: of no two the quotients, or their ceilings, are alike.
+_PROBES = (1, 2, 3, 5, 8, 13)
+_UNIT = 3072  # a multiple of every block, and of whatever a `Problem` may ask sizes to be one of
+_DIVISORS = (2, 8, 16, 32, 64, 128, 256, 512, 1024)
+C_TYPES = {
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "uint16_t",
+}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """``⌈factor·dim / divisor⌉`` elements, or `factor` of them where there is no dim."""
+
+    dim: str | None
+    factor: int = 1
+    divisor: int = 1
+
+    def of(self, sizes: dict[str, int]) -> int:
+        """The number of elements at some sizes."""
+        return self.factor if self.dim is None else ceil_div(
+            self.factor * sizes[self.dim], self.divisor
+        )  # fmt: skip
+
+    def c(self, prefix: str = "") -> str:
+        """As C, C++ and (for positive sizes) Python compute it; `prefix` comes before the dim."""
+        if self.dim is None:
+            return str(self.factor)
+        product = f"{prefix}{self.dim}"
+        if self.factor != 1:
+            product = f"{self.factor} * {product}"
+        return (
+            product if self.divisor == 1 else f"({product} + {self.divisor - 1}) / {self.divisor}"
+        )
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return str(self.factor)
+        product = self.dim if self.factor == 1 else f"{self.factor}{self.dim}"
+        return product if self.divisor == 1 else f"⌈{product}/{self.divisor}⌉"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the function: contiguous, on the device.
+
+    Attributes:
+        role: ``updated`` is read and written.
+        shape: of as many extents as it has dimensions.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Extent, ...]
+    role: Role
+
+    @property
+    def c_type(self) -> str:
+        """Of an element; bf16 and fp16 are passed as their bits."""
+        return C_TYPES[self.dtype]
+
+    @property
+    def pointer(self) -> str:
+        """As a C parameter's type."""
+        return f"{'const ' if self.role == 'input' else ''}{self.c_type}*"
+
+    @property
+    def shown(self) -> str:
+        """Shape and dtype as documentation has it: ``m×k int8``."""
+        size = "×".join(map(str, self.shape)) or "1"
+        return f"{size} {str(self.dtype).removeprefix('torch.')}"
+
+    def sizes(self, dims: dict[str, int]) -> tuple[int, ...]:
+        return tuple(extent.of(dims) for extent in self.shape)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The tensors in the op's order, inputs first, and then its sizes.
+
+    Attributes:
+        dims: the sizes: integers that every function takes.
+    """
+
+    parameters: tuple[Parameter, ...]
+    dims: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[Parameter, ...]:
+        """What is read, updated tensors included."""
+        return tuple(p for p in self.parameters if p.role != "output")
+
+    @property
+    def outputs(self) -> tuple[Parameter, ...]:
+        """What is written, updated tensors included."""
+        return tuple(p for p in self.parameters if p.role != "input")
+
+    def dim_from(self, dim: str) -> tuple[Parameter, int] | None:
+        """An input of which one side is just that size, and which side; None where none is."""
+        for parameter in self.inputs:
+            for side, extent in enumerate(parameter.shape):
+                if extent == Extent(dim):
+                    return parameter, side
+        return None
+
+
+def _with_sizes(op: Op, problem: Any, sizes: Sequence[int]) -> Any:
+    return dataclasses.replace(problem, **dict(zip(op.dims, sizes, strict=True)))
+
+
+def tensors_of(op: Op, problem: Any) -> tuple[Tensors, Tensors]:
+    """Inputs and outputs on the meta device."""
+    inputs = op.inputs(problem, torch.device("meta"))
+    return inputs, op.outputs(problem, inputs)
+
+
+def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
+    """The one expression that has these values at these sizes.
+
+    Raises:
+        UsageError: none of those that are tried has.
+    """
+    dims = found[0][0]
+    tried: Iterable[Extent] = (
+        Extent(None, found[0][1]),
+        *(Extent(dim, factor) for dim in dims for factor in (1, 2, 3, 4)),
+        *(Extent(dim, 1, divisor) for dim in dims for divisor in _DIVISORS),
+    )
+    for extent in tried:
+        if all(extent.of(sizes) == value for sizes, value in found):
+            return extent
+    raise UsageError(f"{name}: its size is no simple function of {', '.join(dims)}: cannot export")
+
+
+def signature_of(op: Op, problem: Any) -> Signature:
+    """Read off the op's own inputs and outputs, at several sizes.
+
+    Raises:
+        UsageError: a tensor's shape is no simple function of the sizes, or its dtype has no C type.
+    """
+    count = len(op.dims)
+    probes: list[tuple[dict[str, int], Tensors, Tensors]] = []
+    for i in range(len(_PROBES)):
+        sizes = [_UNIT * _PROBES[(i + j) % len(_PROBES)] for j in range(count)]
+        probed = _with_sizes(op, problem, sizes)
+        probes.append((dict(zip(op.dims, sizes, strict=True)), *tensors_of(op, probed)))
+    _, inputs, outputs = probes[0]
+    parameters = []
+    for name, tensor in {**inputs, **outputs}.items():
+        if tensor.dtype not in C_TYPES:
+            raise UsageError(f"{op.name}: {name} is {tensor.dtype}: cannot export")
+        shapes = [(sizes, {**i, **o}[name].shape) for sizes, i, o in probes]
+        shape = tuple(
+            _extent(f"{op.name}: {name}", [(sizes, s[side]) for sizes, s in shapes])
+            for side in range(tensor.dim())
+        )
+        role: Role = "input" if name not in outputs else "updated" if name in inputs else "output"
+        parameters.append(Parameter(name, tensor.dtype, shape, role))
+    return Signature(tuple(parameters), op.dims)

@@ -1,0 +1,32 @@
+"""The forms that an export takes, by name: each a module with a `TARGET`."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from jetfire.export.target import Target
+from jetfire.ops.errors import UsageError
+
+_MODULES = {
+    "cuda": "c_library",
+    "cubin": "c_library",
+    "torch": "torch_extension",
+    "wheel": "wheel",
+    "hf": "hf",
+}
+NAMES = tuple(_MODULES)
+
+
+@cache
+def get(name: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in _MODULES:
+        raise UsageError(f"--target {name}: expected one of {', '.join(NAMES)}")
+    module = importlib.import_module(f"jetfire.export.targets.{_MODULES[name]}")
+    target: Target = module.TARGET
+    return target
