@@ -60,11 +60,10 @@ class Add(Op):
     def inputs(
         self, problem: AddProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        import torch
 
         source = Source(data, device, seed)
         stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
-        inputs = {stream: source.floats(problem.m, problem.n).to(torch.bfloat16)}
+        inputs = {stream: source.floats(problem.m, problem.n, dtype="bf16")}
         codes, scale = source.quantised(problem.m, problem.n, problem.block)
         inputs |= {branch: codes, f"{branch}_scale": scale}
         if problem.rounding == "stochastic":

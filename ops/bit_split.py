@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Op, Problem, SameBits, Tensors, float_dtype
+from jetfire.ops.op import Check, FloatName, Op, Problem, SameBits, Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class BitSplit(Op):
         self, problem: BitSplitProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
-        inputs = {"x": source.floats(problem.m, problem.n).to(float_dtype(problem.dtype))}
+        inputs = {"x": source.floats(problem.m, problem.n, dtype=problem.dtype)}
         if problem.bits == 8:
             inputs["seed"] = source.seed()
         return inputs

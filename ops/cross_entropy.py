@@ -55,7 +55,7 @@ class CrossEntropy(Op):
         from jetfire.reference.cross_entropy import IGNORED, forward
 
         source, m = Source(data, device, seed), problem.m
-        logits = source.floats(m, problem.n).to(float_dtype(problem.dtype))
+        logits = source.floats(m, problem.n, dtype=problem.dtype)
         targets = source.integers(problem.columns, m)
         targets = torch.where(source.integers(64, m) == 0, IGNORED, targets)
         inputs = {"logits": logits, "targets": targets}

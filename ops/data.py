@@ -1,4 +1,4 @@
-"""Random values with the shapes that break quantisation, by name."""
+"""Random values with the shapes that break quantisation, and where arithmetic ends, by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from jetfire.ops.op import FloatName
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -42,12 +44,108 @@ def _gradient(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
     return _normal(shape, generator) * (2 * rows).exp() * 1e-6 * alive
 
 
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
+def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return 1.0 - 2.0 * (_uniform(shape, generator) < 0.5)
+
+
+def _one_hot(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """One element a row that is not zero: sums of one term, and blocks of zeros beside others."""
+    import torch
+
+    at = (_uniform((*shape[:-1], 1), generator) * shape[-1]).long()
+    columns = torch.arange(shape[-1], device=generator.device)
+    return _normal((*shape[:-1], 1), generator) * (columns == at)
+
+
+def _constant(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """One value throughout: no variance, and every code 127 or every one -127."""
+    return _normal((1,) * len(shape), generator).expand(shape).clone()
+
+
+def _alternating(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Plus and minus one value, like a chessboard: sums that cancel, codes of 127 and -127."""
+    import torch
+
+    rows = torch.arange(shape[-2] if len(shape) > 1 else 1, device=generator.device)
+    columns = torch.arange(shape[-1], device=generator.device)
+    white = (rows[:, None] + columns) % 2 == 0
+    value = _normal((1,) * len(shape), generator)
+    return torch.where(white, value, -value).reshape(shape)
+
+
+def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    return torch.zeros(shape, device=generator.device)
+
+
+def _subnormal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Tiles of 32×32 whose size is just above or below 2^-100, where a scale becomes 0; some of
+    fp32's subnormal numbers alone."""
+    import torch
+
+    tiles = tuple(-(-size // 32) for size in shape)
+    powers = torch.tensor([-96, -99, -100, -101, -125, -135, -146], device=generator.device)
+    power = powers[(_uniform(tiles, generator) * len(powers)).long()]
+    for axis, size in enumerate(shape):
+        power = power.repeat_interleave(32, axis).narrow(axis, 0, size)
+    return torch.ldexp(1 + _uniform(shape, generator), power) * _signs(shape, generator)
+
+
+LARGEST = (2 - 2.0**-7) * 2.0**127  # of bf16
+
+
+def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Within a factor of 16 of bf16's largest finite number, every eighth the number itself."""
+    size = LARGEST * (-4 * _uniform(shape, generator)).exp2()
+    most = _uniform(shape, generator) < 1 / 8
+    return size.masked_fill(most, LARGEST) * _signs(shape, generator)
+
+
+def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Normal, but for some of: NaN first, ∞ last, −∞ in a block's corner, a row of both and NaN.
+
+    Most blocks of 32 stay finite where there are many.
+    """
+    import torch
+
+    x = _normal(shape, generator)
+    corner, rows = [min(31, size - 1) for size in shape], x.view(-1, shape[-1])
+    first, last, inside, row = (_uniform((4,), generator) < 0.5).tolist()
+    if first:
+        x.view(-1)[0] = torch.nan
+    if inside:
+        x[tuple(corner)] = -torch.inf
+    if row:
+        kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], device=generator.device)
+        drawn = (_uniform(rows[:1].shape, generator) * len(kinds)).long()
+        rows[len(rows) // 2] = kinds[drawn[0]]
+    if last or not (first or inside or row):
+        x.view(-1)[-1] = torch.inf
+    return x
+
+
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tensor]] = {
     "normal": _normal,
     "outlier": _outlier,
     "heavy": _heavy,
     "gradient": _gradient,
+    "one_hot": _one_hot,
+    "constant": _constant,
+    "alternating": _alternating,
+    "zeros": _zeros,
+    "subnormal": _subnormal,
+    "largest": _largest,
+    "nonfinite": _nonfinite,
 }
+# Those that tensors of a training have; the others are where arithmetic ends.
+TYPICAL = ("normal", "outlier", "heavy", "gradient")
 
 
 class Source:
@@ -71,13 +169,22 @@ class Source:
         if device.type != "meta":
             self._generator = torch.Generator(device).manual_seed(seed)
 
-    def floats(self, *shape: int, operand: int = 0) -> torch.Tensor:
-        """An fp32 tensor (empty on the meta device), a product's first or second operand."""
+    def floats(self, *shape: int, operand: int = 0, dtype: FloatName = "fp32") -> torch.Tensor:
+        """A tensor of a dtype (empty on the meta device), a product's first or second operand.
+
+        What fp16 has no room for comes smaller, by the power of two between its largest numbers
+        and bf16's.
+        """
         import torch
 
+        from jetfire.ops.op import float_dtype
+
         if self._generator is None:
-            return torch.empty(shape, device=self.device)
-        return self._draws[operand](shape, self._generator)
+            return torch.empty(shape, dtype=float_dtype(dtype), device=self.device)
+        x = self._draws[operand](shape, self._generator)
+        if dtype == "fp16" and self._draws[operand] is _largest:
+            x *= 2.0**-112
+        return x.to(float_dtype(dtype))
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Normal fp32 values whatever the distribution, for parameters such as weight and bias."""

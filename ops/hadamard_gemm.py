@@ -73,18 +73,18 @@ class HadamardGemm(Op):
         data: str = "normal",
     ) -> Tensors:  # fmt: skip
         """The distribution's first operand is x, or backward's g; weights are the second."""
-        source, dtype = Source(data, device, seed), float_dtype(problem.dtype)
+        source, dtype = Source(data, device, seed), problem.dtype
         m, n, k, group = problem.m, problem.n, problem.k, problem.group
-        w = source.floats(n, k, operand=1).to(dtype)
+        w = source.floats(n, k, operand=1, dtype=dtype)
         if problem.mode == "fwd":
-            x = source.floats(m, k).to(dtype)
+            x = source.floats(m, k, dtype=dtype)
             steps = {"step_x": first_step(x, group), "step_w": first_step(w, group)}
             return {"x": x, "w": w, **steps}
-        x = source.normal(m, k).to(dtype)
+        x = source.normal(m, k).to(float_dtype(dtype))
         q, squares, x_scale = _codes(x, group, packed=True)
         w_codes, _, w_scale = _codes(w, group, packed=False)
         return {
-            "g": source.floats(m, n).to(dtype), "q": q, "squares": squares, "x_scale": x_scale,
+            "g": source.floats(m, n, dtype=dtype), "q": q, "squares": squares, "x_scale": x_scale,
             "w": w, "w_scale": w_scale, "wt": w_codes.t().contiguous(),
             "seed_split": source.seed(), "seed_dgrad": source.seed(), "seed_wgrad": source.seed(),
         }  # fmt: skip

@@ -70,6 +70,7 @@ class HadamardQuantize(Op):
     name = "hadamard_quantize"
     summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
     Problem = HadamardQuantizeProblem
+    contiguous: ClassVar[frozenset[str]] = frozenset({"slots"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -87,8 +88,8 @@ class HadamardQuantize(Op):
         data: str = "normal",
     ) -> Tensors:  # fmt: skip
         """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
-        source, dtype = Source(data, device, seed), float_dtype(problem.dtype)
-        x = source.floats(problem.m, problem.n).to(dtype)
+        source = Source(data, device, seed)
+        x = source.floats(problem.m, problem.n, dtype=problem.dtype)
         step = first_step(x, problem.group)
         if problem.mode == "fwd":
             return {"x": x, "step": step}
@@ -98,7 +99,7 @@ class HadamardQuantize(Op):
             inputs["unit"] = source.normal(1).abs()
         else:
             rows = problem.m
-        inputs["dx_hat"] = source.floats(rows, problem.n).to(dtype)
+        inputs["dx_hat"] = source.floats(rows, problem.n, dtype=problem.dtype)
         if problem.given == "x":
             return inputs | {"x": x, "step": step}
         return inputs | {"q": _packed(x, step, problem.group)}

@@ -207,7 +207,10 @@ def _counted(problem: Int4GemmProblem) -> tuple[int, int, int]:
 def _codes(
     source: Source, problem: Int4GemmProblem, rows: int, operand: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped."""
+    """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped.
+
+    NaN and ±Inf count as 0, and make of the step a NaN.
+    """
     import torch
 
     from jetfire.reference.nibbles import pack, widen
@@ -218,10 +221,13 @@ def _codes(
             torch.empty((rows, problem.row_bytes), dtype=torch.int8, device=x.device),
             torch.empty(1, device=x.device),
         )
-    step = (2 / 7**0.5 * x.abs().mean()).clamp(min=2.0**-100).reshape(1)
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    mean = finite.abs().mean(dtype=torch.float64)
+    step = (2 / 7**0.5 * mean).clamp(min=2.0**-100).float().reshape(1)
     # A gradient's codes are symmetric, so that 16 times the least one fits too.
     least = -7 if operand == 0 and problem.product != "fwd" else -8
-    q = (x / step).round_().clamp_(least, 7).to(torch.int8)
+    q = (finite / step).round_().clamp_(least, 7).to(torch.int8)
+    step[~x.isfinite().all()] = torch.nan
     if problem.operands == "packed":
         return pack(q), step
     return widen(q) if problem.shifted else q, step

@@ -17,7 +17,6 @@ from jetfire.ops.op import (
     Rounding,
     SameBits,
     Tensors,
-    float_dtype,
     quantised_outputs,
 )
 
@@ -50,7 +49,7 @@ class Quantize(Op):
         self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         source = Source(data, device, seed)
-        inputs = {"x": source.floats(problem.m, problem.n).to(float_dtype(problem.dtype))}
+        inputs = {"x": source.floats(problem.m, problem.n, dtype=problem.dtype)}
         if problem.rounding == "stochastic":
             inputs["seed"] = source.seed()
         return inputs

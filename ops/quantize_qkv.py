@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.op import Tensors, float_dtype, quantised_outputs
+from jetfire.ops.op import Tensors, quantised_outputs
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class QuantizeQkv(Quantize):
         from jetfire.ops.data import Source
 
         def part(source: Source) -> torch.Tensor:
-            return source.floats(problem.m, problem.n).to(float_dtype(problem.dtype))
+            return source.floats(problem.m, problem.n, dtype=problem.dtype)
 
         inputs = {name: part(Source(data, device, seed + i)) for i, name in enumerate(PARTS)}
         if problem.rounding == "stochastic":

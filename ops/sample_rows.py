@@ -52,19 +52,21 @@ class SampleRows(Op):
     def inputs(
         self, problem: SampleRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """Of the codes of a random gradient 64 wide."""
+        """Of the codes of a random gradient 64 wide; of one with NaN or ±Inf as `bit_split`'s."""
         import torch
 
         source = Source(data, device, seed)
         gradient, x = source.floats(problem.m, 64), source.floats(problem.m, 64, operand=1)
         v = gradient * (98 / gradient.abs().amax().clamp(min=1e-30))
+        v = torch.where(gradient.isfinite().all(), v, 0.0)
+        v[:1, :1] = torch.where(gradient.isfinite().all(), v[:1, :1], 14.0)
         high = (v / 14).round()
         codes = torch.cat([high, (v - 14 * high).round()]) if problem.parts == 2 else high
         inputs = {"squares": _squares(codes)}
         if problem.product == "wgrad":
-            inputs["x_squares"] = _squares(
-                (x / x.abs().mean().clamp(min=1e-30)).round().clamp(-8, 7)
-            )
+            x = x.nan_to_num(0.0, 0.0, 0.0)
+            step = x.abs().mean(dtype=torch.float64).clamp(min=1e-30).float()
+            inputs["x_squares"] = _squares((x / step).round().clamp(-8, 7))
         inputs["seed"] = source.seed()
         return inputs
 
