@@ -16,9 +16,10 @@ from jetfire.ops.op import Config
 from jetfire.tuner import interrupts
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
+from jetfire.tuner.process import Worker
 from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
-from jetfire.tuner.worker import BEGUN, START, NotSetUp, Worker
+from jetfire.tuner.worker import BEGUN, START, NotSetUp
 
 COMPILERS = 16
 COMPILE_S = 120.0

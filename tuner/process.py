@@ -1,0 +1,144 @@
+"""Child processes that can be killed at any time and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import resource
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jetfire.tuner import interrupts
+
+LOG_TAIL = 4000  # bytes of what a dead worker printed that its last words have
+
+
+class _Output:
+    """A file without a name: nothing is left of it, whoever is killed. A child gets its number."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._file.fileno()),)
+
+    def tail(self) -> str:
+        number = self._file.fileno()
+        start = max(0, os.fstat(number).st_size - LOG_TAIL)
+        return os.pread(number, LOG_TAIL, start).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _received(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    return number
+
+
+class _Python:
+    """What a child is started with: this Python, or a script that runs it under a command."""
+
+    def __init__(self, under: Sequence[str]) -> None:
+        self._folder = None
+        if under:
+            self._folder = tempfile.TemporaryDirectory()
+            self._script = Path(self._folder.name) / "python"
+            words = shlex.join([*under, os.fsdecode(spawn.get_executable())])
+            self._script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            self._script.chmod(0o700)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Processes are started with it."""
+        if self._folder is None:
+            yield
+            return
+        resource_tracker.ensure_running()  # the first to start it would start it so too
+        usual = spawn.get_executable()
+        spawn.set_executable(str(self._script))
+        try:
+            yield
+        finally:
+            spawn.set_executable(usual)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class Worker:
+    """A child that answers one request after another and can be killed at any time.
+
+    Args:
+        target: a function of a module: called there with a connection and the arguments.
+        under: a command that Python is run by, such as a sanitizer's.
+        parent: it may start children of its own, and ends them before it ends.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *arguments: Any, under: Sequence[str] = (),
+        parent: bool = False,
+    ) -> None:  # fmt: skip
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._output = _Output()
+        self._python = _Python(under)
+        starter = None if under else os.getpid()
+        self._process = context.Process(
+            target=_child, args=(theirs, self._output, starter, target, arguments),
+            daemon=not parent,
+        )  # fmt: skip
+        with interrupts.blocked(), self._python.used():  # Ctrl-C reaches the whole process group
+            self._process.start()
+        theirs.close()
+
+    def ask(self, *request: Any) -> None:
+        self.connection.send(request)
+
+    def answer(self) -> Any:
+        """What it says; EOFError where it has died."""
+        return self.connection.recv()
+
+    def last_words(self) -> str:
+        """How a dead worker ended, and the end of what it printed."""
+        self._process.join(5.0)
+        code = self._process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        printed = self._output.tail()
+        return f"worker ended by {how}" + (f"\n{printed}" if printed else "")
+
+    def close(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.join(10.0)
+        self.connection.close()
+        self._output.close()
+        self._python.close()
+
+
+def _child(
+    connection: Connection, output: int, parent: int | None, target: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    interrupts.ignore()  # the parent decides what ends
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if parent is not None and os.getppid() != parent:
+            return
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+        target(connection, *arguments)
