@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 TEMPLATES = Path(__file__).parent / "templates"
+LICENCE = Path(__file__).parent.parent / "LICENSE"
 
 
 @cache
@@ -25,3 +26,8 @@ def _environment() -> Environment:
 def render(template: str, **values: Any) -> bytes:
     """A template's text with these values; it is an error to use one that is not there."""
     return _environment().get_template(template).render(**values).encode()
+
+
+def licence() -> bytes:
+    """The text that goes with every export."""
+    return LICENCE.read_bytes()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -60,14 +63,38 @@ class Target(ABC):
         """
 
 
+def program(variable: str, default: str) -> str:
+    """What a Makefile runs where an environment variable such as CC may name another."""
+    words = shlex.split(os.environ.get(variable, ""))
+    return words[0] if words else default
+
+
 def require(programs: Sequence[str]) -> None:
     """Raises UsageError for the first program that is not on the PATH."""
-    for program in programs:
-        if shutil.which(program) is None:
+    for name in programs:
+        if shutil.which(name) is None:
             raise UsageError(
-                f"{program} is not on the PATH: install it, or give --no-check to write without "
+                f"{name} is not on the PATH: install it, or give --no-check to write without "
                 "building"
             )
+
+
+def cuda_home() -> Path:
+    """The CUDA toolkit: $CUDA_HOME, $CUDA_PATH, its usual place, or where nvcc is.
+
+    Raises:
+        UsageError: none of these has cuda.h.
+    """
+    places = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    found = [Path(place) for place in (*places, "/usr/local/cuda") if place]
+    if nvcc := shutil.which("nvcc"):
+        found.append(Path(nvcc).resolve().parent.parent)
+    for folder in found:
+        if (folder / "include" / "cuda.h").is_file():
+            return folder
+    raise UsageError(
+        "no cuda.h: set CUDA_HOME to a CUDA toolkit, or give --no-check to write without building"
+    )
 
 
 def run(
@@ -76,17 +103,25 @@ def run(
 ) -> str:  # fmt: skip
     """Run a program in a folder and return what it printed.
 
+    What it has started ends with it, also where this process is interrupted.
+
     Raises:
         WrongResultError: it failed or took too long; the end of what it printed is in the message.
     """
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise WrongResultError(f"{' '.join(command)}: took over {timeout_s:g} s") from None
-    if done.returncode:
-        end = (done.stdout + done.stderr).strip()[-2000:]
-        raise WrongResultError(f"{' '.join(command)}: exit code {done.returncode}: {end}")
-    return done.stdout
+    words = shlex.join(command)
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, process_group=0,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise WrongResultError(f"{words}: took over {timeout_s:g} s") from None
+            raise
+    if process.returncode:
+        end = output.strip()[-2000:]
+        raise WrongResultError(f"{words}: exit code {process.returncode}: {end}")
+    return output
