@@ -67,12 +67,15 @@ class Parameter:
     Attributes:
         role: ``updated`` is read and written.
         shape: of as many extents as it has dimensions.
+        key: its name among the op's inputs or outputs; `name` is another where an input and an
+            output have the same and are two tensors.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[Extent, ...]
     role: Role
+    key: str
 
     @property
     def c_type(self) -> str:
@@ -115,6 +118,10 @@ class Signature:
         """What is written, updated tensors included."""
         return tuple(p for p in self.parameters if p.role != "input")
 
+    def tensors(self, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """What to pass, by the parameters' names, of an op's inputs and outputs."""
+        return {p.name: (inputs if p.role == "input" else outputs)[p.key] for p in self.parameters}
+
     def dim_from(self, dim: str) -> tuple[Parameter, int] | None:
         """An input of which one side is just that size, and which side; None where none is."""
         for parameter in self.inputs:
@@ -122,6 +129,11 @@ class Signature:
                 if extent == Extent(dim):
                     return parameter, side
         return None
+
+
+def name_of_output(op: Op, problem: Any, inputs: Tensors, name: str) -> str:
+    """Its parameter's: of an output that is no input's update, another than the input's."""
+    return f"{name}_out" if name in inputs and name not in op.updated(problem) else name
 
 
 def _with_sizes(op: Op, problem: Any, sizes: Sequence[int]) -> Any:
@@ -145,6 +157,7 @@ def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
         Extent(None, found[0][1]),
         *(Extent(dim, factor) for dim in dims for factor in (1, 2, 3, 4)),
         *(Extent(dim, 1, divisor) for dim in dims for divisor in _DIVISORS),
+        *(Extent(dim, 3, divisor) for dim in dims for divisor in _DIVISORS),  # of Q, K and V
     )
     for extent in tried:
         if all(extent.of(sizes) == value for sizes, value in found):
@@ -159,21 +172,30 @@ def signature_of(op: Op, problem: Any) -> Signature:
         UsageError: a tensor's shape is no simple function of the sizes, or its dtype has no C type.
     """
     count = len(op.dims)
-    probes: list[tuple[dict[str, int], Tensors, Tensors]] = []
+    probes: list[tuple[Any, Tensors, Tensors]] = []
     for i in range(len(_PROBES)):
         sizes = [_UNIT * _PROBES[(i + j) % len(_PROBES)] for j in range(count)]
         probed = _with_sizes(op, problem, sizes)
         probes.append((dict(zip(op.dims, sizes, strict=True)), *tensors_of(op, probed)))
     _, inputs, outputs = probes[0]
-    parameters = []
-    for name, tensor in {**inputs, **outputs}.items():
+    updated = op.updated(problem)
+
+    def parameter(key: str, name: str, which: int, role: Role) -> Parameter:
+        tensor = probes[0][which][key]
         if tensor.dtype not in C_TYPES:
-            raise UsageError(f"{op.name}: {name} is {tensor.dtype}: cannot export")
-        shapes = [(sizes, {**i, **o}[name].shape) for sizes, i, o in probes]
+            raise UsageError(f"{op.name}: {key} is {tensor.dtype}: cannot export")
+        shapes = [(probe[0], probe[which][key].shape) for probe in probes]
         shape = tuple(
-            _extent(f"{op.name}: {name}", [(sizes, s[side]) for sizes, s in shapes])
+            _extent(f"{op.name}: {key}", [(sizes, s[side]) for sizes, s in shapes])
             for side in range(tensor.dim())
         )
-        role: Role = "input" if name not in outputs else "updated" if name in inputs else "output"
-        parameters.append(Parameter(name, tensor.dtype, shape, role))
+        return Parameter(name, tensor.dtype, shape, role, key)
+
+    parameters = [
+        parameter(key, key, 1, "updated" if key in updated else "input") for key in inputs
+    ]
+    for key in outputs:
+        name = name_of_output(op, problem, inputs, key)
+        if name not in updated:
+            parameters.append(parameter(key, name, 2, "output"))
     return Signature(tuple(parameters), op.dims)
