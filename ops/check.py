@@ -118,20 +118,59 @@ def floats(
     return Check(True, error if math.isfinite(error) else 0.0)
 
 
-def bounded(name: str, out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Check:
-    """|out − expected| ≤ bound, element by element; NaN where and only where expected is NaN."""
-    error = relative_error(out, expected)
-    difference = (out.double() - expected.double()).abs()
-    wrong = (difference > bound) | (torch.isnan(out) != torch.isnan(expected))
-    if not bool(wrong.any()):
-        # Where every expected value is 0 the ratio says nothing.
+def settled(
+    out: torch.Tensor, expected: torch.Tensor, give: torch.Tensor | float,
+    over: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Where ±Inf is right: in place of what, give or take, is too large for out's dtype.
+
+    Args:
+        over: where an intermediate result may overflow, so that anything not finite is right.
+    """
+    kind = torch.finfo(out.dtype)
+    size = expected.double().abs() + give
+    found = torch.isinf(out) & (size >= kind.max * (1 + kind.eps / 4))
+    found &= torch.signbit(out) == torch.signbit(expected)
+    return found if over is None else found | over & ~torch.isfinite(out)
+
+
+def bounded(
+    name: str, out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor,
+    over: torch.Tensor | None = None,
+) -> Check:  # fmt: skip
+    """|out − expected| ≤ bound, element by element; NaN where and only where expected is NaN.
+
+    What is too large for out's dtype is ±Inf.
+
+    Args:
+        over: bool, where an intermediate result may overflow: anything not finite is right there.
+    """
+    difference = norm = 0.0
+    count, place = 0, None
+    # In slabs of rows, so that 16384×50257 fits beside its float64 reference.
+    rows = max(1, (1 << 26) // max(1, out.shape[-1] if out.dim() > 1 else 1))
+    for top in range(0, len(out), rows):
+        part = slice(top, top + rows)
+        o, e, most = out[part], expected[part].double(), bound[part]
+        done = settled(o, e, most, None if over is None else over[part])
+        o, e = o.double().masked_fill(done, 0.0), e.masked_fill(done, 0.0)
+        off = (o - e).abs()
+        wrong = (off > most) | (torch.isnan(o) != torch.isnan(e))
+        difference += float(off.nan_to_num(0.0, math.inf).square().sum())
+        norm += float(e.nan_to_num(0.0).square().sum())
+        if place is None and bool(wrong.any()):
+            at = _first(wrong)
+            place = (at[0] + top, *at[1:])
+        count += int(wrong.sum())
+    # Where every expected value is 0 the ratio says nothing.
+    error = math.sqrt(difference / norm) if norm else 0.0
+    if place is None:
         return Check(True, error if math.isfinite(error) else 0.0)
-    at = _first(wrong)
     return Check(
         False,
         error,
-        f"{name}: {int(wrong.sum())} elements off, first at {at}: "
-        f"{out[at].item():.6g} where the reference has {expected[at].item():.6g}",
+        f"{name}: {count} elements off, first at {place}: "
+        f"{out[place].item():.6g} where the reference has {expected[place].item():.6g}",
     )
 
 
@@ -146,11 +185,13 @@ def codes(
     slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
     noise: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
 ) -> Check:
     """Codes that quantising the exact values allows.
 
     With t = value/scale + (u, or ½ for nearest), every code is in [floor(t − slack),
-    floor(t + slack)], and every scale within rtol of the reference's.
+    floor(t + slack)], and every scale within rtol of the reference's. Where a block's largest value
+    is as near to 2^-100, it may be zero or not.
 
     Args:
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
@@ -158,20 +199,25 @@ def codes(
         u: the stochastic rounding's draws in [0, 1), m×n.
         noise: what fp32 evaluation may add to a value, by block, where terms cancel: widens both
             intervals by as much.
+        over: blocks, by block, in which fp32 evaluation may overflow: they are not compared.
     """
-    from jetfire.reference.quantize import spread
+    from jetfire.reference.quantize import TINY, block_amax, spread
 
     m, n = q.shape
     difference = norm = 0.0
-    if noise is None:
-        scaled = floats(f"{name}'s scale", scale, expected_scale, rtol)
-        noises: torch.Tensor | None = None
-    else:
-        bound = rtol * expected_scale.double().nan_to_num(0.0) + noise / 127
-        scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
-        noises = (noise / expected_scale).nan_to_num(0.0)  # in units of a code
+    most = block_amax(value.double(), block)
+    bound = rtol * expected_scale.double().nan_to_num(0.0)
+    give = 127 * bound if noise is None else 127 * bound + noise
+    either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
+    bound = give / 127 + either * (1 + rtol) * TINY / 127
+    if over is not None:
+        either |= over
+        scale = torch.where(over, expected_scale, scale)
+    scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
     if not scaled.ok:
         return scaled
+    # In units of a code.
+    noises = None if noise is None else (noise / expected_scale).nan_to_num(0.0)
     rows = block * max(1, (1 << 24) // (n * block))
     for top in range(0, m, rows):
         part = slice(top, min(m, top + rows))
@@ -179,16 +225,19 @@ def codes(
         wide = spread(expected_scale[by_row], block, part.stop - top, n).double()
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
-        give: Any = slack
+        wide_slack: Any = slack
         if noises is not None:  # of the value, and of the scale that it was divided by
             noise_of = spread(noises[by_row], block, part.stop - top, n)
-            give = slack + noise_of * (1 + t.abs() / 127)
-        low = (t + add - give).floor().clamp(-127, 127)
-        high = (t + add + give).floor().clamp(-127, 127)
+            wide_slack = slack + noise_of * (1 + t.abs() / 127)
+        low = (t + add - wide_slack).floor().clamp(-127, 127)
+        high = (t + add + wide_slack).floor().clamp(-127, 127)
         got = q[part].double()
         # A tie may go either way once it is only nearly a tie, and to even when it is one.
         wrong = (got < low) | (got > high)
+        left_out = spread(either[by_row], block, part.stop - top, n)
+        wrong = wrong & ~left_out | (got < -127)
         rounded = (t + add).floor() if u is not None else t.round()
+        rounded = torch.where(left_out, got, rounded)
         difference += float(((got - rounded) * wide).nan_to_num(0.0).square().sum())
         norm += float((rounded * wide).nan_to_num(0.0).square().sum())
         if bool(wrong.any()):
@@ -217,6 +266,7 @@ def quantised(
     slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
     noise: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
 ) -> Check:
     """`codes` for whichever of (q, scale) and (qt, scale_t) there are; both must agree exactly."""
     checks = []
@@ -224,7 +274,7 @@ def quantised(
         checks.append(
             codes(
                 "q", outputs["q"], outputs["scale"], value, expected_scale, block, u, slack, rtol,
-                noise,
+                noise, over,
             )
         )  # fmt: skip
     if "qt" in outputs and "q" in outputs:
@@ -232,5 +282,7 @@ def quantised(
         checks.append(exact("scale_t", outputs["scale_t"], outputs["scale"].t()))
     elif "qt" in outputs:
         q, scale = outputs["qt"].t(), outputs["scale_t"].t()
-        checks.append(codes("qt", q, scale, value, expected_scale, block, u, slack, rtol, noise))
+        checks.append(
+            codes("qt", q, scale, value, expected_scale, block, u, slack, rtol, noise, over)
+        )
     return every(checks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from jetfire.reference.dequantize import dequantize
-from jetfire.reference.quantize import spread
+from jetfire.reference.quantize import pad, spread
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -50,6 +50,36 @@ def gemm(
         scale = a_scale[:, i, None] * b_scale[None, :, i]
         c = fma(spread(scale, block, m, n), inner, c)
     return c
+
+
+def norms(codes: torch.Tensor, block: int) -> torch.Tensor:
+    """The largest 2-norm of a row of each block: int8 m×k → float64 ⌈m/block⌉×⌈k/block⌉."""
+    rows = block * max(1, (1 << 26) // (codes.shape[1] * block))
+    found = []
+    for part in codes.split(rows):
+        padded = pad(part, block).float().square()
+        m, k = padded.shape
+        found.append(padded.view(m // block, block, k // block, block).sum(dim=3).amax(dim=1))
+    return torch.cat(found).double().sqrt()
+
+
+def magnitudes(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How large what a product is summed from may be, by block of C: float64 ⌈m/block⌉×⌈n/block⌉.
+
+    A block of K adds to no element more than the norms of its rows of A and B, multiplied, which is
+    its integers' largest sum (Cauchy-Schwarz), times its scales. Scales that are NaN count as 0.
+
+    Returns:
+        The sum of that over K; that of the integers alone; and the largest product of scales.
+    """
+    of_a, of_b = norms(a, block), norms(b, block)
+    a_scale, b_scale = (scale.double().nan_to_num(0.0) for scale in (a_scale, b_scale))
+    largest = a_scale.new_zeros((len(a_scale), len(b_scale)))
+    for i in range(a_scale.shape[1]):
+        largest = torch.maximum(largest, a_scale[:, i, None] * b_scale[None, :, i])
+    return (of_a * a_scale) @ (of_b * b_scale).t(), of_a @ of_b.t(), largest
 
 
 # The telescoped schedule's constants: where the integer sums start, and the K after which they

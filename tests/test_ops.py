@@ -107,7 +107,10 @@ def test_inputs_repeat_from_a_seed_and_reference_covers_the_outputs(name):
 @pytest.mark.parametrize("data", DISTRIBUTIONS)
 def test_distributions_have_the_character_of_their_name(data):
     x = Source(data, torch.device("cpu"), 0).floats(512, 512)
-    assert torch.isfinite(x).all()
+    assert bool(torch.isfinite(x).all()) == (data != "nonfinite")
+    assert torch.equal(
+        x.nan_to_num(), Source(data, torch.device("cpu"), 0).floats(512, 512).nan_to_num()
+    )
     columns, rows = x.square().mean(0).sqrt(), x.square().mean(1).sqrt()
     kurtosis = float((x.double() ** 4).mean() / (x.double() ** 2).mean() ** 2)
     if data == "normal":
@@ -119,6 +122,48 @@ def test_distributions_have_the_character_of_their_name(data):
     if data == "gradient":
         assert (rows == 0).float().mean() > 0.03
         assert rows.max() / rows[rows > 0].min() > 1e3
+    if data == "one_hot":
+        assert ((x != 0).sum(dim=1) == 1).all()
+    if data == "constant":
+        assert (x == x[0, 0]).all()
+        assert x[0, 0] != 0
+    if data == "alternating":
+        assert (x[1:] == -x[:-1]).all()
+        assert (x[:, 1:] == -x[:, :-1]).all()
+        assert (x != 0).all()
+    if data == "zeros":
+        assert not x.any()
+    if data == "subnormal":
+        amax = x.abs().view(16, 32, 16, 32).amax(dim=(1, 3))
+        for least, most in ((0, 2.0**-126), (2.0**-126, 2.0**-100), (2.0**-100, 2.0**-95)):
+            assert ((amax > least) & (amax < most)).any()
+    if data == "largest":
+        most = torch.finfo(torch.bfloat16).max
+        assert 0.1 < (x.abs() == most).float().mean() < 0.15
+        assert x.abs().min() > most / 20
+        assert torch.isfinite(x.bfloat16()).all()
+
+
+def test_values_that_are_not_finite_are_few_and_in_chosen_places():
+    seen = torch.zeros(512, 512)
+    for seed in range(20):
+        x = Source("nonfinite", torch.device("cpu"), seed).floats(512, 512)
+        bad = ~torch.isfinite(x)
+        assert bad.any()
+        assert bad.view(16, 32, 16, 32).any(dim=3).any(dim=1).sum() <= 16 + 3
+        seen += bad
+    rows, columns = seen.nonzero().unbind(1)
+    places = {(r, c) for r, c in zip(rows.tolist(), columns.tolist(), strict=True) if r != 256}
+    assert places == {(0, 0), (31, 31), (511, 511)}
+    assert (seen[256] > 0).all()
+
+
+def test_fp16_holds_the_largest_values():
+    source = Source("largest", torch.device("cpu"), 0)
+    x = source.floats(64, 64, dtype="fp16")
+    assert x.dtype == torch.float16
+    assert torch.isfinite(x).all()
+    assert x.abs().max() > 60000
 
 
 def test_workloads_give_legal_problems_and_refuse_unknown_names():

@@ -101,7 +101,7 @@ def test_the_floats_are_those_behind_the_codes(data):
     for name in "ab":
         codes, scale = quantize(floats[name], 32)
         assert torch.equal(codes, inputs[name])
-        assert torch.equal(scale, inputs[f"{name}_scale"])
+        assert torch.equal(scale.nan_to_num(-1), inputs[f"{name}_scale"].nan_to_num(-1))
 
 
 def test_each_operand_may_have_its_own_distribution():
