@@ -1,17 +1,209 @@
-"""CUDA kernels as readable CUDA C++: one file a config, its parameters fixed, with host code."""
+"""CUDA kernels as readable CUDA C++: one file a config, its parameters fixed, with host code.
+
+To add a kernel:
+
+* a `Host` (host.py): which sources and `config.cuh` a config has, what its constants mean, what
+  sizes and addresses must be;
+* a line in `_HOSTS`;
+* a template under templates/host: the C function, of the common subset of C and C++, for `.cu` and
+  for the C file of `embedded` alike. It sees `plan`, `variant` (host.Variant), `names` of the
+  function's tensors, `codes` (what error codes begin with), `prototype`, `several`,
+  `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
+  gemm_wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument structs; for
+  C the template does.
+
+A launch of several kernels has a namespace for each, ``<name>_kernel``, in which its constants are.
+"""
 
 from __future__ import annotations
 
-from jetfire.export.library import Library
-from jetfire.export.plan import Plan
+import importlib
+
+from jetfire.export import flatten
+from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
+from jetfire.export.library import Library, header
+from jetfire.export.plan import Plan, Tuned
+from jetfire.export.render import render
+from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel
+
+# Imported when asked for: kernels' modules are many.
+_HOSTS = {
+    ("gemm", "wgmma"): ("jetfire.export.cuda_gemm", "WGMMA"),
+    ("gemm", "mma"): ("jetfire.export.cuda_gemm", "MMA"),
+}
 
 
 def takes(kernel: Kernel) -> bool:
     """Whether there is host code for a kernel."""
-    return False
+    return (kernel.op, kernel.name) in _HOSTS
+
+
+def host_of(kernel: Kernel) -> Host:
+    """Raises UsageError where there is no host code for the kernel."""
+    if not takes(kernel):
+        known = ", ".join("/".join(names) for names in _HOSTS)
+        raise UsageError(
+            f"{kernel.op}/{kernel.name} has no form as CUDA C++: expected one of {known}"
+        )
+    module, name = _HOSTS[kernel.op, kernel.name]
+    host: Host = getattr(importlib.import_module(module), name)
+    return host
+
+
+# --- C declarations ------------------------------------------------------------------------------
+
+
+def prototype(plan: Plan, symbol: str, workspace: bool) -> str:
+    """The exported function's, under any name, in lines of at most `flatten.WIDTH`."""
+    parameters = [
+        *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
+        *(f"int {dim}" for dim in plan.signature.dims),
+        *(["void* workspace"] if workspace else []),
+        "struct CUstream_st* stream",
+    ]
+    return flatten.listed(f"int {symbol}", parameters)
+
+
+def call(plan: Plan, function: str, workspace: bool) -> str:
+    """The end of one such function that calls another."""
+    names = [p.name for p in plan.signature.parameters] + list(plan.signature.dims)
+    names += ["workspace"] if workspace else []
+    return flatten.listed(f"  return {function}", [*names, "stream"])
+
+
+def dims(plan: Plan) -> str:
+    """The sizes as parameters."""
+    return ", ".join(f"int {dim}" for dim in plan.signature.dims)
+
+
+# --- one config ----------------------------------------------------------------------------------
+
+
+def _sizes(values: dict[str, object]) -> str:
+    return ", ".join(
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
+    )
+
+
+def _where_from(plan: Plan, tuned: Tuned) -> str:
+    """How a config was found, in a sentence."""
+    entry, asked = tuned.entry, plan.sizes(tuned.problem)
+    found = {dim: entry.problem[dim] for dim in plan.op.dims}
+    nearest = "" if found == asked else f" (nearest tuned: {_sizes(found)})"
+    where = entry.provenance
+    on = f" on {where['gpu']}" if where.get("gpu") else ""
+    when = f", {where['date']}" if where.get("date") else ""
+    return (
+        f"{_sizes(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials} trials of "
+        f"{entry.strategy}{on}{when}."
+    )
+
+
+def _head(plan: Plan, variant: Variant, architecture: str) -> str:
+    """What a file is, where its constants come from and how it is built."""
+    paragraphs = [
+        f"{plan.op.summary[0].upper()}{plan.op.summary[1:]}; {_sizes(plan.fixed)}.",
+        f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
+        *(f"  {_where_from(plan, tuned)}" for tuned in variant.tuned),
+        "",
+        f"  nvcc -std=c++17 -O3 -gencode arch=compute_{architecture},code=sm_{architecture} "
+        f"-c {variant.symbol}.cu",
+        "",
+        "In order: the constants, what the kernel is made of, the kernel, its launch.",
+    ]
+    lines = [line for text in paragraphs for line in flatten.wrapped(text) or ["//"]]
+    return "\n".join(lines)
+
+
+def _shown(variant: Variant, code: Code) -> dict[str, object]:
+    """What the template shows of one kernel."""
+    source = flatten.read(code.source)
+    defined = (f"constexpr int {name} = {value};" for name, value in source.defined.items())
+    namespace = f"{code.name}_kernel" if len(variant.codes) > 1 else ""
+    return {
+        "name": code.name,
+        "comment": source.comment,
+        "constants": flatten.constants("\n".join([code.header, *defined]), variant.host.notes),
+        "headers": flatten.used(source.headers, source.body),
+        "functions": flatten.functions(code.header),
+        "body": source.body,
+        "namespace": namespace,
+        "scope": f"{namespace}::" if namespace else "",
+        "shared": code.shared_bytes > 0,
+        "threads": code.threads_named,
+    }
+
+
+def host_values(
+    plan: Plan, variant: Variant, *, several: bool, workspace: bool
+) -> dict[str, object]:
+    """What a template under templates/host sees of a config, but for `language`."""
+    return {
+        **variant.values,
+        "plan": plan,
+        "variant": variant,
+        "names": [p.name for p in plan.signature.parameters],
+        "aligned": aligned(plan, variant.host),
+        "codes": plan.name.upper(),
+        "prototype": prototype(plan, variant.symbol, workspace),
+        "several": several,
+        "takes_workspace": workspace,
+    }
+
+
+def _file(plan: Plan, variant: Variant, **shared: bool) -> bytes:
+    architecture = variant.host.architecture(plan.capability)
+    return render(
+        "cuda/kernel.cu.j2",
+        head=_head(plan, variant, architecture),
+        kernels=[_shown(variant, code) for code in variant.codes],
+        include=f"{plan.name}_configs.h" if shared["several"] else f"{plan.name}.h",
+        language="cuda",
+        **host_values(plan, variant, **shared),
+    )
+
+
+# --- all -----------------------------------------------------------------------------------------
+
+
+def dispatch(plan: Plan, found: tuple[Variant, ...], *, workspace: bool) -> dict[str, bytes]:
+    """For several configs: their prototypes in a header, and the function that chooses."""
+    values: dict[str, object] = {
+        "plan": plan,
+        "variants": found,
+        "codes": plan.name.upper(),
+        "dims": dims(plan),
+        "prototype": prototype(plan, plan.name, workspace),
+        "prototypes": {v.symbol: prototype(plan, v.symbol, workspace) for v in found},
+        "call": call(plan, f"nearest({', '.join(plan.signature.dims)})->launch", workspace),
+        "launch_type": prototype(plan, "Launch", workspace),
+        "takes_workspace": workspace,
+    }
+    return {
+        f"{plan.name}_configs.h": render("host/configs.h.j2", **values),
+        f"{plan.name}.cu": render("host/dispatch.j2", **values),
+    }
 
 
 def library(plan: Plan) -> Library:
-    """Raises UsageError where there is no host code for the kernel."""
-    raise NotImplementedError
+    """Raises UsageError where there is no host code for the kernel, or not for such sizes."""
+    host = host_of(plan.kernel)
+    found = variants(plan, host)
+    several = len(found) > 1
+    workspace = any(variant.workspace for variant in found)
+    said = contract(plan, found)
+    files = {f"{plan.name}.h": header(plan, workspace=workspace, any_size=True, contract=said)}
+    if several:
+        files |= dispatch(plan, found, workspace=workspace)
+    for variant in found:
+        files[f"{variant.symbol}.cu"] = _file(plan, variant, several=several, workspace=workspace)
+    return Library(
+        files=files,
+        cuda_sources=tuple(name for name in files if name.endswith(".cu")),
+        c_sources=(),
+        architecture=host.architecture(plan.capability),
+        workspace=workspace,
+        any_size=True,
+        contract=said,
+    )

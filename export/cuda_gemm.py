@@ -1,0 +1,132 @@
+"""The INT8 GEMM's two CUDA kernels, for export: what their constants mean, what callers must keep
+to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.export.host import Code, Host, size_for_16_bytes
+from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda.gemm import mma, wgmma
+from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs, WgmmaConfig
+
+if TYPE_CHECKING:
+    from jetfire.ops.gemm import GemmProblem
+
+# Scales, biases and seeds may lie anywhere that their elements may.
+MATRICES = ("a", "b", "c", "q", "qt")
+PROBLEM_NOTES = {
+    "BLOCK": "rows and columns that share a scale",
+    "OUTPUT": "0 fp32, 1 bf16, 2 fp16, 3 codes and their scales",
+    "BIAS": "a bias is added to each row",
+    "ACCUMULATE": "the product is added to what C holds",
+    "STOCHASTIC": "codes are rounded up or down at random",
+    "Q": "codes are written row by row",
+    "TURNED": "codes are written transposed",
+    "CHUNK_WARPS": "warps that hold a chunk of rows, sixteen each",
+}
+REASONS = {
+    "m": "rows of the transposed codes do not begin at multiples of 16",
+    "n": "rows of the output do not begin at multiples of 16",
+    "k": "rows of A and B do not begin at multiples of what one copy moves",
+}
+WGMMA_NOTES = {
+    **PROBLEM_NOTES,
+    "TMA_OUT": "C, or its codes, are written by TMA: rows of whole 16 bytes",
+    "TMA_TURNED": "the transposed codes are",
+    "GROUPS": "warp groups that multiply, one below the other",
+    "ROWS": "times 64, that each of them has of a tile",
+    "TILE_N": "columns of a tile",
+    "STAGES": "of 128 of K in shared memory",
+    "BUFFERS": "of 8 KiB or more a group, on their way out",
+    "CLUSTER_M": "blocks of a cluster that fetch B together",
+    "CLUSTER_N": "and A",
+    "RASTER": "rows of (cluster) tiles that are walked column by column",
+    "IN_FLIGHT": "groups that may multiply at once; 0 for all",
+    "STREAM": "K is dealt out evenly; blocks add to C in turn",
+    "TELESCOPED": "sums run on from block to block, see above",
+    "CONSUMER_REGISTERS": "of a thread that multiplies",
+    "PRODUCER_REGISTERS": "of one that feeds it",
+}
+MMA_NOTES = {
+    **PROBLEM_NOTES,
+    "COPY_BYTES": "that one copy of A or B moves: 16, 8, 4, or 1 for any alignment",
+    "VECTOR_OUT": "C, or its codes, are written in 16 bytes",
+    "VECTOR_TURNED": "the transposed codes are",
+    "TILE_M": "rows of a tile",
+    "TILE_N": "and its columns",
+    "WARPS_M": "warps among which its rows are divided",
+    "WARPS_N": "and its columns",
+    "STAGES": "of 128 of K in shared memory",
+    "MIN_BLOCKS": "that an SM is to hold: each has as many registers as that leaves",
+    "RASTER": "rows of tiles that are walked column by column",
+    "BIASED": "a subtraction makes a float of a sum, see above; else a conversion",
+}
+
+
+def _output_multiples(problem: GemmProblem, out: bool, turned: bool) -> dict[str, int]:
+    """What rows of outputs in 16 bytes ask of sizes."""
+    found = {"n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else {}
+    return {**found, "m": 16} if turned else found
+
+
+class WgmmaHost(Host):
+    """For sm_90a: tensor maps, persistent blocks, counters for stream-K."""
+
+    template = "gemm_wgmma.j2"
+    notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
+    reasons: ClassVar[Mapping[str, str]] = REASONS
+    aligned = MATRICES
+    tensor_maps = True
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        return "90a"
+
+    def _path(self, problem: GemmProblem) -> TmaOutputs:
+        """As for contiguous outputs at multiples of 16."""
+        return TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
+
+    def codes(self, problem: GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
+        header = wgmma.config_header(problem, config, self._path(problem))
+        return (
+            Code("gemm", wgmma.SOURCE, header, wgmma.shared_bytes(problem, config),
+                 128 * (config.groups + 1), "128 * (GROUPS + 1)"),
+        )  # fmt: skip
+
+    def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
+        path = self._path(problem)
+        return {"k": 16, **_output_multiples(problem, path.out, path.turned)}
+
+    def workspace(self, problem: GemmProblem, config: WgmmaConfig) -> bool:
+        return config.stream
+
+    def values(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, Any]:
+        return {"path": self._path(problem), "parts": wgmma.PARTS_A_TILE}
+
+
+class MmaHost(Host):
+    """For sm_80 and later: a block a tile."""
+
+    template = "gemm_mma.j2"
+    notes: ClassVar[Mapping[str, str]] = MMA_NOTES
+    reasons: ClassVar[Mapping[str, str]] = REASONS
+    aligned = MATRICES
+
+    def codes(self, problem: GemmProblem, config: mma.MmaConfig) -> tuple[Code, ...]:
+        access = mma.Access.of_contiguous(problem)
+        header = mma.config_header(problem, config, access)
+        return (
+            Code("gemm", mma.SOURCE, header, mma.shared_bytes(problem, config, access),
+                 32 * config.warps, "THREADS"),
+        )  # fmt: skip
+
+    def multiples(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, int]:
+        access = mma.Access.of_contiguous(problem)
+        k = {"k": access.copy_bytes} if access.copy_bytes > 1 else {}
+        turned = problem.layout != "q" and access.turned
+        return {**k, **_output_multiples(problem, access.out and problem.layout != "qt", turned)}
+
+
+WGMMA = WgmmaHost()
+MMA = MmaHost()

@@ -1,0 +1,165 @@
+"""What an export must know of a CUDA kernel beside its source: how it is launched.
+
+A kernel is added by a `Host` for it in `cuda.HOSTS` and a template under templates/host: the
+function's body in the common subset of C and C++, so that `.cu` and `.c` have it alike (see there).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jetfire.export.plan import Plan, Tuned
+from jetfire.ops.errors import UsageError
+
+
+def size_for_16_bytes(element_bytes: int) -> int:
+    """Of how many elements a row's length must be a multiple to be one of 16 bytes."""
+    return 16 // element_bytes
+
+
+@dataclass(frozen=True)
+class Code:
+    """One kernel function of a launch.
+
+    Attributes:
+        name: of the function.
+        source: its `.cu`.
+        header: its `config.cuh`.
+        shared_bytes: of a block, given at launch.
+        threads: of a block.
+        threads_named: the same in the source's constants.
+    """
+
+    name: str
+    source: Path
+    header: str
+    shared_bytes: int
+    threads: int
+    threads_named: str
+
+
+class Host(ABC):
+    """How one CUDA kernel is launched.
+
+    Attributes:
+        template: of the host code, under templates/host.
+        notes: what each constant of its `config.cuh` means.
+        reasons: why sizes must be the multiples of `multiples`, by size.
+        aligned: tensors that must lie at multiples of 16, of those that the function has.
+        tensor_maps: it reads or writes through TMA's tensor maps.
+    """
+
+    template: ClassVar[str]
+    notes: ClassVar[Mapping[str, str]]
+    reasons: ClassVar[Mapping[str, str]]
+    aligned: ClassVar[tuple[str, ...]]
+    tensor_maps: ClassVar[bool] = False
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        """As nvcc names it."""
+        return f"{capability[0]}{capability[1]}"
+
+    @abstractmethod
+    def codes(self, problem: Any, config: Any) -> tuple[Code, ...]:
+        """The kernels of a launch, in order, compiled for contiguous tensors at multiples of 16."""
+
+    @abstractmethod
+    def multiples(self, problem: Any, config: Any) -> dict[str, int]:
+        """Of what sizes must be multiples, for the code to be right."""
+
+    def workspace(self, problem: Any, config: Any) -> bool:
+        """Whether a launch needs one."""
+        return False
+
+    def values(self, problem: Any, config: Any) -> dict[str, Any]:
+        """What the template reads, beside what every template gets."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One config as it is compiled, for all problems of a plan that have the same code.
+
+    Attributes:
+        symbol: the C function that launches it.
+        tuned: those problems; at least one.
+    """
+
+    symbol: str
+    host: Host
+    tuned: tuple[Tuned, ...]
+
+    @property
+    def problem(self) -> Any:
+        return self.tuned[0].problem
+
+    @property
+    def config(self) -> Any:
+        return self.tuned[0].config
+
+    @property
+    def codes(self) -> tuple[Code, ...]:
+        return self.host.codes(self.problem, self.config)
+
+    @property
+    def multiples(self) -> dict[str, int]:
+        return self.host.multiples(self.problem, self.config)
+
+    @property
+    def workspace(self) -> bool:
+        return self.host.workspace(self.problem, self.config)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.host.values(self.problem, self.config)
+
+
+def variants(plan: Plan, host: Host) -> tuple[Variant, ...]:
+    """One for each different code, in the order of the plan's problems.
+
+    Raises:
+        UsageError: a problem of the plan does not keep to what its own code asks of sizes.
+    """
+    alike: dict[tuple[Any, ...], list[Tuned]] = {}
+    for tuned in plan.tuned:
+        for dim, multiple in host.multiples(tuned.problem, tuned.config).items():
+            if (size := getattr(tuned.problem, dim)) % multiple:
+                raise UsageError(
+                    f"{plan.op.name}/{plan.kernel.name}: {dim}={size}: an exported one takes "
+                    f"multiples of {multiple}"
+                )
+        alike.setdefault(host.codes(tuned.problem, tuned.config), []).append(tuned)
+    found = []
+    for group in alike.values():
+        sizes = "x".join(map(str, plan.sizes(group[0].problem).values()))
+        symbol = plan.name if len(alike) == 1 else f"{plan.name}_{sizes}"
+        found.append(Variant(symbol, host, tuple(group)))
+    return tuple(found)
+
+
+def aligned(plan: Plan, host: Host) -> tuple[str, ...]:
+    """The function's tensors that must lie at multiples of 16."""
+    return tuple(p.name for p in plan.signature.parameters if p.name in host.aligned)
+
+
+def contract(plan: Plan, found: tuple[Variant, ...]) -> tuple[str, ...]:
+    """What callers must keep to, in sentences."""
+    matrices = aligned(plan, found[0].host)
+    multiples: dict[str, int] = {}
+    for variant in found:
+        for dim, multiple in variant.multiples.items():
+            multiples[dim] = max(multiple, multiples.get(dim, 1))
+    loose = any(variant.multiples != multiples for variant in found)
+    names = f"{', '.join(matrices[:-1])} and {matrices[-1]}"
+    sentences = [f"The addresses of {names} are multiples of 16."]
+    if multiples:
+        asked = ", ".join(f"{dim} a multiple of {by}" for dim, by in multiples.items())
+        beside = " (but for the sizes that were tuned)" if loose else ""
+        sentences.append(f"Sizes: up to 2^30, {asked}{beside}; any that keep to this will do.")
+    else:
+        sentences.append("Sizes: any up to 2^30.")
+    return tuple(sentences)
