@@ -373,36 +373,66 @@ def tune(
 @app.command()
 def fuzz(
     op: Ops = None, kernel: KernelNames = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="KERNEL", help="Compare the kernels with this one.")
+    ] = None,
     examples: Annotated[
-        int, typer.Option(parser=_integer("--examples"), metavar="INT", help="A kernel.")
-    ] = 100,
+        int | None,
+        typer.Option(parser=_integer("--examples"), metavar="INT", help="A kernel (1000)."),
+    ] = None,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
-    ] = "1h",
+    ] = "5m",
     largest: Annotated[
-        int, typer.Option(parser=_integer("--largest"), metavar="INT", help="Largest size drawn.")
-    ] = 300,
-    replay: Annotated[
-        str | None, typer.Option(metavar="CASE", help="Run one printed case again.")
+        int | None,
+        typer.Option(
+            parser=_integer("--largest"), metavar="INT",
+            help="Largest size drawn (2048; on the CPU 300).",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            parser=_integer("--jobs"), metavar="INT",
+            help="Processes that run cases (8 a GPU, at most one for two cores; on the CPU 1).",
+        ),
+    ] = None,
+    reproduce: Annotated[
+        str | None, typer.Option(metavar="ID", help="Run a saved failure again: its ID, or a file.")
+    ] = None,
+    load: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Python whose KERNELS join those of their ops."),
     ] = None,
     device: DeviceName = "auto",
     interpreter: Annotated[
         bool, typer.Option("--interpreter", help="Triton kernels on the CPU, interpreted.")
     ] = False,
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="table or json.")
+    ] = "table",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as JSON.")
+    ] = None,
     seed: Seed = 0, debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Random problems, configs, values and strides against the reference; failures are shrunk."""
+    """Random problems, configs, values and layouts against the reference; failures are saved."""
     if interpreter:
         os.environ["TRITON_INTERPRET"] = "1"
         device = "cpu"
-    from jetfire import ops
     from jetfire.fuzz import command
-    from jetfire.ops.device import Device
 
-    names = ops.names() if not op or "all" in op else [ops.get(name).name for name in op]
-    where = Device.parse(device)
-    seconds = _duration("--budget", budget)
-    command.run(names, kernel or (), where, examples, seconds, seed, largest, replay)
+    if reproduce is not None:
+        command.reproduce(reproduce, device, load or ())
+        return
+    command.fuzz(
+        command.Asked(
+            ops=() if not op or "all" in op else op, kernels=kernel or (), against=against,
+            examples=examples, largest=largest, seed=seed,
+            budget_s=_duration("--budget", budget), jobs=jobs, device=device, load=load or (),
+            format=format_, output=output,
+        )
+    )  # fmt: skip
 
 
 @app.command()

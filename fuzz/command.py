@@ -1,45 +1,227 @@
-"""`jetfire fuzz`: what was tried, what failed, and the line that replays it."""
+"""`jetfire fuzz`: what was tried, what failed, and the lines that run it again."""
 
 from __future__ import annotations
 
-import shlex
+import contextlib
+import json
+import math
+import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from jetfire import ops
-from jetfire.fuzz import Failure, fuzz, replay
+from jetfire.fuzz import jobs, store
+from jetfire.fuzz.case import Case, Failure
+from jetfire.fuzz.jobs import Pair, Plan, Results
+from jetfire.fuzz.search import Report
+from jetfire.fuzz.worker import Isolated, load
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError, WrongResultError
 
+SCHEMA = 1
+EXAMPLES, CPU_LARGEST, GPU_LARGEST, MOST_JOBS = 1000, 300, 2048, 8
+COUNTED = ("ragged", "one", "empty", "huge", "strided", "compared", "backward", "skipped")
+MESSAGE = 300  # characters of a failure's that its line has
 
-def run(
-    op_names: Sequence[str], kernel_names: Sequence[str], device: Device, examples: int,
-    budget_s: float, seed: int, largest: int, case: str | None,
-) -> None:  # fmt: skip
-    """Fuzz ops, or replay one case.
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line's options; None where the device decides."""
+
+    ops: Sequence[str] = ()
+    kernels: Sequence[str] = ()
+    against: str | None = None
+    examples: int | None = None
+    largest: int | None = None
+    seed: int = 0
+    budget_s: float = math.inf
+    jobs: int | None = None
+    device: str = "auto"
+    load: Sequence[Path] = ()
+    format: str = "table"
+    output: Path | None = None
+
+
+def fuzz(asked: Asked) -> None:
+    """Fuzz ops and print a summary.
 
     Raises:
-        WrongResultError: a kernel was wrong; each shrunk case has been printed.
+        WrongResultError: a kernel was wrong; each case that shows it has been printed and saved.
+        UsageError: no such op, kernel or option; or none of the kernels runs on the device.
     """
-    if case is not None:
-        replay(case, device)
-        print("ok")
+    for option in ("examples", "largest", "jobs"):
+        if (value := getattr(asked, option)) is not None and value < 1:
+            raise UsageError(f"--{option} {value}: expected at least 1")
+    if asked.format not in ("table", "json"):
+        raise UsageError(f"--format {asked.format}: expected table or json")
+    for file in asked.load:
+        load(file)
+    plan = _plan(asked)
+    results = Results(plan, lambda report: _say(report, plan, asked.format))
+    try:
+        jobs.run(plan, results)
+    finally:  # after Ctrl-C too
+        summary = _summary(plan, results)
+        if asked.output is not None:
+            asked.output.write_text(json.dumps(summary, indent=1) + "\n")
+        _show(summary, asked.format)
+    if not any(pair["examples"] for pair in summary["pairs"]):
+        raise UsageError(f"none of these kernels runs on {plan.devices[0].label}")
+    wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])
+    if wrong:
+        raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
+
+
+def _plan(asked: Asked) -> Plan:
+    device = Device.parse(asked.device)
+    devices = _alike(device) if asked.device == "auto" else [device]
+    on_gpu = device.kind == "cuda"
+    count = min(MOST_JOBS * len(devices), (os.cpu_count() or 1) // 2) if on_gpu else 1
+    return Plan(
+        pairs=_pairs(asked),
+        devices=devices,
+        examples=asked.examples or EXAMPLES,
+        seed=asked.seed,
+        largest=asked.largest or (GPU_LARGEST if on_gpu else CPU_LARGEST),
+        jobs=asked.jobs or max(1, count),
+        deadline=time.monotonic() + asked.budget_s,
+        against=asked.against,
+        loaded=tuple(file.resolve() for file in asked.load),
+    )
+
+
+def _alike(device: Device) -> list[Device]:
+    """All devices of this one's model."""
+    if device.kind == "cpu":
+        return [device]
+    import torch
+
+    found = [Device.parse(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+    return [other for other in found if other.name == device.name]
+
+
+def _pairs(asked: Asked) -> list[Pair]:
+    names = [ops.get(name).name for name in asked.ops] or list(ops.names())
+    known = {kernel for name in names for kernel in ops.kernels(name)}
+    for name in (*asked.kernels, *([asked.against] if asked.against else [])):
+        if name not in known:
+            raise UsageError(
+                f"no kernel {name!r} in these ops: expected {', '.join(sorted(known))}"
+            )
+    pairs = [
+        (name, kernel)
+        for name in names
+        for kernel in ops.kernels(name)
+        if (not asked.kernels or kernel in asked.kernels)
+        and (
+            asked.against is None
+            or (asked.against in ops.kernels(name) and kernel != asked.against)
+        )
+    ]
+    if not pairs:
+        raise UsageError(f"--against {asked.against}: expected an op with another kernel beside it")
+    return pairs
+
+
+def _command(case: Case, device: Device) -> str:
+    return f"jetfire-fuzz --reproduce {case.id}" + (" --interpreter" if device.interpreted else "")
+
+
+def _line(failure: Failure, device: Device) -> str:
+    case, text = failure.case, " ".join(failure.message.split())
+    short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
+    return f"{case.op} {case.kernel}: {failure.kind}: {short}; {_command(case, device)}"
+
+
+def _say(report: Report, plan: Plan, form: str) -> None:
+    """Save and print a batch's failure."""
+    for failure in report.failures:
+        store.save(failure, plan.devices[0], plan.loaded)
+        print(_line(failure, plan.devices[0]), flush=True,
+              file=sys.stdout if form == "table" else sys.stderr)  # fmt: skip
+
+
+def _summary(plan: Plan, results: Results) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "device": plan.devices[0].label,
+        "devices": len(plan.devices),
+        "jobs": plan.jobs,
+        "seed": plan.seed,
+        "largest": plan.largest,
+        "against": plan.against,
+        "out_of_time": time.monotonic() > plan.deadline,
+        "pairs": [
+            {
+                "op": report.op,
+                "kernel": report.kernel,
+                "examples": report.examples,
+                "seconds": round(report.seconds, 1),
+                "configs": len(report.configs),
+                "variants": len(report.variants),
+                "coverage": dict(sorted(report.coverage.items())),
+                "differing": report.differing,
+                "compared": report.compared,
+                "failures": [store.as_dict(failure) for failure in report.failures],
+            }
+            for report in results.pairs.values()
+        ],
+    }
+
+
+def _show(summary: dict[str, Any], form: str) -> None:
+    if form == "json":
+        print(json.dumps(summary, indent=1))
         return
-    if examples < 1 or largest < 1:
-        raise UsageError(f"--examples {examples} --largest {largest}: expected at least 1")
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-    def report(op: str, kernel: str, ran: int, failure: Failure | None) -> None:
-        if ran == 0:
-            print(f"jetfire: {op} {kernel}: not legal on {device.label}", file=sys.stderr)
-            return
-        outcome = "ok" if failure is None else f"WRONG: {failure.message}"
-        print(f"{op} {kernel}: {ran} examples, {outcome}", flush=True)
-        if failure is not None:
-            how = "--interpreter " if device.interpreted else ""
-            print(f"  jetfire-fuzz {how}--replay {shlex.quote(failure.case.as_json())}", flush=True)
+    table = Table(box=box.SIMPLE_HEAD)
+    columns = ("op", "kernel", "examples", "s", "configs", *COUNTED)
+    against = summary["against"]
+    for name in (*columns, *(["differing"] if against else []), "result"):
+        table.add_column(name, justify="left" if name in ("op", "kernel", "result") else "right")
+    for pair in summary["pairs"]:
+        if not pair["examples"]:
+            continue
+        counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
+        share = [f"{pair['differing']} of {pair['compared']}"] if against else []
+        result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else "ok"
+        table.add_row(
+            pair["op"], pair["kernel"], str(pair["examples"]), f"{pair['seconds']:.0f}",
+            str(pair["configs"]), *counts, *share, result,
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    idle = [f"{pair['op']} {pair['kernel']}" for pair in summary["pairs"] if not pair["examples"]]
+    notes = [f"seed {summary['seed']}, {summary['device']}"]
+    if idle:
+        notes.append(f"not run: {', '.join(idle)}")
+    if summary["out_of_time"]:
+        notes.append("the budget ended it")
+    print(f"jetfire: {'; '.join(notes)}", file=sys.stderr)
 
-    names = op_names or ops.names()
-    failures = fuzz(names, kernel_names, device, examples, seed, largest, budget_s, report)
-    if failures:
-        raise WrongResultError(f"{len(failures)} kernels were wrong (seed {seed})")
-    print(f"jetfire: no mismatch on {device.label} (seed {seed})", file=sys.stderr)
+
+def reproduce(name: str, device_name: str, loaded: Sequence[Path]) -> None:
+    """Run a saved case again.
+
+    Raises:
+        WrongResultError: it still fails.
+    """
+    saved = store.find(name)
+    files = dict.fromkeys([*saved.loaded, *(file.resolve() for file in loaded)])
+    device = Device.parse(device_name)
+    for file in files:
+        load(file)
+    ops.get_kernel(saved.case.op, saved.case.kernel)
+    with contextlib.closing(Isolated(device, tuple(files))) as executor:
+        outcome = executor.run(saved.case)
+    if outcome.kind == "skipped":
+        raise UsageError(f"{name}: {outcome.message} on {device.label}")
+    if outcome.failed:
+        raise WrongResultError(f"{saved.case.id}: {outcome.kind}: {outcome.message}")
+    print(f"ok on {device.label} (it was {saved.kind}: {saved.message.splitlines()[0]})")

@@ -1,14 +1,14 @@
 """The fuzzer passes right kernels, catches planted bugs, and its cases replay."""
 
-import math
+import dataclasses
 
 import pytest
 
 from jetfire import ops
-from jetfire.fuzz import Case, fuzz, fuzz_kernel, replay, run_case
+from jetfire.fuzz import Case, InProcess, fuzz_kernel
+from jetfire.fuzz.run import run_case
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError, WrongResultError
-from jetfire.ops.op import Check
+from jetfire.ops.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +16,17 @@ def here() -> Device:
     return Device.parse("auto")
 
 
-def test_right_kernels_pass(here):
-    assert fuzz(["quantize"], [], here, examples=12, largest=70) == []
+@pytest.fixture(scope="module")
+def right(here):
+    return ops.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
+
+
+def test_a_right_kernel_passes(here, right):
+    report = fuzz_kernel(ops.get("quantize"), right, here, examples=40, largest=70)
+    assert report.failures == []
+    assert report.examples == 40
+    assert report.coverage["ragged"]
+    assert report.coverage["strided"]
 
 
 class _LastColumnUnwritten:
@@ -30,45 +39,40 @@ class _LastColumnUnwritten:
         return getattr(self._kernel, name)
 
     def launch(self, problem, config, inputs, outputs):
-        self._kernel.launch(problem, config, inputs, outputs)
         if problem.n > 40 and "q" in outputs:
-            outputs["q"][:, -1] = -128
+            kept = outputs["q"][:, -1].clone()
+            self._kernel.launch(problem, config, inputs, outputs)
+            outputs["q"][:, -1] = kept
+        else:
+            self._kernel.launch(problem, config, inputs, outputs)
 
 
-def test_a_planted_bug_is_caught_and_shrunk(here, monkeypatch):
-    right = ops.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
+def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     mutant = _LastColumnUnwritten(right)
     monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
-    ran, failure = fuzz_kernel(ops.get("quantize"), mutant, here, 500, 1, 300, math.inf)
-    assert failure is not None
-    assert ran <= 500
-    assert 40 < failure.case.problem["n"] <= 64, "shrunk toward the smallest failing width"
-    assert "differ" in failure.message
-    with pytest.raises(WrongResultError):
-        replay(failure.case.as_json(), here)
+    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=500, seed=1)
+    (failure,) = report.failures
+    assert failure.kind == "unwritten"
+    case = failure.case
+    assert (case.problem["m"], case.problem["n"]) == (1, 41)
+    assert (case.layout, case.offset, case.data, case.data_seed) == ({}, 0, "normal", 0)
+    assert run_case(case, here).kind == "unwritten"
     monkeypatch.undo()
-    assert run_case(Case.from_json(failure.case.as_json()), here).ok
-
-
-def test_bad_requests(here):
-    with pytest.raises(UsageError, match="not a case"):
-        replay("{}", here)
-    with pytest.raises(UsageError, match="no kernel 'nope'"):
-        fuzz(["quantize"], ["nope"], here)
+    assert run_case(Case.from_json(case.as_json()), here).kind is None
 
 
 def test_a_kernel_for_another_device_is_passed_over():
     old, op = Device(kind="cuda", capability=(7, 0)), ops.get("quantize")
-    kernel = ops.get_kernel("quantize", "triton")
-    assert fuzz_kernel(op, kernel, old, 10, 0, 100, math.inf) == (0, None)
+    report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), old, examples=10)
+    assert report.examples == 0
 
 
-def test_sizes_are_fitted_to_the_groups_drawn(monkeypatch):
-    """Few sizes drawn at random are multiples of a group of 32 or more."""
-    cases = []
-    right = Check(True, 0.0)
-    monkeypatch.setattr("jetfire.fuzz.run_case", lambda case, _: cases.append(case) or right)
-    op, cpu = ops.get("hadamard_quantize"), Device(kind="cpu")
-    kernel = ops.get_kernel("hadamard_quantize", "torch")
-    fuzz_kernel(op, kernel, cpu, 200, 0, 100, math.inf)
-    assert {case.problem["group"] for case in cases} == {2**i for i in range(11)}
+def test_a_case_is_its_json(here, right):
+    problem = ops.get("quantize").Problem(3, 5)
+    config = right.default(problem, here).as_dict()
+    case = Case("quantize", right.name, problem.as_dict(), config, layout={"x": (3, 1)})
+    assert Case.from_json(case.as_json()) == case
+    assert dataclasses.replace(case, data_seed=1).id != case.id
+    assert InProcess(here).run(case).kind is None
+    with pytest.raises(UsageError, match="not a case"):
+        Case.from_json("{}")

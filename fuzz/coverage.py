@@ -1,0 +1,30 @@
+"""What an example is a case of, for the summary's counts."""
+
+from __future__ import annotations
+
+from math import prod
+
+from jetfire import ops
+from jetfire.fuzz.case import Case, Outcome
+
+HUGE = 2**31  # elements
+
+
+def traits(case: Case, outcome: Outcome) -> list[str]:
+    """Names of what a case covers."""
+    dims = [case.problem[name] for name in ops.get(case.op).dims]
+    block = case.problem.get("block", case.problem.get("group", 32))
+    found = {
+        "skipped": outcome.kind == "skipped",
+        "empty": case.empty,
+        "ragged": any(size % max(block, 2) for size in dims),
+        "one": 1 in dims,
+        "huge": any(prod((a, b)) > HUGE for i, a in enumerate(dims) for b in dims[i + 1 :]),
+        "strided": any(padding for padding, _ in case.layout.values()),
+        "moved": any(offset for _, offset in case.layout.values()) or case.offset > 0,
+        "compared": case.other is not None,
+        "stochastic": case.problem.get("rounding") == "stochastic",
+        "backward": case.problem.get("mode") == "bwd",
+    }
+    data = [f"data {name}" for name in dict.fromkeys(case.data.split("/"))]
+    return [name for name, true in found.items() if true] + data

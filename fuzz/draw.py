@@ -1,0 +1,255 @@
+"""What is drawn: variants of a kernel that a batch shares, and the cases of each.
+
+To compile costs a second and more, to run some milliseconds. So a batch of examples has a few
+variants, each of flags, a config and a layout, all of which a kernel may be compiled for; sizes,
+values and seeds are drawn for every example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from jetfire.fuzz.case import Case, Other
+from jetfire.ops.data import DISTRIBUTIONS
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import Kernel, Op
+from jetfire.ops.workloads import RAGGED
+
+VARIANTS = 4  # of a batch
+TRIES = 60  # at flags that the op and the kernel take together, at a legal config
+FRACTIONS = (1e-5, 0.1, 0.5, 0.9)
+PADDINGS = (0, 1, 3, 8, 16, 40)
+OFFSETS = (0, 1, 2, 4, 8, 16)
+MULTIPLES = (16, 32, 64, 128, 256)
+SKINNY = 8  # times the largest size, where the others are below `THIN`
+THIN = 17
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel may be compiled for, but for sizes.
+
+    Attributes:
+        flags: fields of the Problem that are no sizes; None in place of a size that is optional.
+        config: fields that differ from the default's.
+        layout, offset, other: a Case's; of `other`, too, the fields that differ.
+    """
+
+    flags: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    offset: int = 0
+    other: Other | None = None
+
+
+@cache
+def _fields(op: Op) -> dict[str, Any]:
+    return get_type_hints(op.Problem)
+
+
+def _is_size(annotation: Any) -> bool:
+    return annotation is int or isinstance(annotation, UnionType)
+
+
+def _flag(annotation: Any, rng: random.Random) -> Any:
+    if isinstance(annotation, UnionType):  # `int | None`: whether there is one
+        return rng.choice((None, 1))
+    if get_origin(annotation) is Literal:
+        return rng.choice(get_args(annotation))
+    if annotation is bool:
+        return rng.random() < 0.5
+    return rng.choice(FRACTIONS)
+
+
+def _flags(op: Op, rng: random.Random) -> dict[str, Any]:
+    drawn = {k: _flag(hint, rng) for k, hint in _fields(op).items() if hint is not int}
+    return {k: v for k, v in drawn.items() if not (_is_size(_fields(op)[k]) and v is not None)}
+
+
+def problem_of(op: Op, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """A problem of flags and of the sizes that they leave open; None where there is none."""
+    open_sizes = {k: v for k, v in sizes.items() if k not in flags}
+    try:
+        return op.Problem.parse(op.fitted({**open_sizes, **flags}))
+    except UsageError:
+        return None
+
+
+def sizes_of(op: Op) -> list[str]:
+    return [name for name, hint in _fields(op).items() if _is_size(hint)]
+
+
+def variants(
+    op: Op, kernel: Kernel, device: Device, rng: random.Random, against: Kernel | None = None
+) -> list[Variant]:
+    """A batch's: defaults in a plain layout first, then configs and layouts of two sets of flags.
+
+    Empty where the kernel takes none of what was tried: it is for another device.
+    """
+    found: list[Variant] = []
+    for _ in range(TRIES):
+        flags = _flags(op, rng)
+        problem = _typical(op, kernel, flags, device)
+        if problem is None:
+            continue
+        first = Variant(flags, other=_other(kernel, problem, device, rng, against))
+        found += [first] + [
+            _variant(op, kernel, problem, flags, device, rng, against)
+            for _ in range(VARIANTS // 2 - 1)
+        ]
+        if len(found) >= VARIANTS:
+            break
+    return found
+
+
+def _typical(op: Op, kernel: Kernel, flags: Mapping[str, Any], device: Device) -> Any:
+    """A problem of some flags that the kernel takes, of a size that any should; None if none."""
+    for size in (128, 256, 1024):
+        problem = problem_of(op, flags, dict.fromkeys(sizes_of(op), size))
+        if problem is not None and _legal(kernel, problem, {}, device) is not None:
+            return problem
+    return None
+
+
+def _legal(kernel: Kernel, problem: Any, fields: Mapping[str, Any], device: Device) -> Any:
+    """The config of some fields, the others as by default; None where it is illegal."""
+    config = dataclasses.replace(kernel.default(problem, device), **fields)
+    return config if kernel.legal(problem, config, device) is None else None
+
+
+def _config(kernel: Kernel, problem: Any, device: Device, rng: random.Random) -> dict[str, Any]:
+    """Fields of a legal config from the space; none, after some tries."""
+    space = kernel.space(problem, device)
+    for _ in range(TRIES if space else 0):
+        fields = {name: rng.choice(list(values)) for name, values in space.items()}
+        if _legal(kernel, problem, fields, device) is not None:
+            return fields
+    return {}
+
+
+def _variant(
+    op: Op, kernel: Kernel, problem: Any, flags: Mapping[str, Any], device: Device,
+    rng: random.Random, against: Kernel | None,
+) -> Variant:  # fmt: skip
+    return Variant(
+        flags,
+        _config(kernel, problem, device, rng),
+        _layout(op, problem, rng),
+        rng.choice(OFFSETS),
+        _other(kernel, problem, device, rng, against),
+    )
+
+
+def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, int]]:
+    """How far apart the rows of each input are, and how far it is moved, where a caller may."""
+    import torch
+
+    found = {}
+    for name, tensor in op.inputs(problem, torch.device("meta")).items():
+        strided = tensor.dim() == 2 and name not in op.contiguous
+        padding = rng.choice(PADDINGS) if strided else 0
+        found[name] = (padding, rng.choice(OFFSETS))
+    return {
+        name: (padding, offset) for name, (padding, offset) in found.items() if padding or offset
+    }
+
+
+def _other(
+    kernel: Kernel, problem: Any, device: Device, rng: random.Random, against: Kernel | None
+) -> Other | None:
+    """What to compare with: the kernel that is asked for, else half the time another config."""
+    if against is not None:
+        return Other(against.name, _config(against, problem, device, rng))
+    if rng.random() < 0.5:
+        return None
+    fields = _config(kernel, problem, device, rng)
+    return Other(kernel.name, fields) if fields else None
+
+
+def _primes(largest: int) -> list[int]:
+    return [n for n in range(2, largest + 1) if all(n % i for i in range(2, int(n**0.5) + 1))]
+
+
+@cache
+def _size(largest: int) -> st.SearchStrategy[int]:
+    """Sizes around multiples of tiles, small ones, primes, 1, and any."""
+    near = [
+        size
+        for unit in MULTIPLES
+        for count in range(1, max(1, largest // unit) + 1)
+        for size in (unit * count, unit * count - 1, unit * count + 1)
+        if size <= largest
+    ]
+    parts = [
+        st.integers(1, min(largest, THIN)),
+        st.sampled_from(sorted(set(near)) or [1]),
+        st.sampled_from(_primes(largest) or [1]),
+        st.sampled_from([size for size in RAGGED if size <= largest]),
+        st.integers(1, largest),
+    ]
+    return st.one_of(parts)
+
+
+def _sizes(data: st.DataObject, op: Op, largest: int) -> dict[str, int]:
+    """Of every dimension; of a skinny problem one is large and the others are small."""
+    names = sizes_of(op)
+    if data.draw(st.integers(0, 9), label="shape") < 9:
+        return {name: data.draw(_size(largest), label=name) for name in names}
+    long = data.draw(st.sampled_from(names), label="long")
+    return {
+        name: data.draw(_size(SKINNY * largest if name == long else THIN), label=name)
+        for name in names
+    }
+
+
+def _rounded(sizes: Mapping[str, int], unit: int) -> dict[str, int]:
+    return {name: -(-size // unit) * unit for name, size in sizes.items()}
+
+
+def draw_case(
+    data: st.DataObject, op: Op, kernel: Kernel, device: Device, pool: list[Variant], largest: int
+) -> Case:
+    """One example of a batch's variants."""
+    variant = data.draw(st.sampled_from(pool), label="variant")
+    sizes = _sizes(data, op, largest)
+    for unit in (1, 16, 128):  # some kernels take no ragged sizes, or not of every flag
+        problem = problem_of(op, variant.flags, _rounded(sizes, unit))
+        if problem is None or _legal(kernel, problem, {}, device) is None:
+            continue
+        config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
+        return Case(
+            op.name, kernel.name, problem.as_dict(), config.as_dict(), _distribution(data),
+            data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
+            _of(variant.other, op, problem, config, device),
+        )  # fmt: skip
+    assume(False)
+    raise AssertionError
+
+
+def _distribution(data: st.DataObject) -> str:
+    names = st.sampled_from(list(DISTRIBUTIONS))
+    drawn = data.draw(names, label="data")
+    if data.draw(st.integers(0, 3), label="two") < 3:
+        return drawn
+    return f"{drawn}/{data.draw(names, label='second')}"
+
+
+def _of(other: Other | None, op: Op, problem: Any, config: Any, device: Device) -> Other | None:
+    """The other kernel's config for a problem; None where it takes none, or it is the same."""
+    from jetfire import ops
+
+    if other is None:
+        return None
+    kernel = ops.get_kernel(op.name, other.kernel)
+    theirs = _legal(kernel, problem, other.config, device) or _legal(kernel, problem, {}, device)
+    return None if theirs in (None, config) else Other(kernel.name, theirs.as_dict())

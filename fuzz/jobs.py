@@ -1,0 +1,148 @@
+"""Batches of many pairs of op and kernel, one after another here or in several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jetfire import ops
+from jetfire.fuzz.search import BATCH, Report, run_batch
+from jetfire.fuzz.worker import CASE_S, Isolated, load
+from jetfire.ops.device import Device
+from jetfire.ops.errors import JetfireError
+from jetfire.tuner import interrupts
+from jetfire.tuner.process import Worker
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to fuzz, and how.
+
+    Attributes:
+        pairs: of op and kernel.
+        devices: of one model; job i runs on the i-th, over and over.
+        examples: of each pair, at most.
+        deadline: of `time.monotonic`, after which no case is begun.
+        against: the kernel of each op that outputs are compared with.
+        loaded: files with kernels of their own.
+    """
+
+    pairs: Sequence[Pair]
+    devices: Sequence[Device]
+    examples: int
+    seed: int
+    largest: int
+    jobs: int = 1
+    deadline: float = math.inf
+    against: str | None = None
+    loaded: Sequence[Path] = ()
+    case_s: float = CASE_S
+
+    def units(self) -> Iterator[tuple[Pair, int]]:
+        """Batches, those of the same number of all pairs together."""
+        for number in range(-(-self.examples // BATCH)):
+            for pair in self.pairs:
+                yield pair, number
+
+    def run(self, unit: tuple[Pair, int], device: Device, executor: Isolated) -> Report:
+        (name, kernel), number = unit
+        op = ops.get(name)
+        other = None if self.against is None else ops.get_kernel(name, self.against)
+        wanted = min(BATCH, self.examples - number * BATCH)
+        return run_batch(
+            op, ops.get_kernel(name, kernel), device, number, wanted, self.seed, self.largest,
+            executor, other, self.deadline,
+        )  # fmt: skip
+
+
+@dataclass
+class Results:
+    """Reports so far, by pair; `said` is called with every report of a batch."""
+
+    plan: Plan
+    said: Callable[[Report], None]
+    pairs: dict[Pair, Report] = field(default_factory=dict)
+    closed: set[Pair] = field(default_factory=set)
+
+    def add(self, report: Report) -> None:
+        pair = report.op, report.kernel
+        self.pairs[pair].merge(report)
+        if report.failures or not report.examples:
+            self.closed.add(pair)  # one failure is enough; or nothing is legal here
+        self.said(report)
+
+    def wanted(self, unit: tuple[Pair, int]) -> bool:
+        return unit[0] not in self.closed and time.monotonic() < self.plan.deadline
+
+
+def run(plan: Plan, results: Results) -> None:
+    """Run all that a plan asks for; what is done is in the results, also after Ctrl-C."""
+    for op, kernel in plan.pairs:
+        results.pairs[op, kernel] = Report(op, kernel)
+    if plan.jobs == 1:
+        _run_here(plan, results)
+    else:
+        _run_in_jobs(plan, results)
+
+
+def _run_here(plan: Plan, results: Results) -> None:
+    device = plan.devices[0]
+    with contextlib.closing(Isolated(device, plan.loaded, plan.case_s)) as executor:
+        for unit in plan.units():
+            if results.wanted(unit):
+                results.add(plan.run(unit, device, executor))
+
+
+def _run_in_jobs(plan: Plan, results: Results) -> None:
+    units, idle, busy = plan.units(), [], {}  # type: ignore[var-annotated]
+    try:
+        for i in range(plan.jobs):
+            with interrupts.deferred():
+                idle.append(Worker(drive, plan, plan.devices[i % len(plan.devices)], parent=True))
+        while True:
+            while idle and (unit := next(filter(results.wanted, units), None)):
+                job = idle.pop()
+                job.ask(unit)
+                busy[job.connection] = job
+            if not busy:
+                return
+            for ready in mp_connection.wait(list(busy)):
+                job = busy.pop(ready)  # type: ignore[arg-type]
+                idle.append(job)
+                results.add(_answer(job))
+    finally:
+        for job in (*idle, *busy.values()):
+            job.close()
+
+
+def _answer(job: Worker) -> Report:
+    try:
+        answer: Any = job.answer()
+    except EOFError:
+        raise JetfireError(f"a job ended: {job.last_words()}") from None
+    if isinstance(answer, Exception):
+        raise answer
+    report: Report = answer
+    return report
+
+
+def drive(connection: Connection, plan: Plan, device: Device) -> None:
+    """Answers a unit of the plan with its report, or with an error."""
+    with contextlib.closing(Isolated(device, plan.loaded, plan.case_s)) as executor:
+        for file in plan.loaded:
+            load(file)
+        while True:
+            (unit,) = connection.recv()
+            try:
+                connection.send(plan.run(unit, device, executor))
+            except Exception as error:
+                connection.send(JetfireError(f"{type(error).__name__}: {error}"))

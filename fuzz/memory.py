@@ -1,0 +1,90 @@
+"""Tensors inside buffers whose every other byte is known: padding, guard zones, copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+GUARD = 4096  # bytes on either side
+# Of bytes around inputs: NaN in every float type. And around outputs.
+INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor that is a view of a buffer of bytes.
+
+    Attributes:
+        start: the byte of the buffer where the view starts.
+    """
+
+    buffer: torch.Tensor
+    view: torch.Tensor
+    start: int
+
+    def on(self, buffer: torch.Tensor) -> Placed:
+        """The same view of another buffer."""
+        span = _span(self.view) * self.view.itemsize
+        typed = buffer[self.start : self.start + span].view(self.view.dtype)
+        view = typed.as_strided(self.view.shape, self.view.stride())
+        return Placed(buffer, view, self.start)
+
+    def to(self, device: torch.device) -> Placed:
+        """The same on a device, by one copy of contiguous bytes."""
+        return self.on(self.buffer.to(device)) if device != self.buffer.device else self
+
+    def outside(self) -> torch.Tensor:
+        """The bytes before and after a contiguous view."""
+        end = self.start + self.view.nbytes
+        return torch.cat([self.buffer[: self.start], self.buffer[end:]])
+
+
+def _span(x: torch.Tensor) -> int:
+    """Elements from the first to behind the last."""
+    if 0 in x.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
+def place(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, fill: int, padding: int = 0,
+    offset: int = 0, guard: int = GUARD,
+) -> Placed:  # fmt: skip
+    """A row-major tensor in a buffer filled with one byte, its elements too.
+
+    Args:
+        padding: elements by which a matrix's rows are further apart than they are wide.
+        offset: elements by which the first one is moved from an aligned address.
+        guard: bytes around it.
+    """
+    steps = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    if padding and len(shape) == 2:
+        steps[0] = max(1, shape[1]) + padding
+    like = torch.empty_strided(shape, steps, dtype=dtype, device="meta")
+    start = guard + offset * dtype.itemsize
+    size = start + _span(like) * dtype.itemsize + guard
+    buffer = torch.full((size,), fill, dtype=torch.uint8, device=device)
+    return Placed(buffer, like, start).on(buffer)
+
+
+def fill_bytes(x: torch.Tensor, byte: int) -> None:
+    """Every byte of a contiguous tensor."""
+    x.view(-1).view(torch.uint8).fill_(byte)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Integers of the same bits, as wide as the elements."""
+    return x.view(_BITS[x.itemsize])
+
+
+def first(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def shown(x: torch.Tensor, at: tuple[int, ...]) -> Any:
+    value = x[at].item()
+    return f"{value:.9g}" if isinstance(value, float) else value

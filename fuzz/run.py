@@ -1,0 +1,270 @@
+"""One case: its tensors among guard zones, two launches into two poisons, and every check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jetfire import ops
+from jetfire.fuzz import gradients
+from jetfire.fuzz.case import Case, Kind, Outcome
+from jetfire.fuzz.memory import (
+    GUARD,
+    INPUT_FILL,
+    OUTPUT_FILL,
+    Placed,
+    bits,
+    fill_bytes,
+    first,
+    place,
+    shown,
+)
+from jetfire.ops.device import Device
+from jetfire.ops.op import Kernel, Op, Tensors
+from jetfire.ops.op import poison as op_poison
+from jetfire.ops.run import launch
+
+# What outputs hold before the second launch; before the first, it is what `Op.poison` fills in.
+SECOND_POISON = 0x5B
+# A float64 reference and its temporaries, for each byte that the op must move.
+REFERENCE_BYTES = 12
+HUGE = 2**30  # bytes to move, from which on it is asked whether they fit
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a case is run.
+
+    Attributes:
+        host: inputs, poison, reference and checks are the CPU's, and copied: no other kernel than
+            the one that is tested runs on the device.
+        guard: bytes around tensors.
+        initialised: outputs are filled before a launch, and read after it.
+    """
+
+    host: bool = False
+    guard: int = GUARD
+    initialised: bool = True
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A case's objects, and its inputs: as they were made, and laid out as the case says."""
+
+    case: Case
+    op: Op
+    kernel: Kernel
+    problem: Any
+    config: Any
+    device: Device
+    mode: Mode
+    made: Tensors
+    placed: dict[str, Placed]
+
+
+class _Found(Exception):
+    """What is wrong."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.outcome = Outcome(kind, message)
+
+
+def run_case(case: Case, device: Device, mode: Mode | None = None) -> Outcome:
+    """Run a case and say what is wrong with it, if anything is."""
+    from jetfire.fuzz import empty
+
+    try:
+        if case.empty:
+            return empty.run(case, device)
+        setting = _prepare(case, device, mode or Mode())
+        return Outcome("skipped", "too little memory") if setting is None else _run(setting)
+    except _Found as found:
+        return found.outcome
+    except torch.OutOfMemoryError as error:
+        return Outcome("skipped", str(error))
+    except Exception as error:  # Triton's own (out of resources, compilation) derive from it
+        return Outcome("raised", f"{type(error).__name__}: {error}")
+
+
+def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
+    """None where the device lacks the memory."""
+    op, kernel = ops.get(case.op), ops.get_kernel(case.op, case.kernel)
+    problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.index)
+        if not _fits(op.bytes(problem) * REFERENCE_BYTES, device.index):
+            return None
+    source = torch.device("cpu") if mode.host else device.torch_device
+    made = op.inputs(problem, source, case.data_seed, case.data)
+    placed = {}
+    for name, tensor in made.items():
+        padding, offset = case.layout.get(name, (0, 0))
+        where = place(tensor.shape, tensor.dtype, source, INPUT_FILL, padding, offset, mode.guard)
+        where.view.copy_(tensor)
+        placed[name] = where
+    return _Setting(case, op, kernel, problem, config, device, mode, made, placed)
+
+
+def _fits(needed: int, index: int) -> bool:
+    if needed < HUGE:
+        return True
+    torch.cuda.empty_cache()
+    return needed < torch.cuda.mem_get_info(index)[0]
+
+
+def _run(s: _Setting) -> Outcome:
+    outputs = _launch(s, s.kernel, s.config)
+    if not s.mode.initialised:
+        return Outcome()
+    expected, noise = _expected(s)
+    again = outputs if s.mode.host else _launch(s, s.kernel, s.config, SECOND_POISON)
+    pairs = {k: (a, _written(s, again)[k]) for k, a in _written(s, outputs).items()}
+    _check_written(s, outputs, pairs)
+    check = s.op.check(s.problem, outputs, expected, noise)
+    if not check.ok:
+        raise _Found("wrong", check.message)
+    for name, (a, b) in pairs.items():
+        if count := _differing(a, b):
+            raise _Found("nondeterministic", f"{name}: {count} from run to run")
+    if (wrong := gradients.inconsistency(s.op, s.problem, s.made, outputs)) is not None:
+        raise _Found("gradient", wrong)
+    return Outcome() if s.case.other is None else _compare(s, outputs, expected, noise)
+
+
+def _launch(s: _Setting, kernel: Kernel, config: Any, poison: int | None = None) -> Tensors:
+    """The outputs of a launch, once nothing but them has been written.
+
+    Args:
+        poison: a byte that they are filled with; None for what the op fills in. With a byte, those
+            that are updated are inputs in place; else the kernel reads them of inputs apart.
+    """
+    placed, device = _outputs(s, poison), s.device.torch_device
+    here = {name: where.to(device) for name, where in s.placed.items()}
+    before = {k: where.buffer.clone() for k, where in s.placed.items() if where is here[k]}
+    given = {name: where.view for name, where in here.items()}
+    views = {name: where.view for name, where in placed.items()}
+    updated = s.op.updated(s.problem) if poison is not None else ()
+    launch(kernel, s.problem, config, {**given, **{k: views[k] for k in updated}}, views)
+    if s.device.kind == "cuda":
+        torch.cuda.synchronize(s.device.index)
+    if not s.mode.initialised:
+        return views
+    source = next(iter(s.made.values())).device
+    back = {name: where.to(source) for name, where in placed.items()}
+    for name, where in back.items():
+        written = int((where.outside() != OUTPUT_FILL).sum())
+        if written:
+            raise _Found("guard", f"{name}: {written} bytes written outside of it")
+    for name, where in here.items():
+        was = before.get(name, s.placed[name].buffer)
+        if not torch.equal(where.buffer.to(source), was):
+            raise _Found("input", f"{name} was changed")
+    return {name: where.view for name, where in back.items()}
+
+
+def _outputs(s: _Setting, poison: int | None) -> dict[str, Placed]:
+    """Room for outputs on the device."""
+    meta = {name: tensor.to("meta") for name, tensor in s.made.items()}
+    source = next(iter(s.made.values())).device
+    updated = s.op.updated(s.problem)
+    placed = {
+        name: place(like.shape, like.dtype, source, OUTPUT_FILL, 0, s.case.offset, s.mode.guard)
+        for name, like in s.op.outputs(s.problem, meta).items()
+    }
+    if poison is None:
+        s.op.poison(s.problem, {name: where.view for name, where in placed.items()})
+    for name, where in placed.items():
+        if name in updated:
+            where.view.copy_(s.made[name])
+        elif poison is not None:
+            fill_bytes(where.view, poison)
+    device = s.device.torch_device
+    return {
+        name: where.to(device)
+        if s.mode.initialised or name in updated
+        else where.on(torch.empty_like(where.buffer, device=device))
+        for name, where in placed.items()
+    }
+
+
+def _expected(s: _Setting) -> tuple[Tensors, torch.Tensor | None]:
+    """The reference's outputs, and what the kernel's own rounding may add to them."""
+    try:
+        expected = s.op.reference(s.problem, s.made)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise _Found("raised", f"the reference: {type(error).__name__}: {error}") from None
+    return expected, s.kernel.noise(s.problem, s.config, s.made)
+
+
+def _written(s: _Setting, outputs: Tensors) -> Tensors:
+    return s.op.written(s.problem, s.made, outputs)
+
+
+def _check_written(
+    s: _Setting, outputs: Tensors, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """No element still holds what it was filled with before each launch.
+
+    A poison alone may be what a kernel computes, NaN say.
+    """
+    updated = s.op.updated(s.problem)
+    for name, (a, b) in pairs.items():
+        if name in updated or a is b:
+            continue
+        poison = op_poison(torch.empty(1, dtype=a.dtype, device=a.device))
+        second = torch.empty_like(poison)
+        fill_bytes(second, SECOND_POISON)
+        left = (bits(a) == bits(poison)) & (bits(b) == bits(second))
+        if bool(left.any()):
+            raise _Found(
+                "unwritten", f"{name}: {int(left.sum())} of {left.numel()} elements, first at "
+                f"{first(left)}"
+            )  # fmt: skip
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor, nan: bool = False) -> str:
+    """How many elements differ, and the first one; empty where none does.
+
+    Args:
+        nan: NaN equals any other NaN.
+    """
+    mask = bits(a) != bits(b)
+    if nan and a.is_floating_point():
+        mask &= ~(torch.isnan(a) & torch.isnan(b))
+    if not bool(mask.any()):
+        return ""
+    at = first(mask)
+    return (
+        f"{int(mask.sum())} of {mask.numel()} differ, first at {at}: "
+        f"{shown(a, at)} and {shown(b, at)}"
+    )
+
+
+def _compare(
+    s: _Setting, outputs: Tensors, expected: Tensors, noise: torch.Tensor | None
+) -> Outcome:
+    """With another config's or kernel's outputs: the same bits where the op says so."""
+    assert s.case.other is not None
+    kernel = ops.get_kernel(s.case.op, s.case.other.kernel)
+    config = kernel.Config.parse(s.case.other.config)
+    kind: Kind = "config" if kernel.name == s.kernel.name else "kernel"
+    theirs = _launch(s, kernel, config)
+    their_noise = kernel.noise(s.problem, config, s.made)
+    same = s.op.same_bits(s.problem)
+    exact = same == "kernels" or (same == "configs" and kind == "config")
+    mine, others = _written(s, outputs), _written(s, theirs)
+    if exact and noise is None and their_noise is None:
+        for name, a in mine.items():
+            if message := _differing(a, others[name], nan=True):
+                raise _Found(kind, f"{name}: {message} of {kernel.name} {config}")
+    else:
+        check = s.op.check(s.problem, theirs, expected, their_noise)
+        if not check.ok:
+            raise _Found(kind, f"{kernel.name} {config}: {check.message}")
+    differing = sum(int((bits(a) != bits(others[name])).sum()) for name, a in mine.items())
+    return Outcome(None, "", differing, sum(a.numel() for a in mine.values()))

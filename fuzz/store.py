@@ -1,0 +1,88 @@
+"""Failures as files, each enough to run its case again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetfire.fuzz.case import Case, Failure
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A failure as it was saved.
+
+    Attributes:
+        loaded: the files that its kernels came from, but for those in the tree.
+    """
+
+    case: Case
+    kind: str
+    message: str
+    loaded: tuple[Path, ...]
+
+
+def folder() -> Path:
+    """Where failures are kept: ``$JETFIRE_FUZZ``, else the user's data folder."""
+    import platformdirs
+
+    given = os.environ.get("JETFIRE_FUZZ")
+    return Path(given) if given else platformdirs.user_data_path("jetfire") / "fuzz"
+
+
+def as_dict(failure: Failure) -> dict[str, Any]:
+    return {
+        "id": failure.case.id,
+        "kind": failure.kind,
+        "message": failure.message,
+        "case": failure.case.as_dict(),
+    }
+
+
+def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> Path:
+    """Write a failure's file and return its path.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    path = folder() / f"{failure.case.id}.json"
+    content = {
+        "schema": SCHEMA,
+        **as_dict(failure),
+        "device": device.label,
+        "interpreted": device.interpreted,
+        "load": [str(file.resolve()) for file in loaded],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def find(name: str) -> Saved:
+    """What was saved under an ID, or in a file.
+
+    Raises:
+        UsageError: there is none, or it is none of ours.
+    """
+    path = Path(name) if name.endswith(".json") else folder() / f"{name}.json"
+    try:
+        content = json.loads(path.read_text())
+        if content.get("schema") != SCHEMA:
+            raise UsageError(f"{path}: expected a failure of schema {SCHEMA}")
+        loaded = tuple(Path(file) for file in content["load"])
+        return Saved(Case.parse(content["case"]), content["kind"], content["message"], loaded)
+    except OSError as error:
+        raise UsageError(f"--reproduce {name}: {path}: {error.strerror}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: not a failure that jetfire-fuzz saved ({error})") from None

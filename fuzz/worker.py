@@ -1,0 +1,152 @@
+"""Where cases run: in this process, or in one that may crash or hang at no one else's cost."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from jetfire import ops
+from jetfire.fuzz.case import Case, Outcome
+from jetfire.fuzz.run import run_case
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+from jetfire.tuner.process import Worker
+
+START_S = 120.0  # to import torch, and to open the device
+CASE_S = 60.0
+
+
+class Executor(Protocol):
+    """Runs cases."""
+
+    def run(self, case: Case) -> Outcome: ...
+
+    def close(self) -> None: ...
+
+
+@cache
+def load(path: Path) -> None:
+    """Add the `KERNELS` of a file to those of their ops.
+
+    Raises:
+        UsageError: it cannot be read or run, or lists no kernels.
+    """
+    spec = importlib.util.spec_from_file_location(f"jetfire_loaded_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"--load {path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"--load {path}: {type(error).__name__}: {error}") from error
+    kernels = getattr(module, "KERNELS", None)
+    if not kernels:
+        raise UsageError(f"--load {path}: expected KERNELS, a tuple of Kernel objects")
+    for kernel in kernels:
+        ops.register(kernel)
+
+
+class InProcess:
+    """Runs cases here: fast, for kernels that neither crash nor hang."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def run(self, case: Case) -> Outcome:
+        return run_case(case, self._device)
+
+    def close(self) -> None:
+        pass
+
+
+class Isolated:
+    """Runs cases in a worker, which is started again where a case has ended it.
+
+    Args:
+        loaded: files whose kernels it adds to those of their ops.
+        case_s: seconds that a case may take, compilation included.
+    """
+
+    def __init__(self, device: Device, loaded: Sequence[Path] = (), case_s: float = CASE_S) -> None:
+        self._device, self._loaded, self._case_s = device, tuple(loaded), case_s
+        self._worker: Worker | None = None
+
+    def run(self, case: Case) -> Outcome:
+        worker = self._ready()
+        try:
+            worker.ask(case)
+            if not worker.connection.poll(self._case_s):
+                self.close()
+                return Outcome("timeout", f"no answer in {self._case_s:.0f} s")
+            outcome, usable = worker.answer()
+        except (EOFError, OSError):
+            message = worker.last_words()
+            self.close()
+            return Outcome("crash", message)
+        except BaseException:  # Ctrl-C: it is at something that nobody waits for
+            self.close()
+            raise
+        if not usable:
+            self.close()
+        return outcome
+
+    def _ready(self) -> Worker:
+        """A worker that has begun.
+
+        Raises:
+            UsageError: it cannot start.
+        """
+        if self._worker is None:
+            self._worker = Worker(serve, self._device, self._loaded)
+            reason: str | None = f"no worker started in {START_S:.0f} s"
+            if self._worker.connection.poll(START_S):
+                try:
+                    reason = self._worker.answer()
+                except EOFError:
+                    reason = self._worker.last_words()
+            if reason is not None:
+                self.close()
+                raise UsageError(reason)
+        return self._worker
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def serve(connection: Connection, device: Device, loaded: Sequence[Path]) -> None:
+    """Answers with None once it has started, or with why not; then each case with its outcome.
+
+    With an outcome comes whether the worker is fit for more: not after an error that leaves the
+    device's context unusable.
+    """
+    try:
+        for path in loaded:
+            load(path)
+        _usable(device)
+    except UsageError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    while True:
+        (case,) = connection.recv()
+        connection.send((run_case(case, device), _usable(device)))
+
+
+def _usable(device: Device) -> bool:
+    if device.kind != "cuda":
+        return True
+    import torch
+
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize(device.index)
+        return True
+    return False
