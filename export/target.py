@@ -55,11 +55,11 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], None]:
+    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         """After `build`: a function of (problem, inputs, outputs) that enqueues the exported kernel
         on torch's current stream, as `Kernel.launch` does; for timing them against each other.
 
-        A target whose function allocates its outputs may ignore those given.
+        It gives back what it wrote: the outputs given, or those that it allocated itself.
         """
 
 

@@ -1,0 +1,275 @@
+"""Targets `cuda` and `cubin`: the C function as a library that make or CMake builds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jetfire.export.library import Library
+from jetfire.export.plan import Plan, Tuned
+from jetfire.export.render import licence, render
+from jetfire.export.samples import UNWRITTEN, Sample
+from jetfire.export.signature import Extent, Parameter
+from jetfire.export.target import Target, cuda_home, program, run
+from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.op import Tensors
+
+if TYPE_CHECKING:
+    from ctypes import CDLL
+
+BAD_SIZE = 1  # the code, as the header has it
+# C of a function that reads an element as a double, for the dtypes whose outputs may differ.
+_READERS = {
+    torch.int8: (
+        "int8",
+        """static double int8(const void* tensor, size_t index) {
+  return ((const int8_t*)tensor)[index];
+}
+""",
+    ),
+    torch.float32: (
+        "fp32",
+        """static double fp32(const void* tensor, size_t index) {
+  return ((const float*)tensor)[index];
+}
+""",
+    ),
+    torch.bfloat16: (
+        "bf16",
+        """static double bf16(const void* tensor, size_t index) {
+  uint32_t bits = (uint32_t)((const uint16_t*)tensor)[index] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+""",
+    ),
+    torch.float16: (
+        "fp16",
+        """static double fp16(const void* tensor, size_t index) {
+  uint16_t bits = ((const uint16_t*)tensor)[index];
+  int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  double value = exponent == 31 ? (fraction ? NAN : INFINITY)
+                 : exponent > 0 ? ldexp(1024 + fraction, exponent - 25)
+                                : ldexp(fraction, -24);
+  return bits >> 15 ? -value : value;
+}
+""",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter as the self-test and the benchmark have it.
+
+    Attributes:
+        role: C flags.
+        count: elements in the sample.
+        size: bytes of an element.
+        reader: C name of what reads an element; None where bits must be equal.
+        tolerance: of the relative error, as C has it.
+        count_code: C of the number of elements at any sizes.
+    """
+
+    name: str
+    role: str
+    count: int
+    size: int
+    reader: str | None
+    tolerance: str
+    count_code: str
+
+
+_ROLES = {"input": "READ", "output": "WRITTEN", "updated": "READ | WRITTEN"}
+
+
+def _tensor(parameter: Parameter, sample: Sample) -> _Tensor:
+    name = parameter.name
+    recorded = sample.inputs[name] if name in sample.inputs else sample.expected[name]
+    tolerance = sample.tolerance.get(name, 0.0)
+    return _Tensor(
+        name, _ROLES[parameter.role], recorded.numel(), recorded.element_size(),
+        _READERS[parameter.dtype][0] if tolerance else None, f"{tolerance:.9g}",
+        _count_code(parameter.shape),
+    )  # fmt: skip
+
+
+def _count_code(shape: Sequence[Extent]) -> str:
+    """C of a product of extents, which an int may not hold: ``(size_t)m * ((n + 31) / 32)``."""
+    factors = [f"({e.c()})" if e.divisor > 1 else e.c() for e in shape]
+    return "(size_t)" + " * ".join(factors or ["1"])
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a README says of a problem: ``us`` is 0 where another one's config is used."""
+
+    sizes: tuple[int, ...]
+    us: str
+    rate: str
+    config: str
+    origin: str
+
+
+def _origin(plan: Plan, tuned: Tuned) -> _Origin:
+    entry, problem = tuned.entry, tuned.problem
+    config = ", ".join(f"{k}={v}" for k, v in tuned.config.as_dict().items())
+    where = f"on {entry.provenance.get('gpu')}, {entry.provenance.get('date')}"
+    sizes = tuple(plan.sizes(problem).values())
+    if entry.problem != problem.as_dict():
+        nearest = "×".join(str(entry.problem[dim]) for dim in plan.op.dims)
+        return _Origin(sizes, "0", "–", config, f"for {nearest}, {where}")
+    flops = plan.op.flops(problem)
+    rate = (
+        f"{flops / entry.ms / 1e9:.0f} TFLOP/s" if flops
+        else f"{plan.op.bytes(problem) / entry.ms / 1e6:.0f} GB/s"
+    )  # fmt: skip
+    return _Origin(sizes, f"{1e3 * entry.ms:.2f}", rate, config, where)
+
+
+def _flops_code(plan: Plan) -> str | None:
+    """C of the multiply-add operations, where they are so many for each product of the sizes."""
+    if not plan.op.flops(plan.problem):
+        return None
+    factors = set()
+    for problem in (*(t.problem for t in plan.tuned), plan.with_sizes(
+        **dict(zip(plan.op.dims, (3072, 6144, 9216), strict=False))
+    )):  # fmt: skip
+        product = 1
+        for size in plan.sizes(problem).values():
+            product *= size
+        factors.add(plan.op.flops(problem) / product)
+    if len(factors) > 1:
+        return None
+    sizes = [f"size[{i}]" for i in range(len(plan.op.dims))]
+    return " * ".join([f"{factors.pop():.1f}", *sizes])
+
+
+class CLibrary(Target):
+    """Sources, Makefile, CMakeLists.txt, self-test, benchmark and README."""
+
+    def tools(self, library: Library) -> Sequence[str]:
+        if library.cuda_sources:
+            return "make", program("NVCC", "nvcc")
+        cuda_home()
+        return "make", program("CC", "cc")
+
+    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+        tensors = [_tensor(p, sample) for p in plan.signature.parameters]
+        used = [p.dtype for p, t in zip(plan.signature.parameters, tensors, strict=True)
+                if t.reader]  # fmt: skip
+        sources = (*library.cuda_sources, *library.c_sources)
+        known = (*sources, f"{plan.name}.h")
+        written = [t for t in tensors if "WRITTEN" in t.role]
+        tuned = [_origin(plan, t) for t in plan.tuned]
+        values = {
+            "plan": plan, "library": library, "workspace": library.workspace,
+            "sm": "{}{}".format(*plan.capability), "sizes": plan.sizes(sample.problem),
+            "tensors": tensors, "exact": any(t.reader is None for t in written),
+            "readers": list(dict.fromkeys(_READERS[d][0] for d in used)),
+            "reader_code": dict(_READERS.values()), "unwritten": f"0x{UNWRITTEN:X}",
+            "tuned": tuned, "flops": _flops_code(plan), "rates": bool(plan.op.flops(plan.problem)),
+            "nearest": any(t.us == "0" for t in tuned),
+            "size_arguments": ", ".join(f"size[{i}]" for i in range(len(plan.op.dims))),
+            "gpu": plan.tuned[0].entry.provenance.get("gpu"), "sources": sources,
+            "objects": [f"{Path(file).stem}.o" for file in sources],
+            "others": sorted(set(library.files) - set(known)),
+        }  # fmt: skip
+        made = ("selftest.c", "benchmark.c", "Makefile", "CMakeLists.txt", "README.md")
+        if set(made) & set(library.files):
+            raise UsageError(f"--name {plan.name}: a file of that name is the export's own")
+        return {
+            **library.files,
+            **sample.files(),
+            **{name: render(f"c_library/{name}.j2", **values) for name in made},
+            "LICENSE": licence(),
+        }
+
+    def build(self, plan: Plan, folder: Path) -> None:
+        jobs = f"-j{min(8, os.cpu_count() or 1)}"
+        run(["make", jobs, *_home(folder), "all", "bin/selftest", "bin/benchmark"], folder)
+        _Function(plan, folder / f"lib{plan.name}.so").check_loads()
+
+    def selftest(self, plan: Plan, folder: Path) -> None:
+        run(["make", *_home(folder), "selftest"], folder)
+
+    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+        return _Function(plan, folder / f"lib{plan.name}.so")
+
+
+def _home(folder: Path) -> list[str]:
+    """The argument that says where CUDA is, where the Makefile asks."""
+    asks = "CUDA_HOME" in (folder / "Makefile").read_text()
+    return [f"CUDA_HOME={cuda_home()}"] if asks else []
+
+
+class _Function:
+    """The library's function, called through ctypes with a workspace for each size."""
+
+    def __init__(self, plan: Plan, file: Path) -> None:
+        self.plan = plan
+        self.library: CDLL = ctypes.CDLL(str(file))
+        self.function = getattr(self.library, plan.name)
+        self.describe = getattr(self.library, f"{plan.name}_error")
+        self.describe.restype = ctypes.c_char_p
+        self.workspaces: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def check_loads(self) -> None:
+        """It loads, and refuses sizes of 0 without asking for a GPU.
+
+        Raises:
+            WrongResultError: it does not refuse them.
+        """
+        dims = self.plan.signature.dims
+        code = self._code([0] * len(self.plan.signature.parameters), [0] * len(dims), None, 0)
+        if code != BAD_SIZE:
+            raise WrongResultError(f"{self.plan.name}: sizes of 0 give {self._text(code)!r}")
+
+    def __call__(self, problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
+        sizes = list(self.plan.sizes(problem).values())
+        tensors = {**inputs, **outputs}
+        addresses = [tensors[p.name].data_ptr() for p in self.plan.signature.parameters]
+        device = next(iter(outputs.values())).device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        code = self._code(addresses, sizes, device, stream)
+        if code:
+            raise WrongResultError(f"{self.plan.name}: {self._text(code)}")
+        return outputs
+
+    def _code(
+        self, addresses: Sequence[int], sizes: Sequence[int], device: torch.device | None,
+        stream: int,
+    ) -> int:  # fmt: skip
+        workspace = self._workspace(tuple(sizes), device)
+        code: int = self.function(
+            *map(ctypes.c_void_p, addresses), *map(ctypes.c_int, sizes),
+            *map(ctypes.c_void_p, workspace), ctypes.c_void_p(stream),
+        )  # fmt: skip
+        return code
+
+    def _text(self, code: int) -> str:
+        text: bytes = self.describe(code)
+        return text.decode()
+
+    def _workspace(self, sizes: tuple[int, ...], device: torch.device | None) -> list[int]:
+        """Its address, where the function takes one; none is allocated without a device."""
+        bytes_of = getattr(self.library, f"{self.plan.name}_workspace_bytes", None)
+        if bytes_of is None:
+            return []
+        if device is None:
+            return [0]
+        if sizes not in self.workspaces:
+            bytes_of.restype = ctypes.c_size_t
+            size = bytes_of(*map(ctypes.c_int, sizes))
+            self.workspaces[sizes] = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
+        return [self.workspaces[sizes].data_ptr()]
+
+
+TARGET: Target = CLibrary()
