@@ -65,6 +65,7 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite results -o docs/results/h200.json
 	$(PY) -m jetfire.cli bench --suite promotion -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
+	$(PY) -m jetfire.cli bench --suite export -o docs/results/h200.json --append
 	$(PY) -m jetfire.gpt2.report docs/results/h200.json
 
 report: $(INSTALLED)  ## tables and plots from docs/results/ and profiles/, without measuring

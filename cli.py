@@ -117,7 +117,7 @@ def bench(
         typer.Option(
             metavar="NAME",
             help="The committed measurements, instead of OP: results, or a part of it: targets, "
-            "gemm, elementwise; promotion; training.",
+            "gemm, elementwise, int4; promotion; training; export.",
         ),
     ] = None,
     list_: Annotated[
@@ -159,6 +159,11 @@ def bench(
         from jetfire.gpt2 import bench as training
 
         training.suite(asked)
+        return
+    if suite == "export":
+        from jetfire.export import suite as exports
+
+        exports.suite(asked)
         return
     command.bench(asked)
 

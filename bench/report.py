@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import int4_report, show, training_report, tuned_report
+from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row, write_text
 from jetfire.bench.suite import INT4, PROMOTION_DATA
@@ -327,6 +327,7 @@ def page(
     added: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """The whole Markdown page; `tuned` are the sections on profiles, `added` the caller's."""
+    results, exports = export_report.split(results)
     kernels = (
         gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models,
     )  # fmt: skip
@@ -340,6 +341,7 @@ def page(
         *added,
         *_markdown(results, kernels),
         *int4_report.sections(results),
+        *export_report.sections(exports),
         *tuned,
     ]
     return "\n".join(parts)
@@ -450,7 +452,8 @@ def report(
     Returns:
         The files that were not as they should be.
     """
-    results = Results.load(file)
+    everything = Results.load(file)
+    results, _ = export_report.split(everything)
     added = add(results, file)
     charts = _charts(results, file)
     shipped = tuned_report.shipped(results.device)
@@ -458,7 +461,7 @@ def report(
     tuned = _tuned_chart(shipped, found, results, file.with_name(f"{file.stem}-tuned.svg"))
     sections = tuned_report.sections(shipped, found, tuned.path.name)
     names = [chart.path.name for chart in charts]
-    texts = {file.with_suffix(".md"): page(results, file.name, names, sections, added.sections)}
+    texts = {file.with_suffix(".md"): page(everything, file.name, names, sections, added.sections)}
     if readme is not None:
         lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
         table = readme_table(results) + int4_report.readme(results)

@@ -49,6 +49,8 @@ class Row:
         sqnr_db: 10·log10(‖C‖²/‖out − C‖²), C in float64 from the inputs before they were quantised.
         row_sqnr_db: the same of each row of C: the median.
         schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
+        export: the form in which the kernel was exported, where it is an export that was measured,
+            which keeps it apart from the kernel's own row; None for most.
         extra: further fields: `stages` (name → ms) of a kernel that has several, and those of other
             commands (`peak_gib`, …), kept as they are.
     """
@@ -80,18 +82,21 @@ class Row:
     sqnr_db: float | None = None
     row_sqnr_db: float | None = None
     schedule_err: float | None = None
+    export: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it: extra fields beside the others, no NaN and no infinity.
 
-        What only a curve's points have is left out of other rows.
+        What only a curve's points, or only exports, have is left out of other rows.
         """
         plain = dataclasses.asdict(self)
         if self.curve is None:
             for name in CURVE_FIELDS:
                 if plain[name] is None:
                     del plain[name]
+        if self.export is None:
+            del plain["export"]
         plain.update(plain.pop("extra"))
         return {name: _finite(value) for name, value in plain.items()}
 
@@ -113,7 +118,8 @@ class Row:
         chosen = self.config if config else None
         if self.curve is not None:
             chosen = {"schedule": self.schedule}
-        parts = [self.op, self.kernel, self.problem, self.data, chosen, self.curve]
+        parts = [self.op, self.kernel, self.problem, self.data, chosen, self.curve,
+                 self.export]  # fmt: skip
         return json.dumps(parts, sort_keys=True)
 
     @property
@@ -123,7 +129,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The kernel's name, with the schedule where it is measured with each."""
+        """The kernel's name, with the schedule where measured with each, or an export's form."""
+        if self.export is not None:
+            return f"{self.kernel} as {self.export}"
         return f"{self.kernel} {self.schedule}" if self.curve and self.schedule else self.kernel
 
 

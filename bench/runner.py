@@ -377,21 +377,27 @@ class Runner:
         return [case.op.peers(case.problem, tensors) for tensors in inputs]
 
     def _timed(self, case: Case, row: Row, timing: Timing) -> Row:
-        flops, nbytes = case.op.flops(case.problem), case.op.bytes(case.problem)
-        floor_ms = max(
-            flops / self.peaks["int8_tops"] / 1e9, nbytes / self.peaks["copy_gbps"] / 1e6
-        )
-        return replace(
-            row,
-            ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
-            tflops=flops / timing.ms / 1e9 if flops else None,
-            gbps=nbytes / timing.ms / 1e6,
-            roofline=floor_ms / timing.ms,
-            sm_mhz=timing.sm_mhz, watts=timing.watts,
-            joules=timing.joules,
-            throttled=None if timing.throttled is None else list(timing.throttled),
-            graph=timing.graph,
-        )  # fmt: skip
+        return timed(case, row, timing, self.peaks)
+
+
+def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None) -> Row:
+    """A row with its times, and its `roofline` where the device's peaks are known."""
+    flops, nbytes = case.op.flops(case.problem), case.op.bytes(case.problem)
+    roofline = None
+    if peaks is not None:
+        floor_ms = max(flops / peaks["int8_tops"] / 1e9, nbytes / peaks["copy_gbps"] / 1e6)
+        roofline = floor_ms / timing.ms
+    return replace(
+        row,
+        ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
+        tflops=flops / timing.ms / 1e9 if flops else None,
+        gbps=nbytes / timing.ms / 1e6,
+        roofline=roofline,
+        sm_mhz=timing.sm_mhz, watts=timing.watts,
+        joules=timing.joules,
+        throttled=None if timing.throttled is None else list(timing.throttled),
+        graph=timing.graph,
+    )  # fmt: skip
 
 
 def _launcher(

@@ -9,9 +9,10 @@
 - ``int4``: the product of packed 4-bit codes and the whole of a linear layer in 4 bits, forward
   and backward by stage, at the INT4 paper's six shapes; each of the layer's other ops alone.
 
-Two are apart: `promotion`, which only a Hopper GPU can measure, is the GEMM at 8192³ with each
+Three are apart: `promotion`, which only a Hopper GPU can measure, is the GEMM at 8192³ with each
 schedule of the promotion, on three kinds of data, speed beside SQNR (`jetfire.bench.promotion`);
-`training`, steps and blocks of GPT-2, is measured by `jetfire.gpt2.bench`.
+`training`, steps and blocks of GPT-2, is measured by `jetfire.gpt2.bench`; `export`, exported
+kernels beside the workbench's own launch of them, by `jetfire.export.suite`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
 PARTS = ("targets", "gemm", "elementwise", "int4")
-NAMES = ("results", *PARTS, "promotion", "training")
+NAMES = ("results", *PARTS, "promotion", "training", "export")
 # torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
 COMPILED = ("eager", "compile", "copy")
 # The steps of a linear layer in 4 bits, and the layer.

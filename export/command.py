@@ -6,11 +6,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jetfire.bench.plan import Case
 from jetfire.export import default_target, export, targets
 from jetfire.export.check import runs_here
 from jetfire.export.plan import make
+
+if TYPE_CHECKING:
+    from jetfire.bench.results import Row
+
+# An export at less of the workbench's own speed is warned of.
+LEAST_SPEED = 0.98
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,28 @@ def run(asked: Asked) -> None:
         targets.get(asked.target)
     plan = make(asked.cases, asked.kernel, asked.capability, asked.name)
     target = asked.target or default_target(plan)
-    folder = export(plan, target, asked.folder, check=asked.check)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    rows = export(plan, target, asked.folder, check=asked.check)
+    for file in sorted(path for path in asked.folder.rglob("*") if path.is_file()):
         print(file)
     done = "written, not built"
     if asked.check:
         done = "built; self-test passed" if runs_here(plan) else (
             f"built; not run: no GPU of sm_{plan.capability[0]}{plan.capability[1]} here"
         )  # fmt: skip
-    print(f"jetfire: {plan.op.name}/{plan.kernel.name} as {target}: {done}", file=sys.stderr)
+    _note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
+    for row in rows:
+        _note(_speed(row))
+
+
+def _speed(row: Row) -> str:
+    """How fast it is, and whether that is too slow."""
+    from jetfire.bench import show
+
+    ratio = (row.vs_peer or {})["launch"]
+    sizes = show.shape_text(row.problem, ())
+    text = f"{sizes}: {show.time_text(row.ms)}, {ratio:.3f}× the speed of the workbench's launch"
+    return text if ratio >= LEAST_SPEED else f"warning: {text}: expected {LEAST_SPEED} at least"
+
+
+def _note(text: str) -> None:
+    print(f"jetfire: {text}", file=sys.stderr)

@@ -234,8 +234,8 @@ class _Function:
 
     def __call__(self, problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
         sizes = list(self.plan.sizes(problem).values())
-        tensors = {**inputs, **outputs}
-        addresses = [tensors[p.name].data_ptr() for p in self.plan.signature.parameters]
+        tensors = self.plan.signature.tensors(inputs, outputs)
+        addresses = [tensor.data_ptr() for tensor in tensors.values()]
         device = next(iter(outputs.values())).device
         stream = torch.cuda.current_stream(device).cuda_stream
         code = self._code(addresses, sizes, device, stream)

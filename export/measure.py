@@ -1,0 +1,118 @@
+"""How fast an export is beside the workbench's own launch of the same config."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetfire.bench import timer
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.plan import Case
+from jetfire.bench.results import Row
+from jetfire.bench.runner import sample_ms_of, sets_of, timed
+from jetfire.export import targets
+from jetfire.export.plan import Plan, Tuned
+from jetfire.ops.device import Device
+from jetfire.ops.errors import WrongResultError
+from jetfire.ops.op import Check, Tensors
+
+LAUNCH = "launch"  # what a row compares with: `Kernel.launch`
+ROUNDS = 20
+
+Call = Callable[[Any, Tensors, Tensors], Tensors]
+
+
+def row_of(plan: Plan, tuned: Tuned, target_name: str) -> Row:
+    """The row of one problem, as yet without times."""
+    exact = tuned.entry.problem == tuned.problem.as_dict()
+    return Row(
+        plan.op.name, plan.kernel.name, "kernel", tuned.problem.as_dict(),
+        config=tuned.config.as_dict(), profile="tuned" if exact else "nearest", data="normal",
+        ok=False, export=target_name,
+    )  # fmt: skip
+
+
+def measure(
+    plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """A row for each problem, of which `vs_peer` has the workbench's time over the export's.
+
+    In a process of its own: several exports may define the same operators, and what an export does
+    to its process should be nobody else's.
+
+    Args:
+        folder: built.
+        peaks: the device's, for the rows' `roofline`.
+
+    Raises:
+        WrongResultError: its results are wrong, or the process ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_rows, plan, target_name, folder, peaks).result()
+        except BrokenProcessPool:
+            raise WrongResultError(
+                f"{plan.op.name}/{plan.kernel.name} as {target_name}: its process ended"
+            ) from None
+
+
+def _rows(plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None) -> list[Row]:
+    device = Device.parse("cuda")
+    call = targets.get(target_name).call(plan, folder)
+    return [_row(plan, tuned, target_name, call, device, peaks) for tuned in plan.tuned]
+
+
+def _row(
+    plan: Plan, tuned: Tuned, target_name: str, call: Call, device: Device,
+    peaks: Mapping[str, Any] | None,
+) -> Row:  # fmt: skip
+    case, where = Case(plan.op, tuned.problem), device.torch_device
+    inputs = [plan.op.inputs(tuned.problem, where, seed) for seed in range(sets_of(case, device))]
+    calls: dict[str, Call] = {
+        LAUNCH: lambda problem, i, o: _launched(plan, tuned, i, o),
+        target_name: call,
+    }
+    expected = plan.op.reference(tuned.problem, inputs[0])
+    row = row_of(plan, tuned, target_name)
+    for name, function in calls.items():
+        check = _checked(plan, tuned, function, inputs[0], expected)
+        if not check.ok:
+            raise WrongResultError(f"{case} as {name}: {check.message}")
+        row = replace(row, ok=True, rel_err=check.rel_err)
+    outputs = [plan.op.outputs(tuned.problem, tensors) for tensors in inputs]
+    variants = {
+        name: [_bound(function, tuned.problem, i, o) for i, o in zip(inputs, outputs, strict=True)]
+        for name, function in calls.items()
+    }
+    timings = timer.time_calls(
+        variants, where, ROUNDS, sample_ms_of(case, device), monitor=Nvml.open(where)
+    )
+    row = timed(case, row, timings[target_name], peaks)
+    return replace(row, vs_peer={LAUNCH: timings[LAUNCH].ms / timings[target_name].ms})
+
+
+def _launched(plan: Plan, tuned: Tuned, inputs: Tensors, outputs: Tensors) -> Tensors:
+    plan.kernel.launch(tuned.problem, tuned.config, inputs, outputs)
+    return outputs
+
+
+def _bound(call: Call, problem: Any, inputs: Tensors, outputs: Tensors) -> Callable[[], object]:
+    return lambda: call(problem, inputs, outputs)
+
+
+def _checked(plan: Plan, tuned: Tuned, call: Call, inputs: Tensors, expected: Tensors) -> Check:
+    """One call into poisoned outputs against the reference."""
+    problem = tuned.problem
+    outputs = plan.op.poison(problem, plan.op.outputs(problem, inputs))
+    written = call(problem, inputs, outputs)
+    torch.cuda.synchronize()
+    noise = plan.kernel.noise(problem, tuned.config, inputs)
+    return plan.op.check(problem, written, expected, noise)

@@ -1,0 +1,142 @@
+"""`jetfire bench --suite export`: exports that are built, tested, and timed beside the workbench.
+
+Every target of the CUDA GEMM, and of other kernels those that say something of their own. All are
+built and pass their self-tests first, several at a time; then each is timed while nothing else
+runs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jetfire import ops
+from jetfire.bench import command
+from jetfire.bench.plan import Case
+from jetfire.bench.results import Row
+from jetfire.export import contents, measure, targets, write
+from jetfire.export.plan import Plan, make
+from jetfire.ops.device import Device
+from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError
+
+CAPABILITY = (9, 0)
+AT_ONCE = 8
+LARGE = {"m": 8192, "n": 4096}
+SQUARE = {"m": 8192, "n": 8192, "k": 8192}
+TRITON = ("cubin", "torch", "wheel")
+# Op, kernel, problem, targets.
+EXPORTS: Sequence[tuple[str, str, Mapping[str, Any], Sequence[str]]] = (
+    ("gemm", "wgmma", {**SQUARE, "block": 128}, targets.NAMES),
+    ("gemm", "wgmma", {**SQUARE, "block": 32}, targets.NAMES),
+    ("quantize", "triton", {**LARGE, "block": 32}, TRITON),
+    ("gelu", "triton", {**LARGE, "block": 32}, ("cubin",)),
+    ("layernorm", "gluon", {**LARGE, "block": 32}, ("cubin",)),
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """One export of a suite."""
+
+    op: str
+    kernel: str
+    problem: Any
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.op}/{self.kernel} {self.problem} as {self.target}"
+
+    def plan(self) -> Plan:
+        """Raises UsageError where there is no profile."""
+        return make([Case(ops.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
+
+
+def exports() -> list[Export]:
+    return [
+        Export(op, kernel, ops.get(op).Problem.parse(fields), target)
+        for op, kernel, fields, names in EXPORTS
+        for target in names
+    ]
+
+
+def prepare(export: Export, folder: Path, *, test: bool = True) -> Plan:
+    """Write, build and test an export in a new folder.
+
+    Raises:
+        JetfireError: it cannot be.
+    """
+    plan, target = export.plan(), targets.get(export.target)
+    write(folder, contents(plan, export.target))
+    target.build(plan, folder)
+    if test:
+        target.selftest(plan, folder)
+    return plan
+
+
+@contextmanager
+def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Plan], Path]]]:
+    """Each with what `prepare` comes to, and its folder, which goes away at the end."""
+    jobs = min(AT_ONCE, os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+        found = {}
+        for i, export in enumerate(wanted):
+            folder = Path(scratch) / f"{i}-{export.op}-{export.target}"
+            found[export] = pool.submit(prepare, export, folder), folder
+        try:
+            yield found
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def rows(
+    export: Export, done: Future[Plan], folder: Path, peaks: Mapping[str, Any] | None
+) -> list[Row]:
+    """Its row, or one that says what is wrong with it."""
+    try:
+        return measure.measure(done.result(), export.target, folder, peaks)
+    except JetfireError as error:
+        (tuned,) = export.plan().tuned
+        row = measure.row_of(export.plan(), tuned, export.target)
+        return [replace(row, error=" ".join(str(error).split())[:500])]
+
+
+def suite(asked: command.Asked) -> None:
+    """Measure, show and save.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong; NoDeviceError without a Hopper GPU.
+    """
+    command.check_suite(asked, own_data=True)
+    if asked.plot is not None:
+        raise UsageError(f"--plot {asked.plot}: exports have no chart: expected -o FILE")
+    kind, existing = command.file_format(asked), command.existing_rows(asked)
+    device, wanted = Device.parse(asked.device), exports()
+    if asked.dry_run:
+        print("\n".join(map(str, wanted)))
+        return
+    if device.capability != CAPABILITY:
+        raise NoDeviceError(
+            "--suite export: its kernels are for a GPU of sm_90, this is "
+            f"{device.label}; jetfire-export writes and builds them"
+        )
+    from jetfire.bench.nvml import Nvml
+    from jetfire.bench.peaks import cached
+
+    nvml = Nvml.open(device.torch_device)
+    driver = nvml.driver() if nvml else None
+    peaks = cached(device, driver, asked.remeasure_peaks)
+    record = command.device_record(device, dict(peaks), driver)
+    command.note(f"building {len(wanted)} exports")
+    with prepared(wanted) as found:
+        for done, _ in found.values():
+            done.exception()  # waits: nothing else is to run while one is timed
+        command.collect(
+            asked, wanted, lambda export: rows(export, *found[export], peaks), str, record,
+            existing, kind, "jetfire bench --suite export",
+        )  # fmt: skip
