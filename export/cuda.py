@@ -18,8 +18,11 @@ A launch of several kernels has a namespace for each, ``<name>_kernel``, in whic
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import replace
 
-from jetfire.export import flatten
+from jetfire.export import compiled, flatten
+from jetfire.export.compiled import Compiled
 from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned
@@ -100,17 +103,17 @@ def _where_from(plan: Plan, tuned: Tuned) -> str:
     )
 
 
-def _head(plan: Plan, variant: Variant, architecture: str) -> str:
+def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
     """What a file is, where its constants come from and how it is built."""
     paragraphs = [
         f"{plan.op.summary[0].upper()}{plan.op.summary[1:]}; {_sizes(plan.fixed)}.",
+        "",
         f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
         *(f"  {_where_from(plan, tuned)}" for tuned in variant.tuned),
         "",
-        f"  nvcc -std=c++17 -O3 -gencode arch=compute_{architecture},code=sm_{architecture} "
-        f"-c {variant.symbol}.cu",
+        f"  {build}",
         "",
-        "In order: the constants, what the kernel is made of, the kernel, its launch.",
+        what,
     ]
     lines = [line for text in paragraphs for line in flatten.wrapped(text) or ["//"]]
     return "\n".join(lines)
@@ -152,22 +155,73 @@ def host_values(
     }
 
 
-def _file(plan: Plan, variant: Variant, **shared: bool) -> bytes:
+def _include(plan: Plan, several: bool) -> str:
+    return f"{plan.name}_configs.h" if several else f"{plan.name}.h"
+
+
+def _source(plan: Plan, variant: Variant, *, several: bool, workspace: bool) -> bytes:
+    """A config's `.cu`."""
     architecture = variant.host.architecture(plan.capability)
+    build = (
+        f"nvcc -std=c++17 -O3 -gencode arch=compute_{architecture},code=sm_{architecture} "
+        f"-c {variant.symbol}.cu"
+    )
+    what = "In order: the constants, what the kernel is made of, the kernel, its launch."
     return render(
         "cuda/kernel.cu.j2",
-        head=_head(plan, variant, architecture),
+        head=_head(plan, variant, build, what),
         kernels=[_shown(variant, code) for code in variant.codes],
-        include=f"{plan.name}_configs.h" if shared["several"] else f"{plan.name}.h",
+        include=_include(plan, several),
         language="cuda",
-        **host_values(plan, variant, **shared),
+        **host_values(plan, variant, several=several, workspace=workspace),
+    )
+
+
+def _compiled(plan: Plan, variant: Variant, several: bool) -> list[Compiled]:
+    """A config's kernels, in the order of `Host.codes`."""
+    built = plan.kernel.cubins(variant.problem, variant.config, plan.capability)
+    found = []
+    for code, cubin in zip(variant.codes, built, strict=True):
+        assert code.name == cubin.name
+        end = variant.symbol.removeprefix(plan.name) if several else ""
+        about = f"Tuned for {_sizes(plan.sizes(variant.problem))}."
+        found.append(
+            Compiled(
+                f"{code.name}{end}", code.name, cubin.code, code.threads, code.shared_bytes, about
+            )
+        )
+    return found
+
+
+def _launcher(
+    plan: Plan, variant: Variant, kernels: list[Compiled], *, several: bool, workspace: bool
+) -> bytes:
+    """A config's `.c`."""
+    build = f"cc -std=c11 -O2 -I $CUDA_HOME/include -c {variant.symbol}.c"
+    what = (
+        f"The machine code is in {plan.name}_code.c. It is launched by CUDA's driver, which the "
+        "first call opens: nothing of CUDA is linked."
+    )
+    return render(
+        "cuda/kernel.c.j2",
+        head=_head(plan, variant, build, what),
+        name=plan.name,
+        capability=plan.capability,
+        kernels=kernels,
+        tensor_maps=variant.host.tensor_maps,
+        launched=list(zip(variant.codes, kernels, strict=True)),
+        include=_include(plan, several),
+        language="c",
+        **host_values(plan, variant, several=several, workspace=workspace),
     )
 
 
 # --- all -----------------------------------------------------------------------------------------
 
 
-def dispatch(plan: Plan, found: tuple[Variant, ...], *, workspace: bool) -> dict[str, bytes]:
+def _dispatch(
+    plan: Plan, found: tuple[Variant, ...], ending: str, *, workspace: bool
+) -> dict[str, bytes]:
     """For several configs: their prototypes in a header, and the function that chooses."""
     values: dict[str, object] = {
         "plan": plan,
@@ -182,26 +236,56 @@ def dispatch(plan: Plan, found: tuple[Variant, ...], *, workspace: bool) -> dict
     }
     return {
         f"{plan.name}_configs.h": render("host/configs.h.j2", **values),
-        f"{plan.name}.cu": render("host/dispatch.j2", **values),
+        f"{plan.name}.{ending}": render("host/dispatch.j2", **values),
     }
 
 
 def library(plan: Plan) -> Library:
-    """Raises UsageError where there is no host code for the kernel, or not for such sizes."""
+    """As CUDA C++.
+
+    Raises:
+        UsageError: there is no host code for the kernel, or not for such sizes.
+    """
+    return _library(plan, "cu", lambda variant, **shared: _source(plan, variant, **shared))
+
+
+def compiled_library(plan: Plan) -> Library:
+    """The same host code in C, around machine code: the workbench's own.
+
+    Raises:
+        UsageError: there is no host code for the kernel, not for such sizes, or no compiler.
+    """
+    found = variants(plan, host_of(plan.kernel))
+    kernels = {variant.symbol: _compiled(plan, variant, len(found) > 1) for variant in found}
+    made = _library(
+        plan,
+        "c",
+        lambda variant, **shared: _launcher(plan, variant, kernels[variant.symbol], **shared),
+    )
+    code = compiled.files(
+        plan.name, plan.capability, [each for some in kernels.values() for each in some]
+    )
+    return replace(
+        made, files={**made.files, **code}, c_sources=(*made.c_sources, f"{plan.name}_code.c")
+    )
+
+
+def _library(plan: Plan, ending: str, file: Callable[..., bytes]) -> Library:
     host = host_of(plan.kernel)
     found = variants(plan, host)
-    several = len(found) > 1
     workspace = any(variant.workspace for variant in found)
     said = contract(plan, found)
+    shared = {"several": len(found) > 1, "workspace": workspace}
     files = {f"{plan.name}.h": header(plan, workspace=workspace, any_size=True, contract=said)}
-    if several:
-        files |= dispatch(plan, found, workspace=workspace)
+    if len(found) > 1:
+        files |= _dispatch(plan, found, ending, workspace=workspace)
     for variant in found:
-        files[f"{variant.symbol}.cu"] = _file(plan, variant, several=several, workspace=workspace)
+        files[f"{variant.symbol}.{ending}"] = file(variant, **shared)
+    sources = tuple(name for name in files if name.endswith(f".{ending}"))
     return Library(
         files=files,
-        cuda_sources=tuple(name for name in files if name.endswith(".cu")),
-        c_sources=(),
+        cuda_sources=sources if ending == "cu" else (),
+        c_sources=sources if ending == "c" else (),
         architecture=host.architecture(plan.capability),
         workspace=workspace,
         any_size=True,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.export.host import Code, Host, size_for_16_bytes
-from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.gemm import mma, wgmma
 from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs, WgmmaConfig
 
@@ -27,9 +27,9 @@ PROBLEM_NOTES = {
     "CHUNK_WARPS": "warps that hold a chunk of rows, sixteen each",
 }
 REASONS = {
-    "m": "rows of the transposed codes do not begin at multiples of 16",
-    "n": "rows of the output do not begin at multiples of 16",
-    "k": "rows of A and B do not begin at multiples of what one copy moves",
+    "m": "rows of qt are written in 16 bytes",
+    "n": "rows of the output are written in 16 bytes",
+    "k": "rows of a and b are read in {} bytes",
 }
 WGMMA_NOTES = {
     **PROBLEM_NOTES,
@@ -67,8 +67,8 @@ MMA_NOTES = {
 
 def _output_multiples(problem: GemmProblem, out: bool, turned: bool) -> dict[str, int]:
     """What rows of outputs in 16 bytes ask of sizes."""
-    found = {"n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else {}
-    return {**found, "m": 16} if turned else found
+    found = {"m": 16} if turned else {}
+    return {**found, "n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else found
 
 
 class WgmmaHost(Host):
@@ -96,13 +96,31 @@ class WgmmaHost(Host):
 
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         path = self._path(problem)
-        return {"k": 16, **_output_multiples(problem, path.out, path.turned)}
+        return {**_output_multiples(problem, path.out, path.turned), "k": 16}
 
     def workspace(self, problem: GemmProblem, config: WgmmaConfig) -> bool:
         return config.stream
 
     def values(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, Any]:
-        return {"path": self._path(problem), "parts": wgmma.PARTS_A_TILE}
+        path = self._path(problem)
+        element = driver.ELEMENT_BYTES[problem.out]
+        row = config.tile_n * element
+        panel = next(width for width in (128, 64, 32) if row % width == 0)
+        return {
+            "path": path,
+            "parts": wgmma.PARTS_A_TILE,
+            "constants": {
+                "TILE_M": (config.tile_m, "rows and"),
+                "TILE_N": (config.tile_n, "columns of a tile"),
+                "TILE_K": (hopper.TILE_K, "what is multiplied at a time"),
+                "GROUPS": (config.groups, "warp groups that multiply"),
+                "CLUSTER_M": (config.cluster_m, "blocks of a cluster that fetch b together"),
+                "CLUSTER_N": (config.cluster_n, "and a"),
+                "CLUSTER": (config.cluster, "both"),
+                "ELEMENT_BYTES": (element, "of an output"),
+                "PANEL_COLUMNS": (panel // element, "of what TMA writes at a time"),
+            },
+        }
 
 
 class MmaHost(Host):
@@ -125,7 +143,15 @@ class MmaHost(Host):
         access = mma.Access.of_contiguous(problem)
         k = {"k": access.copy_bytes} if access.copy_bytes > 1 else {}
         turned = problem.layout != "q" and access.turned
-        return {**k, **_output_multiples(problem, access.out and problem.layout != "qt", turned)}
+        return {**_output_multiples(problem, access.out and problem.layout != "qt", turned), **k}
+
+    def values(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, Any]:
+        return {
+            "constants": {
+                "TILE_M": (config.tile_m, "rows and"),
+                "TILE_N": (config.tile_n, "columns of a tile"),
+            }
+        }
 
 
 WGMMA = WgmmaHost()
