@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jetfire.export.c_text import comment, hang
 from jetfire.export.plan import Plan
 
 
@@ -35,10 +36,34 @@ class Library:
     contract: tuple[str, ...]
 
 
+def parameters(plan: Plan, *, workspace: bool) -> list[str]:
+    """The function's, with their types."""
+    return [
+        *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
+        *(f"int {dim}" for dim in plan.signature.dims),
+        *(["void* workspace"] if workspace else []),
+        "struct CUstream_st* stream",
+    ]
+
+
 def header(plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...]) -> bytes:
     """`<name>.h`: the contract, the function, its error codes and their texts."""
     from jetfire.export.render import render
 
+    fixed = ", ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in plan.fixed.items()
+    )
     return render(
-        "library.h.j2", plan=plan, workspace=workspace, any_size=any_size, contract=contract
+        "library.h.j2",
+        plan=plan,
+        workspace=workspace,
+        any_size=any_size,
+        about=comment(
+            f"{plan.op.summary}: kernel `{plan.kernel.name}` of Jetfire, "
+            f"{'tuned' if any_size else 'compiled'} for sm_{''.join(map(str, plan.capability))}."
+        ),
+        fixed=comment(f"with {fixed}.") if fixed else [],
+        contract=[line for sentence in contract for line in comment(sentence)],
+        prototype=hang(f"int {plan.name}(", parameters(plan, workspace=workspace), ");"),
     )

@@ -1,0 +1,300 @@
+"""What a Triton kernel's `launch` launches, every argument traced to where it comes from.
+
+`record` runs the kernel's own `launch` in a process of its own, on meta tensors, under a driver
+that compiles and launches nothing: this process may interpret Triton, or have launched it already.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from jetfire.ops.errors import JetfireError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.export.plan import Plan
+    from jetfire.kernels_triton.crosscompile import Launch
+    from jetfire.ops.op import Tensors
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of a byte of a tensor.
+
+    Attributes:
+        of: a parameter's name (`signature.Parameter`), or a number of `Recording.scratch`.
+    """
+
+    of: str | int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A CUtensorMap by value, of a contiguous or row-strided tensor.
+
+    Attributes:
+        sizes, strides, box: outermost first, in elements.
+        swizzle: bytes, 0 for none.
+    """
+
+    address: Address
+    dtype: str
+    element_bytes: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of a kernel function.
+
+    Attributes:
+        type: a pointer's, an integer's or a float's in Triton's words (``i32``), or ``map``.
+    """
+
+    name: str
+    type: str
+    value: Address | TensorMap | int | float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch of a kernel function.
+
+    Attributes:
+        arguments: all but Triton's two trailing pointers, to memory that no kernel here uses.
+    """
+
+    function: str
+    code: bytes = field(repr=False)
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that a launch allocates.
+
+    Attributes:
+        zeroed: it must hold zeros before a launch, which leaves them there.
+    """
+
+    nbytes: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that one call of `launch` does."""
+
+    calls: tuple[Call, ...]
+    scratch: tuple[Scratch, ...]
+
+
+def record(plan: Plan, launches: Sequence[tuple[Any, Any]]) -> list[Recording]:
+    """What the plan's kernel does for each problem and config.
+
+    Raises:
+        UsageError: a launch does what a C program could not do after it.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    request = pickle.dumps((plan.op.name, plan.kernel.name, plan.capability, list(launches)))
+    done = subprocess.run(
+        [sys.executable, "-c", "from jetfire.export.recording import main; main()"],
+        input=request, capture_output=True, env=environment, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = done.stderr.decode().strip().splitlines()[-1:]
+        raise UsageError(f"{plan.op.name}/{plan.kernel.name}: recording failed: {''.join(last)}")
+    answer: list[Recording] | str = pickle.loads(done.stdout)
+    if isinstance(answer, str):
+        raise UsageError(f"{plan.op.name}/{plan.kernel.name}: {answer}")
+    return answer
+
+
+def main() -> None:
+    """Answer a request of `record` on standard input: recordings, or why there are none."""
+    op_name, kernel_name, capability, launches = pickle.load(sys.stdin.buffer)
+    answer: list[Recording] | str
+    try:
+        answer = [_record(op_name, kernel_name, capability, *each) for each in launches]
+    except JetfireError as error:
+        answer = str(error)
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+class _Memory:
+    """Every byte that a launch may be given the address of."""
+
+    def __init__(self) -> None:
+        self.scratch: list[Scratch] = []
+        self._owners: dict[int, str | int] = {}
+        self._kept: list[torch.Tensor] = []  # an address says nothing of storage that was freed
+
+    def name(self, tensor: torch.Tensor, owner: str) -> None:
+        self._owners[tensor.untyped_storage()._cdata] = owner
+        self._kept.append(tensor)
+
+    def add(self, tensor: torch.Tensor, *, zeroed: bool) -> torch.Tensor:
+        """Take note of a new tensor of the launch's own."""
+        storage = tensor.untyped_storage()
+        self._owners[storage._cdata] = len(self.scratch)
+        self._kept.append(tensor)
+        self.scratch.append(Scratch(storage.nbytes(), zeroed))
+        return tensor
+
+    def find(self, tensor: torch.Tensor) -> Address:
+        owner = self._owners[tensor.untyped_storage()._cdata]
+        return Address(owner, int(tensor.storage_offset()) * tensor.element_size())
+
+
+@contextmanager
+def _watching(memory: _Memory) -> Iterator[None]:
+    """Within, what torch allocates is noted, and whatever else it does is refused."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from jetfire.ops import workspace
+
+    aten = torch.ops.aten
+    allocating = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
+                  aten.new_empty_strided)  # fmt: skip
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket in allocating:
+                memory.add(result, zeroed=False)
+            elif not func.is_view:
+                raise UsageError(
+                    f"its launch calls {func}: only kernels can be launched without torch"
+                )
+            return result
+
+    def counters(device: torch.device, count: int) -> torch.Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return memory.add(torch.empty(count, dtype=torch.int32, device=device), zeroed=True)
+
+    # Kernels import it by name.
+    users = [
+        module for name, module in sys.modules.items()
+        if name.startswith("jetfire.") and getattr(module, "counters", None) is workspace.counters
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for module in users:
+            stack.enter_context(mock.patch.object(module, "counters", counters))
+        stack.enter_context(Watch())
+        yield
+
+
+def _record(
+    op_name: str, kernel_name: str, capability: tuple[int, int], problem: Any, config: Any
+) -> Recording:
+    from triton import knobs
+
+    from jetfire import ops
+    from jetfire.export.signature import name_of_output
+    from jetfire.kernels_triton.crosscompile import record_launches
+    from jetfire.ops.device import Device, target_device
+
+    op = ops.get(op_name)
+    kernel = type(ops.get_kernel(op_name, kernel_name))
+    original: Callable[..., None] = kernel.launch
+    memory = _Memory()
+
+    def launch(self: Any, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
+        for name, tensor in inputs.items():
+            memory.name(tensor, name)
+        for name, tensor in outputs.items():
+            memory.name(tensor, name_of_output(op, problem, inputs, name))
+        with _watching(memory):
+            original(self, problem, config, inputs, outputs)
+
+    target = target_device(capability)
+    with (
+        mock.patch.object(kernel, "launch", launch),
+        mock.patch.object(Device, "of", return_value=target),
+        # Nothing of where the sources lie goes into the code.
+        mock.patch.object(knobs.compilation, "disable_line_info", True),
+    ):
+        launches, _ = record_launches(op_name, kernel_name, problem, config, capability)
+    return Recording(tuple(_call(launch, memory) for launch in launches), tuple(memory.scratch))
+
+
+def _call(launch: Launch, memory: _Memory) -> Call:
+    """One launch with its arguments.
+
+    Raises:
+        UsageError: it needs what a plain launch does not give.
+    """
+    metadata = launch.compiled.metadata
+    for need, has in (
+        ("global scratch memory", metadata.global_scratch_size > 0),
+        ("profiling memory", metadata.profile_scratch_size > 0),
+        ("clusters", metadata.num_ctas != 1),
+        ("a cooperative launch", metadata.launch_cooperative_grid),
+        ("programmatic dependent launch", metadata.launch_pdl),
+    ):
+        if has:
+            raise UsageError(f"{metadata.name} needs {need}: cannot export")
+    arguments = tuple(_arguments(launch, memory))
+    entry = launch.compiled.asm["ptx"].split(".entry")[1].split(")")[0]
+    parameters = len(re.findall(r"\.param\b", entry))
+    assert parameters == len(arguments) + 2, (metadata.name, parameters, arguments)
+    return Call(
+        metadata.name, launch.compiled.asm["cubin"], launch.grid, 32 * metadata.num_warps,
+        metadata.shared, arguments,
+    )  # fmt: skip
+
+
+def _arguments(launch: Launch, memory: _Memory) -> Iterator[Argument]:
+    """Those that are left after Triton has compiled some in."""
+    maps = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
+    for name, kind in launch.compiled.src.signature.items():
+        if kind == "constexpr":
+            continue
+        value = launch.arguments[name]
+        if not isinstance(kind, str):
+            raise UsageError(f"parameter {name} is a tuple: expected tensors and numbers")
+        if kind.startswith("*"):
+            yield Argument(name, "pointer", memory.find(value))
+        elif kind.startswith("tensordesc"):
+            yield from _descriptor(name, value, next(maps, None), memory)
+        elif kind in ("i32", "i64", "fp32"):
+            yield Argument(name, kind, value)
+        else:
+            raise UsageError(f"parameter {name} is {kind}: expected i32, i64, fp32 or a tensor")
+
+
+def _descriptor(name: str, value: Any, how: Any, memory: _Memory) -> Iterator[Argument]:
+    """A tensor descriptor made on the host: a map, then its sizes and strides."""
+    if how is None or how["fp4_padded"] or getattr(value, "padding", "zero") != "zero":
+        raise UsageError(f"parameter {name} is no plain tensor map: cannot export")
+    base = value.base
+    tensor_map = TensorMap(
+        memory.find(base), str(base.dtype).removeprefix("torch."), base.element_size(),
+        tuple(value.shape), tuple(value.strides), tuple(how["block_size"]),
+        {0: 0, 1: 32, 2: 64, 3: 128}[how["swizzle"]],
+    )  # fmt: skip
+    yield Argument(name, "map", tensor_map)
+    for i, size in enumerate(value.shape):
+        yield Argument(f"{name}_size{i}", "i32", size)
+    for i, stride in enumerate(value.strides):
+        yield Argument(f"{name}_stride{i}", "i64", stride)
