@@ -153,7 +153,9 @@ class Adamw(Op):
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
     """A few roundings of the terms of each sum; the update's besides as `UPDATE` says.
 
-    The gradient has been scaled with two roundings, its square has five.
+    The gradient has been scaled with two roundings, its square has five. What is below 2^-126 is
+    rounded to 2^-149: of v that moves the denominator by up to the root, and of the rate times m
+    it is divided by the denominator.
     """
     from jetfire.reference.adamw import rounded
 
@@ -164,14 +166,16 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
     p, g, m = (inputs[name].double().abs() for name in ("param", "grad", "exp_avg"))
     if problem.guarded:
         g = g / inputs["grad_scale"].double()
-    least = 2.0**-126  # below which a rounding is absolute
-    of_m = 4 * ROUNDING * (beta1 * m + (1 - beta1) * g) + ROUNDING * least
-    of_v = 8 * ROUNDING * expected["exp_avg_sq"] + ROUNDING * least
+    least = 4 * 2.0**-149  # a few absolute roundings
+    of_m = 4 * ROUNDING * (beta1 * m + (1 - beta1) * g) + least
+    v = expected["exp_avg_sq"]
+    of_v = 8 * ROUNDING * v + least
     lr, t = float(inputs["rate"]), float(inputs["step"])
-    step = lr / (1 - beta1**t)
-    denominator = (expected["exp_avg_sq"] / (1 - beta2**t)).sqrt() + eps
-    of_p = step / denominator * (of_m + UPDATE * expected["exp_avg"].abs()) + 3 * ROUNDING * p
-    bounds = (of_p + ROUNDING * least, of_m, of_v)
+    step, root = lr / (1 - beta1**t), (1 - beta2**t) ** -0.5
+    denominator = v.sqrt() * root + eps
+    moved = UPDATE + root * ((v + least).sqrt() - v.sqrt()).nan_to_num(0.0) / denominator
+    of_p = (step * (of_m + moved * expected["exp_avg"].abs()) + least) / denominator
+    bounds = (of_p + 3 * ROUNDING * p + least, of_m, of_v)
     return {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
 
 

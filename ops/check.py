@@ -18,6 +18,7 @@ from jetfire.ops.op import Check
 # a code, and full-row sums of 50257 terms stay within ten times that.
 CODE_SLACK = 2e-3
 SCALE_RTOL = 1e-5
+LARGEST = (2 - 2.0**-23) * 2.0**127  # of fp32
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -190,8 +191,8 @@ def codes(
     """Codes that quantising the exact values allows.
 
     With t = value/scale + (u, or ½ for nearest), every code is in [floor(t − slack),
-    floor(t + slack)], and every scale within rtol of the reference's. Where a block's largest value
-    is as near to 2^-100, it may be zero or not.
+    floor(t + slack)], and every scale within rtol of the reference's. A block whose largest value
+    is as near to 2^-100 may be zero or not, and one as near to fp32's largest number NaN or not.
 
     Args:
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
@@ -210,9 +211,10 @@ def codes(
     give = 127 * bound if noise is None else 127 * bound + noise
     either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
     bound = give / 127 + either * (1 + rtol) * TINY / 127
-    if over is not None:
-        either |= over
-        scale = torch.where(over, expected_scale, scale)
+    edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
+    over = edge if over is None else over | edge
+    either |= over
+    scale = torch.where(over, expected_scale, scale)
     scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
     if not scaled.ok:
         return scaled

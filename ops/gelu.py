@@ -85,6 +85,7 @@ class Gelu(Op):
         else:
             value = gelu.forward(x, x_scale, block, approximate)
         expected = {"value": value, "scale": scales(value.float(), block)[0]}
+        expected["noise"] = _noise(problem, inputs, value)
         if problem.rounding == "stochastic":
             expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
         return expected
@@ -99,8 +100,9 @@ class Gelu(Op):
         from jetfire.ops import check
 
         return check.quantised(
-            outputs, expected["value"], expected["scale"], problem.block, expected.get("u")
-        )
+            outputs, expected["value"], expected["scale"], problem.block, expected.get("u"),
+            noise=expected["noise"],
+        )  # fmt: skip
 
     def peers(
         self, problem: GeluProblem, inputs: Tensors
@@ -128,6 +130,31 @@ class Gelu(Op):
                 return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
 
         return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+def _noise(problem: GeluProblem, inputs: Tensors, value: torch.Tensor) -> torch.Tensor:
+    """What evaluation in fp32 may add to a value, by block.
+
+    Where gelu' crosses 0 its two terms cancel, and what an exponential of y or our fit of Φ is off
+    by, 2^-21·|y| and 2^-18 of it, is of either term. A Φ below 2^-100, or a derivative below 2^-76,
+    may come as 0: 1/(1 + 2^127) does, times its argument of up to 2^50.
+    """
+    import torch
+
+    from jetfire.reference.dequantize import dequantize
+    from jetfire.reference.gelu import gate, slope_terms
+    from jetfire.reference.quantize import block_amax
+
+    block, approximate = problem.block, problem.approximate
+    x = dequantize(inputs["x"], inputs["x_scale"], block, torch.float64)
+    exponent = gate(x, approximate).clamp(min=1e-300).log().abs()
+    relative = 2.0**-18 + 2.0**-21 * exponent
+    if problem.mode == "fwd":
+        noise = relative * value.abs() + 2.0**-100 * x.abs()
+    else:
+        dy = dequantize(inputs["dy"], inputs["dy_scale"], block, torch.float64)
+        noise = dy.abs() * (relative * slope_terms(x, approximate) + 2.0**-76)
+    return block_amax(noise, block).nan_to_num(0.0)
 
 
 OP = Gelu()

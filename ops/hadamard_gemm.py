@@ -115,7 +115,7 @@ class HadamardGemm(Op):
             i["g"], i["q"], i["squares"], i["x_scale"], i["w"], i["w_scale"], i["wt"], seeds, group
         )
         terms = expected.pop("dstep_terms")
-        return expected | {"dstep_w": terms.sum(dim=1), "dstep_bound": dstep_bound(terms)}
+        return expected | {"dstep_w": terms.sum(dim=1), **dstep_bound(terms)}
 
     def check(
         self,
@@ -129,8 +129,8 @@ class HadamardGemm(Op):
 
         found = [check.exact(k, out, expected[k]) for k, out in outputs.items() if k != "dstep_w"]
         if "dstep_w" in outputs:
-            dstep, bound = expected["dstep_w"], expected["dstep_bound"]
-            found.append(check.bounded("dstep_w", outputs["dstep_w"], dstep, bound))
+            dstep, bound, over = (expected[k] for k in ("dstep_w", "dstep_bound", "dstep_over"))
+            found.append(check.bounded("dstep_w", outputs["dstep_w"], dstep, bound, over))
         return check.every(found)
 
     def flops(self, problem: HadamardGemmProblem) -> float:

@@ -16,22 +16,35 @@ CUBIC = 0.044715
 TWICE_ROOT = 2.0 * math.sqrt(2.0 / math.pi)
 
 
+def gate(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """What x is multiplied by, of a float64 tensor: Φ(x) or σ(2u)."""
+    if approximate == "tanh":
+        return torch.sigmoid(TWICE_ROOT * (x + CUBIC * x**3))
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def rise(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """x times the gate's derivative, at a float64 tensor."""
+    if approximate == "tanh":
+        # (1 − σ(z))·z' vanishes for large z, where z' alone would overflow.
+        left = torch.sigmoid(-TWICE_ROOT * (x + CUBIC * x**3))
+        return gate(x) * left * TWICE_ROOT * (x + 3.0 * CUBIC * x**3)
+    return x * torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
+
+
 def gelu(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """GELU of a float64 tensor, elementwise."""
-    if approximate == "tanh":
-        return x * torch.sigmoid(TWICE_ROOT * (x + CUBIC * x**3))
-    return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
+    return x * gate(x, approximate)
 
 
 def gelu_grad(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """GELU's derivative at a float64 tensor, elementwise."""
-    if approximate == "tanh":
-        gate = torch.sigmoid(TWICE_ROOT * (x + CUBIC * x**3))
-        # (1 − σ(z))·z' vanishes for large z, where z' alone would overflow.
-        slope = torch.sigmoid(-TWICE_ROOT * (x + CUBIC * x**3))
-        return gate + gate * slope * TWICE_ROOT * (x + 3.0 * CUBIC * x**3)
-    density = torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
-    return 0.5 * torch.erfc(x * -math.sqrt(0.5)) + x * density
+    return gate(x, approximate) + rise(x, approximate)
+
+
+def slope_terms(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """The magnitudes of the derivative's two terms, added."""
+    return gate(x, approximate) + rise(x, approximate).abs()
 
 
 def forward(
