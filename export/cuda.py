@@ -57,7 +57,7 @@ def host_of(kernel: Kernel) -> Host:
 # --- C declarations ------------------------------------------------------------------------------
 
 
-def prototype(plan: Plan, symbol: str, workspace: bool) -> str:
+def prototype(plan: Plan, symbol: str, workspace: bool, before: str = "") -> str:
     """The exported function's, under any name, in lines of at most `flatten.WIDTH`."""
     parameters = [
         *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
@@ -65,7 +65,7 @@ def prototype(plan: Plan, symbol: str, workspace: bool) -> str:
         *(["void* workspace"] if workspace else []),
         "struct CUstream_st* stream",
     ]
-    return flatten.listed(f"int {symbol}", parameters)
+    return flatten.listed(f"{before}int {symbol}", parameters)
 
 
 def call(plan: Plan, function: str, workspace: bool) -> str:
@@ -231,7 +231,7 @@ def _dispatch(
         "prototype": prototype(plan, plan.name, workspace),
         "prototypes": {v.symbol: prototype(plan, v.symbol, workspace) for v in found},
         "call": call(plan, f"nearest({', '.join(plan.signature.dims)})->launch", workspace),
-        "launch_type": prototype(plan, "Launch", workspace),
+        "launch_type": prototype(plan, "Launch", workspace, "typedef "),
         "takes_workspace": workspace,
     }
     return {
