@@ -409,6 +409,13 @@ def fuzz(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Python whose KERNELS join those of their ops."),
     ] = None,
+    sanitizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOOL",
+            help="Under compute-sanitizer: memcheck, racecheck, initcheck or synccheck.",
+        ),
+    ] = None,
     device: DeviceName = "auto",
     interpreter: Annotated[
         bool, typer.Option("--interpreter", help="Triton kernels on the CPU, interpreted.")
@@ -428,14 +435,14 @@ def fuzz(
     from jetfire.fuzz import command
 
     if reproduce is not None:
-        command.reproduce(reproduce, device, load or ())
+        command.reproduce(reproduce, device, load or (), sanitizer)
         return
     command.fuzz(
         command.Asked(
             ops=() if not op or "all" in op else op, kernels=kernel or (), against=against,
             examples=examples, largest=largest, seed=seed,
             budget_s=_duration("--budget", budget), jobs=jobs, device=device, load=load or (),
-            format=format_, output=output,
+            sanitizer=sanitizer, format=format_, output=output,
         )
     )  # fmt: skip
 

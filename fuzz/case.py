@@ -106,8 +106,12 @@ class Outcome:
     compared: int = 0
 
     @property
+    def checked(self) -> bool:
+        return self.kind != "skipped"
+
+    @property
     def failed(self) -> bool:
-        return self.kind is not None and self.kind != "skipped"
+        return self.checked and self.kind is not None
 
 
 @dataclass(frozen=True)

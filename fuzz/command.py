@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from jetfire import ops
-from jetfire.fuzz import jobs, store
+from jetfire.fuzz import jobs, sanitize, store
 from jetfire.fuzz.case import Case, Failure
 from jetfire.fuzz.jobs import Pair, Plan, Results
 from jetfire.fuzz.search import Report
-from jetfire.fuzz.worker import Isolated, load
+from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.errors import NoDeviceError, UsageError, WrongResultError
 
 SCHEMA = 1
 EXAMPLES, CPU_LARGEST, GPU_LARGEST, MOST_JOBS = 1000, 300, 2048, 8
+SANITIZED_EXAMPLES, SANITIZED_S = 25, 300.0
 COUNTED = ("ragged", "one", "empty", "huge", "strided", "compared", "backward", "skipped")
 MESSAGE = 300  # characters of a failure's that its line has
 
@@ -42,6 +43,7 @@ class Asked:
     jobs: int | None = None
     device: str = "auto"
     load: Sequence[Path] = ()
+    sanitizer: str | None = None
     format: str = "table"
     output: Path | None = None
 
@@ -78,20 +80,36 @@ def fuzz(asked: Asked) -> None:
 
 def _plan(asked: Asked) -> Plan:
     device = Device.parse(asked.device)
+    tool = None if asked.sanitizer is None else _tool(asked.sanitizer, device)
     devices = _alike(device) if asked.device == "auto" else [device]
     on_gpu = device.kind == "cuda"
     count = min(MOST_JOBS * len(devices), (os.cpu_count() or 1) // 2) if on_gpu else 1
     return Plan(
         pairs=_pairs(asked),
         devices=devices,
-        examples=asked.examples or EXAMPLES,
+        examples=asked.examples or (SANITIZED_EXAMPLES if tool else EXAMPLES),
         seed=asked.seed,
-        largest=asked.largest or (GPU_LARGEST if on_gpu else CPU_LARGEST),
+        largest=asked.largest or (GPU_LARGEST if on_gpu and not tool else CPU_LARGEST),
         jobs=asked.jobs or max(1, count),
         deadline=time.monotonic() + asked.budget_s,
         against=asked.against,
         loaded=tuple(file.resolve() for file in asked.load),
+        case_s=SANITIZED_S if tool else CASE_S,
+        sanitizer=tool,
     )
+
+
+def _tool(name: str, device: Device) -> sanitize.Tool:
+    """The sanitizer of a name, once there is what it needs.
+
+    Raises:
+        NoDeviceError: there is no GPU, or no compute-sanitizer.
+    """
+    tool = sanitize.parse(name)
+    if device.kind != "cuda":
+        raise NoDeviceError(f"--sanitizer {name}: needs a CUDA device, here is {device.label}")
+    sanitize.find()
+    return tool
 
 
 def _alike(device: Device) -> list[Device]:
@@ -127,21 +145,23 @@ def _pairs(asked: Asked) -> list[Pair]:
     return pairs
 
 
-def _command(case: Case, device: Device) -> str:
-    return f"jetfire-fuzz --reproduce {case.id}" + (" --interpreter" if device.interpreted else "")
+def _command(case: Case, plan: Plan) -> str:
+    words = ["jetfire-fuzz", "--reproduce", case.id]
+    words += ["--interpreter"] if plan.devices[0].interpreted else []
+    return " ".join(words + (["--sanitizer", plan.sanitizer] if plan.sanitizer else []))
 
 
-def _line(failure: Failure, device: Device) -> str:
+def _line(failure: Failure, plan: Plan) -> str:
     case, text = failure.case, " ".join(failure.message.split())
     short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
-    return f"{case.op} {case.kernel}: {failure.kind}: {short}; {_command(case, device)}"
+    return f"{case.op} {case.kernel}: {failure.kind}: {short}; {_command(case, plan)}"
 
 
 def _say(report: Report, plan: Plan, form: str) -> None:
     """Save and print a batch's failure."""
     for failure in report.failures:
         store.save(failure, plan.devices[0], plan.loaded)
-        print(_line(failure, plan.devices[0]), flush=True,
+        print(_line(failure, plan), flush=True,
               file=sys.stdout if form == "table" else sys.stderr)  # fmt: skip
 
 
@@ -154,6 +174,7 @@ def _summary(plan: Plan, results: Results) -> dict[str, Any]:
         "seed": plan.seed,
         "largest": plan.largest,
         "against": plan.against,
+        "sanitizer": plan.sanitizer,
         "out_of_time": time.monotonic() > plan.deadline,
         "pairs": [
             {
@@ -206,7 +227,9 @@ def _show(summary: dict[str, Any], form: str) -> None:
     print(f"jetfire: {'; '.join(notes)}", file=sys.stderr)
 
 
-def reproduce(name: str, device_name: str, loaded: Sequence[Path]) -> None:
+def reproduce(
+    name: str, device_name: str, loaded: Sequence[Path] = (), sanitizer: str | None = None
+) -> None:
     """Run a saved case again.
 
     Raises:
@@ -215,10 +238,12 @@ def reproduce(name: str, device_name: str, loaded: Sequence[Path]) -> None:
     saved = store.find(name)
     files = dict.fromkeys([*saved.loaded, *(file.resolve() for file in loaded)])
     device = Device.parse(device_name)
+    tool = None if sanitizer is None else _tool(sanitizer, device)
     for file in files:
         load(file)
     ops.get_kernel(saved.case.op, saved.case.kernel)
-    with contextlib.closing(Isolated(device, tuple(files))) as executor:
+    limit = SANITIZED_S if tool else CASE_S
+    with contextlib.closing(Isolated(device, tuple(files), limit, tool)) as executor:
         outcome = executor.run(saved.case)
     if outcome.kind == "skipped":
         raise UsageError(f"{name}: {outcome.message} on {device.label}")

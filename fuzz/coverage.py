@@ -6,8 +6,7 @@ from math import prod
 
 from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
-
-HUGE = 2**31  # elements
+from jetfire.fuzz.draw import HUGE
 
 
 def traits(case: Case, outcome: Outcome) -> list[str]:

@@ -33,6 +33,8 @@ OFFSETS = (0, 1, 2, 4, 8, 16)
 MULTIPLES = (16, 32, 64, 128, 256)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
+HUGE = 2**31  # elements of a matrix, beyond which 32 bits do not count them
+WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,29 @@ def draw_case(
         )  # fmt: skip
     assume(False)
     raise AssertionError
+
+
+def huge_case(
+    op: Op, kernel: Kernel, device: Device, pool: list[Variant], rng: random.Random
+) -> Case | None:
+    """An example with a matrix of more elements than 32 bits count; None where none is taken."""
+    dims = [name for name in op.dims if name in sizes_of(op)]
+    if len(dims) < 2:
+        return None
+    for _ in range(TRIES):
+        variant, (long, wide) = rng.choice(pool), rng.sample(dims, 2)
+        width = rng.choice(WIDTHS)
+        sizes = dict.fromkeys(sizes_of(op), rng.choice((2, 16, 64)))
+        sizes |= {wide: width, long: HUGE // width + rng.choice((1, 16, 100))}
+        for unit in (1, 16, 128):
+            problem = problem_of(op, variant.flags, _rounded(sizes, unit))
+            if problem is None or _legal(kernel, problem, {}, device) is None:
+                continue
+            config = _legal(kernel, problem, variant.config, device)
+            config = config or kernel.default(problem, device)
+            return Case(op.name, kernel.name, problem.as_dict(), config.as_dict(),
+                        data_seed=rng.getrandbits(31))  # fmt: skip
+    return None
 
 
 def _distribution(data: st.DataObject) -> str:

@@ -1,10 +1,104 @@
-"""Calls of public functions with empty tensors."""
+"""Calls of public functions with empty tensors: no kernel sees them, but shapes must be right."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
+from jetfire.ops import functional
 from jetfire.ops.device import Device
+from jetfire.ops.op import Op, Tensors
+
+UNIT = 256  # every op takes multiples of it, and sizes of tensors are linear in them
+_OTHER_NAMES = {"hadamard_quantize": "int4_quantize"}
+# Sums over nothing; other outputs that are not empty may hold what they like.
+_ZERO = {
+    "gemm": ("k", None),
+    "int4_gemm": ("k", None),
+    "column_sum": ("m", None),
+    "layernorm": ("m", ("dweight", "dbias")),
+}
+
+
+def function(op: Op, mode: str) -> Any:
+    """The function that a caller of an op in one mode calls; None where there is none."""
+    names = (_OTHER_NAMES.get(op.name, ""), f"int8_{op.name}", f"int4_{op.name}", op.name)
+    suffix = "_backward" if mode == "bwd" else ""
+    found = (getattr(functional, name + suffix, None) for name in names if name)
+    return next((f for f in found if callable(f)), None)
 
 
 def run(case: Case, device: Device) -> Outcome:
+    """Call it with the tensors of the case's sizes, and look at what it returns."""
+    op, fields = ops.get(case.op), case.problem
+    call = function(op, fields.get("mode", "fwd"))
+    inputs = _inputs(op, fields, device.torch_device, case)
+    given = {**fields, "packed": fields.get("operands") == "packed", **inputs}
+    parameters = inspect.signature(call).parameters
+    bias, c = (inputs[k].clone() if k in inputs else None for k in ("bias", "c"))
+    returned = call(**{name: given[name] for name in parameters if name in given})
+    found = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    expected = _shapes(op, fields)
+    if case.op == "adamw":  # what is updated is not returned
+        expected = {k: v for k, v in expected.items() if k not in inputs}
+    shapes = [tuple(tensor.shape) for tensor in found]
+    if shapes != list(expected.values()):
+        return Outcome("wrong", f"shapes {shapes}: expected {expected}")
+    for name, tensor in zip(expected, found, strict=True):
+        if _is_sum(case, name):
+            value = torch.zeros_like(tensor)
+            for term in (bias, c) if name == "c" else ():
+                value = value if term is None else value + term
+            if not torch.equal(tensor, value.to(tensor.dtype)):
+                return Outcome("wrong", f"{name}: a sum of nothing is not 0")
     return Outcome()
+
+
+def _is_sum(case: Case, name: str) -> bool:
+    """Whether an output is a sum over a size of 0."""
+    over, outputs = _ZERO.get(case.op, (None, None))
+    if over is None or case.problem[over] != 0 or case.problem.get("out") == "int8":
+        return False
+    return outputs is None or name in outputs
+
+
+def _sized(op: Op, fields: Mapping[str, Any], size: int) -> Any:
+    """The problem with a size in place of 0."""
+    return op.Problem.parse({k: size if _is_zero(v) else v for k, v in fields.items()})
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
+
+
+def _at_zero(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """A shape at 0, of those at a size and at twice that size."""
+    return tuple(2 * a - b for a, b in zip(first, second, strict=True))
+
+
+def _both(op: Op, fields: Mapping[str, Any]) -> list[tuple[Any, Tensors]]:
+    meta = torch.device("meta")
+    problems = [_sized(op, fields, size) for size in (UNIT, 2 * UNIT)]
+    return [(problem, op.inputs(problem, meta)) for problem in problems]
+
+
+def _shapes(op: Op, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the outputs."""
+    first, second = (op.outputs(problem, inputs) for problem, inputs in _both(op, fields))
+    return {name: _at_zero(first[name].shape, second[name].shape) for name in first}
+
+
+def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Case) -> Tensors:
+    """Of the smaller problem, cut."""
+    (problem, first), (_, second) = _both(op, fields)
+    made = op.inputs(problem, device, case.data_seed, case.data)
+    cut = {}
+    for name, tensor in made.items():
+        shape = _at_zero(first[name].shape, second[name].shape)
+        cut[name] = tensor[tuple(slice(0, size) for size in shape)].contiguous()
+    return cut

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from jetfire import ops
-from jetfire.fuzz.search import BATCH, Report, run_batch
+from jetfire.fuzz.sanitize import Tool
+from jetfire.fuzz.search import BATCH, Report, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError
@@ -21,6 +25,7 @@ from jetfire.tuner import interrupts
 from jetfire.tuner.process import Worker
 
 Pair = tuple[str, str]
+HUGE = -1  # the number of a batch of one example, alone on its device
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Plan:
         deadline: of `time.monotonic`, after which no case is begun.
         against: the kernel of each op that outputs are compared with.
         loaded: files with kernels of their own.
+        case_s: seconds that a case may take.
+        sanitizer: the tool that workers run under.
     """
 
     pairs: Sequence[Pair]
@@ -46,16 +53,28 @@ class Plan:
     against: str | None = None
     loaded: Sequence[Path] = ()
     case_s: float = CASE_S
+    sanitizer: Tool | None = None
+
+    def executor(self, device: Device) -> Isolated:
+        return Isolated(device, self.loaded, self.case_s, self.sanitizer)
 
     def units(self) -> Iterator[tuple[Pair, int]]:
-        """Batches, those of the same number of all pairs together."""
+        """Batches, those of the same number of all pairs together; huge ones come last."""
         for number in range(-(-self.examples // BATCH)):
             for pair in self.pairs:
                 yield pair, number
+        if self.devices[0].kind == "cuda" and self.sanitizer is None and self.against is None:
+            for pair in self.pairs:
+                yield pair, HUGE
 
     def run(self, unit: tuple[Pair, int], device: Device, executor: Isolated) -> Report:
         (name, kernel), number = unit
         op = ops.get(name)
+        if number == HUGE:
+            with FileLock(Path(tempfile.gettempdir()) / f"jetfire-fuzz-{device.index}.lock"):
+                return run_huge(
+                    op, ops.get_kernel(name, kernel), device, self.seed, executor, self.deadline
+                )
         other = None if self.against is None else ops.get_kernel(name, self.against)
         wanted = min(BATCH, self.examples - number * BATCH)
         return run_batch(
@@ -76,7 +95,7 @@ class Results:
     def add(self, report: Report) -> None:
         pair = report.op, report.kernel
         self.pairs[pair].merge(report)
-        if report.failures or not report.examples:
+        if report.failures or not self.pairs[pair].examples:
             self.closed.add(pair)  # one failure is enough; or nothing is legal here
         self.said(report)
 
@@ -96,7 +115,7 @@ def run(plan: Plan, results: Results) -> None:
 
 def _run_here(plan: Plan, results: Results) -> None:
     device = plan.devices[0]
-    with contextlib.closing(Isolated(device, plan.loaded, plan.case_s)) as executor:
+    with contextlib.closing(plan.executor(device)) as executor:
         for unit in plan.units():
             if results.wanted(unit):
                 results.add(plan.run(unit, device, executor))
@@ -137,7 +156,7 @@ def _answer(job: Worker) -> Report:
 
 def drive(connection: Connection, plan: Plan, device: Device) -> None:
     """Answers a unit of the plan with its report, or with an error."""
-    with contextlib.closing(Isolated(device, plan.loaded, plan.case_s)) as executor:
+    with contextlib.closing(plan.executor(device)) as executor:
         for file in plan.loaded:
             load(file)
         while True:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -24,6 +25,7 @@ from jetfire.ops.op import Kernel, Op
 
 BATCH = 25
 SPARE = BATCH // 2  # Hypothesis counts a case that it draws twice as two
+HUGE_TRIES = 4  # at a problem that fits
 SHRINK_S = 60.0  # to make one failing case smaller
 
 
@@ -108,8 +110,17 @@ class _Search:
     def still_fails(self, case: Case) -> bool:
         return not self.try_case(case)
 
-    def more_time(self) -> None:
-        self._deadline = time.monotonic() + SHRINK_S
+    def skipped(self, case: Case) -> bool:
+        return case.as_json() in self._known and not self._known[case.as_json()].checked
+
+    def done(self, device: Device, began: float) -> Report:
+        """The report of what was run, with the failure made small."""
+        if self.failure is not None:
+            self._deadline = time.monotonic() + SHRINK_S
+            simplify(self.failure.case, device, self.still_fails)
+            self._report.failures.append(self.failure)
+        self._report.seconds = time.monotonic() - began
+        return self._report
 
 
 def run_batch(
@@ -117,13 +128,12 @@ def run_batch(
     executor: Executor, against: Kernel | None = None, deadline: float = math.inf,
 ) -> Report:  # fmt: skip
     """Examples of one batch, the same for the same seed and number; ends at the first failure."""
-    report = Report(op.name, kernel.name)
     began = time.monotonic()
     rng = random.Random(f"{seed}:{op.name}:{kernel.name}:{number}")
+    search = _Search(executor, Report(op.name, kernel.name), examples, deadline)
     pool = draw.variants(op, kernel, device, rng, against)
     if not pool:
-        return report
-    search = _Search(executor, report, examples, deadline)
+        return search.done(device, began)
 
     def one(data: st.DataObject) -> None:
         if not search.try_case(draw.draw_case(data, op, kernel, device, pool, largest)):
@@ -131,19 +141,28 @@ def run_batch(
 
     test = settings(
         max_examples=examples + SPARE, deadline=None, database=None, print_blob=False,
+        phases=(Phase.generate, Phase.shrink),
         report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
     )(given(st.data())(one))  # fmt: skip
-    try:
+    with contextlib.suppress(Unsatisfiable, _Wrong):  # the one where nothing drawn was legal
         hypothesis_seed(rng.getrandbits(64))(test)()
-    except Unsatisfiable:
-        pass  # nothing drawn was legal
-    except _Wrong:
-        assert search.failure is not None
-        search.more_time()
-        simplify(search.failure.case, device, search.still_fails)
-        report.failures.append(search.failure)
-    report.seconds = time.monotonic() - began
-    return report
+    return search.done(device, began)
+
+
+def run_huge(
+    op: Op, kernel: Kernel, device: Device, seed: int, executor: Executor,
+    deadline: float = math.inf,
+) -> Report:  # fmt: skip
+    """One example beyond 2^31 elements, of the few drawn the first that fits in memory."""
+    began = time.monotonic()
+    rng = random.Random(f"{seed}:{op.name}:{kernel.name}:huge")
+    search = _Search(executor, Report(op.name, kernel.name), HUGE_TRIES, deadline)
+    pool = draw.variants(op, kernel, device, rng)
+    for _ in range(HUGE_TRIES if pool else 0):
+        case = draw.huge_case(op, kernel, device, pool, rng)
+        if case is None or not search.try_case(case) or not search.skipped(case):
+            break
+    return search.done(device, began)
 
 
 def fuzz_kernel(

@@ -6,14 +6,16 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 from jetfire import ops
+from jetfire.fuzz import sanitize
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.fuzz.run import run_case
+from jetfire.fuzz.run import Mode, run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.process import Worker
@@ -72,30 +74,40 @@ class Isolated:
     Args:
         loaded: files whose kernels it adds to those of their ops.
         case_s: seconds that a case may take, compilation included.
+        sanitizer: the tool that it runs under, if any.
     """
 
-    def __init__(self, device: Device, loaded: Sequence[Path] = (), case_s: float = CASE_S) -> None:
+    def __init__(
+        self, device: Device, loaded: Sequence[Path] = (), case_s: float = CASE_S,
+        sanitizer: sanitize.Tool | None = None,
+    ) -> None:  # fmt: skip
         self._device, self._loaded, self._case_s = device, tuple(loaded), case_s
+        self._sanitizer = sanitizer
         self._worker: Worker | None = None
+        self._session: sanitize.Session | None = None
 
     def run(self, case: Case) -> Outcome:
+        outcome, usable = self._answer(case)
+        if self._session is not None and (said := self._session.said()):
+            outcome = Outcome("sanitizer", said)
+        if not usable:
+            self.close()
+        return outcome
+
+    def _answer(self, case: Case) -> tuple[Outcome, bool]:
+        """What the worker says, and whether it is fit for more."""
         worker = self._ready()
         try:
             worker.ask(case)
             if not worker.connection.poll(self._case_s):
-                self.close()
-                return Outcome("timeout", f"no answer in {self._case_s:.0f} s")
-            outcome, usable = worker.answer()
+                return Outcome("timeout", f"no answer in {self._case_s:.0f} s"), False
+            answer: tuple[Outcome, bool] = worker.answer()
+            return answer
         except (EOFError, OSError):
-            message = worker.last_words()
-            self.close()
-            return Outcome("crash", message)
+            return Outcome("crash", worker.last_words()), False
         except BaseException:  # Ctrl-C: it is at something that nobody waits for
             self.close()
             raise
-        if not usable:
-            self.close()
-        return outcome
 
     def _ready(self) -> Worker:
         """A worker that has begun.
@@ -104,7 +116,12 @@ class Isolated:
             UsageError: it cannot start.
         """
         if self._worker is None:
-            self._worker = Worker(serve, self._device, self._loaded)
+            mode = Mode()
+            if self._sanitizer is not None:
+                self._session = sanitize.Session(self._sanitizer)
+                mode = sanitize.mode(self._sanitizer)
+            under = self._session.command() if self._session else ()
+            self._worker = Worker(serve, self._device, self._loaded, mode, under=under)
             reason: str | None = f"no worker started in {START_S:.0f} s"
             if self._worker.connection.poll(START_S):
                 try:
@@ -119,10 +136,12 @@ class Isolated:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+        if self._session is not None:
+            self._session.close()
+        self._worker = self._session = None
 
 
-def serve(connection: Connection, device: Device, loaded: Sequence[Path]) -> None:
+def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: Mode) -> None:
     """Answers with None once it has started, or with why not; then each case with its outcome.
 
     With an outcome comes whether the worker is fit for more: not after an error that leaves the
@@ -138,7 +157,11 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path]) -> Non
     connection.send(None)
     while True:
         (case,) = connection.recv()
-        connection.send((run_case(case, device), _usable(device)))
+        outcome = run_case(case, device, mode)
+        usable = _usable(device)
+        if outcome.kind == "raised" and not usable:  # an illegal address, say
+            outcome = replace(outcome, kind="crash")
+        connection.send((outcome, usable))
 
 
 def _usable(device: Device) -> bool:

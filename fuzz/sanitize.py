@@ -1,0 +1,95 @@
+"""NVIDIA's compute-sanitizer around the worker, and what it says of a case."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from jetfire.fuzz.run import Mode
+from jetfire.ops.errors import NoDeviceError, UsageError
+
+Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+PROGRAM = "compute-sanitizer"
+# Reports are written after the device was waited for, by another process.
+DELAY_S = 0.1
+# Without an error a log has these lines alone, and empty ones.
+_QUIET = ("COMPUTE-SANITIZER", "SUMMARY: 0", "Target application terminated", "Process didn't")
+_OPTIONS: dict[Tool, tuple[str, ...]] = {
+    # Allocations next to each other would hide a write beyond one of them.
+    "memcheck": ("--padding", "4096", "--report-api-errors", "no"),
+    "racecheck": (),
+    "initcheck": (),
+    "synccheck": (),
+}
+
+
+def find() -> str:
+    """The program's path: on PATH, or in CUDA_HOME's or the toolkit's usual folder.
+
+    Raises:
+        NoDeviceError: there is none.
+    """
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(str(Path(home) / "bin") for home in homes if home)]
+    path = shutil.which(PROGRAM, path=os.pathsep.join(folders))
+    if path is None:
+        raise NoDeviceError(f"--sanitizer: no {PROGRAM} on PATH or in CUDA_HOME/bin")
+    return path
+
+
+def parse(tool: str) -> Tool:
+    for known in TOOLS:
+        if tool == known:
+            return known
+    raise UsageError(f"--sanitizer {tool}: expected {' or '.join(TOOLS)}")
+
+
+def mode(tool: Tool) -> Mode:
+    """How cases are run for a tool to see the kernel's own accesses, and only these.
+
+    To memcheck a guard zone is memory like any other; for initcheck nothing may be filled.
+    """
+    guarded = tool in ("racecheck", "synccheck")
+    plain = Mode(host=True, initialised=tool != "initcheck")
+    return plain if guarded else Mode(host=True, guard=0, initialised=plain.initialised)
+
+
+@dataclass
+class Session:
+    """One worker's sanitizer, and how much of its log has been read."""
+
+    tool: Tool
+
+    def __post_init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        self._read = 0
+
+    def command(self) -> list[str]:
+        """What runs Python; every tensor is an allocation of its own."""
+        return [
+            "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", find(), "--tool", self.tool,
+            "--log-file", str(self._log), *_OPTIONS[self.tool],
+        ]  # fmt: skip
+
+    def said(self) -> str:
+        """What is new and no mere banner, in one line; empty where nothing is wrong."""
+        time.sleep(DELAY_S)
+        if not self._log.exists():
+            return ""
+        with self._log.open(errors="replace") as log:
+            log.seek(self._read)
+            new = log.read()
+            self._read = log.tell()
+        lines = [line.strip("= \n") for line in new.splitlines()]
+        told = [line for line in lines if line and not any(quiet in line for quiet in _QUIET)]
+        return " · ".join(told)
+
+    def close(self) -> None:
+        self._folder.cleanup()
