@@ -1,0 +1,343 @@
+"""The PyTorch operator around a library's function: what templates of three targets need to know.
+
+Inputs come in the function's order; sizes are read off their shapes, and one that no shape shows is
+an argument; outputs are allocated and returned, updated tensors are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import jetfire
+from jetfire.export.library import Library
+from jetfire.export.plan import Plan, Tuned
+from jetfire.export.samples import Sample
+from jetfire.export.signature import Extent, Parameter, Signature
+from jetfire.export.target import cuda_home
+from jetfire.ops.op import Tensors
+
+WIDTH = 100
+# The oldest PyTorch whose stable C++ interface has all that is used; also as its headers want it.
+TORCH = "2.11"
+TORCH_TARGET = "0x020b000000000000"
+SCALAR_TYPES = {
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float32: "Float",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Half",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Where a size is read.
+
+    Attributes:
+        tensor: an input that has it as its side number `side`; None where it is an argument.
+    """
+
+    name: str
+    tensor: Parameter | None
+    side: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A tensor of the sample, as self-tests list it.
+
+    Attributes:
+        written: the shape of the part, from the tensor's beginning, that a call must write.
+        tolerance: of ‖written − expected‖/‖expected‖; 0 where bits must be equal.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    written: tuple[int, ...]
+    tolerance: float
+
+
+def sizes_of(signature: Signature) -> tuple[Size, ...]:
+    """Each size, in the function's order."""
+    found = ((dim, signature.dim_from(dim)) for dim in signature.dims)
+    return tuple(Size(dim, *(origin or (None, 0))) for dim, origin in found)
+
+
+def asked(signature: Signature) -> list[str]:
+    """The sizes that are arguments."""
+    return [size.name for size in sizes_of(signature) if size.tensor is None]
+
+
+def allocated(signature: Signature) -> tuple[Parameter, ...]:
+    """What a call returns."""
+    return tuple(p for p in signature.parameters if p.role == "output")
+
+
+def schema(signature: Signature) -> str:
+    """An operator's type as `torch.library` writes it, without its name."""
+    aliases = iter("abcdefghijklmnopqrstuvwxyz")
+    taken = [
+        f"Tensor({next(aliases)}!) {p.name}" if p.role == "updated" else f"Tensor {p.name}"
+        for p in signature.inputs
+    ]
+    taken += [f"SymInt {dim}" for dim in asked(signature)]
+    given = ["Tensor"] * len(allocated(signature))
+    returned = given[0] if len(given) == 1 else f"({', '.join(given)})"
+    return f"({', '.join(taken)}) -> {returned}"
+
+
+def fill(items: Iterable[str], column: int, indent: int) -> str:
+    """Items with commas, from a column on, in lines of at most `WIDTH` that begin at an indent."""
+    lines, room = [""], WIDTH - column
+    for item in items:
+        if lines[-1] and len(lines[-1]) + len(item) + 3 > room:
+            lines.append("")
+            room = WIDTH - indent
+        lines[-1] += f"{item}, "
+    return ("\n" + " " * indent).join(line.strip() for line in lines).removesuffix(",")
+
+
+def text(words: str, prefix: str) -> str:
+    """Prose in lines that begin with a prefix, the first but for that."""
+    lines = textwrap.wrap(words, WIDTH - len(prefix), break_on_hyphens=False)
+    return f"\n{prefix}".join(lines)
+
+
+def c_string(content: str, indent: int) -> str:
+    """C++ of a string in lines at an indent, cut after commas."""
+    pieces, room = [""], WIDTH - indent - 4
+    for word in re.split(r"(?<=, )", content):
+        if pieces[-1] and len(pieces[-1]) + len(word) > room:
+            pieces.append("")
+        pieces[-1] += word
+    return ("\n" + " " * indent).join(f'"{piece}"' for piece in pieces)
+
+
+def fit(line: str, rest: str) -> str:
+    """A statement on one line, or two where it is too long for one; the line's indent is 2."""
+    return f"{line} {rest}" if len(line) + len(rest) < WIDTH - 2 else f"{line}\n      {rest}"
+
+
+def _definition(name: str, taken: Sequence[str], returned: str) -> str:
+    """A Python function's first line or lines."""
+    whole = f"def {name}({', '.join(taken)}) -> {returned}:"
+    if len(whole) <= WIDTH:
+        return whole
+    inner = f"    {', '.join(taken)}"
+    if len(inner) > WIDTH:
+        inner = "\n".join(f"    {each}," for each in taken)
+    return f"def {name}(\n{inner}\n) -> {returned}:"
+
+
+def python(extent: Extent) -> str:
+    """An extent as Python computes it."""
+    return extent.c().replace(" / ", " // ")
+
+
+def python_shape(parameter: Parameter) -> str:
+    """A parameter's shape as a Python tuple."""
+    sides = [python(extent) for extent in parameter.shape]
+    return f"({', '.join(sides)}{',' if len(sides) == 1 else ''})"
+
+
+def c_shape(parameter: Parameter) -> str:
+    """A parameter's shape as a C++ initializer list."""
+    return f"{{{', '.join(extent.c() for extent in parameter.shape)}}}"
+
+
+def scalar_type(parameter: Parameter) -> str:
+    """Its dtype in C++."""
+    return SCALAR_TYPES[parameter.dtype]
+
+
+def dtype_name(parameter: Parameter) -> str:
+    """Its dtype without ``torch.``."""
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _address(parameter: Parameter) -> str:
+    """C++ of a tensor's address, as the function takes it."""
+    data = "const_data_ptr" if parameter.role == "input" else "mutable_data_ptr"
+    return f"static_cast<{parameter.pointer}>({parameter.name}.{data}())"
+
+
+def recorded(plan: Plan, sample: Sample) -> list[Recorded]:
+    """The sample's tensors in the function's order."""
+    parameters = plan.signature.parameters
+    outputs = {p.key: sample.expected[p.name] for p in plan.signature.outputs}
+    parts = plan.op.written(sample.problem, sample.inputs, outputs)
+    found = []
+    for p in parameters:
+        tensor = sample.inputs[p.name] if p.role == "input" else sample.expected[p.name]
+        part = tensor if p.role == "input" else parts[p.key]
+        assert part.storage_offset() == tensor.storage_offset()
+        found.append(
+            Recorded(
+                p.name,
+                p.role,
+                dtype_name(p),
+                tuple(tensor.shape),
+                tuple(part.shape),
+                sample.tolerance.get(p.name, 0.0),
+            )  # fmt: skip
+        )
+    return found
+
+
+def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
+    """What every template may use."""
+    signature = plan.signature
+    given = allocated(signature)
+    sizes = sizes_of(signature)
+    numbers = asked(signature)
+    tensors = [f"const Tensor& {p.name}" for p in signature.inputs]
+    cpp_numbers = [f"int64_t {dim}" for dim in numbers]
+    python_taken = [f"{p.name}: torch.Tensor" for p in signature.inputs]
+    python_taken += [f"{dim}: int" for dim in numbers]
+    names = [p.name for p in signature.inputs] + numbers
+    scratch = ["zeros"] if library.workspace else []
+    every = [p.name for p in signature.parameters] + numbers + scratch
+    return {
+        "plan": plan,
+        "library": library,
+        "name": plan.name,
+        "version": jetfire.__version__,
+        "summary": plan.op.summary[0].upper() + plan.op.summary[1:],
+        "signature": signature,
+        "fixed": ", ".join(f"{k}={str(v).lower()}" for k, v in plan.fixed.items()),
+        "inputs": signature.inputs,
+        "outputs": given,
+        "updated": [p for p in signature.inputs if p.role == "updated"],
+        "sizes": sizes,
+        "asked": numbers,
+        "schema": schema(signature),
+        "cpp_taken": tensors + cpp_numbers,
+        "cpp_all": [f"const Tensor& {p.name}" for p in signature.parameters]
+        + cpp_numbers
+        + [f"const Tensor& {each}" for each in scratch],
+        "pybind_arguments": [f'arg("{each}")' for each in every],
+        "define": lambda name: _definition(name, python_taken, _returned(given)),
+        "python_names": names,
+        "passed": _passed(plan, library, sizes),
+        "result": _result(given),
+        "quoted_library": [f'"csrc/{file}"' for file in sorted(library.files)],
+        "quoted_sources": [f'"csrc/{s}"' for s in (*library.cuda_sources, *library.c_sources)],
+        "recorded": recorded(plan, sample),
+        "recorded_sizes": plan.sizes(sample.problem),
+        "tuned": [plan.sizes(t.problem) for t in plan.tuned],
+        "origins": [origin(plan, t) for t in plan.tuned],
+        "gpu": plan.tuned[0].entry.provenance.get("gpu"),
+        "others": sorted(set(library.files) - {f"{plan.name}.h"}),
+        "capability": "{}.{}".format(*plan.capability),
+        "sm": "{}{}".format(*plan.capability),
+        "torch": TORCH,
+        "torch_target": TORCH_TARGET,
+        "c_shape": c_shape,
+        "c_string": c_string,
+        "fit": fit,
+        "text": text,
+        "dtype_name": dtype_name,
+        "fill": fill,
+        "python_shape": python_shape,
+        "scalar_type": scalar_type,
+    }
+
+
+def _result(given: Sequence[Parameter]) -> str:
+    """What the C++ function returns."""
+    if not given:
+        return "void"
+    return "Tensor" if len(given) == 1 else f"std::tuple<{', '.join(['Tensor'] * len(given))}>"
+
+
+def _returned(given: Sequence[Parameter]) -> str:
+    """What the Python function returns."""
+    if not given:
+        return "None"
+    tensors = ["torch.Tensor"] * len(given)
+    return tensors[0] if len(given) == 1 else f"tuple[{', '.join(tensors)}]"
+
+
+def _passed(plan: Plan, library: Library, sizes: Sequence[Size]) -> list[str]:
+    """C++ of what the C function is given: of a tensor's, a size's and the workspace's names."""
+    found = [_address(p) for p in plan.signature.parameters]
+    found += [f'narrow({size.name}, "{size.name}")' for size in sizes]
+    return [
+        *found,
+        *(["workspace"] if library.workspace else []),
+        "static_cast<CUstream_st*>(stream)",
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a README says of a problem: `microseconds` is None where another's config is used."""
+
+    sizes: tuple[int, ...]
+    config: str
+    microseconds: float | None
+    where: str
+
+
+def origin(plan: Plan, tuned: Tuned) -> Origin:
+    """Where its config comes from, in words."""
+    entry, problem = tuned.entry, tuned.problem
+    exact = entry.problem == problem.as_dict()
+    nearest = "×".join(str(entry.problem[dim]) for dim in plan.op.dims)
+    where = f"on {entry.provenance.get('gpu')}, {entry.provenance.get('date')}"
+    return Origin(
+        tuple(plan.sizes(problem).values()),
+        ", ".join(f"{name}={value}" for name, value in tuned.config.as_dict().items()),
+        round(1e3 * entry.ms, 2) if exact else None,
+        where if exact else f"for {nearest}, {where}",
+    )
+
+
+def caller(plan: Plan, function: Callable[..., Any]) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    """Calls the operator with a problem's tensors; it allocates what it returns."""
+    signature = plan.signature
+    numbers = asked(signature)
+    given = allocated(signature)
+    updated = [p for p in signature.inputs if p.role == "updated"]
+
+    def call(problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
+        tensors = signature.tensors(inputs, outputs)
+        found = function(
+            *(tensors[p.name] for p in signature.inputs), *(getattr(problem, d) for d in numbers)
+        )
+        several = (found,) if len(given) == 1 else found or ()
+        returned = {p.key: tensor for p, tensor in zip(given, several, strict=True)}
+        return {**{p.key: outputs[p.key] for p in updated}, **returned}
+
+    return call
+
+
+def imported(name: str, file: Path) -> ModuleType:
+    """A package's module from its `__init__.py`, wherever that is."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the CUDA toolkit that was found."""
+    return {**os.environ, "CUDA_HOME": str(cuda_home())}
