@@ -49,6 +49,13 @@ class TorchKernel(Kernel):
                 out.copy_(results[name])
 
 
+def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A (m×k)·Bᵀ (n×k) of int8 codes, int32 m×n; of no K, zeros."""
+    if a.shape[1] <= 1:  # torch 2.13's own is wrong for K of 1, and takes no K of 0
+        return (a[:, None].int() * b[None].int()).sum(dim=2, dtype=torch.int32)
+    return torch._int_mm(a.contiguous(), b.contiguous().t())
+
+
 def with_transpose(q: torch.Tensor, scale: torch.Tensor) -> Tensors:
     """``q, scale, qt, scale_t`` of codes and scales."""
     qt, scale_t = transpose(q, scale)

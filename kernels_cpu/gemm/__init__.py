@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jetfire.kernels_cpu.common import TorchKernel, with_transpose
+from jetfire.kernels_cpu.common import TorchKernel, integers, with_transpose
 from jetfire.ops.op import Tensors
 from jetfire.reference.quantize import quantize, spread
 
@@ -20,7 +20,7 @@ def product(
     c = torch.zeros((m, n))
     for i in range(a_scale.shape[1]):
         part = slice(i * block, min(k, (i + 1) * block))
-        inner = torch._int_mm(a[:, part].contiguous(), b[:, part].t().contiguous()).float()
+        inner = integers(a[:, part], b[:, part]).float()
         rows = spread(a_scale[:, i, None], block, m, 1)
         cols = spread(b_scale[:, i, None], block, n, 1)
         c += inner.mul_(rows * cols.t())

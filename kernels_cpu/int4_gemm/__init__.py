@@ -6,18 +6,11 @@ from typing import Any
 
 import torch
 
-from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+from jetfire.kernels_cpu.common import NoConfig, TorchKernel, integers
 from jetfire.ops.op import Tensors
 from jetfire.reference.bit_split import HIGH
 from jetfire.reference.int4_gemm import scaled
 from jetfire.reference.nibbles import unpack
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A·Bᵀ in int32; over nothing, zeros."""
-    if a.shape[1] == 0:
-        return torch.zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
-    return torch._int_mm(a, b.t())
 
 
 class IntMm(TorchKernel):
@@ -36,10 +29,10 @@ class IntMm(TorchKernel):
             a, b = unpack(a), unpack(b)
         if problem.product == "wgrad":
             high, end = inputs["counts"].tolist()
-            sums = HIGH * _product(a[:, :high], b[:, :high])
-            sums += _product(a[:, high:end], b[:, high:end])
+            sums = HIGH * integers(a[:, :high], b[:, :high])
+            sums += integers(a[:, high:end], b[:, high:end])
         else:
-            sums = _product(a, b) >> (8 if problem.shifted else 0)
+            sums = integers(a, b) >> (8 if problem.shifted else 0)
         return {"c": scaled(sums, inputs["a_scale"], inputs["b_scale"], weight, inputs.get("bias"))}
 
     def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
