@@ -1,123 +1,311 @@
-"""Exported kernels: complete, refused clearly, and right when launched without the package."""
+"""Exports as whoever gets them has them: built with what their README asks for, loaded, tested."""
 
-import importlib.util
-import json
+import ctypes
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
-import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from jetfire import ops
+from jetfire.bench.export_report import sections
 from jetfire.bench.plan import Case
-from jetfire.export import command
-from jetfire.ops import profiles, run
-from jetfire.ops.errors import JetfireWarning, UsageError
+from jetfire.bench.results import Results, Row
+from jetfire.cli import execute
+from jetfire.export import command, measure, samples, suite
+from jetfire.export.library import Library, header
+from jetfire.export.plan import make
+from jetfire.export.targets import c_library
+from jetfire.ops import profiles
 
-EXPORT = """
-import json, sys
-from pathlib import Path
-from jetfire import ops
-from jetfire.export import export
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import JetfireError
-name, fields, capability, folder = json.loads(sys.argv[1])
-op, kernel = ops.get(name), ops.get_kernel(name, "triton")
-problem = op.Problem.parse(fields)
-config = kernel.default(problem, target_device(tuple(capability)))
+SHIPPED = Path(__file__).parent.parent / "profiles"
+GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
+QUANTIZE = ("quantize", "--m", "8192", "--n", "4096", "--target", "cubin")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shipped():
+    """Profiles are those that the package ships."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "SHIPPED", SHIPPED)
+        profiles.forget()
+        yield
+    profiles.forget()
+
+
+def bare(home, *programs):
+    """An environment with the system's programs, and those named, alone."""
+    folder = home / "bin"
+    folder.mkdir(exist_ok=True)
+    for name in programs:
+        (folder / name).symlink_to(shutil.which(name))
+    return {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(home)}
+
+
+def write(tmp_path_factory, words):
+    """An export that is written and not built, moved to a place that it was not written to."""
+    place = tmp_path_factory.mktemp("export")
+    assert execute("export", [*words, "--no-check", "-o", str(place / "made")]) == 0
+    return (place / "made").rename(place / "moved to")
+
+
+@pytest.fixture(scope="module")
+def gemm(tmp_path_factory):
+    """The CUDA GEMM as sources, built by make."""
+    folder = write(tmp_path_factory, GEMM)
+    home = tmp_path_factory.mktemp("home")
+    subprocess.run(["make", "-s", "all", "bin/selftest", "bin/benchmark"], cwd=folder, check=True,
+                   env=bare(home, "nvcc"))  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantize(tmp_path_factory):
+    """A Triton kernel as compiled code, built by make and a C compiler."""
+    folder = write(tmp_path_factory, QUANTIZE)
+    home = tmp_path_factory.mktemp("home")
+    made = ["make", "-s", f"CUDA_HOME={c_library.cuda_home()}", "all", "bin/selftest"]
+    subprocess.run(made, cwd=folder, check=True, env=bare(home))
+    return folder
+
+
+CALLS = """
+import ctypes, sys
 try:
-    print(*export(op, kernel, problem, config, tuple(capability), Path(folder)), sep="\\n")
-except JetfireError as error:
-    sys.exit(f"{error}")
+    import jetfire
+except ImportError:
+    pass
+else:
+    sys.exit("the package is here")
+name, pointers, sizes, small = sys.argv[2], int(sys.argv[3]), eval(sys.argv[4]), eval(sys.argv[5])
+library = ctypes.CDLL(sys.argv[1])
+function, text = getattr(library, name), getattr(library, name + "_error")
+text.restype = ctypes.c_char_p
+void = ctypes.c_void_p
+for address, size in ((256, [0] * len(sizes)), (256, small), (257, sizes), (256, sizes)):
+    code = function(*[void(address)] * pointers, *size, void(0))
+    print(code, text(code).decode())
 """
 
 
-def run_export(folder, capability=(9, 0), name="quantize", **fields):
-    arguments = json.dumps([name, fields, capability, str(folder)])
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", EXPORT, arguments],
-        env=environment, capture_output=True, text=True, check=False,
+def codes(folder, name, pointers, sizes, other, home):
+    """Codes and texts of no size, another size, an odd address, and of a right call."""
+    arguments = [folder / f"lib{name}.so", name, str(pointers), repr(sizes), repr(other)]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", CALLS, *map(str, arguments)], env=bare(home),
+        cwd=home, capture_output=True, text=True, check=False,
     )  # fmt: skip
-
-
-def test_writes_code_and_contract(tmp_path):
-    done = run_export(tmp_path / "out", m=256, n=512, block=64, layout="both")
     assert done.returncode == 0, done.stderr
-    manifest = json.loads((tmp_path / "out" / "launch.json").read_text())
-    (launch,) = manifest["launches"]
-    assert (tmp_path / "out" / launch["file"]).read_bytes()[:4] == b"\x7fELF"
-    named = {a["tensor"] for a in launch["arguments"] if "tensor" in a}
-    assert named == {"x", "q", "scale", "qt", "scale_t"} == set(manifest["tensors"])
-    assert manifest["tensors"]["qt"] == {"dtype": "int8", "shape": [512, 256]}
-    # Every parameter that the machine code takes is accounted for.
-    ptx = next((tmp_path / "out").glob("*.ptx")).read_text()
-    parameters = ptx.split(".entry")[1].split(")")[0].count(".param")
-    assert parameters == len(launch["arguments"]) + launch["null_pointers"]
+    return [line.split(maxsplit=1) for line in done.stdout.splitlines()]
 
 
-def test_refuses_a_folder_with_content(tmp_path):
-    (tmp_path / "mine").write_text("keep")
-    done = run_export(tmp_path, m=256, n=512)
-    assert done.returncode != 0
-    assert "expected a new or empty folder" in done.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+# A right call without a driver; with one the addresses above are nobody's.
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@needs_nvcc
+@no_gpu
+def test_a_cuda_library_says_what_is_wrong(gemm, tmp_path):
+    found = codes(gemm, "jetfire_gemm", 5, [256, 256, 256], [256, 256, 250], tmp_path)
+    assert [code for code, _ in found] == ["1", "1", "2", "4"]
+    assert len({text for _, text in found}) == 3
+
+
+@needs_cc
+@no_gpu
+def test_a_compiled_library_says_what_is_wrong(quantize, tmp_path):
+    found = codes(quantize, "jetfire_quantize", 3, [8192, 4096], [4096, 4096], tmp_path)
+    assert [code for code, _ in found] == ["1", "1", "2", "4"]
+    assert len({text for _, text in found}) == 3
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_cmake_builds_it_too(gemm, tmp_path):
+    folder = tmp_path / "source"
+    shutil.copytree(gemm, folder, ignore=shutil.ignore_patterns("*.o", "*.so", "*.a", "bin"))
+    environment = bare(tmp_path, "nvcc", "cmake")
+    for words in (["-B", "build", "-DBUILD_SHARED_LIBS=ON"], ["--build", "build"]):
+        subprocess.run(["cmake", *words], cwd=folder, env=environment, check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+    assert ctypes.CDLL(folder / "build" / "libjetfire_gemm.so").jetfire_gemm(*[None] * 9) == 1
+    assert os.access(folder / "build" / "selftest", os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["gemm", "quantize"])
+def test_generated_text_reads_well(name, request):
+    """Lines are as wide as ours; nothing is left of a template, no path of this machine."""
+    if shutil.which("nvcc" if name == "gemm" else "cc") is None:
+        pytest.skip("needs a compiler")
+    folder = request.getfixturevalue(name)
+    sources = (SHIPPED.parent / "kernels_cuda").rglob("*.cu*")
+    ours = {line for file in sources for line in file.read_text().splitlines()}
+    texts = [*folder.glob("*.[ch]"), *folder.glob("*.cu"), folder / "Makefile",
+             folder / "CMakeLists.txt"]  # fmt: skip
+    for file in texts:
+        for line in file.read_text().splitlines():
+            assert len(line) <= 100 or line in ours, f"{file.name}: {line}"
+            assert line == line.rstrip(), f"{file.name}: {line!r}"
+    for file in [*texts, folder / "README.md", folder / "profile.json"]:
+        text = file.read_text()
+        assert "{{ " not in text
+        assert "{%" not in text
+        assert str(Path(ops.__file__).parents[1]) not in text
+        assert "\n\n\n" not in text, file.name
+
+
+@pytest.mark.parametrize("name", ["gemm", "quantize"])
+def test_the_readme_names_every_file(name, request):
+    if shutil.which("nvcc" if name == "gemm" else "cc") is None:
+        pytest.skip("needs a compiler")
+    folder = request.getfixturevalue(name)
+    readme = (folder / "README.md").read_text()
+    built = {".o", ".so", ".a"}
+    for file in folder.iterdir():
+        if file.suffix not in built and file.name not in ("bin", "README.md"):
+            assert f"`{file.name}`" in readme or f"`{file.name}/`" in readme
+
+
+# The self-test's own judgement, on a CPU: CUDA's runtime is a header of malloc and memcpy.
+
+RUNTIME = """
+#pragma once
+#include <stdlib.h>
+#include <string.h>
+typedef int cudaError_t;
+typedef struct CUstream_st* cudaStream_t;
+enum { cudaSuccess, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+static const char* cudaGetErrorString(cudaError_t error) { return error ? "bad" : "good"; }
+static cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = NULL; return 0; }
+static cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return stream != NULL; }
+static cudaError_t cudaMalloc(void** at, size_t n) { *at = malloc(n); return *at == NULL; }
+static cudaError_t cudaMemset(void* at, int value, size_t n) { memset(at, value, n); return 0; }
+static cudaError_t cudaMemcpy(void* to, const void* from, size_t n, int kind) {
+  memcpy(to, from, n);
+  return kind < 1;
+}
+"""
+DEQUANTIZE = """
+#include <string.h>
+#include "jetfire_dequantize.h"
+static int calls;
+int jetfire_dequantize(const int8_t* q, const float* scale, uint16_t* x, int m, int n,
+                       struct CUstream_st* stream) {
+  if (m < 1 || n < 1) return FAULT == 4 ? JETFIRE_DEQUANTIZE_OK : JETFIRE_DEQUANTIZE_BAD_SIZE;
+  if (FAULT == 5) return JETFIRE_DEQUANTIZE_BAD_DEVICE;
+  calls++;
+  for (int i = 0; i < m * n; i++) {
+    float value = q[i] * scale[i / n / 32 * ((n + 31) / 32) + i % n / 32];
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    if (FAULT == 1 && i == 77) bits ^= 1;
+    if (FAULT == 2 && i == m * n - 1) continue;
+    if (FAULT == 3 && i == 77 && calls == 2) bits ^= 1;
+    x[i] = bits;
+  }
+  return JETFIRE_DEQUANTIZE_OK;
+}
+const char* jetfire_dequantize_error(int code) { return code ? "another GPU" : "ok"; }
+"""
+
+
+@pytest.fixture(scope="module")
+def dequantize(tmp_path_factory):
+    """A folder with a self-test of equal bits and one with a tolerance."""
+    op = ops.get("dequantize")
+    problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
+    plan = make([Case(op, problem)], "triton", (9, 0), None)
+    head = header(plan, workspace=False, any_size=True, contract=())
+    files = {"jetfire_dequantize.h": head, "jetfire_dequantize.c": DEQUANTIZE.encode(),
+             "cuda_runtime_api.h": RUNTIME.encode()}  # fmt: skip
+    library = Library(files, (), ("jetfire_dequantize.c",), "90", False, True, ())
+    sample = samples.record(plan)
+    folder = tmp_path_factory.mktemp("dequantize")
+    for name, tolerance in (("exact", 0.0), ("near", 2.0**-8)):
+        changed = dataclasses.replace(sample, tolerance={"x": tolerance})
+        suite.write(folder / name, c_library.TARGET.files(plan, library, changed))
+    return folder
+
+
+def selftest(folder, fault):
+    """What it prints and its exit code, of a function with a fault."""
+    subprocess.run(
+        ["cc", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unused-function",
+         "-Wno-sign-compare", f"-DFAULT={fault}", "-I.", "-o", "run", "selftest.c",
+         "jetfire_dequantize.c", "-lm"],
+        cwd=folder, check=True,
+    )  # fmt: skip
+    done = subprocess.run([folder / "run"], cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    ("kind", "fault", "code", "says"),
+    [
+        ("exact", 0, 0, "x: 0 of 69888 elements differ\nok\n"),
+        ("near", 0, 0, "x: relative error 0.0e+00, at most 3.9e-03\nok\n"),
+        ("exact", 1, 1, "x: 1 of 69888 elements differ\nFAILED\n"),
+        ("near", 1, 0, "at most 3.9e-03\nok\n"),
+        ("exact", 2, 1, "x: 1 of 69888 elements differ\nFAILED\n"),
+        ("near", 2, 1, "x: relative error nan, at most 3.9e-03\nFAILED\n"),
+        ("near", 3, 1, "x: a second run gave other bits in 1 of 69888 elements\nFAILED\n"),
+        ("near", 4, 1, "sizes of 0 are not refused\nFAILED\n"),
+        ("near", 5, 1, "jetfire_dequantize: another GPU\n"),
+    ],
+)
+def test_a_selftest_finds_what_is_wrong(dequantize, kind, fault, code, says):
+    found, printed = selftest(dequantize / kind, fault)
+    assert found == code
+    assert printed.replace("-nan", "nan").endswith(says)
+
+
+# What the suite makes of them.
+
+
+def row(target, ratio, **changes):
+    problem = {"m": 8, "n": 16, "k": 32, "block": 32}
+    fields = {"ms": 0.5 / ratio, "vs_peer": {"launch": ratio}, "ok": True, **changes}
+    return Row("gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target,
+               **fields)  # fmt: skip
+
+
+def test_a_target_is_part_of_what_a_row_measures():
+    results = Results({"name": "x"})
+    results.merge([row("cuda", 1.0), row("torch", 1.0), row("cuda", 0.5)])
+    plain = dataclasses.replace(row("cuda", 1.0), export=None)
+    results.merge([plain])
+    assert [r.export for r in results.rows] == ["cuda", "torch", None]
+    assert results.rows[0].vs_peer == {"launch": 0.5}
+    assert "export" not in plain.as_dict()
+    assert Row.from_dict(results.rows[1].as_dict()) == results.rows[1]
+    assert results.rows[1].label == "wgmma as torch"
+
+
+def test_the_report_has_a_column_for_each_target():
+    failed = row("hf", 1.0, ms=None, vs_peer=None, ok=False, error="no GPU")
+    (text,) = sections([row("cuda", 1.0), row("torch", 0.987), failed])
+    table = text.splitlines()[4:]
+    assert table[0] == "|  | launch | cuda | torch | hf |"
+    assert table[2] == "| gemm wgmma 8×16×32 block=32 | 500.00 µs | 1.000× | 0.987× | failed |"
+    assert sections([]) == []
 
 
 @pytest.mark.gpu
-def test_runs_without_the_package(tmp_path, device):
-    fields = {"m": 300, "n": 512, "block": 32, "rounding": "stochastic"}
-    capability = torch.cuda.get_device_capability(device)
-    done = run_export(tmp_path / "out", capability, **fields)
-    assert done.returncode == 0, done.stderr
-    spec = importlib.util.spec_from_file_location("load", tmp_path / "out" / "load.py")
-    load = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(load)
-    op = ops.get("quantize")
-    problem = op.Problem.parse(fields)
-    inputs = op.inputs(problem, device)
-    outputs = op.outputs(problem, inputs)
-    addresses = {name: t.data_ptr() for name, t in {**inputs, **outputs}.items()}
-    load.Exported(tmp_path / "out").launch(addresses, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    result = op.check(problem, outputs, op.reference(problem, inputs))
-    assert result.ok, result.message
-
-
-@pytest.fixture
-def exported(tmp_path, monkeypatch):
-    """What is exported, where there is no profile."""
-    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "user"))
-    monkeypatch.delenv(profiles.STRICT, raising=False)
-    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(run, "_said", set())
-    profiles.forget()
-    found = []
-    monkeypatch.setattr(command, "export", lambda *call: found.append(call) or [])
-    yield found
-    profiles.forget()
-
-
-def quantize_case():
-    op = ops.get("quantize")
-    return Case(op, op.Problem.parse({"m": 256, "n": 512, "block": 64}))
-
-
-def test_a_config_that_was_not_tuned_is_told_of_once(exported, tmp_path):
-    with pytest.warns(JetfireWarning, match=r"no profile for m=256 n=512 .*the default is used"):
-        command.run([quantize_case()], "triton", (9, 0), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", JetfireWarning)
-        command.run([quantize_case()], "triton", (9, 0), tmp_path)
-    assert len(exported) == 2
-
-
-def test_a_config_that_was_not_tuned_is_an_error_where_profiles_are_strict(
-    exported, tmp_path, monkeypatch
-):
-    monkeypatch.setenv(profiles.STRICT, "1")
-    with pytest.raises(UsageError, match=r"no profile for m=256 n=512 .*; tune it: jetfire-tune"):
-        command.run([quantize_case()], "triton", (9, 0), tmp_path)
-    assert exported == []
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != suite.CAPABILITY,
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize("export", suite.exports(), ids=str)
+def test_an_export_passes_its_selftest_and_is_as_fast(export, tmp_path):
+    plan = suite.prepare(export, tmp_path / "out")
+    (found,) = measure.measure(plan, export.target, tmp_path / "out")
+    assert found.ok
+    assert found.vs_peer[measure.LAUNCH] >= command.LEAST_SPEED

@@ -1,0 +1,284 @@
+"""`jetfire export` at the command line: what it refuses, and that it writes all or nothing."""
+
+import json
+import os
+import time
+
+import pytest
+
+from jetfire.bench.results import Row
+from jetfire.cli import execute
+from jetfire.export import check, cuda, embedded, measure, targets
+from jetfire.export.library import Library, header
+from jetfire.export.target import Target, run
+from jetfire.ops.errors import WrongResultError
+
+GEMM = ("gemm", "--m", "4096", "--block", "128")
+QUANTIZE = ("quantize", "--m", "8192", "--n", "4096")
+
+
+class Fake(Target):
+    """Writes the library's files; builds by whatever it is given."""
+
+    def __init__(self, build=lambda folder: None, products=(), programs=()):
+        self.built, self.tested = [], []
+        self._build, self._products, self._programs = build, products, programs
+
+    def tools(self, library):
+        return self._programs
+
+    def files(self, plan, library, sample):
+        return {**library.files, **sample.files(), "README.md": b"read me"}
+
+    def build(self, plan, folder):
+        self.built.append(sorted(path.name for path in folder.iterdir()))
+        self._build(folder)
+
+    def products(self, plan, folder):
+        return self._products
+
+    def selftest(self, plan, folder):
+        self.tested.append(folder)
+
+    def call(self, plan, folder):
+        raise AssertionError("nothing is timed without a GPU")
+
+
+@pytest.fixture
+def fake(monkeypatch, shipped):
+    """Puts a fake target and a library of a header alone in place of the real ones."""
+
+    def install(target):
+        monkeypatch.setattr(targets, "get", lambda name: target)
+        for module in (cuda, embedded):
+            monkeypatch.setattr(module, "library", library)
+        return target
+
+    return install
+
+
+def library(plan):
+    made = header(plan, workspace=False, any_size=True, contract=())
+    return Library({f"{plan.name}.h": made}, (), (), "90a", False, True, ())
+
+
+def export(folder, *words):
+    return execute("export", [*words, "-o", str(folder)])
+
+
+def refused(capsys, code=2):
+    """The one line on stderr."""
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("jetfire: ")
+    assert captured.out == ""
+    return line.removeprefix("jetfire: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ((*GEMM, "--arch", "7.5"), 5, "architecture sm_75: expected one of sm_80, sm_86, sm_89"),
+        ((*GEMM, "--arch", "hopper"), 2, "--arch hopper: expected an architecture such as 90"),
+        (("transpose", "--m", "4096", "--arch", "10.0"), 2, "transpose on sm_100: no kernel has a "
+         "profile for m=4096 n=4096 block=32; tune it: jetfire-tune transpose --m 4096"),
+        ((*GEMM, "--target", "ptx"), 2, "--target ptx: expected one of cuda, cubin, torch, wheel"),
+        ((*GEMM, "--name", "1st"), 2, "--name 1st: expected a C identifier"),
+        (("gemm", "--m", "4096", "--block", "32,64"), 2, "block=32 and block=64: one export has"),
+        (("gemm", "--m", "4096", "--mode", "bwd"), 2, "out=bf16 and out=fp32: one export has one "
+         "out; give --set out="),
+        (("gemm", "quantize", "--m", "4096"), 2, "export takes one op, given gemm, quantize"),
+        ((*GEMM, "--kernel", "int_mm"), 2, "gemm/int_mm runs on the CPU: expected a GPU kernel"),
+        ((*GEMM, "--kernel", "nope"), 2, "gemm has no kernel 'nope': expected one of"),
+        ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
+         "CUDA C++: expected cubin, torch or wheel"),
+        (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5': expected one of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_said_in_a_line(shipped, tmp_path, capsys, words, code, says):
+    assert export(tmp_path / "out", *words) == code
+    assert refused(capsys).startswith(says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_profile_the_command_that_makes_one_is_named(tmp_path, capsys):
+    assert export(tmp_path / "out", *QUANTIZE) == 2
+    assert "no kernel has a profile" in (said := refused(capsys))
+    assert said.endswith("tune it: jetfire-tune quantize --m 8192 --n 4096 --block 32")
+    assert export(tmp_path / "out", *QUANTIZE, "--kernel", "triton") == 2
+    assert refused(capsys).endswith("--n 4096 --block 32 --kernel triton")
+
+
+def test_a_folder_is_asked_for(shipped, capsys):
+    assert execute("export", list(GEMM)) == 2
+    assert refused(capsys) == "export: expected -o DIR"
+
+
+def test_a_folder_with_content_is_left_alone(fake, tmp_path, capsys):
+    target = fake(Fake())
+    (tmp_path / "mine").write_text("keep")
+    for folder in (tmp_path, tmp_path / "mine"):
+        assert export(folder, *GEMM) == 2
+        assert refused(capsys) == f"-o {folder}: expected a new or empty folder"
+    assert (tmp_path / "mine").read_text() == "keep"
+    assert target.built == []
+
+
+def test_where_nothing_can_be_written_is_said(fake, tmp_path, capsys):
+    fake(Fake())
+    (tmp_path / "file").write_text("")
+    assert export(tmp_path / "file" / "out", *GEMM) == 2
+    assert refused(capsys).startswith(f"-o {tmp_path / 'file' / 'out'}: Not a directory")
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "missing"),
+    [((*GEMM, "--target", "cuda"), "NVCC", "nvcc"), ((*QUANTIZE, "--target", "cubin"), "CC", "cc")],
+)
+def test_without_a_compiler_nothing_is_written(
+    shipped, tmp_path, capsys, monkeypatch, words, variable, missing
+):
+    monkeypatch.setattr(embedded, "library", library)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "bin").mkdir()
+    for present, absent in (((), "make"), (("make",), missing)):
+        for name in present:
+            (tmp_path / "bin" / name).write_text("#!/bin/sh")
+            (tmp_path / "bin" / name).chmod(0o755)
+        assert export(tmp_path / "new" / "out", *words) == 2
+        assert refused(capsys).startswith(f"{absent} is not on the PATH: install it, or give --no-")
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_without_a_compiler_it_can_be_written_unbuilt(shipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert export(tmp_path / "out", *GEMM, "--no-check") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "jetfire: gemm/wgmma as cuda: written, not built\n"
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"jetfire_gemm.cu", "jetfire_gemm.h", "Makefile", "README.md", "profile.json"} <= names
+    assert set(captured.out.splitlines()) >= {str(tmp_path / "out" / name) for name in
+                                              names - {"samples"}}  # fmt: skip
+
+
+def test_every_shape_of_a_workload_is_exported(shipped, tmp_path):
+    words = ("gemm", "--workload", "gpt2-350m", "--name", "linear", "--no-check")
+    assert export(tmp_path / "out", *words) == 0
+    profile = json.loads((tmp_path / "out" / "profile.json").read_text())
+    shapes = [(e["problem"]["n"], e["problem"]["k"]) for e in profile["entries"]]
+    assert shapes == [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)]
+    assert "int linear(" in (tmp_path / "out" / "linear.h").read_text()
+
+
+def test_what_it_built_belongs_to_it_and_the_rest_goes(fake, tmp_path, capsys):
+    def build(folder):
+        (folder / "dist" / "deep").mkdir(parents=True)
+        (folder / "dist" / "deep" / "it.whl").write_text("wheel")
+        (folder / "one.so").write_text("library")
+        (folder / "junk.o").write_text("object")
+
+    fake(Fake(build, products=("dist", "one.so")))
+    assert export(tmp_path / "a" / "out", *GEMM) == 0
+    found = sorted(p.name for p in (tmp_path / "a" / "out").rglob("*") if p.is_file())
+    assert "it.whl" in found
+    assert "one.so" in found
+    assert "junk.o" not in found
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
+    assert "built; not run: no GPU of sm_90 here" in capsys.readouterr().err
+
+
+def _interrupt(folder):
+    raise KeyboardInterrupt
+
+
+def _fail(folder):
+    raise WrongResultError("make: exit code 2: no such instruction")
+
+
+@pytest.mark.parametrize(("build", "code", "says"), [
+    (_interrupt, 130, "interrupted"), (_fail, 3, "make: exit code 2: no such instruction"),
+])  # fmt: skip
+@pytest.mark.parametrize("there", [False, True])
+def test_what_was_cut_short_leaves_nothing(fake, tmp_path, capsys, build, code, says, there):
+    target = fake(Fake(build))
+    folder = tmp_path / "new" / "out"
+    if there:
+        folder.mkdir(parents=True)
+    assert export(folder, *GEMM) == code
+    assert refused(capsys) == says
+    assert "README.md" in target.built[0]
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "new", folder] if there else [])
+
+
+def test_what_is_cut_short_while_it_takes_its_place_leaves_nothing(
+    fake, tmp_path, capsys, monkeypatch
+):
+    fake(Fake())
+    moved, replace = [], os.replace
+
+    def interrupt(source, destination):
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(source)
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    assert export(tmp_path, *GEMM) == 130
+    assert len(moved) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_stays_the_same_folder(fake, tmp_path, monkeypatch):
+    fake(Fake())
+    monkeypatch.chdir(tmp_path)
+    before = tmp_path.stat().st_ino
+    assert execute("export", [*GEMM, "-o", "."]) == 0
+    assert tmp_path.stat().st_ino == before
+    assert sorted(os.listdir(".")) == ["README.md", "jetfire_gemm.h", "profile.json", "samples"]
+
+
+@pytest.mark.parametrize(("ratio", "warns"), [(1.004, False), (0.91, True)])
+def test_on_a_gpu_it_is_tested_and_its_speed_told(
+    fake, tmp_path, capsys, monkeypatch, ratio, warns
+):
+    target = fake(Fake())
+
+    def row(plan, name, folder):
+        return [Row("gemm", "wgmma", "kernel", plan.problem.as_dict(), ms=0.1, export=name,
+                    vs_peer={"launch": ratio})]  # fmt: skip
+
+    monkeypatch.setattr(check, "runs_here", lambda plan: True)
+    monkeypatch.setattr("jetfire.export.command.runs_here", lambda plan: True)
+    monkeypatch.setattr(measure, "measure", row)
+    assert export(tmp_path / "out", *GEMM) == 0
+    assert len(target.tested) == 1
+    done, speed = capsys.readouterr().err.splitlines()
+    assert done == "jetfire: gemm/wgmma as cuda: built; self-test passed"
+    warning = "warning: " if warns else ""
+    assert speed.startswith(f"jetfire: {warning}4096×4096×4096: 100.00 µs, {ratio:.3f}× the speed")
+    assert ("expected 0.98 at least" in speed) == warns
+
+
+def test_a_program_that_is_cut_short_takes_with_it_what_it_started(tmp_path):
+    script = f"(sleep 1; touch {tmp_path}/late) & echo started; sleep 30"
+    with pytest.raises(WrongResultError, match=r"took over 0\.3 s"):
+        run(["sh", "-c", script], tmp_path, timeout_s=0.3)
+    time.sleep(1.2)
+    assert not (tmp_path / "late").exists()
+
+
+def test_the_suite_needs_a_gpu(capsys):
+    assert execute("bench", ["--suite", "export"]) == 5
+    assert refused(capsys).startswith("--suite export: its kernels are for a GPU of sm_90")
+    assert execute("bench", ["--suite", "export", "--m", "512"]) == 2
+    assert "says itself what is measured" in refused(capsys)
+
+
+def test_the_suite_lists_every_target_of_the_gemm(capsys):
+    assert execute("bench", ["--suite", "export", "--dry-run"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    problem = "m=8192 n=8192 k=8192 block=128 out=bf16"
+    for name in targets.NAMES:
+        assert any(t.startswith(f"gemm/wgmma {problem}") and t.endswith(f" as {name}")
+                   for t in listed)  # fmt: skip
