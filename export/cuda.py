@@ -7,8 +7,8 @@ To add a kernel:
 * a line in `_HOSTS`;
 * a template under templates/host: the C function, of the common subset of C and C++, for `.cu` and
   for the C file of `embedded` alike. It sees `plan`, `variant` (host.Variant), `names` of the
-  function's tensors, `codes` (what error codes begin with), `prototype`, `several`,
-  `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
+  function's tensors, `codes` (what error codes begin with), `prototype`, `check_alignment`,
+  `several`, `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
   gemm_wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument structs; for
   C the template does.
 
@@ -18,15 +18,17 @@ A launch of several kernels has a namespace for each, ``<name>_kernel``, in whic
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jetfire.export import compiled, flatten
+from jetfire.export.c_text import comment, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
-from jetfire.export.library import Library, header
+from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.render import render
+from jetfire.kernels_cuda.compile import compile_cubin
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel
 
@@ -57,22 +59,26 @@ def host_of(kernel: Kernel) -> Host:
 # --- C declarations ------------------------------------------------------------------------------
 
 
-def prototype(plan: Plan, symbol: str, workspace: bool, before: str = "") -> str:
-    """The exported function's, under any name, in lines of at most `flatten.WIDTH`."""
-    parameters = [
-        *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
-        *(f"int {dim}" for dim in plan.signature.dims),
-        *(["void* workspace"] if workspace else []),
-        "struct CUstream_st* stream",
-    ]
-    return flatten.listed(f"{before}int {symbol}", parameters)
+def prototype(plan: Plan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
+    """The exported function's, under any name."""
+    items = parameters(plan, workspace=workspace)
+    return "\n".join(hang(f"{before}int {symbol}(", items, f"){end}"))
 
 
-def call(plan: Plan, function: str, workspace: bool) -> str:
+def _call(plan: Plan, function: str, workspace: bool) -> str:
     """The end of one such function that calls another."""
-    names = [p.name for p in plan.signature.parameters] + list(plan.signature.dims)
+    names = [*(p.name for p in plan.signature.parameters), *plan.signature.dims]
     names += ["workspace"] if workspace else []
-    return flatten.listed(f"  return {function}", [*names, "stream"])
+    lines = hang(f"return {function}(", [*names, "stream"], ");", 2)
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _alignment(plan: Plan, host: Host) -> str:
+    """Return an error code unless all addresses are multiples of 16."""
+    bits = [f"(uintptr_t){name}" for name in aligned(plan, host)]
+    result = f"{plan.name.upper()}_BAD_ALIGNMENT"
+    lines = unless("(", bits, ") % 16 != 0", result, 2, " | ")
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def dims(plan: Plan) -> str:
@@ -83,7 +89,7 @@ def dims(plan: Plan) -> str:
 # --- one config ----------------------------------------------------------------------------------
 
 
-def _sizes(values: dict[str, object]) -> str:
+def _sizes(values: Mapping[str, object]) -> str:
     return ", ".join(
         f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
     )
@@ -109,13 +115,13 @@ def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
         f"{plan.op.summary[0].upper()}{plan.op.summary[1:]}; {_sizes(plan.fixed)}.",
         "",
         f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
-        *(f"  {_where_from(plan, tuned)}" for tuned in variant.tuned),
+        *(_where_from(plan, tuned) for tuned in variant.tuned),
         "",
-        f"  {build}",
+        f"Build: {build}",
         "",
         what,
     ]
-    lines = [line for text in paragraphs for line in flatten.wrapped(text) or ["//"]]
+    lines = [line for text in paragraphs for line in comment(text) or ["//"]]
     return "\n".join(lines)
 
 
@@ -149,7 +155,8 @@ def host_values(
         "names": [p.name for p in plan.signature.parameters],
         "aligned": aligned(plan, variant.host),
         "codes": plan.name.upper(),
-        "prototype": prototype(plan, variant.symbol, workspace),
+        "prototype": prototype(plan, variant.symbol, workspace, " {"),
+        "check_alignment": _alignment(plan, variant.host),
         "several": several,
         "takes_workspace": workspace,
     }
@@ -179,18 +186,19 @@ def _source(plan: Plan, variant: Variant, *, several: bool, workspace: bool) -> 
 
 def _compiled(plan: Plan, variant: Variant, several: bool) -> list[Compiled]:
     """A config's kernels, in the order of `Host.codes`."""
-    built = plan.kernel.cubins(variant.problem, variant.config, plan.capability)
-    found = []
-    for code, cubin in zip(variant.codes, built, strict=True):
-        assert code.name == cubin.name
-        end = variant.symbol.removeprefix(plan.name) if several else ""
-        about = f"Tuned for {_sizes(plan.sizes(variant.problem))}."
-        found.append(
-            Compiled(
-                f"{code.name}{end}", code.name, cubin.code, code.threads, code.shared_bytes, about
-            )
+    end = variant.symbol.removeprefix(plan.name) if several else ""
+    architecture = f"sm_{variant.host.architecture(plan.capability)}"
+    return [
+        Compiled(
+            name=f"{code.name}{end}",
+            function=code.name,
+            code=compile_cubin(code.source, code.header, architecture),
+            threads=code.threads,
+            shared_bytes=code.shared_bytes,
+            about=f"Tuned for {_sizes(plan.sizes(variant.problem))}.",
         )
-    return found
+        for code in variant.codes
+    ]
 
 
 def _launcher(
@@ -228,10 +236,10 @@ def _dispatch(
         "variants": found,
         "codes": plan.name.upper(),
         "dims": dims(plan),
-        "prototype": prototype(plan, plan.name, workspace),
-        "prototypes": {v.symbol: prototype(plan, v.symbol, workspace) for v in found},
-        "call": call(plan, f"nearest({', '.join(plan.signature.dims)})->launch", workspace),
-        "launch_type": prototype(plan, "Launch", workspace, "typedef "),
+        "prototype": prototype(plan, plan.name, workspace, " {"),
+        "prototypes": {v.symbol: prototype(plan, v.symbol, workspace, ";") for v in found},
+        "call": _call(plan, f"nearest({', '.join(plan.signature.dims)})->launch", workspace),
+        "launch_type": prototype(plan, "Launch", workspace, ";", "typedef "),
         "takes_workspace": workspace,
     }
     return {

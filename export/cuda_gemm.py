@@ -4,6 +4,7 @@ to."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.export.host import Code, Host, size_for_16_bytes
@@ -33,7 +34,7 @@ REASONS = {
 }
 WGMMA_NOTES = {
     **PROBLEM_NOTES,
-    "TMA_OUT": "C, or its codes, are written by TMA: rows of whole 16 bytes",
+    "TMA_OUT": "C, or its codes, are written by TMA, in whole 16 bytes",
     "TMA_TURNED": "the transposed codes are",
     "GROUPS": "warp groups that multiply, one below the other",
     "ROWS": "times 64, that each of them has of a tile",
@@ -51,7 +52,7 @@ WGMMA_NOTES = {
 }
 MMA_NOTES = {
     **PROBLEM_NOTES,
-    "COPY_BYTES": "that one copy of A or B moves: 16, 8, 4, or 1 for any alignment",
+    "COPY_BYTES": "that one copy of A or B moves; 1 for any alignment",
     "VECTOR_OUT": "C, or its codes, are written in 16 bytes",
     "VECTOR_TURNED": "the transposed codes are",
     "TILE_M": "rows of a tile",
@@ -59,9 +60,9 @@ MMA_NOTES = {
     "WARPS_M": "warps among which its rows are divided",
     "WARPS_N": "and its columns",
     "STAGES": "of 128 of K in shared memory",
-    "MIN_BLOCKS": "that an SM is to hold: each has as many registers as that leaves",
+    "MIN_BLOCKS": "that an SM holds, which limits their registers",
     "RASTER": "rows of tiles that are walked column by column",
-    "BIASED": "a subtraction makes a float of a sum, see above; else a conversion",
+    "BIASED": "a subtraction makes a float of a sum, see above",
 }
 
 
@@ -131,8 +132,17 @@ class MmaHost(Host):
     reasons: ClassVar[Mapping[str, str]] = REASONS
     aligned = MATRICES
 
-    def codes(self, problem: GemmProblem, config: mma.MmaConfig) -> tuple[Code, ...]:
+    def _access(self, problem: GemmProblem) -> mma.Access:
+        """As a launch's with contiguous tensors at multiples of 16."""
         access = mma.Access.of_contiguous(problem)
+        return replace(
+            access,
+            out=access.out and problem.layout != "qt",
+            turned=access.turned and problem.layout != "q",
+        )
+
+    def codes(self, problem: GemmProblem, config: mma.MmaConfig) -> tuple[Code, ...]:
+        access = self._access(problem)
         header = mma.config_header(problem, config, access)
         return (
             Code("gemm", mma.SOURCE, header, mma.shared_bytes(problem, config, access),
@@ -140,10 +150,9 @@ class MmaHost(Host):
         )  # fmt: skip
 
     def multiples(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, int]:
-        access = mma.Access.of_contiguous(problem)
+        access = self._access(problem)
         k = {"k": access.copy_bytes} if access.copy_bytes > 1 else {}
-        turned = problem.layout != "q" and access.turned
-        return {**_output_multiples(problem, access.out and problem.layout != "qt", turned), **k}
+        return {**_output_multiples(problem, access.out, access.turned), **k}
 
     def values(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, Any]:
         return {

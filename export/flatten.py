@@ -6,14 +6,13 @@ Sources are taken line by line and never rewritten, so that an export reads as t
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetfire.export.c_text import WIDTH
 from jetfire.kernels_cuda.compile import ROOT
 
-WIDTH = 100
 _INCLUDE = re.compile(r'#include "(?P<name>[^"]+)"')
 # Lines that an export has no use for: <stdint.h> has the types, and nobody there counts again.
 _DROPPED = re.compile(r"using u?int\d+_t = |#pragma once$|static_assert\(SHARED_BYTES == EXPECTED_")
@@ -171,20 +170,3 @@ def _folded(line: str) -> list[str]:
             current = hanging + quote
         current += piece
     return [*lines, current]
-
-
-def wrapped(text: str) -> list[str]:
-    """A comment's lines."""
-    return [f"// {line}" for line in textwrap.wrap(text, WIDTH - 3)]
-
-
-def listed(start: str, items: Sequence[str]) -> str:
-    """Items between parentheses, in lines that hang from the first."""
-    lines = [start + "("]
-    for i, item in enumerate(items):
-        end = ")" if i + 1 == len(items) else ","
-        if len(lines[-1]) + len(item) + 5 > WIDTH:  # with a space, the end, and " {" or ";"
-            lines.append(" " * (len(start) + 1))
-        gap = "" if lines[-1].endswith(("(", "  ")) or not lines[-1].strip() else " "
-        lines[-1] += gap + item + end
-    return "\n".join(lines)
