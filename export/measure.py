@@ -113,6 +113,7 @@ def _checked(plan: Plan, tuned: Tuned, call: Call, inputs: Tensors, expected: Te
     problem = tuned.problem
     outputs = plan.op.poison(problem, plan.op.outputs(problem, inputs))
     written = call(problem, inputs, outputs)
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     noise = plan.kernel.noise(problem, tuned.config, inputs)
     return plan.op.check(problem, written, expected, noise)

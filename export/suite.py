@@ -22,6 +22,7 @@ from jetfire.bench.plan import Case
 from jetfire.bench.results import Row
 from jetfire.export import contents, measure, targets, write
 from jetfire.export.plan import Plan, make
+from jetfire.export.target import stop
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError
 
@@ -90,8 +91,10 @@ def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Pla
             found[export] = pool.submit(prepare, export, folder), folder
         try:
             yield found
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+            raise
 
 
 def rows(

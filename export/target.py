@@ -9,6 +9,7 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,20 @@ def cuda_home() -> Path:
     )
 
 
+_running: set[subprocess.Popen[str]] = set()
+
+
+def stop() -> None:
+    """End the programs that `run` waits for in other threads."""
+    for process in list(_running):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(
     command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None,
     timeout_s: float = 900.0,
@@ -113,14 +128,17 @@ def run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, process_group=0,
     ) as process:  # fmt: skip
+        _running.add(process)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise WrongResultError(f"{words}: took over {timeout_s:g} s") from None
             raise
+        finally:
+            _running.discard(process)
     if process.returncode:
         end = output.strip()[-2000:]
         raise WrongResultError(f"{words}: exit code {process.returncode}: {end}")

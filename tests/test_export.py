@@ -12,15 +12,19 @@ import pytest
 import torch
 
 from jetfire import ops
+from jetfire.bench import command as bench_command
+from jetfire.bench import nvml, peaks, timer
 from jetfire.bench.export_report import sections
 from jetfire.bench.plan import Case
 from jetfire.bench.results import Results, Row
 from jetfire.cli import execute
-from jetfire.export import command, measure, samples, suite
+from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
-from jetfire.export.plan import make
+from jetfire.export.plan import Plan, Tuned, make
 from jetfire.export.targets import c_library
 from jetfire.ops import profiles
+from jetfire.ops.device import Device
+from jetfire.ops.errors import WrongResultError
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
@@ -294,6 +298,98 @@ def test_the_report_has_a_column_for_each_target():
     assert table[0] == "|  | launch | cuda | torch | hf |"
     assert table[2] == "| gemm wgmma 8×16×32 block=32 | 500.00 µs | 1.000× | 0.987× | failed |"
     assert sections([]) == []
+
+
+class Shown:
+    """A target whose function is the CPU kernel's launch, or something else."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def call(self, plan, folder):
+        return lambda problem, inputs, outputs: self.launch(plan, problem, inputs, outputs)
+
+
+def _right(plan, problem, inputs, outputs):
+    own = plan.op.outputs(problem, inputs)
+    plan.kernel.launch(problem, plan.configs[0], inputs, own)
+    return own
+
+
+def _half(plan, problem, inputs, outputs):
+    plan.kernel.launch(problem, plan.configs[0], inputs, outputs)
+    outputs["c"][: problem.m // 2] = 0
+    return outputs
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """A plan of the CPU's GEMM, and where measuring finds a target and the CPU."""
+    here = Device.parse("cpu")
+    monkeypatch.setattr(measure.Device, "parse", lambda *_: here)
+    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "int_mm")
+    problem = op.Problem(64, 96, 128, block=32)
+    entry = profiles.read(SHIPPED / "nvidia-h200" / "gemm.json")[0]
+    plan = Plan("it", op, kernel, here, (Tuned(problem, kernel.Config(), entry),))
+
+    def install(launch):
+        monkeypatch.setattr(targets, "get", lambda name: Shown(launch))
+        return plan
+
+    return install
+
+
+def test_an_export_is_checked_and_timed_beside_the_launch(on_the_cpu, monkeypatch):
+    def time_calls(variants, *_, **__):
+        for calls in variants.values():
+            calls[0]()
+        return {"launch": timer.Timing.of([1.5]), "torch": timer.Timing.of([1.25])}
+
+    monkeypatch.setattr(measure.timer, "time_calls", time_calls)
+    (found,) = measure._rows(on_the_cpu(_right), "torch", Path(), None)
+    assert (found.op, found.kernel, found.export) == ("gemm", "int_mm", "torch")
+    assert (found.ok, found.profile, found.roofline) == (True, "nearest", None)
+    assert (found.ms, found.vs_peer) == (1.25, {"launch": 1.2})
+
+
+def test_an_export_that_is_wrong_is_not_timed(on_the_cpu, monkeypatch):
+    monkeypatch.setattr(measure.timer, "time_calls", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(WrongResultError, match=r"gemm m=64 .* as torch: c: "):
+        measure._rows(on_the_cpu(_half), "torch", Path(), None)
+
+
+def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, capsys):
+    hopper = dataclasses.replace(Device.parse("cpu"), kind="cuda", capability=(9, 0), name="H")
+    monkeypatch.setattr(suite.Device, "parse", lambda *_: hopper)
+    monkeypatch.setattr(bench_command, "device_record", lambda *_: {"name": "H"})
+    monkeypatch.setattr(nvml.Nvml, "open", lambda *_: None)
+    monkeypatch.setattr(peaks, "cached", lambda *_: {})
+    problem = {"m": 8192, "n": 4096, "block": 32}
+    monkeypatch.setattr(suite, "EXPORTS", [("quantize", "triton", problem, ("cubin", "torch"))])
+    finished = []
+
+    def prepare(export, folder):
+        if export.target == "torch":
+            raise WrongResultError("it does not build")
+        finished.append(export)
+        return export.plan()
+
+    def measured(plan, target, folder, peaks):
+        assert len(finished) == 1
+        (tuned,) = plan.tuned
+        made = measure.row_of(plan, tuned, target)
+        return [dataclasses.replace(made, ok=True, ms=0.025, vs_peer={"launch": 1.01})]
+
+    monkeypatch.setattr(suite, "prepare", prepare)
+    monkeypatch.setattr(measure, "measure", measured)
+    file = tmp_path / "r.json"
+    assert execute("bench", ["--suite", "export", "-o", str(file)]) == 3
+    saved = {r.export: r for r in Results.load(file).rows}
+    assert saved["cubin"].vs_peer == {"launch": 1.01}
+    assert (saved["torch"].ok, saved["torch"].error) == (False, "it does not build")
+    shown = capsys.readouterr().out
+    assert "triton as cubin" in shown
+    assert "1.01× launch" in shown
 
 
 @pytest.mark.gpu
