@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jetfire.export import compiled, samples
+from jetfire.export import compiled, cuda, samples
 from jetfire.export.c_text import WIDTH, comment, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.launches import Group, Writer, structure
@@ -20,7 +20,6 @@ from jetfire.export.recording import Call, Recording, TensorMap, record
 from jetfire.export.render import render
 from jetfire.export.table import Table
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.ops.errors import UsageError
 
 _ALIGNMENT = 256  # of a piece of the workspace, in bytes
 
@@ -29,16 +28,14 @@ def library(plan: Plan) -> Library:
     """Compile every launch of every problem, and describe it in C.
 
     Raises:
-        UsageError: the kernel does more than launch kernels.
+        UsageError: the kernel does more than launch kernels, or is a CUDA kernel without host code.
     """
     if not isinstance(plan.kernel, TritonKernel):
-        raise UsageError(
-            f"{plan.op.name}/{plan.kernel.name} has no form as compiled code: expected a Triton "
-            "kernel"
-        )
+        return cuda.compiled_library(plan)
     cases = {t.problem: t.config for t in plan.tuned}
     cases.setdefault(samples.small_problem(plan), plan.configs[0])
-    recordings = record(plan, list(cases.items()))
+    names = plan.op.name, plan.kernel.name, plan.capability
+    recordings = record([(*names, problem, config) for problem, config in cases.items()])
     kernels, kernel_of = _compiled(plan, list(cases), recordings)
     places, sizes = _workspace(recordings)
     contract = (

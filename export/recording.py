@@ -22,7 +22,6 @@ from jetfire.ops.errors import JetfireError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.export.plan import Plan
     from jetfire.kernels_triton.crosscompile import Launch
     from jetfire.ops.op import Tensors
 
@@ -106,39 +105,41 @@ class Recording:
     scratch: tuple[Scratch, ...]
 
 
-def record(plan: Plan, launches: Sequence[tuple[Any, Any]]) -> list[Recording]:
-    """What the plan's kernel does for each problem and config.
+# Of what is recorded: the names of op and kernel, the architecture, problem and config.
+Request = tuple[str, str, tuple[int, int], Any, Any]
+
+
+def record(requests: Sequence[Request]) -> list[Recording]:
+    """What a kernel's launch does, for each request.
 
     Raises:
         UsageError: a launch does what a C program could not do after it.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    request = pickle.dumps((plan.op.name, plan.kernel.name, plan.capability, list(launches)))
     done = subprocess.run(
         [sys.executable, "-c", "from jetfire.export.recording import main; main()"],
-        input=request, capture_output=True, env=environment, check=False,
+        input=pickle.dumps(list(requests)), capture_output=True, env=environment, check=False,
     )  # fmt: skip
     if done.returncode:
-        last = done.stderr.decode().strip().splitlines()[-1:]
-        raise UsageError(f"{plan.op.name}/{plan.kernel.name}: recording failed: {''.join(last)}")
+        raise RuntimeError(f"recording launches failed:\n{done.stderr.decode()[-2000:]}")
     answer: list[Recording] | str = pickle.loads(done.stdout)
     if isinstance(answer, str):
-        raise UsageError(f"{plan.op.name}/{plan.kernel.name}: {answer}")
+        raise UsageError(answer)
     return answer
 
 
 def main() -> None:
-    """Answer a request of `record` on standard input: recordings, or why there are none."""
-    op_name, kernel_name, capability, launches = pickle.load(sys.stdin.buffer)
+    """Answer `record` on standard output: recordings, or why there are none."""
+    requests: list[Request] = pickle.load(sys.stdin.buffer)
     answer: list[Recording] | str
     try:
-        answer = [_record(op_name, kernel_name, capability, *each) for each in launches]
+        answer = [_record(*request) for request in requests]
     except JetfireError as error:
         answer = str(error)
     sys.stdout.buffer.write(pickle.dumps(answer))
 
 
-class _Memory:
+class Memory:
     """Every byte that a launch may be given the address of."""
 
     def __init__(self) -> None:
@@ -150,21 +151,24 @@ class _Memory:
         self._owners[tensor.untyped_storage()._cdata] = owner
         self._kept.append(tensor)
 
-    def add(self, tensor: torch.Tensor, *, zeroed: bool) -> torch.Tensor:
+    def add(self, tensor: torch.Tensor, *, zeroed: bool) -> None:
         """Take note of a new tensor of the launch's own."""
         storage = tensor.untyped_storage()
         self._owners[storage._cdata] = len(self.scratch)
         self._kept.append(tensor)
         self.scratch.append(Scratch(storage.nbytes(), zeroed))
-        return tensor
 
-    def find(self, tensor: torch.Tensor) -> Address:
-        owner = self._owners[tensor.untyped_storage()._cdata]
+    def find(self, parameter: str, tensor: torch.Tensor) -> Address:
+        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        if owner is None:
+            raise UsageError(
+                f"parameter {parameter} is no input, output or new tensor: cannot export"
+            )
         return Address(owner, int(tensor.storage_offset()) * tensor.element_size())
 
 
 @contextmanager
-def _watching(memory: _Memory) -> Iterator[None]:
+def watching(memory: Memory) -> Iterator[None]:
     """Within, what torch allocates is noted, and whatever else it does is refused."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,22 +179,26 @@ def _watching(memory: _Memory) -> Iterator[None]:
     allocating = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
                   aten.new_empty_strided)  # fmt: skip
 
+    counting = False
+
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket in allocating:
-                memory.add(result, zeroed=False)
+                memory.add(result, zeroed=counting)
             elif not func.is_view:
-                raise UsageError(
-                    f"its launch calls {func}: only kernels can be launched without torch"
-                )
+                raise UsageError(f"a launch that calls {func} cannot be exported: expected kernels")
             return result
 
     def counters(device: torch.device, count: int) -> torch.Tensor:
-        with torch.utils._python_dispatch._disable_current_modes():
-            return memory.add(torch.empty(count, dtype=torch.int32, device=device), zeroed=True)
+        nonlocal counting
+        counting = True
+        try:
+            return torch.empty(count, dtype=torch.int32, device=device)
+        finally:
+            counting = False
 
     # Kernels import it by name.
     users = [
@@ -217,14 +225,14 @@ def _record(
     op = ops.get(op_name)
     kernel = type(ops.get_kernel(op_name, kernel_name))
     original: Callable[..., None] = kernel.launch
-    memory = _Memory()
+    memory = Memory()
 
     def launch(self: Any, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
         for name, tensor in inputs.items():
             memory.name(tensor, name)
         for name, tensor in outputs.items():
             memory.name(tensor, name_of_output(op, problem, inputs, name))
-        with _watching(memory):
+        with watching(memory):
             original(self, problem, config, inputs, outputs)
 
     target = target_device(capability)
@@ -235,10 +243,10 @@ def _record(
         mock.patch.object(knobs.compilation, "disable_line_info", True),
     ):
         launches, _ = record_launches(op_name, kernel_name, problem, config, capability)
-    return Recording(tuple(_call(launch, memory) for launch in launches), tuple(memory.scratch))
+    return Recording(tuple(call_of(launch, memory) for launch in launches), tuple(memory.scratch))
 
 
-def _call(launch: Launch, memory: _Memory) -> Call:
+def call_of(launch: Launch, memory: Memory) -> Call:
     """One launch with its arguments.
 
     Raises:
@@ -264,7 +272,7 @@ def _call(launch: Launch, memory: _Memory) -> Call:
     )  # fmt: skip
 
 
-def _arguments(launch: Launch, memory: _Memory) -> Iterator[Argument]:
+def _arguments(launch: Launch, memory: Memory) -> Iterator[Argument]:
     """Those that are left after Triton has compiled some in."""
     maps = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
     for name, kind in launch.compiled.src.signature.items():
@@ -274,7 +282,7 @@ def _arguments(launch: Launch, memory: _Memory) -> Iterator[Argument]:
         if not isinstance(kind, str):
             raise UsageError(f"parameter {name} is a tuple: expected tensors and numbers")
         if kind.startswith("*"):
-            yield Argument(name, "pointer", memory.find(value))
+            yield Argument(name, "pointer", memory.find(name, value))
         elif kind.startswith("tensordesc"):
             yield from _descriptor(name, value, next(maps, None), memory)
         elif kind in ("i32", "i64", "fp32"):
@@ -283,13 +291,13 @@ def _arguments(launch: Launch, memory: _Memory) -> Iterator[Argument]:
             raise UsageError(f"parameter {name} is {kind}: expected i32, i64, fp32 or a tensor")
 
 
-def _descriptor(name: str, value: Any, how: Any, memory: _Memory) -> Iterator[Argument]:
+def _descriptor(name: str, value: Any, how: Any, memory: Memory) -> Iterator[Argument]:
     """A tensor descriptor made on the host: a map, then its sizes and strides."""
     if how is None or how["fp4_padded"] or getattr(value, "padding", "zero") != "zero":
         raise UsageError(f"parameter {name} is no plain tensor map: cannot export")
     base = value.base
     tensor_map = TensorMap(
-        memory.find(base), str(base.dtype).removeprefix("torch."), base.element_size(),
+        memory.find(name, base), str(base.dtype).removeprefix("torch."), base.element_size(),
         tuple(value.shape), tuple(value.strides), tuple(how["block_size"]),
         {0: 0, 1: 32, 2: 64, 3: 128}[how["swizzle"]],
     )  # fmt: skip
