@@ -36,6 +36,9 @@ from jetfire.ops.op import Kernel
 _HOSTS = {
     ("gemm", "wgmma"): ("jetfire.export.cuda_gemm", "WGMMA"),
     ("gemm", "mma"): ("jetfire.export.cuda_gemm", "MMA"),
+    ("int4_gemm", "wgmma"): ("jetfire.export.cuda_int4_gemm", "WGMMA"),
+    ("int4_gemm", "mma"): ("jetfire.export.cuda_int4_gemm", "MMA"),
+    ("hadamard_quantize", "rows"): ("jetfire.export.cuda_hadamard_quantize", "ROWS"),
 }
 
 
@@ -73,9 +76,9 @@ def _call(plan: Plan, function: str, workspace: bool) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _alignment(plan: Plan, host: Host) -> str:
+def _alignment(plan: Plan, host: Host, workspace: bool) -> str:
     """Return an error code unless all addresses are multiples of 16."""
-    bits = [f"(uintptr_t){name}" for name in aligned(plan, host)]
+    bits = [f"(uintptr_t){name}" for name in aligned(plan, host, workspace)]
     result = f"{plan.name.upper()}_BAD_ALIGNMENT"
     lines = unless("(", bits, ") % 16 != 0", result, 2, " | ")
     return "\n".join(f"  {line}" for line in lines)
@@ -156,7 +159,7 @@ def host_values(
         "aligned": aligned(plan, variant.host),
         "codes": plan.name.upper(),
         "prototype": prototype(plan, variant.symbol, workspace, " {"),
-        "check_alignment": _alignment(plan, variant.host),
+        "check_alignment": _alignment(plan, variant.host, workspace),
         "several": several,
         "takes_workspace": workspace,
     }

@@ -18,6 +18,7 @@ _INCLUDE = re.compile(r'#include "(?P<name>[^"]+)"')
 _DROPPED = re.compile(r"using u?int\d+_t = |#pragma once$|static_assert\(SHARED_BYTES == EXPECTED_")
 _DEFAULT = re.compile(r"#ifndef (?P<name>\w+)\n#define (?P=name) (?P<value>\w+).*\n#endif\n")
 _DEFINE = re.compile(r"^#define (?P<name>\w+) (?P<value>\d+)\n", re.MULTILINE)
+_KERNEL = re.compile(r'extern "C" (?P<declaration>__global__ [^{]+)')
 _RULE = re.compile(r"// --- (?P<title>.+?) -+$")
 _NAMES = (
     re.compile(r"^(?:__host__ )?(?:DEVICE|__device__)[\w :<>&*]*?\b(\w+)\(", re.MULTILINE),
@@ -80,8 +81,13 @@ def read(source: Path) -> Source:
             defined.setdefault(name, int(value))
         title, own = _split_comment(_DEFAULT.sub("", text))
         headers.append((title, _own_lines(own)))
-    body = _own_lines(_DEFINE.sub("", code)).replace('extern "C" __global__', "__global__")
+    body = _KERNEL.sub(_as_cpp, _own_lines(_DEFINE.sub("", code)))
     return Source(comment, defined, tuple(headers), body)
+
+
+def _as_cpp(kernel: re.Match[str]) -> str:
+    """A kernel's declaration with its name as C++ has it, what hangs below its parameters too."""
+    return kernel["declaration"].replace("\n" + 22 * " ", "\n" + 11 * " ")
 
 
 # --- what is used --------------------------------------------------------------------------------

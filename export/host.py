@@ -49,7 +49,8 @@ class Host(ABC):
         template: of the host code, under templates/host.
         notes: what each constant of its `config.cuh` means.
         reasons: why sizes must be the multiples of `multiples`, by size.
-        aligned: tensors that must lie at multiples of 16, of those that the function has.
+        aligned: tensors that must lie at multiples of 16, of those that the function has; with
+            ``workspace``, that too.
         tensor_maps: it reads or writes through TMA's tensor maps.
     """
 
@@ -70,6 +71,18 @@ class Host(ABC):
     @abstractmethod
     def multiples(self, problem: Any, config: Any) -> dict[str, int]:
         """Of what sizes must be multiples, for the code to be right."""
+
+    def reason(self, problem: Any, config: Any, dim: str) -> str:
+        """Why a size must be such a multiple."""
+        return self.reasons[dim].format(self.multiples(problem, config)[dim])
+
+    def most(self, problem: Any) -> dict[str, int]:
+        """Sizes that may be no larger, where that is below 2^30."""
+        return {}
+
+    def sentences(self, problem: Any) -> tuple[str, ...]:
+        """What callers must know beyond shapes, addresses and sizes."""
+        return ()
 
     def workspace(self, problem: Any, config: Any) -> bool:
         """Whether a launch needs one."""
@@ -109,6 +122,9 @@ class Variant:
     def multiples(self) -> dict[str, int]:
         return self.host.multiples(self.problem, self.config)
 
+    def reason(self, dim: str) -> str:
+        return self.host.reason(self.problem, self.config, dim)
+
     @property
     def workspace(self) -> bool:
         return self.host.workspace(self.problem, self.config)
@@ -141,14 +157,16 @@ def variants(plan: Plan, host: Host) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def aligned(plan: Plan, host: Host) -> tuple[str, ...]:
-    """The function's tensors that must lie at multiples of 16."""
-    return tuple(p.name for p in plan.signature.parameters if p.name in host.aligned)
+def aligned(plan: Plan, host: Host, workspace: bool = False) -> tuple[str, ...]:
+    """What of the function's pointers must lie at multiples of 16."""
+    names = [p.name for p in plan.signature.parameters] + ["workspace"] * workspace
+    return tuple(name for name in names if name in host.aligned)
 
 
 def contract(plan: Plan, found: tuple[Variant, ...]) -> tuple[str, ...]:
     """What callers must keep to, in sentences."""
-    matrices = aligned(plan, found[0].host)
+    host = found[0].host
+    matrices = aligned(plan, host, any(variant.workspace for variant in found))
     multiples: dict[str, int] = {}
     for variant in found:
         for dim, multiple in variant.multiples.items():
@@ -156,10 +174,20 @@ def contract(plan: Plan, found: tuple[Variant, ...]) -> tuple[str, ...]:
     loose = any(variant.multiples != multiples for variant in found)
     names = f"{', '.join(matrices[:-1])} and {matrices[-1]}"
     sentences = [f"The addresses of {names} are multiples of 16."]
-    if multiples:
-        asked = ", ".join(f"{dim} a multiple of {by}" for dim, by in multiples.items())
+    most = host.most(plan.problem)
+    if multiples or most:
+        asked = ", ".join(
+            _asked(dim, multiples, most) for dim in dict.fromkeys([*multiples, *most])
+        )
         beside = " (but for the sizes that were tuned)" if loose else ""
         sentences.append(f"Sizes: up to 2^30, {asked}{beside}; any that keep to this will do.")
     else:
         sentences.append("Sizes: any up to 2^30.")
-    return tuple(sentences)
+    return (*sentences, *host.sentences(plan.problem))
+
+
+def _asked(dim: str, multiples: Mapping[str, int], most: Mapping[str, int]) -> str:
+    """What one size must be."""
+    found = [f"a multiple of {multiples[dim]}"] if dim in multiples else []
+    found += [f"at most {most[dim]}"] if dim in most else []
+    return f"{dim} {' and '.join(found)}"

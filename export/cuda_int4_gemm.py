@@ -1,0 +1,204 @@
+"""The INT4 GEMM's two CUDA kernels, for export: what their constants mean, what callers must keep
+to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.export.host import Code, Host, size_for_16_bytes
+from jetfire.kernels_cuda import driver, hopper
+from jetfire.kernels_cuda.int4_gemm import mma, wgmma
+from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
+from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
+from jetfire.ops.int4_gemm import MOST_K
+
+if TYPE_CHECKING:
+    from jetfire.ops.int4_gemm import Int4GemmProblem
+
+PROBLEM_NOTES = {
+    "PRODUCT": "0 a forward's, 1 an input's gradient, 2 a weight's",
+    "OUTPUT": "0 fp32, 1 bf16, 2 fp16",
+    "BIAS": "a bias is added to each row",
+    "SHIFTED": "codes lie in the high halves of their bytes",
+}
+REASONS = {
+    "n": "rows of c are written in 16 bytes",
+    "k": "rows of a and b are read in 16 bytes",
+}
+WGMMA_NOTES = {
+    **PROBLEM_NOTES,
+    "PACKED": "codes lie two in a byte",
+    "TMA_OUT": "C is written by TMA, in whole 16 bytes",
+    "GROUPS": "warp groups that multiply, one below the other",
+    "ROWS": "times 64, that each of them has of a tile",
+    "TILE_N": "columns of a tile",
+    "STAGES": "of 128 of K in shared memory",
+    "BUFFERS": "of 8 KiB a group, on their way out",
+    "CLUSTER_M": "blocks of a cluster that fetch B together",
+    "CLUSTER_N": "and A",
+    "RASTER": "rows of (cluster) tiles that are walked column by column",
+    "SPLIT": "parts of K with blocks of their own",
+    "CONSUMER_REGISTERS": "of a thread that multiplies",
+    "PRODUCER_REGISTERS": "of one that feeds it",
+}
+MMA_NOTES = {
+    **PROBLEM_NOTES,
+    "NIBBLES": "codes lie two in a byte",
+    "COPY_BYTES": "that one copy of A or B moves: 16, 8, 4, or 1 for any alignment",
+    "VECTOR_OUT": "C is written in 16 bytes",
+    "TILE_M": "rows of a tile",
+    "TILE_N": "and its columns",
+    "WARPS_M": "warps among which its rows are divided",
+    "WARPS_N": "and its columns",
+    "STAGES": "of 128 bytes of K in shared memory",
+    "MIN_BLOCKS": "blocks that an SM is to hold, registers for them",
+    "RASTER": "rows of tiles that are walked column by column",
+}
+# Of the kernels beside the product: blocks a multiprocessor, and threads of a block.
+SMALL_BLOCKS, SMALL_THREADS = 16, 256
+
+
+def sentences(problem: Int4GemmProblem) -> tuple[str, ...]:
+    """What the shapes do not say of the tensors."""
+    if problem.operands == "packed":
+        codes = "Codes lie two in a byte of a and b, the first in its low half."
+    elif problem.shifted:
+        codes = "Codes lie one in a byte of a and b, in its high half; the low one is 0."
+    else:
+        codes = "A byte of a or b is a code, of a times how often its row was repeated."
+    counted = {
+        "fwd": (),
+        "dgrad": (
+            "Row i of the product is multiplied by weight[i]. Rows of c from counts[1] on may hold "
+            "anything.",
+        ),
+        "wgrad": (
+            "The first counts[0] of k count 14 times, those from there to counts[1] once, the rest "
+            "is not read. Counts are multiples of 128.",
+        ),
+    }[problem.product]
+    return (codes, *counted)
+
+
+class Int4GemmHost(Host):
+    """What both have in common."""
+
+    def most(self, problem: Int4GemmProblem) -> dict[str, int]:
+        return {"k": MOST_K[problem.product]}
+
+    def sentences(self, problem: Int4GemmProblem) -> tuple[str, ...]:
+        return sentences(problem)
+
+
+class WgmmaHost(Int4GemmHost):
+    """For sm_90a: packed codes are unpacked before, a split product's raw sums are added after."""
+
+    template = "int4_gemm_wgmma.j2"
+    notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
+    aligned = ("a", "b", "c", "workspace")
+    tensor_maps = True
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        return "90a"
+
+    def codes(self, problem: Int4GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
+        header = wgmma.config_header(problem, config, self._tma_out(problem))
+        shared, threads = wgmma.shared_bytes(config), 128 * (config.groups + 1)
+        groups = "gemm_kernel::GROUPS" if self.workspace(problem, config) else "GROUPS"
+        found = [Code("gemm", wgmma.SOURCE, header, shared, threads, f"128 * ({groups} + 1)")]
+        small = 0, SMALL_THREADS, str(SMALL_THREADS)
+        if problem.operands == "packed":
+            found.insert(0, Code("unpack", wgmma.UNPACK, wgmma._unpack_header(True), *small))
+        if config.split > 1:
+            header = wgmma._reduce_header(problem, config)
+            found.append(Code("reduce", wgmma.REDUCE, header, *small))
+        return tuple(found)
+
+    def multiples(self, problem: Int4GemmProblem, config: WgmmaConfig) -> dict[str, int]:
+        """Of k, what rows that TMA reads ask, where no copy is made of them."""
+        element = driver.ELEMENT_BYTES[problem.out]
+        by_tma = config.split == 1 and self._tma_out(problem)
+        n = {"n": size_for_16_bytes(element)} if by_tma else {}
+        return {**n, "k": 2 if problem.operands == "packed" else 16}
+
+    def reason(self, problem: Int4GemmProblem, config: WgmmaConfig, dim: str) -> str:
+        if dim == "k" and problem.operands == "packed":
+            return "two codes a byte"
+        return REASONS[dim]
+
+    def workspace(self, problem: Int4GemmProblem, config: WgmmaConfig) -> bool:
+        return problem.operands == "packed" or config.split > 1
+
+    def values(self, problem: Int4GemmProblem, config: WgmmaConfig) -> dict[str, Any]:
+        split = config.split > 1
+        element = 4 if split else driver.ELEMENT_BYTES[problem.out]
+        panel = 128 if config.tile_n * element % 128 == 0 else 64
+        return {
+            "packed": problem.operands == "packed",
+            "split": split,
+            "tma_out": split or self._tma_out(problem),
+            "most_k": MOST_K[problem.product],
+            "small_blocks": SMALL_BLOCKS,
+            "constants": {
+                "TILE_M": (config.tile_m, "rows and"),
+                "TILE_N": (config.tile_n, "columns of a tile"),
+                "TILE_K": (hopper.TILE_K, "what is multiplied at a time"),
+                "CLUSTER_M": (config.cluster_m, "blocks of a cluster that fetch b together"),
+                "CLUSTER_N": (config.cluster_n, "and a"),
+                "CLUSTER": (config.cluster, "both"),
+                "SPLIT": (config.split, "parts of k with blocks of their own"),
+                "ELEMENT_BYTES": (element, "of what is written"),
+                "PANEL_COLUMNS": (panel // element, "of what TMA writes at a time"),
+            },
+        }
+
+    def _tma_out(self, problem: Int4GemmProblem) -> bool:
+        """As for a C at a multiple of 16."""
+        return wgmma._tma_out(problem, 16)
+
+
+class MmaHost(Int4GemmHost):
+    """For sm_80 and later: a block a tile."""
+
+    template = "int4_gemm_mma.j2"
+    notes: ClassVar[Mapping[str, str]] = MMA_NOTES
+    aligned = ("a", "b", "c")
+
+    def _access(self, problem: Int4GemmProblem) -> mma.Access:
+        """As a launch's with contiguous tensors at multiples of 16."""
+        return mma.Access.of_contiguous(problem)
+
+    def codes(self, problem: Int4GemmProblem, config: MmaConfig) -> tuple[Code, ...]:
+        header = mma.config_header(problem, config, self._access(problem))
+        return (
+            Code("int4_gemm", mma.SOURCE, header, mma.shared_bytes(problem, config),
+                 32 * config.warps, "THREADS"),
+        )  # fmt: skip
+
+    def multiples(self, problem: Int4GemmProblem, config: MmaConfig) -> dict[str, int]:
+        access = self._access(problem)
+        n = {"n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if access.out else {}
+        codes = 2 if problem.operands == "packed" else 1
+        return {**n, "k": max(2, codes * access.copy_bytes)}
+
+    def reason(self, problem: Int4GemmProblem, config: MmaConfig, dim: str) -> str:
+        if dim == "k" and (copied := self._access(problem).copy_bytes) < 16:
+            return (
+                "an even number" if copied == 1 else f"rows of a and b are read in {copied} bytes"
+            )
+        return REASONS[dim]
+
+    def values(self, problem: Int4GemmProblem, config: MmaConfig) -> dict[str, Any]:
+        return {
+            "packed": problem.operands == "packed",
+            "most_k": MOST_K[problem.product],
+            "constants": {
+                "TILE_M": (config.tile_m, "rows and"),
+                "TILE_N": (config.tile_n, "columns of a tile"),
+            },
+        }
+
+
+WGMMA = WgmmaHost()
+MMA = MmaHost()
