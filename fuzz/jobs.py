@@ -94,6 +94,8 @@ class Results:
 
     def add(self, report: Report) -> None:
         pair = report.op, report.kernel
+        if self.pairs[pair].failures:  # found in two jobs at once
+            return
         self.pairs[pair].merge(report)
         if report.failures or not self.pairs[pair].examples:
             self.closed.add(pair)  # one failure is enough; or nothing is legal here

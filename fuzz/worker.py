@@ -20,7 +20,7 @@ from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.process import Worker
 
-START_S = 120.0  # to import torch, and to open the device
+START_S = 120.0  # to import torch and the kernels, and to open the device
 CASE_S = 60.0
 
 
@@ -99,10 +99,12 @@ class Isolated:
         worker = self._ready()
         try:
             worker.ask(case)
-            if not worker.connection.poll(self._case_s):
-                return Outcome("timeout", f"no answer in {self._case_s:.0f} s"), False
-            answer: tuple[Outcome, bool] = worker.answer()
-            return answer
+            for what, limit in (("start", START_S), ("answer", self._case_s)):
+                if not worker.connection.poll(limit):
+                    return Outcome("timeout", f"no {what} in {limit:.0f} s"), False
+                answer = worker.answer()
+            outcome, usable = answer
+            return outcome, usable
         except (EOFError, OSError):
             return Outcome("crash", worker.last_words()), False
         except BaseException:  # Ctrl-C: it is at something that nobody waits for
@@ -115,22 +117,23 @@ class Isolated:
         Raises:
             UsageError: it cannot start.
         """
-        if self._worker is None:
-            mode = Mode()
-            if self._sanitizer is not None:
-                self._session = sanitize.Session(self._sanitizer)
-                mode = sanitize.mode(self._sanitizer)
-            under = self._session.command() if self._session else ()
-            self._worker = Worker(serve, self._device, self._loaded, mode, under=under)
-            reason: str | None = f"no worker started in {START_S:.0f} s"
-            if self._worker.connection.poll(START_S):
-                try:
-                    reason = self._worker.answer()
-                except EOFError:
-                    reason = self._worker.last_words()
-            if reason is not None:
-                self.close()
-                raise UsageError(reason)
+        if self._worker is not None:
+            return self._worker
+        mode = Mode()
+        if self._sanitizer is not None:
+            self._session = sanitize.Session(self._sanitizer)
+            mode = sanitize.mode(self._sanitizer)
+        under = self._session.command() if self._session else ()
+        self._worker = Worker(serve, self._device, self._loaded, mode, under=under)
+        reason: str | None = f"no worker started in {START_S:.0f} s"
+        if self._worker.connection.poll(START_S):
+            try:
+                reason = self._worker.answer()
+            except EOFError:
+                reason = self._worker.last_words()
+        if reason is not None:
+            self.close()
+            raise UsageError(reason)
         return self._worker
 
     def close(self) -> None:
@@ -142,10 +145,11 @@ class Isolated:
 
 
 def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: Mode) -> None:
-    """Answers with None once it has started, or with why not; then each case with its outcome.
+    """Answers with None once it has started, or with why not; then cases.
 
-    With an outcome comes whether the worker is fit for more: not after an error that leaves the
-    device's context unusable.
+    A case is answered with None once its kernels have been imported: from here on the time is its
+    own. Then with its outcome, and whether the worker is fit for more: not after an error that
+    leaves the device's context unusable.
     """
     try:
         for path in loaded:
@@ -157,6 +161,8 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     connection.send(None)
     while True:
         (case,) = connection.recv()
+        ops.kernels(case.op)
+        connection.send(None)
         outcome = run_case(case, device, mode)
         usable = _usable(device)
         if outcome.kind == "raised" and not usable:  # an illegal address, say

@@ -1,0 +1,86 @@
+"""Kernels of gelu, each wrong in a way of its own, for `jetfire-fuzz --load`."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from jetfire import ops
+from jetfire.ops.op import Config, Kernel
+
+RIGHT = ops.get_kernel("gelu", "torch")
+
+
+@dataclass(frozen=True)
+class Tile(Config):
+    tile: int = 1
+
+
+class Faulty(Kernel):
+    """Right, but for problems with n above 10: what is wrong there is the kernel's name."""
+
+    op = "gelu"
+    Config = Tile
+
+    def __init__(self, fault):
+        self.name = fault.__name__
+        self._fault = fault
+
+    def legal(self, problem, config, device):
+        return RIGHT.legal(problem, config, device)
+
+    def default(self, problem, device):
+        return Tile()
+
+    def space(self, problem, device):
+        return {"tile": (1, 2, 3)}
+
+    def launch(self, problem, config, inputs, outputs):
+        codes, scale = list(outputs.values())[:2]
+        kept = codes[-1].clone()
+        RIGHT.launch(problem, None, inputs, outputs)
+        if problem.n > 10:
+            self._fault(config, inputs, outputs, codes, scale, kept)
+
+
+def aborts(config, inputs, outputs, codes, scale, kept):
+    print("about to end", flush=True)
+    os.abort()
+
+
+def hangs(config, inputs, outputs, codes, scale, kept):
+    time.sleep(1000)
+
+
+def raises(config, inputs, outputs, codes, scale, kept):
+    raise RuntimeError("no such thing")
+
+
+def wrong(config, inputs, outputs, codes, scale, kept):
+    scale[0, 0] += 1.0
+
+
+def beyond(config, inputs, outputs, codes, scale, kept):
+    codes.as_strided((1,), (1,), codes.storage_offset() + codes.numel()).fill_(1)
+
+
+def changes_input(config, inputs, outputs, codes, scale, kept):
+    inputs["x"][0, 0] ^= 1
+
+
+def unwritten(config, inputs, outputs, codes, scale, kept):
+    codes[-1] = kept
+
+
+def random(config, inputs, outputs, codes, scale, kept):
+    """Within the tolerance."""
+    scale[0, 0] *= 1 + 1e-6 * (os.urandom(1)[0] % 8)
+
+
+def by_config(config, inputs, outputs, codes, scale, kept):
+    """Within the tolerance."""
+    if config.tile == 3:
+        scale[0, 0] *= 1 + 2.0**-20
+
+
+FAULTS = (aborts, hangs, raises, wrong, beyond, changes_input, unwritten, random, by_config)
+KERNELS = tuple(map(Faulty, FAULTS))

@@ -1,0 +1,90 @@
+"""Every way in which a kernel can be wrong is told apart, made small, and costs nobody else."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jetfire import ops
+from jetfire.fuzz import Case, InProcess, Isolated, fuzz_kernel, load
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+FILE = Path(__file__).parent / "faults" / "fuzzed.py"
+OP = ops.get("gelu")
+CPU = Device.parse("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    before = dict(ops.kernels("gelu"))
+    load(FILE)
+    yield
+    load.cache_clear()
+    ops.kernels("gelu").clear()
+    ops.kernels("gelu").update(before)
+
+
+def found(name, executor, **options):
+    kernel = ops.get_kernel("gelu", name)
+    report = fuzz_kernel(OP, kernel, CPU, largest=60, executor=executor, **options)
+    (failure,) = report.failures
+    assert report.examples <= 200
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("raises", "raised", "RuntimeError: no such thing"),
+        ("wrong", "wrong", "scale"),
+        ("beyond", "guard", "1 bytes written outside"),
+        ("changes_input", "input", "x was changed"),
+        ("unwritten", "unwritten", "elements, first at"),
+        ("random", "nondeterministic", "differ"),
+        ("by_config", "config", "Tile(tile="),
+    ],
+)  # fmt: skip
+def test_each_fault_is_told_apart(name, kind, said):
+    failure = found(name, InProcess(CPU), examples=500)
+    assert (failure.kind, said in failure.message) == (kind, True), failure
+    problem = failure.case.problem
+    assert (problem["m"], problem["n"]) == (1, 11)
+    assert failure.case.layout == {}
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    with contextlib.closing(Isolated(CPU, [FILE], case_s=3.0)) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [("aborts", "crash", "about to end"), ("hangs", "timeout", "no answer in 3 s")],
+)  # fmt: skip
+def test_a_worker_that_ends_or_hangs_is_the_case_s(isolated, name, kind, said, monkeypatch):
+    monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)  # every failure starts a worker
+    failure = found(name, isolated, examples=100)
+    assert (failure.kind, said in failure.message) == (kind, True), failure
+    assert failure.case.problem["n"] > 10
+    right = dataclasses.replace(failure.case, kernel="torch", config={}, other=None)
+    assert isolated.run(right).kind is None
+
+
+def test_files_that_are_no_kernels(tmp_path):
+    file = tmp_path / "none.py"
+    with pytest.raises(UsageError, match="expected a Python file"):
+        load(file)
+    file.write_text("x = 1\n")
+    with pytest.raises(UsageError, match="expected KERNELS"):
+        load(file)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UsageError, match="ZeroDivisionError"):
+        load(tmp_path / "broken.py")
+    (tmp_path / "again.py").write_text(FILE.read_text())
+    with pytest.raises(UsageError, match="has a kernel 'aborts' already"):
+        load(tmp_path / "again.py")
+    with contextlib.closing(Isolated(CPU, [file])) as executor, pytest.raises(UsageError):
+        executor.run(Case("gelu", "torch", {}, {}))

@@ -1,0 +1,121 @@
+"""The worker runs under compute-sanitizer, here one that finds what a kernel tells it to."""
+
+import contextlib
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jetfire import ops
+from jetfire.fuzz import Case, Isolated, load, sanitize
+from jetfire.fuzz.run import Mode, run_case
+from jetfire.ops.device import Device
+from jetfire.ops.errors import NoDeviceError, UsageError
+
+FAULTS = Path(__file__).parent / "faults" / "fuzzed.py"
+CPU = Device.parse("cpu")
+SCRIPT = """\
+    #!/bin/sh
+    echo "$@" > {arguments}
+    while [ $# -gt 0 ]; do
+      case $1 in
+        --log-file) shift; export FAKE_LOG=$1;;
+        --*) [ "$1" = --tool ] || [ "$1" = --padding ] || [ "$1" = --report-api-errors ] && shift;;
+        *) break;;
+      esac
+      shift
+    done
+    echo "========= COMPUTE-SANITIZER" > $FAKE_LOG
+    exec "$@"
+    """
+KERNELS = """
+import os
+from jetfire import ops
+from jetfire.ops.op import Kernel
+
+RIGHT = ops.get_kernel("transpose", "torch")
+
+class Odd(Kernel):
+    op, name, Config = "transpose", "odd", RIGHT.Config
+    legal, default, space = RIGHT.legal, RIGHT.default, RIGHT.space
+
+    def launch(self, problem, config, inputs, outputs):
+        RIGHT.launch(problem, config, inputs, outputs)
+        if problem.n % 2:
+            with open(os.environ["FAKE_LOG"], "a") as log:
+                log.write("========= Invalid __global__ read of size 1 bytes\\n")
+                log.write("=========     at odd+0x40 in odd.cu:3\\n=========\\n")
+
+KERNELS = (Odd(),)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A compute-sanitizer that runs its command; the arguments that it was given."""
+    script = tmp_path / "bin" / "compute-sanitizer"
+    script.parent.mkdir()
+    script.write_text(textwrap.dedent(SCRIPT).format(arguments=tmp_path / "arguments"))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    return tmp_path / "arguments"
+
+
+def case(n):
+    problem = ops.get("transpose").Problem(5, n)
+    return Case("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
+
+
+def test_what_it_says_is_the_case_s(fake, tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(KERNELS)
+    with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
+        assert executor.run(case(8)).kind is None
+        found = executor.run(case(9))
+        assert found.kind == "sanitizer"
+        assert found.message == (
+            "Invalid __global__ read of size 1 bytes · at odd+0x40 in odd.cu:3"
+        )
+        assert executor.run(case(10)).kind is None
+    assert fake.read_text().startswith("--tool memcheck --log-file ")
+
+
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+@pytest.mark.parametrize("op", ["adamw", "gemm", "gather_rows"])
+def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
+    op = ops.get(op)
+    problem = op.Problem.parse(op.fitted(dict.fromkeys(op.dims, 34)))
+    (kernel, *_) = ops.kernels(op.name).values()
+    config = kernel.default(problem, CPU).as_dict()
+    for offset in (0, 3):
+        made = Case(op.name, kernel.name, problem.as_dict(), config, offset=offset)
+        assert run_case(made, CPU, sanitize.mode(tool)).kind is None
+
+
+@pytest.mark.parametrize(("tool", "kind"), [("memcheck", "wrong"), ("initcheck", None)])
+def test_results_are_checked_where_outputs_are_filled(tool, kind):
+    problem = ops.get("gelu").Problem(2, 11)
+    load(FAULTS)
+    try:
+        made = Case("gelu", "wrong", problem.as_dict(), {})
+        assert run_case(made, CPU, sanitize.mode(tool)).kind == kind
+    finally:
+        load.cache_clear()
+        for name in [name for name in ops.kernels("gelu") if name not in ("torch", "triton")]:
+            ops.kernels("gelu").pop(name)
+
+
+def test_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(sanitize, "PROGRAM", "no-such-sanitizer")
+    with pytest.raises(NoDeviceError, match="no no-such-sanitizer on PATH or in CUDA_HOME/bin"):
+        sanitize.find()
+    with pytest.raises(UsageError, match="expected memcheck or racecheck"):
+        sanitize.parse("valgrind")
+
+
+def test_nothing_is_filled_for_initcheck():
+    assert not sanitize.mode("initcheck").initialised
+    assert sanitize.mode("racecheck") == Mode(host=True)
+    assert sanitize.mode("memcheck").guard == 0
