@@ -26,7 +26,9 @@ from jetfire.ops.machine_code import Cubin, audit
 from jetfire.ops.profiles import Entry
 
 OP = ops.get("gemm")
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None or cuda_home() is None, reason="needs gcc and CUDA's headers"
+)
 
 
 def plan_of(kernel, *cases, capability=(9, 0)):
