@@ -66,7 +66,7 @@ def exports() -> list[Export]:
     ]
 
 
-def prepare(export: Export, folder: Path, *, test: bool = True) -> Plan:
+def prepare(export: Export, folder: Path) -> Plan:
     """Write, build and test an export in a new folder.
 
     Raises:
@@ -75,8 +75,7 @@ def prepare(export: Export, folder: Path, *, test: bool = True) -> Plan:
     plan, target = export.plan(), targets.get(export.target)
     write(folder, contents(plan, export.target))
     target.build(plan, folder)
-    if test:
-        target.selftest(plan, folder)
+    target.selftest(plan, folder)
     return plan
 
 
