@@ -138,6 +138,15 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
     return ops.get_kernel(op.name, min(times, key=lambda name: times[name]))
 
 
+def _check_tunable(op: Op, problem: Any, device: Device) -> None:
+    """Raises UsageError where no kernel of the op for a GPU has anything to tune."""
+    kernels = [k for k in ops.kernels(op.name).values() if not type(k).__module__.startswith(CPU)]
+    if not any(kernel.space(problem, device) for kernel in kernels):
+        raise UsageError(
+            f"{op.name}: it has nothing to tune: it launches the kernels of other ops; export those"
+        )
+
+
 def _alike(op: Op, problems: Sequence[Any]) -> None:
     """They must differ in their sizes alone."""
     first = problems[0].as_dict()
@@ -170,6 +179,7 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     op = cases[0].op
     problems = [case.problem for case in cases]
     _alike(op, problems)
+    _check_tunable(op, problems[0], device)
     kernel = ops.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
     if type(kernel).__module__.startswith(CPU):
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")

@@ -92,6 +92,7 @@ def refused(capsys, code=2):
         ((*GEMM, "--kernel", "nope"), 2, "gemm has no kernel 'nope': expected one of"),
         ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
          "CUDA C++: expected cubin, torch or wheel"),
+        (("hadamard_gemm", "--m", "4096"), 2, "hadamard_gemm: it has nothing to tune: it launches"),
         (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5': expected one of"),
     ],
 )  # fmt: skip
