@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from jetfire.export.c_text import hang
 from jetfire.export.render import render
 
 _A_LINE = 16
@@ -32,6 +33,11 @@ class Compiled:
     threads: int
     shared_bytes: int
     about: str
+
+    def entry(self, export: str) -> list[str]:
+        """Its initialiser in a launcher's table."""
+        values = (f"{export}_{self.name}", f'"{self.function}"', self.threads, self.shared_bytes)
+        return hang(f"[{self.name.upper()}] = {{", list(map(str, values)), "},", 4)
 
     @property
     def lines(self) -> Iterator[str]:
