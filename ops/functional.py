@@ -3,7 +3,8 @@
 Quantised tensors are pairs ``q, scale``: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉. Inputs may be
 row-strided views. Each function returns its op's outputs in order, a single one bare. `layout` says
 whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as all four ("both").
-The kernel is the one that `ops.run.choose` finds for the tensors' device. To autograd results are
+The kernel is the one that `ops.run.choose` finds for the tensors' device; empty tensors need none:
+their results are empty, or zeros where they are sums over nothing. To autograd results are
 constants, but for those that `ops.library` gives a gradient.
 
 `int4_*` are the steps of a linear layer in 4 bits: codes are a tensor's own, with one scale, a
@@ -54,7 +55,7 @@ def _matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         raise UsageError(f"{name} has shape {tuple(x.shape)}: expected two dimensions")
     if x.device.type not in ("cuda", "cpu"):
         raise UsageError(f"{name} is on {x.device}: expected cuda or cpu")
-    if x.stride(1) != 1 and x.shape[1] > 1:
+    if x.stride(1) != 1 and x.shape[1] > 1 and x.shape[0] > 0:
         raise UsageError(
             f"{name} has strides {x.stride()}: expected a contiguous last dimension; "
             f"call .contiguous()"
@@ -374,12 +375,14 @@ def int8_column_sum(qt: Tensor, scale_t: Tensor, *, block: Block = 32) -> Tensor
 def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
     _matrix("logits", logits, _FLOATS)
     _same_device("targets", targets, logits)
-    rows = logits.shape[0]
+    rows, columns = logits.shape
+    if columns == 0 and rows > 0:
+        raise UsageError(f"logits has shape {tuple(logits.shape)}: expected at least one column")
     if targets.dtype != torch.int64 or targets.shape != (rows,):
         dtype = str(targets.dtype).removeprefix("torch.")
         raise UsageError(f"targets is {dtype} {tuple(targets.shape)}: expected int64 {(rows,)}")
-    if valid is not None and not 1 <= valid <= logits.shape[1]:
-        raise UsageError(f"valid={valid}: expected 1 to {logits.shape[1]}, the columns of logits")
+    if valid is not None and not 1 <= valid <= columns:
+        raise UsageError(f"valid={valid}: expected 1 to {columns}, the columns of logits")
 
 
 def cross_entropy(

@@ -174,6 +174,27 @@ class Gemm(Op):
             )  # fmt: skip
         return _check_floats(problem, outputs["c"], expected, noise, over)
 
+    def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
+        """The bias, or zeros, and what C held."""
+        import torch
+
+        from jetfire.reference.quantize import quantize
+        from jetfire.reference.transpose import transpose
+
+        bias = inputs.get("bias")
+        value = torch.zeros(problem.n, device=inputs["a"].device) if bias is None else bias
+        if problem.accumulate:
+            outputs["c"] += value
+        elif problem.out != "int8":
+            outputs["c"].copy_(value.expand(problem.m, problem.n))
+        elif problem.m and problem.n:
+            wide = value.expand(problem.m, problem.n)
+            q, scale = quantize(wide, problem.block, problem.rounding, inputs.get("seed"))
+            qt, scale_t = transpose(q, scale)
+            for name, tensor in {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}.items():
+                if name in outputs:
+                    outputs[name].copy_(tensor)
+
     def tolerance(self, problem: GemmProblem) -> float:
         """The relative error that a float output may have.
 

@@ -158,6 +158,20 @@ class HadamardQuantize(Op):
             found.append(check.bounded("dstep", outputs["dstep"], dstep, bound, over))
         return check.every(found)
 
+    def nothing(
+        self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        """The scale is the step, or NaN where that is no step."""
+        import torch
+
+        from jetfire.reference.hadamard_quantize import multiplier
+
+        super().nothing(problem, inputs, outputs)
+        if problem.mode == "fwd":
+            step = inputs["step"]
+            bad = multiplier(step, problem.group) == 0
+            outputs["scale"].copy_(step.masked_fill(bad, torch.nan))
+
     def same_bits(self, problem: HadamardQuantizeProblem) -> SameBits:
         """The step's gradient is a sum."""
         return "runs" if problem.mode == "bwd" and problem.given == "x" else "kernels"

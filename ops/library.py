@@ -36,7 +36,7 @@ FLOAT_NAMES: dict[torch.dtype, FloatName] = {
 _LIBRARY = torch.library.Library("jetfire", "DEF")
 # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-# Stands for a symbolic size: a multiple of whatever a `Problem` may ask that sizes are one of.
+# Stands for a symbolic size, or 0: a multiple of whatever a `Problem` may ask that they are one of.
 _ANY_SIZE = 3 * 1024
 
 
@@ -51,13 +51,28 @@ def planned() -> list[tuple[Op, Any, Kernel]]:
     return [(ops.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
 
 
+def _problem(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
+    """A problem, of which a size may be symbolic, or 0; and whether one is 0."""
+    symbolic = {key: size for key, size in fields.items() if isinstance(size, torch.SymInt)}
+    none = {key: 0 for key, size in fields.items() if type(size) is int and size == 0}
+    problem = op.Problem.parse({**fields, **dict.fromkeys(symbolic | none, _ANY_SIZE)})
+    for key, size in (symbolic | none).items():
+        object.__setattr__(problem, key, size)
+    return problem, bool(none)
+
+
 @profiles.remembered
 def _plan(
     name: str, device: torch.device, fields: tuple[tuple[str, Any], ...]
-) -> tuple[Op, Any, Kernel, Any]:
-    """Op, problem, kernel and config of a call; a model repeats few of them."""
+) -> tuple[Op, Any, Kernel | None, Any]:
+    """Op, problem, kernel and config of a call; a model repeats few of them.
+
+    Of an empty tensor there is no kernel.
+    """
     op = ops.get(name)
-    problem = op.Problem.parse(dict(fields))
+    problem, empty = _problem(op, dict(fields))
+    if empty:
+        return op, problem, None, None
     kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
     _planned()[name, problem] = kernel
     return op, problem, kernel, config
@@ -83,7 +98,10 @@ def _launch(name: str, call: Call, written: tuple[str, ...]) -> Tensors:
     outputs = {key: inputs[key] for key in written if key in inputs}
     outputs = outputs or op.outputs(problem, inputs)
     context = _launch_context(device)
-    if context is None:
+    if kernel is None:
+        with torch.no_grad():
+            op.nothing(problem, inputs, outputs)
+    elif context is None:
         kernel.launch(problem, config, inputs, outputs)
     else:
         with context:
@@ -98,10 +116,7 @@ def _launch(name: str, call: Call, written: tuple[str, ...]) -> Tensors:
 def _allocate(name: str, call: Call) -> Tensors:
     """The outputs alone, for tracing: sizes may be symbolic, and stay so."""
     op = ops.get(name)
-    symbolic = {key: size for key, size in call[1].items() if isinstance(size, torch.SymInt)}
-    problem = op.Problem.parse({**call[1], **dict.fromkeys(symbolic, _ANY_SIZE)})
-    for key, size in symbolic.items():
-        object.__setattr__(problem, key, size)
+    problem, _ = _problem(op, call[1])
     return op.outputs(problem, {k: tensor for k, tensor in call[0].items() if tensor is not None})
 
 

@@ -210,6 +210,14 @@ class Op(ABC):
         """
         return outputs
 
+    def nothing(self, problem: Any, inputs: Tensors, outputs: Tensors) -> None:
+        """Write the outputs of a problem with a size of 0, which no kernel is asked to do.
+
+        Those that have elements all the same are sums over nothing: zeros, unless an op knows more.
+        """
+        for tensor in outputs.values():
+            tensor.zero_()
+
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:
         """The op's shapes in one transformer block, as problem fields."""

@@ -1,0 +1,234 @@
+"""Empty tensors through the functions and layers: what torch does, traced and with gradients."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from jetfire import nn, ops
+from jetfire.ops import functional as int8
+from jetfire.ops import profiles
+from jetfire.ops.errors import UsageError
+from jetfire.ops.op import blocks_of
+from jetfire.reference.dequantize import dequantize
+
+EMPTY = [(0, 40), (40, 0), (0, 0)]
+LAYOUTS = ("q", "qt", "both")
+
+
+@pytest.fixture(params=["real", "fake"])
+def run(request):
+    """Calls a function, as it is or with fake tensors, of which results then have the sizes."""
+    if request.param == "real":
+        return lambda function, *args, **options: function(*args, **options)
+
+    def traced(function, *args, **options):
+        real = function(*args, **options)
+        with FakeTensorMode() as mode:
+            fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, options))
+            found = function(*fake[0], **fake[1])
+        for mine, theirs in zip(tree_leaves(found), tree_leaves(real), strict=True):
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        return real
+
+    return traced
+
+
+def seed(device):
+    return torch.tensor([5], device=device)
+
+
+def codes(m, n, device, block=32):
+    """Codes and scales of an m×n tensor."""
+    return int8.int8_quantize(torch.randn(m, n, device=device), block=block)
+
+
+def shapes_of(m, n, layout, block=32):
+    found = [(m, n), blocks_of(m, n, block)] if layout != "qt" else []
+    return found + ([(n, m), blocks_of(n, m, block)] if layout != "q" else [])
+
+
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elementwise_functions(device, run, m, n, layout):
+    x = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    q, scale = codes(m, n, device)
+    options = {"layout": layout, "rounding": "stochastic", "seed": seed(device)}
+    for out in (
+        run(int8.int8_quantize, x, **options),
+        run(int8.int8_gelu, q, scale, **options),
+        run(int8.int8_gelu_backward, q, scale, q, scale, **options),
+        run(int8.int8_add_backward, x, q, scale, **options)[1:],
+        run(int8.int8_add, x, q, scale, **options)[1:-2],
+        run(int8.int8_dropout, q, scale, seed(device), layout=layout),
+        run(int8.int8_dropout_backward, q, scale, seed(device), layout=layout),
+    ):
+        assert [tuple(tensor.shape) for tensor in out] == shapes_of(m, n, layout)
+    wide = run(int8.int8_quantize_qkv, x, x, x, **options)
+    assert [tuple(tensor.shape) for tensor in wide] == shapes_of(m, 3 * n, layout)
+    assert run(int8.int8_dequantize, q, scale, out="fp16").shape == (m, n)
+    turned = run(int8.int8_transpose, q, scale)
+    assert [tuple(tensor.shape) for tensor in turned] == [(n, m), blocks_of(n, m, 32)]
+
+
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+def test_sums_over_nothing(device, run, m, n):
+    """Zeros; but the statistics of rows without an element are NaN, as torch.var_mean's."""
+    x = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    q, scale = codes(m, n, device)
+    total, *_, mean, rstd = run(int8.int8_add, x, q, scale)
+    weight = torch.randn(n, device=device)
+    *_, row_mean, row_rstd = run(int8.int8_layernorm, q, scale, weight, weight)
+    assert total.shape == (m, n)
+    for statistic in (mean, rstd, row_mean, row_rstd):
+        assert statistic.shape == (m,)
+        assert torch.isnan(statistic).all()
+    dq, dq_scale, dweight, dbias = run(
+        int8.int8_layernorm_backward, q, scale, q, scale, weight, mean, rstd, seed=seed(device)
+    )
+    qt, scale_t = int8.int8_transpose(q, scale)
+    for total in (dweight, dbias, run(int8.int8_column_sum, qt, scale_t)):
+        assert torch.equal(total, torch.zeros(n, device=device))
+    assert (dq.shape, dq_scale.shape) == ((m, n), blocks_of(m, n, 32))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 40, 33), (40, 0, 33), (40, 33, 0), (0, 0, 0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemm(device, run, m, n, k, biased):
+    (a, a_scale), (b, b_scale) = codes(m, k, device), codes(n, k, device)
+    bias = torch.randn(n, device=device) if biased else None
+    expected = bias.expand(m, n) if biased else torch.zeros(m, n, device=device)
+    for out, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        c = run(int8.int8_gemm, a, a_scale, b, b_scale, out=out, bias=bias)
+        assert torch.equal(c, expected.to(dtype))
+        held = torch.randn(m, n, device=device).to(dtype)
+        c = held.clone()
+        run(int8.int8_gemm, a, a_scale, b, b_scale, out=out, bias=bias, c=c)
+        assert torch.equal(c, (held.float() + expected).to(dtype))
+    for layout in LAYOUTS:
+        found = run(
+            int8.int8_gemm, a, a_scale, b, b_scale, out="int8", bias=bias, layout=layout,
+            rounding="stochastic", seed=seed(device),
+        )  # fmt: skip
+        assert [tuple(tensor.shape) for tensor in found] == shapes_of(m, n, layout)
+        q, scale = found[:2]
+        value = dequantize(q, scale, 32)
+        value = value.t() if layout == "qt" else value
+        assert bool(((value - expected).abs() <= scale.amax() if m * n else expected == 0).all())
+
+
+def test_gradients(device):
+    """Of a bias, of a stream and of logits, as torch has them of nothing."""
+    (a, a_scale), (b, b_scale) = codes(0, 40, device), codes(24, 40, device)
+    bias = torch.randn(24, device=device, requires_grad=True)
+    int8.int8_gemm(a, a_scale, b, b_scale, bias=bias).sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+    x = torch.empty(0, 40, device=device, dtype=torch.bfloat16, requires_grad=True)
+    int8.int8_add(x, a, a_scale)[0].sum().backward()
+    assert x.grad.shape == x.shape
+    logits = torch.empty(0, 50, device=device, requires_grad=True)
+    loss, lse = int8.cross_entropy(logits, torch.empty(0, dtype=torch.int64, device=device))
+    assert (loss.shape, lse.shape) == ((0,), (0,))
+    assert torch.isnan(loss.mean())
+    loss.sum().backward()
+    assert logits.grad.shape == logits.shape
+
+
+def test_cross_entropy_of_rows_without_a_column_is_refused(device):
+    with pytest.raises(UsageError, match="expected at least one column"):
+        int8.cross_entropy(torch.empty(3, 0, device=device), torch.zeros(3, device=device).long())
+
+
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+def test_adamw(device, run, m, n):
+    state = [torch.randn(m, n, device=device) for _ in range(4)]
+    one = torch.ones((), device=device)
+    found = run(int8.int8_adamw, *state, one, one)
+    assert [tuple(tensor.shape) for tensor in found] == shapes_of(m, n, "both")
+
+
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+def test_int4_quantiser(device, run, m, n):
+    x = torch.randn(m, n, device=device)
+    step = torch.full((1,), 0.5, device=device)
+    q, wide, scale, squares = run(int8.int4_quantize, x, step, group=4, layout="both")
+    assert (q.shape, wide.shape, squares.tolist()) == ((m, n // 2), (m, n), [0] * m)
+    assert torch.equal(scale, step)
+    assert torch.isnan(int8.int4_quantize(x, 0 * step, group=4)[1])
+    assert run(int8.int4_quantize_backward, x, q=q, group=4).shape == (m, n)
+    dx, dstep = run(int8.int4_quantize_backward, x, x=x, step=step, group=4)
+    assert (dx.shape, dstep.tolist()) == ((m, n), [0.0] * m)
+
+
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+def test_int4_gradients(device, run, m, n):
+    x = torch.randn(m, n, device=device)
+    q, unit, squares = run(int8.int4_bit_split, x, seed=seed(device))
+    assert (q.shape, unit.tolist(), squares.tolist()) == ((2 * m, n // 2), [0.0], [0] * 2 * m)
+    rows, counts, weight, slots = run(int8.int4_sample_rows, squares, seed=seed(device))
+    assert counts.tolist() == [0, 0]
+    assert (len(weight), slots.shape) == (len(rows), (m, 2))
+    *_, repeat = run(int8.int4_sample_rows, squares, x_squares=squares[:m], seed=seed(device))
+    assert repeat.dtype == torch.int8
+    assert run(int8.int4_gather_rows, q, wide=True).shape == (2 * m, n)
+    gathered = run(int8.int4_gather_rows, q, rows=rows, counts=counts, transpose=True)
+    assert gathered.shape == (n, len(rows))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 40, 34), (40, 0, 34), (40, 33, 0), (0, 0, 0)])
+def test_int4_gemm(device, run, m, n, k):
+    a, b = (torch.ones(size, k // 2, dtype=torch.int8, device=device) for size in (m, n))
+    one, bias = torch.ones(1, device=device), torch.randn(n, device=device)
+    c = run(int8.int4_gemm, a, one, b, one, packed=True, bias=bias, out="fp32")
+    assert torch.equal(c, bias.expand(m, n))
+    a, b = (torch.ones(size, k, dtype=torch.int8, device=device) for size in (m, n))
+    counts = torch.zeros(2, dtype=torch.int32, device=device)
+    weight = torch.ones(m, device=device)
+    for options in ({"counts": counts}, {"counts": counts, "weight": weight}):
+        assert run(int8.int4_gemm, a, one, b, one, **options).shape == (m, n)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(device, dynamic):
+    """One graph for a batch and another, or the same of symbolic sizes, for an empty one."""
+
+    def layer(x, b, b_scale, bias):
+        q, scale = int8.int8_quantize(x)
+        y, y_scale = int8.int8_gemm(q, scale, b, b_scale, bias=bias, out="int8")
+        return int8.int8_dequantize(*int8.int8_gelu(y, y_scale))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    b, b_scale = codes(24, 40, device)
+    bias = torch.randn(24, device=device)
+    for m in (8, 0, 16):
+        x = torch.randn(m, 40, device=device)
+        assert torch.equal(compiled(x, b, b_scale, bias), layer(x, b, b_scale, bias))
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0, 40)])
+def test_layers(device, shape):
+    """An empty batch: empty results and input gradients, zeros for the parameters."""
+    linear = nn.Int8Linear(40, 24).to(device)
+    layers = [linear, nn.Int8GELU(), nn.Int8LayerNorm(40).to(device)]
+    for layer in layers:
+        x = torch.randn(shape, device=device, requires_grad=True)
+        y = layer(x)
+        assert y.shape == (*shape[:-1], 24 if layer is linear else 40)
+        y.sum().backward()
+        assert x.grad.shape == shape
+        for parameter in layer.parameters():
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+def test_nothing_is_tuned_or_planned(device):
+    from jetfire.ops import library
+
+    profiles.forget()
+    int8.int8_quantize(torch.empty(0, 8, device=device))
+    assert library.planned() == []
+
+
+def test_what_is_not_empty_still_needs_sizes():
+    with pytest.raises(UsageError, match="m=0: expected an integer of at least 1"):
+        ops.get("quantize").Problem(0, 8)
