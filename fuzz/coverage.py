@@ -17,6 +17,7 @@ def traits(case: Case, outcome: Outcome) -> list[str]:
         "skipped": outcome.kind == "skipped",
         "empty": case.empty,
         "ragged": any(size % max(block, 2) for size in dims),
+        "whole": not any(size % 16 for size in dims),
         "one": 1 in dims,
         "huge": any(prod((a, b)) > HUGE for i, a in enumerate(dims) for b in dims[i + 1 :]),
         "strided": any(padding for padding, _ in case.layout.values()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -33,6 +33,7 @@ OFFSETS = (0, 1, 2, 4, 8, 16)
 MULTIPLES = (16, 32, 64, 128, 256)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
+SHAPES = (*["any"] * 6, *["whole"] * 3, "skinny")
 HUGE = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
 
@@ -202,20 +203,45 @@ def _size(largest: int) -> st.SearchStrategy[int]:
     return st.one_of(parts)
 
 
+@cache
+def _whole(largest: int) -> st.SearchStrategy[int]:
+    """Multiples of 16 and of tiles: what kernels have faster ways for."""
+    units = [unit for unit in MULTIPLES if unit <= largest] or [1]
+    return st.sampled_from(units).flatmap(
+        lambda unit: st.integers(1, largest // unit).map(lambda count: unit * count)
+    )
+
+
 def _sizes(data: st.DataObject, op: Op, largest: int) -> dict[str, int]:
-    """Of every dimension; of a skinny problem one is large and the others are small."""
+    """Of every dimension: any; or all whole; or skinny, one large and the others small."""
     names = sizes_of(op)
-    if data.draw(st.integers(0, 9), label="shape") < 9:
-        return {name: data.draw(_size(largest), label=name) for name in names}
-    long = data.draw(st.sampled_from(names), label="long")
-    return {
-        name: data.draw(_size(SKINNY * largest if name == long else THIN), label=name)
-        for name in names
-    }
+    shape = data.draw(st.sampled_from(SHAPES), label="shape")
+    if shape == "skinny":
+        long = data.draw(st.sampled_from(names), label="long")
+        limits = {name: SKINNY * largest if name == long else THIN for name in names}
+        return {name: data.draw(_size(limits[name]), label=name) for name in names}
+    strategy = _whole(largest) if shape == "whole" else _size(largest)
+    return {name: data.draw(strategy, label=name) for name in names}
 
 
-def _rounded(sizes: Mapping[str, int], unit: int) -> dict[str, int]:
-    return {name: -(-size // unit) * unit for name, size in sizes.items()}
+def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The sizes, then up to what a kernel may want of one, then of all."""
+    yield dict(sizes)
+    for name, size in sizes.items():
+        yield {**sizes, name: -(-size // 16) * 16}
+    for unit in (16, 128):
+        yield {name: -(-size // unit) * unit for name, size in sizes.items()}
+
+
+def _taken(
+    op: Op, kernel: Kernel, device: Device, flags: Mapping[str, Any], sizes: Mapping[str, int]
+) -> Any:
+    """The first problem of those sizes, or of them rounded up, that the kernel takes."""
+    for rounded in _rounded(sizes):
+        problem = problem_of(op, flags, rounded)
+        if problem is not None and _legal(kernel, problem, {}, device) is not None:
+            return problem
+    return None
 
 
 def draw_case(
@@ -223,19 +249,14 @@ def draw_case(
 ) -> Case:
     """One example of a batch's variants."""
     variant = data.draw(st.sampled_from(pool), label="variant")
-    sizes = _sizes(data, op, largest)
-    for unit in (1, 16, 128):  # some kernels take no ragged sizes, or not of every flag
-        problem = problem_of(op, variant.flags, _rounded(sizes, unit))
-        if problem is None or _legal(kernel, problem, {}, device) is None:
-            continue
-        config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
-        return Case(
-            op.name, kernel.name, problem.as_dict(), config.as_dict(), _distribution(data),
-            data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
-            _of(variant.other, op, problem, config, device),
-        )  # fmt: skip
-    assume(False)
-    raise AssertionError
+    problem = _taken(op, kernel, device, variant.flags, _sizes(data, op, largest))
+    assume(problem is not None)
+    config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
+    return Case(
+        op.name, kernel.name, problem.as_dict(), config.as_dict(), _distribution(data),
+        data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
+        _of(variant.other, op, problem, config, device),
+    )  # fmt: skip
 
 
 def huge_case(
@@ -250,14 +271,12 @@ def huge_case(
         width = rng.choice(WIDTHS)
         sizes = dict.fromkeys(sizes_of(op), rng.choice((2, 16, 64)))
         sizes |= {wide: width, long: HUGE // width + rng.choice((1, 16, 100))}
-        for unit in (1, 16, 128):
-            problem = problem_of(op, variant.flags, _rounded(sizes, unit))
-            if problem is None or _legal(kernel, problem, {}, device) is None:
-                continue
-            config = _legal(kernel, problem, variant.config, device)
-            config = config or kernel.default(problem, device)
-            return Case(op.name, kernel.name, problem.as_dict(), config.as_dict(),
-                        data_seed=rng.getrandbits(31))  # fmt: skip
+        problem = _taken(op, kernel, device, variant.flags, sizes)
+        if problem is None:
+            continue
+        config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
+        return Case(op.name, kernel.name, problem.as_dict(), config.as_dict(),
+                    data_seed=rng.getrandbits(31))  # fmt: skip
     return None
 
 

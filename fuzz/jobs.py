@@ -124,7 +124,9 @@ def _run_here(plan: Plan, results: Results) -> None:
 
 
 def _run_in_jobs(plan: Plan, results: Results) -> None:
-    units, idle, busy = plan.units(), [], {}  # type: ignore[var-annotated]
+    units = plan.units()
+    idle: list[Worker] = []
+    busy: dict[Any, Worker] = {}
     try:
         for i in range(plan.jobs):
             with interrupts.deferred():
@@ -137,7 +139,7 @@ def _run_in_jobs(plan: Plan, results: Results) -> None:
             if not busy:
                 return
             for ready in mp_connection.wait(list(busy)):
-                job = busy.pop(ready)  # type: ignore[arg-type]
+                job = busy.pop(ready)
                 idle.append(job)
                 results.add(_answer(job))
     finally:

@@ -22,9 +22,11 @@ def simplify(case: Case, device: Device, fails: Fails) -> Case:
     """
     if case.empty:
         return case
-    for plain in ({"other": None}, {"layout": {}}, {"offset": 0}, {"data": "normal"},
-                  {"data_seed": 0}):  # fmt: skip
-        case = _first(fails, case, [replace(case, **plain)])  # type: ignore[arg-type]
+    plain: dict[str, Any] = {
+        "other": None, "layout": {}, "offset": 0, "data": "normal", "data_seed": 0
+    }  # fmt: skip
+    for name, value in plain.items():
+        case = _first(fails, case, [replace(case, **{name: value})])
     for name in list(case.layout):
         rest = {k: v for k, v in case.layout.items() if k != name}
         case = _first(fails, case, [replace(case, layout=rest)])

@@ -54,23 +54,18 @@ def test_each_fault_is_told_apart(name, kind, said):
     assert failure.case.layout == {}
 
 
-@pytest.fixture(scope="module")
-def isolated():
-    with contextlib.closing(Isolated(CPU, [FILE], case_s=3.0)) as executor:
-        yield executor
-
-
 @pytest.mark.parametrize(
-    ("name", "kind", "said"),
-    [("aborts", "crash", "about to end"), ("hangs", "timeout", "no answer in 3 s")],
+    ("name", "limit", "kind", "said"),
+    [("aborts", 60, "crash", "about to end"), ("hangs", 4, "timeout", "no answer in 4 s")],
 )  # fmt: skip
-def test_a_worker_that_ends_or_hangs_is_the_case_s(isolated, name, kind, said, monkeypatch):
+def test_a_worker_that_ends_or_hangs_is_the_case_s(name, limit, kind, said, monkeypatch):
     monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)  # every failure starts a worker
-    failure = found(name, isolated, examples=100)
-    assert (failure.kind, said in failure.message) == (kind, True), failure
-    assert failure.case.problem["n"] > 10
-    right = dataclasses.replace(failure.case, kernel="torch", config={}, other=None)
-    assert isolated.run(right).kind is None
+    with contextlib.closing(Isolated(CPU, [FILE], case_s=limit)) as executor:
+        failure = found(name, executor, examples=100)
+        assert (failure.kind, said in failure.message) == (kind, True), failure
+        assert failure.case.problem["n"] > 10
+        right = dataclasses.replace(failure.case, kernel="torch", config={}, other=None)
+        assert executor.run(right).kind is None
 
 
 def test_files_that_are_no_kernels(tmp_path):
