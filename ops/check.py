@@ -1,8 +1,8 @@
 """Comparisons of a kernel's outputs with the reference's.
 
-Three strengths: `exact` (equal bits), `floats` (a bound on the relative error), and `codes`, for
-quantised outputs of functions that no two fp32 implementations round alike: there every code must
-be one that the exact value allows, within a stated slack in units of a code.
+Three strengths: `exact` (equal bits), `bounded` (each element by a bound of its own), and `codes`,
+for quantised outputs of functions that no two fp32 implementations round alike: there every code
+must be one that the exact value allows, within a stated slack in units of a code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
     )
 
 
-def _norm(noise: torch.Tensor, block: int, m: int, n: int) -> float:
+def norm(noise: torch.Tensor, block: int, m: int, n: int) -> float:
     """The Frobenius norm of an m×n tensor that has each block's noise everywhere in the block."""
     sizes = [
         (size - torch.arange(count, device=noise.device, dtype=torch.float64) * block).clamp(
@@ -70,53 +70,6 @@ def _norm(noise: torch.Tensor, block: int, m: int, n: int) -> float:
         for size, count in zip((m, n), noise.shape, strict=True)
     ]
     return math.sqrt(float((noise.double().square() * sizes[0][:, None] * sizes[1]).sum()))
-
-
-def floats(
-    name: str,
-    out: torch.Tensor,
-    expected: torch.Tensor,
-    rtol: float,
-    noise: torch.Tensor | None = None,
-    block: int = 1,
-) -> Check:
-    """‖out − expected‖ ≤ rtol·‖expected‖, and no element off by rtol·(40 times the row's RMS).
-
-    Args:
-        noise: what a kernel's schedule may add to an element, by block×block of them: widens each
-            element's bound by as much, and that of the norm by its own.
-    """
-    from jetfire.reference.quantize import spread
-
-    error = relative_error(out, expected)
-    accepted = rtol
-    if noise is not None:
-        size = float(expected.double().nan_to_num(0.0).norm())
-        accepted += _norm(noise, block, *expected.shape) / size if size else math.inf
-    if not error <= accepted:
-        return Check(False, error, f"{name}: relative error {error:.3g}, accepted {accepted:.3g}")
-    # In slabs of whole rows, so that 16384×50257 fits beside its float64 reference.
-    rows = block * max(1, (1 << 26) // (out.shape[-1] * block)) if out.dim() > 1 else out.shape[0]
-    for part, (o, e) in enumerate(zip(out.split(rows), expected.split(rows), strict=True)):
-        difference = (o.double() - e.double()).abs().nan_to_num(0.0)
-        size_e = e.double().nan_to_num(0.0).abs()
-        rms = size_e.square().mean(dim=-1, keepdim=True).sqrt()
-        bound = rtol * (40 * rms + size_e) + 1e-30
-        if noise is not None:
-            by_row = slice(part * rows // block, -(-(part * rows + len(o)) // block))
-            bound += spread(noise[by_row], block, *o.shape)
-        wrong = (difference > bound) | (torch.isnan(o) != torch.isnan(e))
-        if bool(wrong.any()):
-            at = _first(wrong)
-            place = (at[0] + part * rows, *at[1:])
-            return Check(
-                False,
-                error,
-                f"{name}: {int(wrong.sum())} elements off, first at {place}: "
-                f"{o[at].item():.6g} where the reference has {e[at].item():.6g}",
-            )
-    # Where every expected value is 0 the ratio says nothing.
-    return Check(True, error if math.isfinite(error) else 0.0)
 
 
 def settled(
