@@ -1,7 +1,8 @@
 // A CUDA driver that does nothing and says on standard output what it was asked to.
 //
-// Its device has the ordinal $FAKE_DEVICE and the capability $FAKE_CAPABILITY, such as 90; the
-// function that $FAKE_FAILURE names fails.
+// Its device has the ordinal $FAKE_DEVICE, the capability $FAKE_CAPABILITY, such as 90, and 132
+// multiprocessors; the function that $FAKE_FAILURE names fails.
+#define _POSIX_C_SOURCE 200809L  // flockfile
 #include <cuda.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,8 +50,9 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   const int capability = setting("FAKE_CAPABILITY", 90);
   (void)device;
-  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? capability / 10
-                                                                     : capability % 10;
+  *value = attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT       ? 132
+           : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? capability / 10
+                                                                       : capability % 10;
   return result("cuDeviceGetAttribute");
 }
 
@@ -67,9 +69,11 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* j
                            void** jit_values, unsigned jit_count, CUlibraryOption* options,
                            void** values, unsigned count) {
   (void)jit_options, (void)jit_values, (void)options, (void)values;
+  flockfile(stdout);  // a line is several calls, of one thread
   printf("load %u %u ", jit_count, count);
   print_bytes(code, kernels[loaded].bytes);
   printf("\n");
+  funlockfile(stdout);
   *library = (CUlibrary)(size_t)++loaded;
   return result("cuLibraryLoadData");
 }
@@ -92,11 +96,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   memset(map, 0xAB, sizeof *map);
+  flockfile(stdout);  // a line is several calls, of one thread
   printf("map %d %u %zu %d %d %d %d", type, rank, (size_t)address, interleave, swizzle, promotion,
          fill);
   for (cuuint32_t i = 0; i < rank; i++) printf(" %zu %u %u", (size_t)sizes[i], box[i], steps[i]);
   for (cuuint32_t i = 0; i + 1 < rank; i++) printf(" %zu", (size_t)strides[i]);
   printf("\n");
+  funlockfile(stdout);
   return result("cuTensorMapEncodeTiled");
 }
 
@@ -104,6 +110,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                         CUstream stream, void** arguments, void** extra) {
   const int number = (int)(size_t)function - 1;
+  flockfile(stdout);  // a line is several calls, of one thread
   printf("launch %d %u %u %u %u %u %u %u %zu %d", number, grid_x, grid_y, grid_z, block_x, block_y,
          block_z, shared_bytes, (size_t)stream, extra == NULL);
   for (int i = 0; i < kernels[number].count; i++) {
@@ -111,5 +118,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
     print_bytes(arguments[i], kernels[number].sizes[i]);
   }
   printf("\n");
+  funlockfile(stdout);
   return result("cuLaunchKernel");
 }
