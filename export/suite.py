@@ -30,12 +30,15 @@ CAPABILITY = (9, 0)
 AT_ONCE = 8
 LARGE = {"m": 8192, "n": 4096}
 SQUARE = {"m": 8192, "n": 8192, "k": 8192}
+PAPER = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
 TRITON = ("cubin", "torch", "wheel")
 # Op, kernel, problem, targets.
 EXPORTS: Sequence[tuple[str, str, Mapping[str, Any], Sequence[str]]] = (
     ("gemm", "wgmma", {**SQUARE, "block": 128}, targets.NAMES),
     ("gemm", "wgmma", {**SQUARE, "block": 32}, targets.NAMES),
     ("quantize", "triton", {**LARGE, "block": 32}, TRITON),
+    ("int4_gemm", "wgmma", PAPER, ("cuda",)),
+    ("hadamard_quantize", "rows", {**LARGE, "layout": "both"}, ("cuda",)),
     ("gelu", "triton", {**LARGE, "block": 32}, ("cubin",)),
     ("layernorm", "gluon", {**LARGE, "block": 32}, ("cubin",)),
 )
