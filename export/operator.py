@@ -133,6 +133,14 @@ def fit(line: str, rest: str) -> str:
     return f"{line} {rest}" if len(line) + len(rest) < WIDTH - 2 else f"{line}\n      {rest}"
 
 
+def listed(name: str, items: Sequence[str]) -> str:
+    """A Python list's assignment."""
+    whole = f"{name} = [{', '.join(items)}]"
+    if len(whole) <= WIDTH:
+        return whole
+    return f"{name} = [\n" + "".join(f"    {item},\n" for item in items) + "]"
+
+
 def _definition(name: str, taken: Sequence[str], returned: str) -> str:
     """A Python function's first line or lines."""
     whole = f"def {name}({', '.join(taken)}) -> {returned}:"
@@ -142,6 +150,14 @@ def _definition(name: str, taken: Sequence[str], returned: str) -> str:
     if len(inner) > WIDTH:
         inner = "\n".join(f"    {each}," for each in taken)
     return f"def {name}(\n{inner}\n) -> {returned}:"
+
+
+def _call(function: str, names: Sequence[str]) -> str:
+    """A Python function's last line: a call at an indent of 4."""
+    whole = f"{function}({', '.join(names)})"
+    if len(whole) <= WIDTH - 4:
+        return whole
+    return f"{function}(\n        {', '.join(names)}\n    )"
 
 
 def python(extent: Extent) -> str:
@@ -194,7 +210,7 @@ def recorded(plan: Plan, sample: Sample) -> list[Recorded]:
                 tuple(tensor.shape),
                 tuple(part.shape),
                 sample.tolerance.get(p.name, 0.0),
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -224,6 +240,7 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         "outputs": given,
         "updated": [p for p in signature.inputs if p.role == "updated"],
         "sizes": sizes,
+        "returned_sizes": {extent.dim for p in given for extent in p.shape},
         "asked": numbers,
         "schema": schema(signature),
         "cpp_taken": tensors + cpp_numbers,
@@ -231,8 +248,10 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         + cpp_numbers
         + [f"const Tensor& {each}" for each in scratch],
         "pybind_arguments": [f'arg("{each}")' for each in every],
+        "called": lambda function: _call(function, names),
         "define": lambda name: _definition(name, python_taken, _returned(given)),
         "python_names": names,
+        "narrowed": _narrowed(sizes),
         "passed": _passed(plan, library, sizes),
         "result": _result(given),
         "quoted_library": [f'"csrc/{file}"' for file in sorted(library.files)],
@@ -250,6 +269,7 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         "c_shape": c_shape,
         "c_string": c_string,
         "fit": fit,
+        "listed": listed,
         "text": text,
         "dtype_name": dtype_name,
         "fill": fill,
@@ -273,10 +293,15 @@ def _returned(given: Sequence[Parameter]) -> str:
     return tensors[0] if len(given) == 1 else f"tuple[{', '.join(tensors)}]"
 
 
+def _narrowed(sizes: Sequence[Size]) -> list[str]:
+    """C++ of sizes as the C functions take them."""
+    return [f'narrow({size.name}, "{size.name}")' for size in sizes]
+
+
 def _passed(plan: Plan, library: Library, sizes: Sequence[Size]) -> list[str]:
     """C++ of what the C function is given: of a tensor's, a size's and the workspace's names."""
     found = [_address(p) for p in plan.signature.parameters]
-    found += [f'narrow({size.name}, "{size.name}")' for size in sizes]
+    found += _narrowed(sizes)
     return [
         *found,
         *(["workspace"] if library.workspace else []),
@@ -316,10 +341,8 @@ def caller(plan: Plan, function: Callable[..., Any]) -> Callable[[Any, Tensors, 
     updated = [p for p in signature.inputs if p.role == "updated"]
 
     def call(problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
-        tensors = signature.tensors(inputs, outputs)
-        found = function(
-            *(tensors[p.name] for p in signature.inputs), *(getattr(problem, d) for d in numbers)
-        )
+        tensors = [(inputs if p.role == "input" else outputs)[p.key] for p in signature.inputs]
+        found = function(*tensors, *(getattr(problem, dim) for dim in numbers))
         several = (found,) if len(given) == 1 else found or ()
         returned = {p.key: tensor for p, tensor in zip(given, several, strict=True)}
         return {**{p.key: outputs[p.key] for p in updated}, **returned}
