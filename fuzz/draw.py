@@ -33,6 +33,8 @@ OFFSETS = (0, 1, 2, 4, 8, 16)
 MULTIPLES = (16, 32, 64, 128, 256)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
+_FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
+_NO_FUNCTION = ("hadamard_gemm",)
 SHAPES = (*["any"] * 6, *["whole"] * 3, "skinny")
 HUGE = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
@@ -257,6 +259,28 @@ def draw_case(
         data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
         _of(variant.other, op, problem, config, device),
     )  # fmt: skip
+
+
+def empty_case(
+    op: Op, kernel: Kernel, device: Device, pool: list[Variant], rng: random.Random
+) -> Case | None:
+    """A call of the op's public function with one size of 0, or more; None where there is none."""
+    flags = rng.choice(pool).flags
+    names = [
+        name for name in op.dims if name in sizes_of(op) and name not in _FULL.get(op.name, ())
+    ]
+    problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
+    if problem is None or op.name in _NO_FUNCTION:
+        return None
+    fields = problem.as_dict()
+    if fields.get("valid") is not None:
+        fields["valid"] = min(fields["valid"], fields["n"])
+    if fields.get("rows") is not None:
+        names.remove("m")  # a list of rows is one of rows that there are
+    empty = rng.sample(names, rng.randint(1, len(names)))
+    config = kernel.default(problem, device)
+    return Case(op.name, kernel.name, {**fields, **dict.fromkeys(empty, 0)}, config.as_dict(),
+                data_seed=rng.getrandbits(31))  # fmt: skip
 
 
 def huge_case(

@@ -30,6 +30,8 @@ from jetfire.ops.run import launch
 SECOND_POISON = 0x5B
 # A float64 reference and its temporaries, for each byte that the op must move.
 REFERENCE_BYTES = 12
+# What backwards may be asked to write over: output, input, and whether that must be contiguous.
+_IN_PLACE = {"gelu": ("q", "dy", True), "cross_entropy": ("dlogits", "logits", False)}
 HUGE = 2**30  # bytes to move, from which on it is asked whether they fit
 
 
@@ -129,6 +131,8 @@ def _run(s: _Setting) -> Outcome:
     for name, (a, b) in pairs.items():
         if count := _differing(a, b):
             raise _Found("nondeterministic", f"{name}: {count} from run to run")
+    if not s.mode.host:
+        _check_in_place(s, outputs)
     if (wrong := gradients.inconsistency(s.op, s.problem, s.made, outputs)) is not None:
         raise _Found("gradient", wrong)
     return Outcome() if s.case.other is None else _compare(s, outputs, expected, noise)
@@ -225,6 +229,22 @@ def _check_written(
                 "unwritten", f"{name}: {int(left.sum())} of {left.numel()} elements, first at "
                 f"{first(left)}"
             )  # fmt: skip
+
+
+def _check_in_place(s: _Setting, outputs: Tensors) -> None:
+    """The same bits where an output takes the place of the input that a caller may give up."""
+    if s.op.name not in _IN_PLACE or s.problem.mode != "bwd":
+        return
+    output, place, contiguous = _IN_PLACE[s.op.name]
+    if contiguous and not (s.placed[place].view.is_contiguous() and s.problem.layout == "both"):
+        return
+    given = {k: where.on(where.buffer.clone()).view for k, where in s.placed.items()}
+    views = {name: where.view for name, where in _outputs(s, None).items()}
+    views[output] = given[place]
+    launch(s.kernel, s.problem, s.config, given, views)
+    for name, view in views.items():
+        if message := _differing(outputs[name], view):
+            raise _Found("wrong", f"{name}, with {output} in place of {place}: {message}")
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor, nan: bool = False) -> str:

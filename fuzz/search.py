@@ -134,6 +134,9 @@ def run_batch(
     pool = draw.variants(op, kernel, device, rng, against)
     if not pool:
         return search.done(device, began)
+    empty = draw.empty_case(op, kernel, device, pool, rng)
+    if empty is not None and against is None and examples > 1 and not search.try_case(empty):
+        return search.done(device, began)
 
     def one(data: st.DataObject) -> None:
         if not search.try_case(draw.draw_case(data, op, kernel, device, pool, largest)):
