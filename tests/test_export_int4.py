@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.export import cuda
+from jetfire.export import cuda, samples
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.target import cuda_home
+from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.hadamard_quantize import rows
@@ -184,6 +185,27 @@ def test_what_the_function_cannot_say_is_refused():
     odd = wide(k=4090), WgmmaConfig()
     with pytest.raises(UsageError, match="k=4090: an exported one takes multiples of 16"):
         cuda.library(plan_of("int4_gemm", "wgmma", odd))
+
+
+@needs_gcc
+def test_a_self_test_compares_what_must_be_written(tmp_path):
+    """Of an input's gradient the rows that counts say; of other outputs all."""
+    plan = plan_for(CASES[3])
+    sample = samples.record(plan)
+    end = int(sample.inputs["counts"][1])
+    assert 0 < end < sample.problem.m
+    files = TARGET.files(plan, cuda.library(plan), sample)
+    for name, content in files.items():
+        if "/" not in name:
+            (tmp_path / name).write_bytes(content)
+    assert f".row = 336, .rows = {end}, .columns = 336" in files["selftest.c"].decode()
+    subprocess.run(
+        [*CC[:-2], "-fsyntax-only", f"-I{cuda_home()}/include", "selftest.c"],
+        cwd=tmp_path, check=True,
+    )  # fmt: skip
+    whole = plan_for(CASES[4])
+    text = TARGET.files(whole, cuda.library(whole), samples.record(whole))["selftest.c"].decode()
+    assert "is_wanted" not in text
 
 
 # --- the program ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jetfire.export.library import Library
+from jetfire.export.operator import recorded
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample
@@ -76,6 +78,8 @@ class _Tensor:
         reader: C name of what reads an element; None where bits must be equal.
         tolerance: of the relative error, as C has it.
         count_code: C of the number of elements at any sizes.
+        row: elements of a row in the sample.
+        rows, columns: of it, from its beginning on, that a call must write; all of what is read.
     """
 
     name: str
@@ -85,19 +89,27 @@ class _Tensor:
     reader: str | None
     tolerance: str
     count_code: str
+    row: int
+    rows: int
+    columns: int
+
+    @property
+    def partial(self) -> bool:
+        return self.rows * self.columns < self.count
 
 
 _ROLES = {"input": "READ", "output": "WRITTEN", "updated": "READ | WRITTEN"}
 
 
-def _tensor(parameter: Parameter, sample: Sample) -> _Tensor:
+def _tensor(parameter: Parameter, sample: Sample, written: tuple[int, ...]) -> _Tensor:
+    """`written`: the shape of the part that a call must write."""
     name = parameter.name
-    recorded = sample.inputs[name] if name in sample.inputs else sample.expected[name]
+    tensor = sample.inputs[name] if name in sample.inputs else sample.expected[name]
     tolerance = sample.tolerance.get(name, 0.0)
     return _Tensor(
-        name, _ROLES[parameter.role], recorded.numel(), recorded.element_size(),
+        name, _ROLES[parameter.role], tensor.numel(), tensor.element_size(),
         _READERS[parameter.dtype][0] if tolerance else None, f"{tolerance:.9g}",
-        _count_code(parameter.shape),
+        _count_code(parameter.shape), tensor.shape[-1], math.prod(written[:-1]), written[-1],
     )  # fmt: skip
 
 
@@ -162,7 +174,10 @@ class CLibrary(Target):
         return "make", program("CC", "cc")
 
     def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
-        tensors = [_tensor(p, sample) for p in plan.signature.parameters]
+        tensors = [
+            _tensor(p, sample, tensor.written)
+            for p, tensor in zip(plan.signature.parameters, recorded(plan, sample), strict=True)
+        ]
         used = [p.dtype for p, t in zip(plan.signature.parameters, tensors, strict=True)
                 if t.reader]  # fmt: skip
         sources = (*library.cuda_sources, *library.c_sources)
@@ -172,7 +187,8 @@ class CLibrary(Target):
         values = {
             "plan": plan, "library": library, "workspace": library.workspace,
             "sm": "{}{}".format(*plan.capability), "sizes": plan.sizes(sample.problem),
-            "tensors": tensors, "exact": any(t.reader is None for t in written),
+            "tensors": tensors, "partial": any(t.partial for t in tensors),
+            "exact": any(t.reader is None for t in written),
             "readers": list(dict.fromkeys(_READERS[d][0] for d in used)),
             "reader_code": dict(_READERS.values()), "unwritten": f"0x{UNWRITTEN:X}",
             "tuned": tuned, "flops": _flops_code(plan), "rates": bool(plan.op.flops(plan.problem)),
