@@ -21,6 +21,9 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Tensors
 
 
+_CLEAN = (sys.executable, "-B")  # the variant is shipped as it is: no bytecode in it
+
+
 def hub_name(plan: Plan) -> str:
     """A kernel's name as kernel-builder takes it; the module's has underscores.
 
@@ -78,13 +81,13 @@ class HuggingFace(Target):
 
     def build(self, plan: Plan, folder: Path) -> None:
         run([sys.executable, "build_variant.py"], folder, operator.environment())
-        run([sys.executable, "-c", "import selftest; selftest.kernel()"], folder)
+        run([*_CLEAN, "-c", "import selftest; selftest.kernel()"], folder)
 
     def products(self, plan: Plan, folder: Path) -> Sequence[Path]:
         return [path.parent.relative_to(folder) for path in folder.glob("build/*/metadata.json")]
 
     def selftest(self, plan: Plan, folder: Path) -> None:
-        run([sys.executable, "selftest.py"], folder)
+        run([*_CLEAN, "selftest.py"], folder)
 
     def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         (metadata,) = folder.glob("build/*/metadata.json")
