@@ -95,7 +95,7 @@ def bench(
         list[str] | None, typer.Option(metavar="NAME", help="Only these peers; none for none.")
     ] = None,
     data: Annotated[
-        str, typer.Option(metavar="NAME", help="normal, outlier, heavy or gradient.")
+        str, typer.Option(metavar="NAME", help="The inputs' distribution; --list has them.")
     ] = "normal",
     device: Annotated[
         str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")
