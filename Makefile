@@ -10,7 +10,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 INSTALLED := $(STAMP)
 endif
 
-.PHONY: help bench tune profiles test test-gpu lint format types audit results report clean
+.PHONY: help bench tune profiles fuzz test test-gpu lint format types audit results report clean
 
 help:  ## what each verb does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,10 @@ profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and la
 	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli train tune $$preset \
 	    --recipe int8-block$$block --set tokenizer=gpt2 --missing --strategy gp --trials 40 \
 	    --budget 10m --peer none || exit 1; done; done
+
+fuzz: $(INSTALLED)  ## random problems against the reference: OP's kernels (default: all), EXAMPLES each
+	$(PY) -m jetfire.cli fuzz $(if $(filter file,$(origin OP)),,$(OP)) \
+	  $(if $(EXAMPLES),--examples $(EXAMPLES))
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,12 @@ def fuzz(asked: Asked) -> None:
     for file in asked.load:
         load(file)
     plan = _plan(asked)
-    results = Results(plan, lambda report: _say(report, plan, asked.format))
+    results = Results(plan)
     try:
-        jobs.run(plan, results)
+        with _progress(plan) as step:
+            for report in jobs.run(plan, results):
+                step(report.examples)
+                _say(report, plan, asked.format)
     finally:  # after Ctrl-C too
         summary = _summary(plan, results)
         if asked.output is not None:
@@ -76,6 +79,21 @@ def fuzz(asked: Asked) -> None:
     wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])
     if wrong:
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
+
+
+@contextlib.contextmanager
+def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
+    """What is called with the examples that were run: a bar on a terminal's stderr."""
+    if not sys.stderr.isatty():
+        yield lambda examples: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False,
+                  redirect_stderr=False) as progress:  # fmt: skip
+        task = progress.add_task("examples", total=plan.examples * len(plan.pairs))
+        yield lambda examples: progress.update(task, advance=examples)
 
 
 def _plan(asked: Asked) -> Plan:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.draw import HUGE
+
+
+def is_huge(case: Case) -> bool:
+    """Whether two of its sizes make a matrix of more elements than 32 bits count."""
+    dims = [case.problem[name] for name in ops.get(case.op).dims]
+    return any(a * b > HUGE for i, a in enumerate(dims) for b in dims[i + 1 :])
 
 
 def traits(case: Case, outcome: Outcome) -> list[str]:
@@ -19,7 +23,7 @@ def traits(case: Case, outcome: Outcome) -> list[str]:
         "ragged": any(size % max(block, 2) for size in dims),
         "whole": not any(size % 16 for size in dims),
         "one": 1 in dims,
-        "huge": any(prod((a, b)) > HUGE for i, a in enumerate(dims) for b in dims[i + 1 :]),
+        "huge": is_huge(case) and outcome.checked,
         "strided": any(padding for padding, _ in case.layout.values()),
         "moved": any(offset for _, offset in case.layout.values()) or case.offset > 0,
         "compared": case.other is not None,

@@ -6,7 +6,7 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
@@ -85,45 +85,42 @@ class Plan:
 
 @dataclass
 class Results:
-    """Reports so far, by pair; `said` is called with every report of a batch."""
+    """Reports so far, by pair."""
 
     plan: Plan
-    said: Callable[[Report], None]
     pairs: dict[Pair, Report] = field(default_factory=dict)
     closed: set[Pair] = field(default_factory=set)
 
-    def add(self, report: Report) -> None:
-        pair = report.op, report.kernel
-        if self.pairs[pair].failures:  # found in two jobs at once
-            return
-        self.pairs[pair].merge(report)
-        if report.failures or not self.pairs[pair].examples:
-            self.closed.add(pair)  # one failure is enough; or nothing is legal here
-        self.said(report)
+    def __post_init__(self) -> None:
+        self.pairs |= {pair: Report(*pair) for pair in self.plan.pairs}
+
+    def add(self, report: Report) -> Report:
+        """A batch's, without the failure of a pair that has one already, from another job."""
+        whole = self.pairs[report.op, report.kernel]
+        if whole.failures:
+            report.failures.clear()
+        whole.merge(report)
+        if whole.failures or not whole.examples:
+            self.closed.add((report.op, report.kernel))  # one is enough; or nothing is legal here
+        return report
 
     def wanted(self, unit: tuple[Pair, int]) -> bool:
         return unit[0] not in self.closed and time.monotonic() < self.plan.deadline
 
 
-def run(plan: Plan, results: Results) -> None:
-    """Run all that a plan asks for; what is done is in the results, also after Ctrl-C."""
-    for op, kernel in plan.pairs:
-        results.pairs[op, kernel] = Report(op, kernel)
-    if plan.jobs == 1:
-        _run_here(plan, results)
-    else:
-        _run_in_jobs(plan, results)
+def run(plan: Plan, results: Results) -> Iterator[Report]:
+    """Run all that a plan asks for, a batch's report at a time; the results have them too."""
+    return _run_here(plan, results) if plan.jobs == 1 else _run_in_jobs(plan, results)
 
 
-def _run_here(plan: Plan, results: Results) -> None:
+def _run_here(plan: Plan, results: Results) -> Iterator[Report]:
     device = plan.devices[0]
     with contextlib.closing(plan.executor(device)) as executor:
-        for unit in plan.units():
-            if results.wanted(unit):
-                results.add(plan.run(unit, device, executor))
+        for unit in filter(results.wanted, plan.units()):
+            yield results.add(plan.run(unit, device, executor))
 
 
-def _run_in_jobs(plan: Plan, results: Results) -> None:
+def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
     units = plan.units()
     idle: list[Worker] = []
     busy: dict[Any, Worker] = {}
@@ -141,7 +138,7 @@ def _run_in_jobs(plan: Plan, results: Results) -> None:
             for ready in mp_connection.wait(list(busy)):
                 job = busy.pop(ready)
                 idle.append(job)
-                results.add(_answer(job))
+                yield results.add(_answer(job))
     finally:
         for job in (*idle, *busy.values()):
             job.close()

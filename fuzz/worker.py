@@ -15,6 +15,7 @@ from typing import Protocol
 from jetfire import ops
 from jetfire.fuzz import sanitize
 from jetfire.fuzz.case import Case, Outcome
+from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.run import Mode, run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -22,6 +23,7 @@ from jetfire.tuner.process import Worker
 
 START_S = 120.0  # to import torch and the kernels, and to open the device
 CASE_S = 60.0
+HUGE_TIMES = 5  # as long for a matrix of more than 2^31 elements
 
 
 class Executor(Protocol):
@@ -97,9 +99,10 @@ class Isolated:
     def _answer(self, case: Case) -> tuple[Outcome, bool]:
         """What the worker says, and whether it is fit for more."""
         worker = self._ready()
+        case_s = self._case_s * (HUGE_TIMES if is_huge(case) else 1)
         try:
             worker.ask(case)
-            for what, limit in (("start", START_S), ("answer", self._case_s)):
+            for what, limit in (("start", START_S), ("answer", case_s)):
                 if not worker.connection.poll(limit):
                     return Outcome("timeout", f"no {what} in {limit:.0f} s"), False
                 answer = worker.answer()
