@@ -265,22 +265,24 @@ def empty_case(
     op: Op, kernel: Kernel, device: Device, pool: list[Variant], rng: random.Random
 ) -> Case | None:
     """A call of the op's public function with one size of 0, or more; None where there is none."""
-    flags = rng.choice(pool).flags
     names = [
         name for name in op.dims if name in sizes_of(op) and name not in _FULL.get(op.name, ())
     ]
-    problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
-    if problem is None or op.name in _NO_FUNCTION:
-        return None
-    fields = problem.as_dict()
-    if fields.get("valid") is not None:
-        fields["valid"] = min(fields["valid"], fields["n"])
-    if fields.get("rows") is not None:
-        names.remove("m")  # a list of rows is one of rows that there are
-    empty = rng.sample(names, rng.randint(1, len(names)))
-    config = kernel.default(problem, device)
-    return Case(op.name, kernel.name, {**fields, **dict.fromkeys(empty, 0)}, config.as_dict(),
-                data_seed=rng.getrandbits(31))  # fmt: skip
+    for _ in range(0 if op.name in _NO_FUNCTION else TRIES):
+        flags = rng.choice(pool).flags
+        problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
+        if problem is None:
+            continue
+        fields = problem.as_dict()
+        if fields.get("valid") is not None:
+            fields["valid"] = min(fields["valid"], fields["n"])
+        # A list of rows is one of rows that there are.
+        open_names = [n for n in names if n != "m" or fields.get("rows") is None]
+        empty = rng.sample(open_names, rng.randint(1, len(open_names)))
+        config = kernel.default(problem, device)
+        return Case(op.name, kernel.name, {**fields, **dict.fromkeys(empty, 0)}, config.as_dict(),
+                    data_seed=rng.getrandbits(31))  # fmt: skip
+    return None
 
 
 def huge_case(

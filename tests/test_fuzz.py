@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 
 from jetfire import ops
-from jetfire.fuzz import Case, InProcess, fuzz_kernel
+from jetfire.fuzz import Case, InProcess, Outcome, fuzz_kernel
+from jetfire.fuzz.coverage import is_huge
+from jetfire.fuzz.draw import VARIANTS
 from jetfire.fuzz.run import run_case
-from jetfire.ops.device import Device
+from jetfire.fuzz.search import run_huge
+from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
 
 
@@ -76,3 +79,96 @@ def test_a_case_is_its_json(here, right):
     assert InProcess(here).run(case).kind is None
     with pytest.raises(UsageError, match="not a case"):
         Case.from_json("{}")
+
+
+class Recorder:
+    """An executor that runs nothing and finds everything right, or as `outcome` says."""
+
+    def __init__(self, outcome=lambda case: Outcome()):
+        self.cases = []
+        self._outcome = outcome
+
+    def run(self, case):
+        self.cases.append(case)
+        return self._outcome(case)
+
+    def close(self):
+        pass
+
+
+H200 = target_device((9, 0))
+GPU_KERNELS = [
+    (name, kernel.name)
+    for name in ops.names()
+    for kernel in ops.kernels(name).values()
+    if type(kernel).__module__.startswith(("jetfire.kernels_cuda", "jetfire.kernels_triton"))
+]
+
+
+@pytest.mark.parametrize(("op", "kernel"), GPU_KERNELS)
+def test_what_is_drawn_for_a_gpu(op, kernel):
+    """Legal problems of every kind, in few variants; one beyond 2^31 elements."""
+    op, kernel, seen = ops.get(op), ops.get_kernel(op, kernel), Recorder()
+    report = fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=seen)
+    assert report.examples == len(seen.cases) == 30
+    assert len(report.variants) <= 3 * (2 * VARIANTS)  # sizes may have defaults of their own
+    for kind in ("ragged", "whole", "moved", *([] if op.name == "hadamard_gemm" else ["empty"])):
+        assert report.coverage[kind], kind
+    for case in seen.cases:
+        if not case.empty:
+            problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
+            assert kernel.legal(problem, config, H200) is None
+        assert Case.from_json(case.as_json()) == case
+    again = Recorder()
+    fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=again)
+    assert again.cases == seen.cases
+
+    huge = Recorder()
+    run_huge(op, kernel, H200, 0, huge)
+    assert all(is_huge(case) for case in huge.cases)
+    assert len(huge.cases) == (0 if op.name == "sample_rows" else 1)
+
+
+def test_what_does_not_fit_in_memory_is_another_huge_problem_s_turn():
+    seen = Recorder(lambda case: Outcome("skipped", "too little memory"))
+    op = ops.get("quantize")
+    report = run_huge(op, ops.get_kernel("quantize", "triton"), H200, 0, seen)
+    assert len({case.id for case in seen.cases}) > 1
+    assert report.failures == []
+    assert report.coverage["skipped"] == len(seen.cases)
+    assert report.coverage["huge"] == 0
+
+
+def test_a_failure_keeps_its_kind_while_it_shrinks():
+    """A smaller case that fails in another way is another bug."""
+
+    def outcome(case):
+        if case.problem["n"] > 40:
+            return Outcome("guard", "written")
+        return Outcome("wrong", "off") if case.problem["n"] > 30 else Outcome()
+
+    def first(case):
+        return outcome(case) if case.problem["n"] > 40 or seen.failed else Outcome()
+
+    class Seen(Recorder):
+        failed = False
+
+        def run(self, case):
+            found = super().run(case)
+            self.failed |= found.failed
+            return found
+
+    seen = Seen(first)
+    op = ops.get("quantize")
+    report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), H200, examples=200,
+                         executor=seen)  # fmt: skip
+    (failure,) = report.failures
+    assert (failure.kind, failure.case.problem["n"]) == ("guard", 41)
+
+
+def test_nothing_is_begun_after_the_deadline():
+    seen = Recorder()
+    op = ops.get("quantize")
+    kernel = ops.get_kernel("quantize", "triton")
+    report = fuzz_kernel(op, kernel, H200, examples=50, executor=seen, deadline=0.0)
+    assert (report.examples, seen.cases) == (0, [])

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from jetfire import ops
-from jetfire.fuzz import Case, InProcess, Isolated, fuzz_kernel, load
+from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load
+from jetfire.fuzz.run import Mode
+from jetfire.fuzz.worker import serve
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
@@ -81,5 +84,6 @@ def test_files_that_are_no_kernels(tmp_path):
     (tmp_path / "again.py").write_text(FILE.read_text())
     with pytest.raises(UsageError, match="has a kernel 'aborts' already"):
         load(tmp_path / "again.py")
-    with contextlib.closing(Isolated(CPU, [file])) as executor, pytest.raises(UsageError):
-        executor.run(Case("gelu", "torch", {}, {}))
+    ours, theirs = multiprocessing.Pipe()
+    serve(theirs, CPU, [file], Mode())
+    assert "expected KERNELS" in ours.recv()
