@@ -127,7 +127,8 @@ class _Int4LinearFunction(torch.autograd.Function):
                     dx_hat, x=some.to(dx_hat.dtype), step=x_scale,
                     slots=slots.index_select(0, sample), **gathered,
                 )  # fmt: skip
-                dstep_x = _lsq(of_rows, len(q) / len(sample), len(q) * qt.shape[0])
+                tokens = max(1, len(q))  # of none the sum is 0
+                dstep_x = _lsq(of_rows, tokens / max(1, len(sample)), tokens * qt.shape[0])
             del dx_hat
         if needs[1] or needs[4]:
             dw_hat = split.transposed_times(q, squares, x_scale, FLOATS[weight.dtype])

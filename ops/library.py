@@ -38,6 +38,7 @@ _LIBRARY = torch.library.Library("jetfire", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 # Stands for a symbolic size, or 0: a multiple of whatever a `Problem` may ask that they are one of.
 _ANY_SIZE = 3 * 1024
+_SIZES = ("m", "n", "k", "rows")
 
 
 @profiles.remembered
@@ -54,7 +55,7 @@ def planned() -> list[tuple[Op, Any, Kernel]]:
 def _problem(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
     """A problem, of which a size may be symbolic, or 0; and whether one is 0."""
     symbolic = {key: size for key, size in fields.items() if isinstance(size, torch.SymInt)}
-    none = {key: 0 for key, size in fields.items() if type(size) is int and size == 0}
+    none = {key: 0 for key in _SIZES if type(size := fields.get(key)) is int and size == 0}
     problem = op.Problem.parse({**fields, **dict.fromkeys(symbolic | none, _ANY_SIZE)})
     for key, size in (symbolic | none).items():
         object.__setattr__(problem, key, size)

@@ -210,15 +210,16 @@ def test_compiled(device, dynamic):
 def test_layers(device, shape):
     """An empty batch: empty results and input gradients, zeros for the parameters."""
     linear = nn.Int8Linear(40, 24).to(device)
-    layers = [linear, nn.Int8GELU(), nn.Int8LayerNorm(40).to(device)]
-    for layer in layers:
+    int4 = nn.Int4Linear(40, 24, int4=nn.Int4(group=8), device=device)
+    for layer in (linear, int4, nn.Int8GELU(), nn.Int8LayerNorm(40).to(device)):
         x = torch.randn(shape, device=device, requires_grad=True)
         y = layer(x)
-        assert y.shape == (*shape[:-1], 24 if layer is linear else 40)
+        assert y.shape == (*shape[:-1], 24 if layer in (linear, int4) else 40)
         y.sum().backward()
         assert x.grad.shape == shape
         for parameter in layer.parameters():
             assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+    assert torch.isfinite(int4(torch.randn(8, 40, device=device))).all()
 
 
 def test_nothing_is_tuned_or_planned(device):
