@@ -287,7 +287,11 @@ def _library(plan: Plan, ending: str, file: Callable[..., bytes]) -> Library:
     workspace = any(variant.workspace for variant in found)
     said = contract(plan, found)
     shared = {"several": len(found) > 1, "workspace": workspace}
-    files = {f"{plan.name}.h": header(plan, workspace=workspace, any_size=True, contract=said)}
+    files = {
+        f"{plan.name}.h": header(
+            plan, workspace=workspace, any_size=True, contract=said, zeros=host.zeros
+        )
+    }
     if len(found) > 1:
         files |= _dispatch(plan, found, ending, workspace=workspace)
     for variant in found:
@@ -301,4 +305,5 @@ def _library(plan: Plan, ending: str, file: Callable[..., bytes]) -> Library:
         workspace=workspace,
         any_size=True,
         contract=said,
+        zeros=host.zeros,
     )

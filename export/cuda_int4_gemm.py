@@ -98,6 +98,7 @@ class WgmmaHost(Int4GemmHost):
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     aligned = ("a", "b", "c", "workspace")
     tensor_maps = True
+    zeros = False
 
     def architecture(self, capability: tuple[int, int]) -> str:
         return "90a"

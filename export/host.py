@@ -52,6 +52,7 @@ class Host(ABC):
         aligned: tensors that must lie at multiples of 16, of those that the function has; with
             ``workspace``, that too.
         tensor_maps: it reads or writes through TMA's tensor maps.
+        zeros: a workspace must be zeros before its first use; else it may hold anything.
     """
 
     template: ClassVar[str]
@@ -59,6 +60,7 @@ class Host(ABC):
     reasons: ClassVar[Mapping[str, str]]
     aligned: ClassVar[tuple[str, ...]]
     tensor_maps: ClassVar[bool] = False
+    zeros: ClassVar[bool] = True
 
     def architecture(self, capability: tuple[int, int]) -> str:
         """As nvcc names it."""

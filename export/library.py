@@ -23,6 +23,7 @@ class Library:
             the driver is opened when the function is first called.
         architecture: as nvcc names it: ``90a``.
         workspace: the function takes a workspace.
+        zeros: the workspace must be zeros before its first use; else it may hold anything.
         any_size: it takes any sizes that keep to the contract, not only those of the plan.
         contract: what callers must keep to, beyond shapes and dtypes: a sentence each.
     """
@@ -34,6 +35,7 @@ class Library:
     workspace: bool
     any_size: bool
     contract: tuple[str, ...]
+    zeros: bool = True
 
 
 def parameters(plan: Plan, *, workspace: bool) -> list[str]:
@@ -46,7 +48,9 @@ def parameters(plan: Plan, *, workspace: bool) -> list[str]:
     ]
 
 
-def header(plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...]) -> bytes:
+def header(
+    plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...], zeros: bool = True
+) -> bytes:
     """`<name>.h`: the contract, the function, its error codes and their texts."""
     from jetfire.export.render import render
 
@@ -58,6 +62,7 @@ def header(plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, 
         "library.h.j2",
         plan=plan,
         workspace=workspace,
+        zeros=zeros,
         any_size=any_size,
         about=comment(
             f"{plan.op.summary}: kernel `{plan.kernel.name}` of Jetfire, "

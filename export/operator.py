@@ -226,7 +226,7 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
     python_taken = [f"{p.name}: torch.Tensor" for p in signature.inputs]
     python_taken += [f"{dim}: int" for dim in numbers]
     names = [p.name for p in signature.inputs] + numbers
-    scratch = ["zeros"] if library.workspace else []
+    scratch = ["zeros" if library.zeros else "scratch"] if library.workspace else []
     every = [p.name for p in signature.parameters] + numbers + scratch
     return {
         "plan": plan,
@@ -247,6 +247,7 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         "cpp_all": [f"const Tensor& {p.name}" for p in signature.parameters]
         + cpp_numbers
         + [f"const Tensor& {each}" for each in scratch],
+        "scratch": next(iter(scratch), None),
         "pybind_arguments": [f'arg("{each}")' for each in every],
         "called": lambda function: _call(function, names),
         "define": lambda name: _definition(name, python_taken, _returned(given)),

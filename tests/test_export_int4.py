@@ -178,6 +178,20 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     assert "dstep is the step's" in contract(13)[-1]
 
 
+def test_scratch_memory_may_hold_anything_counters_must_be_zeros():
+    for number, zeros in ((0, False), (1, False), (9, True)):
+        library = cuda.library(plan_for(CASES[number]))
+        header = library.files[f"{NAME}.h"].decode()
+        assert (library.workspace, library.zeros) == (True, zeros)
+        assert ("must be all zeros" in header, "it may hold anything" in header) == (
+            zeros,
+            not zeros,
+        )
+        plan = plan_for(CASES[number])
+        files = TARGET.files(plan, library, samples.record(plan))
+        assert ("cudaMemset" in files["README.md"].decode()) == zeros
+
+
 def test_what_the_function_cannot_say_is_refused():
     gathered = columns(mode="bwd", gathered=True)
     with pytest.raises(UsageError, match=r"dx_hat: its size is no simple function of m, n"):

@@ -186,6 +186,7 @@ class CLibrary(Target):
         tuned = [_origin(plan, t) for t in plan.tuned]
         values = {
             "plan": plan, "library": library, "workspace": library.workspace,
+            "zeros": library.zeros,
             "sm": "{}{}".format(*plan.capability), "sizes": plan.sizes(sample.problem),
             "tensors": tensors, "partial": any(t.partial for t in tensors),
             "exact": any(t.reader is None for t in written),
