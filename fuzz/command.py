@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from jetfire import ops
 from jetfire.fuzz import jobs, sanitize, store
 from jetfire.fuzz.case import Case, Failure
@@ -62,6 +64,9 @@ def fuzz(asked: Asked) -> None:
         raise UsageError(f"--format {asked.format}: expected table or json")
     for file in asked.load:
         load(file)
+    # Hypothesis keeps what it knows of our sources there, else in the current folder.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY",
+                          str(platformdirs.user_cache_path("jetfire") / "hypothesis"))  # fmt: skip
     plan = _plan(asked)
     results = Results(plan)
     try:

@@ -82,7 +82,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def first(mask: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in mask.nonzero()[0])
+    """Where the first true element is, also of more than torch's `nonzero` takes."""
+    passed = 0
+    for part in mask.flatten().split(1 << 28):
+        if bool(part.any()):
+            passed += int(part.to(torch.uint8).argmax())
+            break
+        passed += part.numel()
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(passed), mask.shape))
 
 
 def shown(x: torch.Tensor, at: tuple[int, ...]) -> Any:

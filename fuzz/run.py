@@ -78,10 +78,13 @@ def run_case(case: Case, device: Device, mode: Mode | None = None) -> Outcome:
     """Run a case and say what is wrong with it, if anything is."""
     from jetfire.fuzz import empty
 
+    mode = mode or Mode()
     try:
+        if case.empty and mode.host:
+            return Outcome("skipped", "no kernel sees an empty tensor")
         if case.empty:
             return empty.run(case, device)
-        setting = _prepare(case, device, mode or Mode())
+        setting = _prepare(case, device, mode)
         return Outcome("skipped", "too little memory") if setting is None else _run(setting)
     except _Found as found:
         return found.outcome
