@@ -1,0 +1,149 @@
+"""Bugs planted in our kernels: the fuzzer finds each within 500 examples, and makes it small."""
+
+import contextlib
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from jetfire import ops
+from jetfire.cli import execute
+from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load, store
+from jetfire.fuzz.run import run_case
+from jetfire.fuzz.simplify import simplify
+from jetfire.ops.device import Device
+from jetfire.tests.mutants.build import MovedOnError, build
+from jetfire.tests.mutants.planted import ALL, ANYWHERE, ON_A_GPU, ON_THE_CPU
+
+EXAMPLES = 500
+# NumPy's, of values that overflow in Triton's interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def plant(tmp_path, monkeypatch):
+    """Builds a mutant's file; what was loaded of it is gone after the test."""
+    planted = []
+
+    def plant(mutant):
+        planted.append(mutant)
+        return build(mutant, tmp_path)
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield plant
+    load.cache_clear()
+    for mutant in planted:
+        ops.kernels(mutant.op).pop(mutant.name, None)
+        for name in [name for name in sys.modules if name.split(".")[0] == mutant.package]:
+            del sys.modules[name]
+
+
+def found(mutant, device, executor):
+    """The fuzzer's report, and its failure made as small as it gets."""
+    op, kernel = ops.get(mutant.op), ops.get_kernel(mutant.op, mutant.name)
+    report = fuzz_kernel(
+        op, kernel, device, examples=EXAMPLES, largest=mutant.largest, executor=executor
+    )
+    assert report.failures, f"not found in {report.examples} examples"
+    (failure,) = report.failures
+
+    def fails(case):
+        nonlocal failure
+        outcome = executor.run(case)
+        if outcome.kind != failure.kind:
+            return False
+        failure = dataclasses.replace(failure, case=case, message=outcome.message)
+        return True
+
+    simplify(failure.case, device, fails)
+    return report, failure
+
+
+def right(mutant, case):
+    """The same case of the kernel as it is."""
+    other = case.other and dataclasses.replace(case.other, kernel=mutant.kernel)
+    return dataclasses.replace(case, kernel=mutant.kernel, other=other)
+
+
+def check(mutant, device, executor):
+    report, failure = found(mutant, device, executor)
+    print(f"{mutant.name}: {report.examples} examples, {failure.kind}: {failure.message}")
+    assert failure.kind in mutant.kinds, failure
+    small = {name: failure.case.problem[name] for name in mutant.most}
+    assert all(size <= mutant.most[name] for name, size in small.items()), failure
+    outcome = run_case(right(mutant, failure.case), device)
+    assert not outcome.failed, f"without the bug too: {outcome}"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Hypothesis shrinks for as long as it may: `simplify` alone does it here."""
+    monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)
+
+
+@pytest.mark.parametrize("mutant", ANYWHERE, ids=lambda mutant: mutant.name)
+def test_found_in_a_triton_kernel(mutant, plant, quick):
+    load(plant(mutant))
+    device = Device.parse("auto")
+    check(mutant, device, InProcess(device))
+
+
+@pytest.mark.parametrize("mutant", ON_THE_CPU, ids=lambda mutant: mutant.name)
+def test_found_in_a_cpu_kernel(mutant, plant, quick):
+    load(plant(mutant))
+    device = Device.parse("cpu")
+    check(mutant, device, InProcess(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mutant", ON_A_GPU, ids=lambda mutant: mutant.name)
+def test_found_on_a_gpu(mutant, plant, quick):
+    file, device = plant(mutant), Device.parse("cuda")
+    load(file)
+    with contextlib.closing(Isolated(device, [file])) as executor:
+        check(mutant, device, executor)
+
+
+@pytest.mark.parametrize("name", ["store-a-column-more", "factor-missing"])
+def test_found_by_the_command(name, plant, quick, tmp_path, monkeypatch, capsys):
+    """One line, a file, and the exit code of a wrong result; again when the case is run again."""
+    monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "fuzz"))
+    mutant = next(mutant for mutant in ALL if mutant.name == name)
+    where = [] if torch.cuda.is_available() and mutant in ANYWHERE else ["--interpreter"]
+    load_it = ["--load", str(plant(mutant)), *where]
+    words = [mutant.op, "--kernel", name, "--examples", "100", "--largest", "100", *load_it]
+    assert execute("fuzz", words) == 3
+    out, err = capsys.readouterr()
+    (line,) = (line for line in out.splitlines() if "--reproduce" in line)
+    assert line.split(": ")[:2] in [[f"{mutant.op} {name}", kind] for kind in mutant.kinds]
+    (path,) = (tmp_path / "fuzz").iterdir()
+    assert line.endswith(" ".join(["jetfire-fuzz", "--reproduce", path.stem, *where]))
+    assert "1 kernels were wrong" in err
+
+    assert execute("fuzz", ["--reproduce", path.stem, *load_it]) == 3
+    assert path.stem in capsys.readouterr().err
+    case = right(mutant, store.find(path.stem).case)
+    device = Device.parse("auto" if where == [] else "cpu")
+    assert not run_case(case, device).failed
+
+
+def test_every_class_of_bug_is_planted_where_no_gpu_is():
+    seen = {mutant.bug for mutant in ANYWHERE + ON_THE_CPU}
+    assert seen == {mutant.bug for mutant in ALL}
+    assert {"bound", "scale", "tile", "race", "edge"} <= seen
+    assert len({mutant.name for mutant in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("mutant", ON_A_GPU, ids=lambda mutant: mutant.name)
+def test_a_mutant_for_the_gpu_loads(mutant, plant):
+    """Its text is there once, and its kernel is one that a problem may be given to."""
+    load(plant(mutant))
+    kernel = ops.get_kernel(mutant.op, mutant.name)
+    assert kernel.op == mutant.op
+
+
+def test_a_source_that_moved_on_is_said(plant):
+    gone = dataclasses.replace(ALL[0], find="what no kernel says")
+    with pytest.raises(MovedOnError, match=r"kernels_triton/tiles.py .* 0 times"):
+        plant(gone)
