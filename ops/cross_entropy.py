@@ -49,7 +49,10 @@ class CrossEntropy(Op):
         self, problem: CrossEntropyProblem, device: torch.device, seed: int = 0,
         data: str = "normal",
     ) -> Tensors:  # fmt: skip
-        """Logits drawn from `data`; a row in 64 is to be ignored."""
+        """Logits drawn from `data`; a row in 64 is to be ignored.
+
+        With ``nonfinite`` a row in eight has a target that is no column, or one of the padding.
+        """
         import torch
 
         from jetfire.reference.cross_entropy import IGNORED, forward
@@ -58,6 +61,9 @@ class CrossEntropy(Op):
         logits = source.floats(m, problem.n, dtype=problem.dtype)
         targets = source.integers(problem.columns, m)
         targets = torch.where(source.integers(64, m) == 0, IGNORED, targets)
+        if data == "nonfinite":
+            wrong = torch.where(source.integers(2, m) == 0, problem.columns, -1)
+            targets = torch.where(source.integers(8, m) == 0, wrong, targets)
         inputs = {"logits": logits, "targets": targets}
         if problem.mode == "bwd":
             if device.type == "meta":
@@ -106,8 +112,11 @@ class CrossEntropy(Op):
         import torch
 
         from jetfire.ops import peers
+        from jetfire.reference.cross_entropy import IGNORED
 
         targets, valid = inputs["targets"], problem.columns
+        # Of a target that is no column torch makes a device's assertion, or reads what is not there.
+        targets = torch.where((targets >= 0) & (targets < valid), targets, IGNORED)
         logits = inputs["logits"][:, :valid]
 
         def forward() -> Any:

@@ -109,7 +109,7 @@ def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Normal, but for some of: NaN first, ∞ last, −∞ in a block's corner, a row of both and NaN.
+    """Normal, but for one or two of: NaN first, ∞ last, −∞ in a block's corner, a row of all three.
 
     Most blocks of 32 stay finite where there are many.
     """
@@ -117,16 +117,17 @@ def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tens
 
     x = _normal(shape, generator)
     corner, rows = [min(31, size - 1) for size in shape], x.view(-1, shape[-1])
-    first, last, inside, row = (_uniform((4,), generator) < 0.5).tolist()
-    if first:
+    one, other, both = _uniform((3,), generator).tolist()
+    places = {int(4 * one)} | ({int(4 * other)} if both < 0.5 else set())
+    if 0 in places:
         x.view(-1)[0] = torch.nan
-    if inside:
+    if 1 in places:
         x[tuple(corner)] = -torch.inf
-    if row:
+    if 2 in places:
         kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], device=generator.device)
         drawn = (_uniform(rows[:1].shape, generator) * len(kinds)).long()
         rows[len(rows) // 2] = kinds[drawn[0]]
-    if last or not (first or inside or row):
+    if 3 in places:
         x.view(-1)[-1] = torch.inf
     return x
 
