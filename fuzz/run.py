@@ -246,7 +246,7 @@ def _check_in_place(s: _Setting, outputs: Tensors) -> None:
     views[output] = given[place]
     launch(s.kernel, s.problem, s.config, given, views)
     for name, view in views.items():
-        if message := _differing(outputs[name], view):
+        if message := _differing(outputs[name], view, nan=True):
             raise _Found("wrong", f"{name}, with {output} in place of {place}: {message}")
 
 
