@@ -115,7 +115,7 @@ class CrossEntropy(Op):
         from jetfire.reference.cross_entropy import IGNORED
 
         targets, valid = inputs["targets"], problem.columns
-        # Of a target that is no column torch makes a device's assertion, or reads what is not there.
+        # Of a target that is no column torch makes an assertion that ends all work on the device.
         targets = torch.where((targets >= 0) & (targets < valid), targets, IGNORED)
         logits = inputs["logits"][:, :valid]
 
