@@ -56,7 +56,8 @@ def found(mutant, device, executor):
         failure = dataclasses.replace(failure, case=case, message=outcome.message)
         return True
 
-    simplify(failure.case, device, fails)
+    if mutant.most:
+        simplify(failure.case, device, fails)
     return report, failure
 
 

@@ -30,7 +30,8 @@ class Mutant:
             written.
         op, kernel: the kernel that it is planted in.
         file: the source, from the repository's root, which has `find` just once.
-        most: what the shrunk problem's sizes must not exceed.
+        most: what the shrunk problem's sizes must not exceed; none where each failure ends the
+            process, so that to shrink one takes minutes.
         kinds: what the failure may be reported as.
         largest: the largest size drawn.
     """

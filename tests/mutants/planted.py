@@ -164,7 +164,7 @@ ON_THE_CPU = (
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add, range(a_scale.shape[1])))
     return c""",
-        {"m": 300, "n": 300, "k": 300}, RACY, 300,
+        {"m": 2400, "n": 2400, "k": 2400}, RACY, 300,
     ),
     Mutant(
         "logits-overwritten", "input", "cross_entropy", "torch", f"{CPU}/cross_entropy/__init__.py",
@@ -223,18 +223,18 @@ ON_A_GPU = (
     Mutant(
         "amax-before-all-have-it", "race", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
         "  __syncthreads();\n  const uint64_t seed", "  const uint64_t seed",
-        {"m": 300, "n": 300, "k": 300}, RACY, 300,
+        {"m": 2400, "n": 2400, "k": 2400}, RACY, 300,
     ),
     Mutant(
         "slot-before-it-is-full", "race", "gemm", "mma", f"{CUDA}/mma_tiles.cuh",
         "copy_wait<STAGES - 2>();", "copy_wait<STAGES - 1>();",
-        {"m": 300, "n": 300, "k": 300}, RACY, 300,
+        {"m": 2400, "n": 2400, "k": 2400}, RACY, 300,
     ),
     Mutant(
         "group-before-its-warps", "race", "gemm", "wgmma", f"{CUDA}/gemm/wgmma.cu",
         "  named_barrier(SHARING == 2 ? PAIR_BARRIERS + group / 2 : GROUP_BARRIERS + group, "
         "128 * SHARING);\n",
-        "", {"m": 300, "n": 300, "k": 300}, RACY, 300,
+        "", {"m": 2400, "n": 2400, "k": 2400}, RACY, 300,
     ),
     Mutant(
         "send-a-chunk-more", "bound", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
@@ -244,21 +244,21 @@ ON_A_GPU = (
     ),
     Mutant(
         "scale-of-the-first-columns", "scale", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
-        "b_scale[at + i]);", "b_scale[at]);", {"m": 1, "n": 33, "k": 1}, largest=300,
+        "b_scale[at + i]);", "b_scale[at]);", {"m": 1, "n": 65, "k": 1}, largest=300,
     ),
     Mutant(
         "weight-of-another-row", "scale", "int4_gemm", "mma", f"{CUDA}/int4_gemm/mma.cu",
-        "weight[i / 2 % 2]", "weight[0]", {"m": 300, "n": 8, "k": 300}, largest=300,
+        "weight[i / 2 % 2]", "weight[0]", {"m": 300, "n": 64, "k": 300}, largest=300,
     ),
     Mutant(
         "last-rows", "tile", "hadamard_quantize", "rows", f"{CUDA}/hadamard_quantize/rows.py",
         "function(ceil_div(problem.m, config.rows)", "function(max(1, problem.m // config.rows)",
-        {"m": 33, "n": 8}, MISSING, 300,
+        {"m": 129, "n": 8}, MISSING, 300,
     ),
     Mutant(
         "last-part", "tile", "layernorm", "gluon", f"{TRITON}/layernorm/gluon.py",
         "for first in range(0, parts, P):", "for first in range(0, 1, P):",
-        {"m": 2400, "n": 1}, WRONG, 300,
+        {"m": 2049, "n": 8193}, WRONG, 2048,
     ),
     Mutant(
         "scale-of-the-block-above", "edge", "gemm", "triton", f"{TRITON}/gemm/portable.py",
@@ -269,7 +269,7 @@ ON_A_GPU = (
     Mutant(
         "scales-of-32-rows", "edge", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
         "const int row = of_a ? tile.row / BLOCK + s", "const int row = of_a ? tile.row / 32 + s",
-        {"m": 65, "n": 1, "k": 1}, WRONG, 300,
+        {"m": 129, "n": 1, "k": 1}, WRONG, 300,
     ),
     Mutant(
         "draws-eight-rows-above", "draw", "gemm", "mma", f"{CUDA}/gemm/epilogue.cuh",
@@ -303,13 +303,13 @@ ON_A_GPU = (
         "pairs-at-odd-places", "view", "bit_split", "triton", f"{TRITON}/bit_split/__init__.py",
         "x.stride(0) % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0",
         "x.stride(0) % 2 == 0",
-        {"m": 2, "n": 8}, REFUSED, 300,
+        {}, REFUSED, 300,
     ),
     Mutant(
         "copies-of-b-unaligned", "view", "gemm", "mma", f"{CUDA}/gemm/mma.py",
         'copy_bytes(*places(inputs["a"]), *places(inputs["b"]))',
         'copy_bytes(*places(inputs["a"]))',
-        {"m": 1, "n": 2, "k": 16}, REFUSED, 300,
+        {}, REFUSED, 300,
     ),
 )  # fmt: skip
 
