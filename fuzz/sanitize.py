@@ -72,10 +72,13 @@ class Session:
         self._read = 0
 
     def command(self) -> list[str]:
-        """What runs Python; every tensor is an allocation of its own."""
+        """What runs Python; every tensor is an allocation of its own.
+
+        It waits as long as it takes until Python has imported torch and calls CUDA.
+        """
         return [
             "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", find(), "--tool", self.tool,
-            "--log-file", str(self._log), *_OPTIONS[self.tool],
+            "--log-file", str(self._log), "--launch-timeout", "0", *_OPTIONS[self.tool],
         ]  # fmt: skip
 
     def said(self) -> str:

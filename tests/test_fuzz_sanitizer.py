@@ -20,7 +20,7 @@ SCRIPT = """\
     while [ $# -gt 0 ]; do
       case $1 in
         --log-file) shift; export FAKE_LOG=$1;;
-        --*) [ "$1" = --tool ] || [ "$1" = --padding ] || [ "$1" = --report-api-errors ] && shift;;
+        --*) shift;;
         *) break;;
       esac
       shift
