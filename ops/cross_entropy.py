@@ -51,7 +51,7 @@ class CrossEntropy(Op):
     ) -> Tensors:  # fmt: skip
         """Logits drawn from `data`; a row in 64 is to be ignored.
 
-        With ``nonfinite`` a row in eight has a target that is no column, or one of the padding.
+        With ``nonfinite`` a row in four has a target that is no column, or one of the padding.
         """
         import torch
 
@@ -62,8 +62,7 @@ class CrossEntropy(Op):
         targets = source.integers(problem.columns, m)
         targets = torch.where(source.integers(64, m) == 0, IGNORED, targets)
         if data == "nonfinite":
-            wrong = torch.where(source.integers(2, m) == 0, problem.columns, -1)
-            targets = torch.where(source.integers(8, m) == 0, wrong, targets)
+            targets[::8], targets[4::8] = problem.columns, -1
         inputs = {"logits": logits, "targets": targets}
         if problem.mode == "bwd":
             if device.type == "meta":

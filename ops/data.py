@@ -115,9 +115,9 @@ def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tens
     """
     import torch
 
+    one, other, both = _uniform((3,), generator).tolist()  # first: the same for every shape
     x = _normal(shape, generator)
     corner, rows = [min(31, size - 1) for size in shape], x.view(-1, shape[-1])
-    one, other, both = _uniform((3,), generator).tolist()
     places = {int(4 * one)} | ({int(4 * other)} if both < 0.5 else set())
     if 0 in places:
         x.view(-1)[0] = torch.nan

@@ -192,14 +192,14 @@ class HadamardQuantize(Op):
 
 
 def first_step(x: torch.Tensor, group: int) -> torch.Tensor:
-    """LSQ's, of x transformed: fp32 (1,)."""
+    """LSQ's, of x transformed: fp32 (1,). NaN and ±Inf count as 0: a learned step knows of none."""
     import torch
 
     from jetfire.reference.hadamard import initial_step, transform
 
     if x.device.type == "meta":
         return torch.empty(1, device=x.device)
-    return initial_step(transform(x, group))
+    return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
 
 
 def _packed(x: torch.Tensor, step: torch.Tensor, group: int) -> torch.Tensor:
