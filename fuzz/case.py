@@ -37,7 +37,8 @@ class Case:
         data: the distribution of the inputs, as `ops.data.Source` takes it; data_seed: its seed.
         layout: by input, how many elements its rows are further apart than they are wide, and by
             how many its first one is moved from an aligned address; none where not named.
-        offset: by how many elements outputs are moved from an aligned address.
+        offset: by how many elements outputs that are updated are moved from an aligned address;
+            others by 16 times as many.
     """
 
     op: str
@@ -98,12 +99,14 @@ class Outcome:
     Attributes:
         kind: what is wrong; None where nothing is; "skipped" where the device lacks the memory.
         differing, compared: elements of a comparison with another kernel.
+        known: reports of a sanitizer that are no fault (`sanitize.KNOWN`).
     """
 
     kind: Kind | Literal["skipped"] | None = None
     message: str = ""
     differing: int = 0
     compared: int = 0
+    known: int = 0
 
     @property
     def checked(self) -> bool:

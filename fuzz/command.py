@@ -236,6 +236,8 @@ def _show(summary: dict[str, Any], form: str) -> None:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
         result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else "ok"
+        if known := pair["coverage"].get("known reports", 0):
+            result += f", known reports in {known}"
         table.add_row(
             pair["op"], pair["kernel"], str(pair["examples"]), f"{pair['seconds']:.0f}",
             str(pair["configs"]), *counts, *share, result,

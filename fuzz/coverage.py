@@ -19,6 +19,7 @@ def traits(case: Case, outcome: Outcome) -> list[str]:
     block = case.problem.get("block", case.problem.get("group", 32))
     found = {
         "skipped": outcome.kind == "skipped",
+        "known reports": outcome.known > 0,
         "empty": case.empty,
         "ragged": any(size % max(block, 2) for size in dims),
         "whole": not any(size % 16 for size in dims),

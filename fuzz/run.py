@@ -32,6 +32,7 @@ SECOND_POISON = 0x5B
 REFERENCE_BYTES = 12
 # What backwards may be asked to write over: output, input, and whether that must be contiguous.
 _IN_PLACE = {"gelu": ("q", "dy", True), "cross_entropy": ("dlogits", "logits", False)}
+ALIGNED = 16  # bytes, as a new output is: and so elements enough
 HUGE = 2**30  # bytes to move, from which on it is asked whether they fit
 
 
@@ -178,7 +179,15 @@ def _outputs(s: _Setting, poison: int | None) -> dict[str, Placed]:
     source = next(iter(s.made.values())).device
     updated = s.op.updated(s.problem)
     placed = {
-        name: place(like.shape, like.dtype, source, OUTPUT_FILL, 0, s.case.offset, s.mode.guard)
+        name: place(
+            like.shape,
+            like.dtype,
+            source,
+            OUTPUT_FILL,
+            0,
+            s.case.offset * (1 if name in updated else ALIGNED),
+            s.mode.guard,
+        )
         for name, like in s.op.outputs(s.problem, meta).items()
     }
     if poison is None:

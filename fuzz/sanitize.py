@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -27,6 +28,48 @@ _OPTIONS: dict[Tool, tuple[str, ...]] = {
     "initcheck": (),
     "synccheck": (),
 }
+
+
+@dataclass(frozen=True)
+class Known:
+    """Reports that are no fault.
+
+    Attributes:
+        text: what one of them matches.
+        reason: why.
+    """
+
+    tool: Tool
+    op: str
+    kernel: str
+    text: re.Pattern[str]
+    reason: str
+
+
+KNOWN = (
+    Known(
+        "racecheck", "gemm", "wgmma",
+        re.compile(r"Read access at Multiplier::read_factors\(.*Write access at scale\("),
+        "A warp writes factors, meets in __syncwarp, and one lane arrives at the slot's barrier "
+        "for all; the readers' release likewise. The PTX memory model orders that; racecheck "
+        "counts an arrival for its own lane alone. Where every lane arrives "
+        "(tests/test_sanitizers.py) it has nothing to report.",
+    ),
+    Known(
+        "racecheck", "gemm", "gluon",
+        re.compile(r"access at gemm_kernel\+\w+ in (\S+) .*access at gemm_kernel\+\w+ in \1 "),
+        "Both lie where the function begins: how Triton's compiler hands its partitions to warps, "
+        "no code of the kernel.",
+    ),
+)  # fmt: skip
+
+
+def sift(tool: Tool, op: str, kernel: str, said: str) -> tuple[str, int]:
+    """What a tool said without the reports that are known, and how many of those there were."""
+    mine = [k for k in KNOWN if (k.tool, k.op, k.kernel) == (tool, op, kernel)]
+    reports = [report for report in re.split(r"(?=Error: )", said) if report.strip(" ·")]
+    left = [r for r in reports if not any(known.text.search(r) for known in mine)]
+    return "".join(left).strip(" ·"), len(reports) - len(left)
 
 
 def find() -> str:

@@ -91,7 +91,9 @@ class Isolated:
     def run(self, case: Case) -> Outcome:
         outcome, usable = self._answer(case)
         if self._session is not None and (said := self._session.said()):
-            outcome = Outcome("sanitizer", said)
+            tool = self._session.tool
+            left, known = sanitize.sift(tool, case.op, case.kernel, said)
+            outcome = Outcome("sanitizer", left) if left else replace(outcome, known=known)
         if not usable:
             self.close()
         return outcome

@@ -286,7 +286,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
-        """Write `outputs` from `inputs` on the current stream, without synchronising."""
+        """Write `outputs` from `inputs` on the current stream, without synchronising.
+
+        Inputs begin anywhere that their elements can, as outputs do that are updated
+        (`Op.updated`); other outputs are new: contiguous, from a multiple of 16 bytes on.
+        """
 
     def stages(
         self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors

@@ -1,0 +1,103 @@
+"""compute-sanitizer says nothing of our kernels, and something of planted faults."""
+
+import json
+
+import pytest
+
+from jetfire.cli import execute
+from jetfire.fuzz import load, sanitize
+from jetfire.ops.errors import NoDeviceError
+from jetfire.tests.mutants.build import Mutant, build
+from jetfire.tests.mutants.planted import ON_A_GPU
+
+SOURCE = "kernels_cuda/gemm/wgmma.cu"
+# All 32 lanes of a warp arrive at a slot's barriers, where one does so for all.
+EVERY_LANE = (
+    ("      __syncwarp();\n      if (lane == 0) barrier_arrive(full(slot));",
+     "      barrier_arrive(full(slot));"),
+    ("    if (lane == 0) barrier_arrive(empty(slot));\n"
+     "  } else if (lane < CLUSTER && common(lane, rank)) {\n"
+     "    barrier_arrive_at(empty(slot), lane);\n  }",
+     "    barrier_arrive(empty(slot));\n  } else {\n"
+     "    for (int i = 0; i < CLUSTER; ++i)\n"
+     "      if (common(i, rank)) barrier_arrive_at(empty(slot), i);\n  }"),
+    ("barrier_init(full(slot), 2);", "barrier_init(full(slot), 33);"),
+    ("barrier_init(empty(slot), 4 * GROUPS", "barrier_init(empty(slot), 128 * GROUPS"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def fuzz(tmp_path, monkeypatch):
+    """Runs the command and gives the exit code and the pairs of its summary."""
+    try:
+        sanitize.find()
+    except NoDeviceError as missing:
+        pytest.skip(str(missing))
+    monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "failures"))
+
+    def fuzz(*words):
+        file = tmp_path / "summary.json"
+        code = execute("fuzz", [*words, "-o", str(file)])
+        return code, json.loads(file.read_text())["pairs"]
+
+    yield fuzz
+    load.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_every_kernel_is_clean(tool, fuzz):
+    code, pairs = fuzz("all", "--sanitizer", tool, "--examples", "3", "--jobs", "8")
+    assert [failure for pair in pairs for failure in pair["failures"]] == []
+    assert code == 0
+    assert sum(pair["examples"] for pair in pairs) >= 60
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "tool"),
+    [("send-a-chunk-more", "memcheck"), ("amax-before-all-have-it", "racecheck")],
+)
+def test_a_planted_fault_is_found(name, tool, fuzz, tmp_path):
+    (mutant,) = (mutant for mutant in ON_A_GPU if mutant.name == name)
+    file = str(build(mutant, tmp_path))
+    code, (pair,) = fuzz(mutant.op, "--kernel", name, "--load", file, "--sanitizer", tool)
+    assert code == 3
+    assert pair["failures"][0]["kind"] in ("sanitizer", "crash")
+
+
+@pytest.mark.gpu
+def test_racecheck_follows_arrivals_of_every_lane(fuzz, tmp_path):
+    """What it says of the Hopper GEMM is that of a warp's 32 lanes one arrives for all."""
+    first, *others = EVERY_LANE
+    mutant = Mutant("every-lane-arrives", "race", "gemm", "wgmma", SOURCE, *first, {})
+    file = build(mutant, tmp_path)
+    source = tmp_path / SOURCE.replace("kernels_cuda", mutant.package)
+    text = source.read_text()
+    for find, replace in others:
+        assert text.count(find) == 1
+        text = text.replace(find, replace)
+    source.write_text(text)
+    code, (pair,) = fuzz("gemm", "--kernel", mutant.name, "--load", str(file),
+                         "--sanitizer", "racecheck")  # fmt: skip
+    assert (code, pair["failures"]) == (0, [])
+    assert pair["examples"] >= 20
+
+
+def test_known_reports_are_told_from_others():
+    known = (
+        "Error: Race reported between Read access at Multiplier::read_factors(float (&)[4], int, "
+        "int) const+0x1260 in wgmma.cu:394 · and Write access at scale(const Arguments &, "
+        "int)+0xc550 in wgmma.cu:303 [56 hazards]"
+    )
+    other = "Error: Race reported between Read access at block_amax in wgmma.cu:1 [1 hazards]"
+    sift = sanitize.sift
+    assert sift("racecheck", "gemm", "wgmma", f"{known} · {known}") == ("", 2)
+    assert sift("racecheck", "gemm", "wgmma", f"{known} · {other}") == (other, 1)
+    assert sift("racecheck", "gemm", "mma", known) == (known, 0)
+    assert sift("memcheck", "gemm", "wgmma", known) == (known, 0)
+    mine = "access at gemm_kernel+0x130 in mainloop.py:228"
+    gluon = f"Error: Race reported between Read {mine} · and Write {mine} [7 hazards]"
+    assert sift("racecheck", "gemm", "gluon", gluon) == ("", 1)
+    elsewhere = gluon.replace("228 [", "99 [")
+    assert sift("racecheck", "gemm", "gluon", elsewhere) == (elsewhere, 0)
