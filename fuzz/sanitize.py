@@ -57,9 +57,11 @@ KNOWN = (
     ),
     Known(
         "racecheck", "gemm", "gluon",
-        re.compile(r"access at gemm_kernel\+\w+ in (\S+) .*access at gemm_kernel\+\w+ in \1 "),
-        "Both lie where the function begins: how Triton's compiler hands its partitions to warps, "
-        "no code of the kernel.",
+        re.compile(
+            r"Read access at gemm_kernel\+0x[0-9a-f]{1,3} in .*Write access at gemm_kernel\+"
+        ),
+        "What reads is among the function's first instructions: the dispatch by which Triton's "
+        "compiler hands partitions and what they capture to warps. No code of the kernel.",
     ),
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ def fuzz(tmp_path, monkeypatch):
     except NoDeviceError as missing:
         pytest.skip(str(missing))
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "failures"))
+    monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)
 
     def fuzz(*words):
         file = tmp_path / "summary.json"
@@ -56,14 +57,16 @@ def test_every_kernel_is_clean(tool, fuzz):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "tool"),
-    [("send-a-chunk-more", "memcheck"), ("amax-before-all-have-it", "racecheck")],
+    [("send-a-chunk-more", "memcheck"), ("group-before-its-warps", "racecheck")],
 )
 def test_a_planted_fault_is_found(name, tool, fuzz, tmp_path):
     (mutant,) = (mutant for mutant in ON_A_GPU if mutant.name == name)
     file = str(build(mutant, tmp_path))
-    code, (pair,) = fuzz(mutant.op, "--kernel", name, "--load", file, "--sanitizer", tool)
+    code, (pair,) = fuzz(
+        mutant.op, "--kernel", name, "--load", file, "--sanitizer", tool, "--jobs", "1"
+    )
     assert code == 3
-    assert pair["failures"][0]["kind"] in ("sanitizer", "crash")
+    assert pair["failures"][0]["kind"] == "sanitizer"
 
 
 @pytest.mark.gpu
@@ -96,8 +99,10 @@ def test_known_reports_are_told_from_others():
     assert sift("racecheck", "gemm", "wgmma", f"{known} · {other}") == (other, 1)
     assert sift("racecheck", "gemm", "mma", known) == (known, 0)
     assert sift("memcheck", "gemm", "wgmma", known) == (known, 0)
-    mine = "access at gemm_kernel+0x130 in mainloop.py:228"
-    gluon = f"Error: Race reported between Read {mine} · and Write {mine} [7 hazards]"
+    gluon = (
+        "Error: Race reported between Read access at gemm_kernel+0x130 in mainloop.py:228 · and "
+        "Write access at gemm_kernel+0x16be0 in mainloop.py:248 [7 hazards]"
+    )
     assert sift("racecheck", "gemm", "gluon", gluon) == ("", 1)
-    elsewhere = gluon.replace("228 [", "99 [")
+    elsewhere = gluon.replace("0x130", "0x1130")
     assert sift("racecheck", "gemm", "gluon", elsewhere) == (elsewhere, 0)

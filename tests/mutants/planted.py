@@ -253,7 +253,7 @@ ON_A_GPU = (
     Mutant(
         "last-rows", "tile", "hadamard_quantize", "rows", f"{CUDA}/hadamard_quantize/rows.py",
         "function(ceil_div(problem.m, config.rows)", "function(max(1, problem.m // config.rows)",
-        {"m": 129, "n": 8}, MISSING, 300,
+        {"m": 129, "n": 32}, MISSING, 300,
     ),
     Mutant(
         "last-part", "tile", "layernorm", "gluon", f"{TRITON}/layernorm/gluon.py",
