@@ -45,7 +45,7 @@ class Mutant:
     replace: str
     most: Mapping[str, int]
     kinds: frozenset[str] = WRONG
-    largest: int = 70
+    largest: int = 40
 
     @property
     def backend(self) -> str:

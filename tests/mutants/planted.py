@@ -54,7 +54,7 @@ ANYWHERE = (
     Mutant(
         "last-row-of-tiles", "tile", "transpose", "triton", f"{TRITON}/tiles.py",
         "down = ceil_div(m, config.tile_m)", "down = max(1, m // config.tile_m)",
-        {"m": 129, "n": 1}, MISSING, 140,
+        {"m": 129, "n": 1}, MISSING, 100,
     ),
     Mutant(
         "last-row-alone", "tile", "column_sum", "triton", f"{TRITON}/column_sum/__init__.py",
@@ -96,7 +96,7 @@ ANYWHERE = (
     Mutant(
         "draws-of-the-first-rows", "draw", "dropout", "triton", f"{TRITON}/common.py",
         "rows = (row0 + tl.arange(0, R)).to(tl.uint32)", "rows = tl.arange(0, R).to(tl.uint32)",
-        {"m": 70, "n": 16},
+        {"m": 70, "n": 16}, largest=70,
     ),
     Mutant(
         "half-a-seed", "draw", "quantize", "triton", f"{TRITON}/quantize/__init__.py",
@@ -184,6 +184,12 @@ ON_THE_CPU = (
         f"{CPU}/cross_entropy/__init__.py",
         "(targets < valid), targets == IGNORED", "(targets <= valid), targets == IGNORED",
         {"m": 300, "n": 2}, WRONG | {"raised"}, 300,
+    ),
+    Mutant(
+        "first-low-row-among-the-high", "bound", "sample_rows", "torch",
+        f"{CPU}/sample_rows/__init__.py",
+        "place = number + (number >= high)", "place = number + (number > high)",
+        {"m": 8}, largest=300,
     ),
     Mutant(
         "rest-of-k", "tile", "gemm", "int_mm", f"{CPU}/gemm/__init__.py",
