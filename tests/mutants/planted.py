@@ -45,7 +45,7 @@ ANYWHERE = (
     ),
     Mutant(
         "scale-of-the-first-block", "scale", "gemm", "triton", f"{TRITON}/gemm/portable.py",
-        "tl.load(b_scales + i)", "tl.load(b_scales)", {"m": 1, "n": 1, "k": 70},
+        "tl.load(b_scales + i)", "tl.load(b_scales)", {"m": 1, "n": 1, "k": 129}, largest=100,
     ),
     Mutant(
         "loss-scale-missing", "scale", "adamw", "triton", f"{TRITON}/adamw/__init__.py",
