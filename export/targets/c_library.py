@@ -16,7 +16,7 @@ from jetfire.export.library import Library
 from jetfire.export.operator import recorded
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.render import licence, render
-from jetfire.export.samples import UNWRITTEN, Sample
+from jetfire.export.samples import UNWRITTEN, Sample, small_problem
 from jetfire.export.signature import Extent, Parameter
 from jetfire.export.target import Target, cuda_home, program, run
 from jetfire.ops.errors import UsageError, WrongResultError
@@ -239,15 +239,18 @@ class _Function:
         self.workspaces: dict[tuple[int, ...], torch.Tensor] = {}
 
     def check_loads(self) -> None:
-        """It loads, and refuses sizes of 0 without asking for a GPU.
+        """It loads, and without asking for a GPU refuses sizes of 0, but not the sample's.
 
         Raises:
-            WrongResultError: it does not refuse them.
+            WrongResultError: it does otherwise.
         """
-        dims = self.plan.signature.dims
-        code = self._code([0] * len(self.plan.signature.parameters), [0] * len(dims), None, 0)
-        if code != BAD_SIZE:
-            raise WrongResultError(f"{self.plan.name}: sizes of 0 give {self._text(code)!r}")
+        # No multiple of 16: whatever the sizes are, nothing is launched.
+        nowhere = [1] * len(self.plan.signature.parameters)
+        sample = self.plan.sizes(small_problem(self.plan))
+        for sizes, refused in ((dict.fromkeys(sample, 0), True), (sample, False)):
+            code = self._code(nowhere, list(sizes.values()), None, 0)
+            if (code == BAD_SIZE) != refused:
+                raise WrongResultError(f"{self.plan.name}: sizes {sizes} give {self._text(code)!r}")
 
     def __call__(self, problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
         sizes = list(self.plan.sizes(problem).values())

@@ -20,7 +20,6 @@ from jetfire.export.targets.torch_extension import tools
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Tensors
 
-
 _CLEAN = (sys.executable, "-B")  # the variant is shipped as it is: no bytecode in it
 
 
