@@ -11,7 +11,8 @@ import pytest
 
 from jetfire import ops
 from jetfire.cli import execute
-from jetfire.fuzz import Case, Failure, InProcess, fuzz_kernel, load, store
+from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, load, store
+from jetfire.fuzz.case import Outcome
 from jetfire.ops.device import Device
 
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -89,6 +90,20 @@ def test_a_saved_case_that_is_right_by_now(capsys):
     store.save(Failure(case, "was wrong\nonce", "wrong"), CPU, ())
     assert fuzz("--reproduce", case.id) == 0
     assert capsys.readouterr().out == f"ok on {CPU.label} (it was wrong: was wrong)\n"
+
+
+def test_what_differs_from_run_to_run_is_run_more_often(monkeypatch, capsys):
+    problem = ops.get("transpose").Problem(3, 5)
+    case = Case("transpose", "torch", problem.as_dict(), {})
+    store.save(Failure(case, "q: 1 of 2 differ", "nondeterministic"), CPU, ())
+    outcomes = [Outcome()] * 6 + [Outcome("nondeterministic", "differs")]
+
+    monkeypatch.setattr(Isolated, "run", lambda self, case: outcomes.pop(0))
+    assert fuzz("--reproduce", case.id) == 3
+    assert f"{case.id}: nondeterministic after 7 runs: differs" in capsys.readouterr().err
+    monkeypatch.setattr(Isolated, "run", lambda self, case: Outcome())
+    assert fuzz("--reproduce", case.id) == 0
+    assert "after 50 runs (it was nondeterministic" in capsys.readouterr().out
 
 
 def test_another_kernel_s_outputs_are_compared(here, tmp_path):
