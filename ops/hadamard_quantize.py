@@ -158,9 +158,7 @@ class HadamardQuantize(Op):
             found.append(check.bounded("dstep", outputs["dstep"], dstep, bound, over))
         return check.every(found)
 
-    def nothing(
-        self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
-    ) -> None:
+    def nothing(self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors) -> None:
         """The scale is the step, or NaN where that is no step."""
         import torch
 
