@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,13 @@ from jetfire.bench.runner import sample_ms_of, sets_of, timed
 from jetfire.export import targets
 from jetfire.export.plan import Plan, Tuned
 from jetfire.ops.device import Device
-from jetfire.ops.errors import WrongResultError
+from jetfire.ops.errors import JetfireError, WrongResultError
 from jetfire.ops.op import Check, Tensors
+from jetfire.tuner.process import Worker
 
 LAUNCH = "launch"  # what a row compares with: `Kernel.launch`
 ROUNDS = 20
+TIMEOUT_S = 900.0  # for the process's start and all problems
 
 Call = Callable[[Any, Tensors, Tensors], Tensors]
 
@@ -52,16 +52,44 @@ def measure(
         peaks: the device's, for the rows' `roofline`.
 
     Raises:
-        WrongResultError: its results are wrong, or the process ended.
+        WrongResultError: its results are wrong, or it has none: it does not load, the GPU refused
+            it, its process ended or took longer than `TIMEOUT_S`.
+        NoDeviceError: there is no GPU.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return pool.submit(_rows, plan, target_name, folder, peaks).result()
-        except BrokenProcessPool:
-            raise WrongResultError(
-                f"{plan.op.name}/{plan.kernel.name} as {target_name}: its process ended"
-            ) from None
+    worker = Worker(_serve, plan, target_name, folder, peaks, parent=True)
+    try:
+        if not worker.connection.poll(TIMEOUT_S):
+            raise _failed(plan, target_name, f"took over {TIMEOUT_S:g} s")
+        answer = worker.answer()
+    except (EOFError, OSError):
+        raise _failed(plan, target_name, worker.last_words()) from None
+    finally:
+        worker.close()
+    if isinstance(answer, JetfireError):
+        raise answer
+    rows: list[Row] = answer
+    return rows
+
+
+def _failed(plan: Plan, target_name: str, why: str) -> WrongResultError:
+    line = " ".join(why.split())[:500]
+    return WrongResultError(f"{plan.op.name}/{plan.kernel.name} as {target_name}: {line}")
+
+
+def _serve(connection: Connection, plan: Plan, target_name: str, *others: Any) -> None:
+    connection.send(_answer(plan, target_name, *others))
+
+
+def _answer(
+    plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None
+) -> list[Row] | JetfireError:
+    """The rows, or what went wrong: an error that is not Jetfire's own is the export's."""
+    try:
+        return _rows(plan, target_name, folder, peaks)
+    except JetfireError as error:
+        return error
+    except Exception as error:
+        return _failed(plan, target_name, f"{type(error).__name__}: {error}")
 
 
 def _rows(plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None) -> list[Row]:

@@ -22,7 +22,7 @@ from jetfire.bench.plan import Case
 from jetfire.bench.results import Row
 from jetfire.export import contents, measure, targets, write
 from jetfire.export.plan import Plan, make
-from jetfire.export.target import stop
+from jetfire.export.target import resume, stop
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError
 
@@ -86,29 +86,43 @@ def prepare(export: Export, folder: Path) -> Plan:
 def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Plan], Path]]]:
     """Each with what `prepare` comes to, and its folder, which goes away at the end."""
     jobs = min(AT_ONCE, os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
-        found = {}
-        for i, export in enumerate(wanted):
-            folder = Path(scratch) / f"{i}-{export.op}-{export.target}"
-            found[export] = pool.submit(prepare, export, folder), folder
-        try:
-            yield found
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            stop()
-            raise
+    try:
+        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+            found = {}
+            for i, export in enumerate(wanted):
+                folder = Path(scratch) / f"{i}-{export.op}-{export.target}"
+                found[export] = pool.submit(prepare, export, folder), folder
+            try:
+                yield found
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                stop()
+                raise
+    finally:
+        resume()
 
 
 def rows(
     export: Export, done: Future[Plan], folder: Path, peaks: Mapping[str, Any] | None
 ) -> list[Row]:
-    """Its row, or one that says what is wrong with it."""
+    """Its row, or one that says what is wrong with it: whatever that is, others are measured."""
     try:
         return measure.measure(done.result(), export.target, folder, peaks)
-    except JetfireError as error:
-        (tuned,) = export.plan().tuned
-        row = measure.row_of(export.plan(), tuned, export.target)
-        return [replace(row, error=" ".join(str(error).split())[:500])]
+    except Exception as error:
+        what = str(error) if isinstance(error, JetfireError) else f"{type(error).__name__}: {error}"
+        return [replace(_no_row(export), error=" ".join(what.split())[:500])]
+
+
+def _no_row(export: Export) -> Row:
+    """That of an export without times, with its config where there is one."""
+    try:
+        plan = export.plan()
+    except JetfireError:
+        return Row(
+            export.op, export.kernel, "kernel", export.problem.as_dict(), data="normal", ok=False,
+            export=export.target,
+        )  # fmt: skip
+    return measure.row_of(plan, plan.tuned[0], export.target)
 
 
 def suite(asked: command.Asked) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -99,12 +100,36 @@ def cuda_home() -> Path:
 
 
 _running: set[subprocess.Popen[str]] = set()
+_stopped = threading.Event()
+_starting = threading.Lock()  # held while a program is started, and while all are ended
 
 
 def stop() -> None:
-    """End the programs that `run` waits for in other threads."""
-    for process in list(_running):
-        _end(process)
+    """End the programs that `run` waits for in other threads; it starts none until `resume`."""
+    with _starting:
+        _stopped.set()
+        for process in list(_running):
+            _end(process)
+
+
+def resume() -> None:
+    """After `stop`, once the threads that it was for have ended."""
+    _stopped.clear()
+
+
+def _start(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None
+) -> subprocess.Popen[str]:
+    """Raises WrongResultError after `stop`."""
+    with _starting:
+        if _stopped.is_set():
+            raise WrongResultError(f"{shlex.join(command)}: not started, as all was stopped")
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, process_group=0,
+        )  # fmt: skip
+        _running.add(process)
+        return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -121,14 +146,11 @@ def run(
     What it has started ends with it, also where this process is interrupted.
 
     Raises:
-        WrongResultError: it failed or took too long; the end of what it printed is in the message.
+        WrongResultError: it failed or took too long, the end of what it printed is in the message;
+            or all was stopped.
     """
     words = shlex.join(command)
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, process_group=0,
-    ) as process:  # fmt: skip
-        _running.add(process)
+    with _start(command, folder, environment) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:

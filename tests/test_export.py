@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from jetfire.cli import execute
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned, make
-from jetfire.export.target import cuda_home
+from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
@@ -345,6 +347,64 @@ def test_an_export_that_is_wrong_is_not_timed(on_the_cpu, monkeypatch):
         measure._rows(on_the_cpu(_half), "torch", Path(), None)
 
 
+class Ends:
+    """Ends the process that it is sent to."""
+
+    def __reduce__(self):
+        return os._exit, (7,)
+
+
+def test_an_export_that_ends_its_process_or_takes_too_long_is_wrong(on_the_cpu, monkeypatch):
+    plan = on_the_cpu(_right)
+    with pytest.raises(WrongResultError, match=r"^gemm/int_mm as torch: worker ended by exit .* 7"):
+        measure.measure(plan, "torch", Path(), {"x": Ends()})
+    monkeypatch.setattr(measure, "TIMEOUT_S", 0.1)
+    with pytest.raises(WrongResultError, match=r"^gemm/int_mm as torch: took over 0\.1 s$"):
+        measure.measure(plan, "torch", Path())
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, torch.AcceleratorError])
+def test_whatever_an_export_raises_is_a_wrong_result_in_a_line(on_the_cpu, error):
+    def fault(*_):
+        raise error("CUDA error: an illegal memory access\nFor debugging consider …")
+
+    plan = on_the_cpu(fault)
+    found = measure._answer(plan, "torch", Path(), None)
+    assert type(found) is WrongResultError
+    assert str(found) == (f"gemm/int_mm as torch: {error.__name__}: CUDA error: an illegal memory "
+                          "access For debugging consider …")  # fmt: skip
+
+
+def test_an_export_without_a_plan_has_a_row_too():
+    problem = ops.get("quantize").Problem(64, 64)
+    export = suite.Export("quantize", "nope", problem, "cubin")
+    done = Future()
+    done.set_exception(OSError("no space"))
+    (found,) = suite.rows(export, done, Path(), None)
+    assert (found.kernel, found.ok, found.error) == ("nope", False, "OSError: no space")
+
+
+def test_an_interrupt_ends_what_is_prepared_and_starts_nothing(tmp_path, monkeypatch):
+    def prepare(export, folder):
+        try:
+            run(["sleep", "30"], tmp_path)
+        finally:
+            run(["sh", "-c", "touch late; sleep 30"], tmp_path)
+
+    def interrupt():
+        with suite.prepared(suite.exports()[:2]):
+            time.sleep(0.3)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "prepare", prepare)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert time.monotonic() - begin < 15
+    assert not (tmp_path / "late").exists()
+    assert run(["echo", "again"], tmp_path) == "again\n"
+
+
 def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, capsys):
     hopper = dataclasses.replace(Device.parse("cpu"), kind="cuda", capability=(9, 0), name="H")
     monkeypatch.setattr(suite.Device, "parse", lambda *_: hopper)
@@ -352,12 +412,14 @@ def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, 
     monkeypatch.setattr(nvml.Nvml, "open", lambda *_: None)
     monkeypatch.setattr(peaks, "cached", lambda *_: {})
     problem = {"m": 8192, "n": 4096, "block": 32}
-    monkeypatch.setattr(suite, "EXPORTS", [("quantize", "triton", problem, ("cubin", "torch"))])
+    monkeypatch.setattr(suite, "EXPORTS", [("quantize", "triton", problem, suite.TRITON)])
     finished = []
 
     def prepare(export, folder):
         if export.target == "torch":
             raise WrongResultError("it does not build")
+        if export.target == "wheel":
+            raise RuntimeError("a fault")
         finished.append(export)
         return export.plan()
 
@@ -374,6 +436,7 @@ def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, 
     saved = {r.export: r for r in Results.load(file).rows}
     assert saved["cubin"].vs_peer == {"launch": 1.01}
     assert (saved["torch"].ok, saved["torch"].error) == (False, "it does not build")
+    assert (saved["wheel"].ok, saved["wheel"].error) == (False, "RuntimeError: a fault")
     shown = capsys.readouterr().out
     assert "triton as cubin" in shown
     assert "1.01× launch" in shown
