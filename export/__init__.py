@@ -30,7 +30,7 @@ def implement(plan: Plan, target_name: str) -> Library:
     if target_name == "cuda" and not cuda.takes(plan.kernel):
         raise UsageError(
             f"--target cuda: {plan.op.name}/{plan.kernel.name} is not exported as CUDA C++: "
-            "expected cubin, torch or wheel"
+            f"expected one of {', '.join(name for name in targets.NAMES if name != target_name)}"
         )
     if target_name != "cubin" and cuda.takes(plan.kernel):
         return cuda.library(plan)

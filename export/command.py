@@ -12,11 +12,12 @@ from jetfire.bench.plan import Case
 from jetfire.export import default_target, export, targets
 from jetfire.export.check import runs_here
 from jetfire.export.plan import make
+from jetfire.ops.errors import RegressionError
 
 if TYPE_CHECKING:
     from jetfire.bench.results import Row
 
-# An export at less of the workbench's own speed is warned of.
+# An export at less of the workbench's own speed is a regression.
 LEAST_SPEED = 0.98
 
 
@@ -38,6 +39,7 @@ def run(asked: Asked) -> None:
 
     Raises:
         UsageError, NoDeviceError, WrongResultError: see `plan.make` and `export`.
+        RegressionError: it is slower than the workbench's own launch; it is there nonetheless.
     """
     if asked.target is not None:
         targets.get(asked.target)
@@ -54,16 +56,29 @@ def run(asked: Asked) -> None:
     _note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
     for row in rows:
         _note(_speed(row))
+    slow = [f"{_sizes(row)} {_ratio(row):.3f}×" for row in rows if _ratio(row) < LEAST_SPEED]
+    if slow:
+        raise RegressionError(
+            f"{', '.join(slow)}: expected {LEAST_SPEED} of the speed of the workbench's launch at "
+            "least"
+        )
+
+
+def _ratio(row: Row) -> float:
+    return (row.vs_peer or {})["launch"]
+
+
+def _sizes(row: Row) -> str:
+    from jetfire.bench import show
+
+    return show.shape_text(row.problem, ())
 
 
 def _speed(row: Row) -> str:
-    """How fast it is, and whether that is too slow."""
     from jetfire.bench import show
 
-    ratio = (row.vs_peer or {})["launch"]
-    sizes = show.shape_text(row.problem, ())
-    text = f"{sizes}: {show.time_text(row.ms)}, {ratio:.3f}× the speed of the workbench's launch"
-    return text if ratio >= LEAST_SPEED else f"warning: {text}: expected {LEAST_SPEED} at least"
+    time = show.time_text(row.ms)
+    return f"{_sizes(row)}: {time}, {_ratio(row):.3f}× the speed of the workbench's launch"
 
 
 def _note(text: str) -> None:
