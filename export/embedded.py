@@ -44,6 +44,7 @@ def library(plan: Plan) -> Library:
         "The driver is CUDA 12.0's or newer; the first call opens it.",
     )
     workspace = any(sizes)
+    zeros = any(scratch.zeroed for recording in recordings for scratch in recording.scratch)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, recording in enumerate(recordings):
         groups.setdefault(structure(recording), []).append(i)
@@ -54,7 +55,9 @@ def library(plan: Plan) -> Library:
     launcher = _launcher(plan, cases, grouped, kernels, kernel_of, sizes)
     return Library(
         files={
-            f"{plan.name}.h": header(plan, workspace=workspace, any_size=False, contract=contract),
+            f"{plan.name}.h": header(
+                plan, workspace=workspace, any_size=False, contract=contract, zeros=zeros
+            ),
             f"{plan.name}.c": launcher,
             **compiled.files(plan.name, plan.capability, kernels),
         },
@@ -64,6 +67,7 @@ def library(plan: Plan) -> Library:
         workspace=workspace,
         any_size=False,
         contract=contract,
+        zeros=zeros,
     )
 
 

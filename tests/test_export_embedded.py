@@ -265,6 +265,15 @@ def test_counters_come_first_and_are_as_many_for_all_sizes(built):
     assert f"char* partial = (char*)workspace + {-(-most // 256) * 256};" in text
 
 
+@pytest.mark.parametrize(("name", "zeros"), [("add", True), ("layernorm backward", False)])
+def test_only_counters_must_be_zeros(built, name, zeros):
+    """Partial sums, which a call writes before it reads them, need not be."""
+    library = built[name].library
+    assert (library.workspace, library.zeros) == (True, zeros)
+    text = library.files[f"{built[name].plan.name}.h"].decode()
+    assert ("must be all zeros" in text, "it may hold anything" in text) == (zeros, not zeros)
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 OK, BAD_SIZE, BAD_ALIGNMENT, BAD_DEVICE, CUDA_ERROR = range(5)
