@@ -40,8 +40,15 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return math.sqrt(difference / norm)
 
 
-def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in mask.nonzero()[0])
+def first(mask: torch.Tensor) -> tuple[int, ...]:
+    """Where the first true element is, also of more than torch's `nonzero` takes."""
+    passed = 0
+    for part in mask.flatten().split(1 << 28):
+        if bool(part.any()):
+            passed += int(part.to(torch.uint8).argmax())
+            break
+        passed += part.numel()
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(passed), mask.shape))
 
 
 def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
@@ -52,7 +59,7 @@ def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
     count = int(wrong.sum())
     if count == 0:
         return Check(True, 0.0)
-    at = _first(wrong)
+    at = first(wrong)
     return Check(
         False,
         relative_error(out, expected),
@@ -61,7 +68,7 @@ def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
     )
 
 
-def norm(noise: torch.Tensor, block: int, m: int, n: int) -> float:
+def norm_of(noise: torch.Tensor, block: int, m: int, n: int) -> float:
     """The Frobenius norm of an m×n tensor that has each block's noise everywhere in the block."""
     sizes = [
         (size - torch.arange(count, device=noise.device, dtype=torch.float64) * block).clamp(
@@ -113,7 +120,7 @@ def bounded(
         difference += float(off.nan_to_num(0.0, math.inf).square().sum())
         norm += float(e.nan_to_num(0.0).square().sum())
         if place is None and bool(wrong.any()):
-            at = _first(wrong)
+            at = first(wrong)
             place = (at[0] + top, *at[1:])
         count += int(wrong.sum())
     # Where every expected value is 0 the ratio says nothing.
@@ -126,6 +133,28 @@ def bounded(
         f"{name}: {count} elements off, first at {place}: "
         f"{out[place].item():.6g} where the reference has {expected[place].item():.6g}",
     )
+
+
+def _scales(
+    name: str, scale: torch.Tensor, expected: torch.Tensor, most: torch.Tensor, rtol: float,
+    noise: torch.Tensor | None, over: torch.Tensor | None,
+) -> tuple[Check, torch.Tensor]:  # fmt: skip
+    """Scales within their bounds; and the blocks whose codes are not to be compared, by block.
+
+    Args:
+        most: the largest value of each block.
+        rtol, noise, over: as of `codes`.
+    """
+    from jetfire.reference.quantize import TINY
+
+    bound = rtol * expected.double().nan_to_num(0.0)
+    give = 127 * bound if noise is None else 127 * bound + noise
+    either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
+    bound = give / 127 + either * (1 + rtol) * TINY / 127
+    edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
+    over = edge if over is None else over | edge
+    scale = torch.where(over, expected, scale)
+    return bounded(f"{name}'s scale", scale, expected, bound), either | over
 
 
 def codes(
@@ -146,6 +175,8 @@ def codes(
     With t = value/scale + (u, or ½ for nearest), every code is in [floor(t − slack),
     floor(t + slack)], and every scale within rtol of the reference's. A block whose largest value
     is as near to 2^-100 may be zero or not, and one as near to fp32's largest number NaN or not.
+    Where a kernel's own scale is 0 or NaN its codes are 0; where the reference's alone is 0, of
+    terms that cancel, and the noise lets the kernel's be another, they may be any.
 
     Args:
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
@@ -155,53 +186,48 @@ def codes(
             intervals by as much.
         over: blocks, by block, in which fp32 evaluation may overflow: they are not compared.
     """
-    from jetfire.reference.quantize import TINY, block_amax, spread
+    from jetfire.reference.quantize import block_amax, spread
 
     m, n = q.shape
     difference = norm = 0.0
     most = block_amax(value.double(), block)
-    bound = rtol * expected_scale.double().nan_to_num(0.0)
-    give = 127 * bound if noise is None else 127 * bound + noise
-    either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
-    bound = give / 127 + either * (1 + rtol) * TINY / 127
-    edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
-    over = edge if over is None else over | edge
-    either |= over
-    scale = torch.where(over, expected_scale, scale)
-    scaled = bounded(f"{name}'s scale", scale, expected_scale, bound)
+    scaled, free = _scales(name, scale, expected_scale, most, rtol, noise, over)
     if not scaled.ok:
         return scaled
-    # In units of a code.
+    none = (scale == 0) | torch.isnan(scale)
+    # In units of a code; infinite where terms cancel to 0.
     noises = None if noise is None else (noise / expected_scale).nan_to_num(0.0)
     rows = block * max(1, (1 << 24) // (n * block))
     for top in range(0, m, rows):
         part = slice(top, min(m, top + rows))
         by_row = slice(top // block, -(-part.stop // block))
-        wide = spread(expected_scale[by_row], block, part.stop - top, n).double()
+        shape = block, part.stop - top, n
+        wide = spread(expected_scale[by_row], *shape).double()
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
         wide_slack: Any = slack
         if noises is not None:  # of the value, and of the scale that it was divided by
-            noise_of = spread(noises[by_row], block, part.stop - top, n)
-            wide_slack = slack + noise_of * (1 + t.abs() / 127)
+            wide_slack = slack + spread(noises[by_row], *shape) * (1 + t.abs() / 127)
         low = (t + add - wide_slack).floor().clamp(-127, 127)
         high = (t + add + wide_slack).floor().clamp(-127, 127)
-        got = q[part].double()
+        got, left_out = q[part].double(), spread(free[by_row], *shape)
         # A tie may go either way once it is only nearly a tie, and to even when it is one.
-        wrong = (got < low) | (got > high)
-        left_out = spread(either[by_row], block, part.stop - top, n)
-        wrong = wrong & ~left_out | (got < -127)
+        wrong = ((got < low) | (got > high)) & ~left_out | (got < -127)
+        stray = spread(none[by_row], *shape) & (got != 0)
         rounded = (t + add).floor() if u is not None else t.round()
         rounded = torch.where(left_out, got, rounded)
         difference += float(((got - rounded) * wide).nan_to_num(0.0).square().sum())
         norm += float((rounded * wide).nan_to_num(0.0).square().sum())
-        if bool(wrong.any()):
-            at = _first(wrong)
+        if bool((wrong | stray).any()):
+            at = first(wrong | stray)
+            said = f"{t[at].item():.6f} was to be rounded"
+            if bool(stray[at]):
+                said = f"the scale is {scale[at[0] // block + by_row.start, at[1] // block]:g}"
             return Check(
                 False,
                 math.inf,
-                f"{name}: {int(wrong.sum())} codes off, first at {(at[0] + top, at[1])}: "
-                f"{int(got[at])} where {t[at].item():.6f} was to be rounded",
+                f"{name}: {int((wrong | stray).sum())} codes off, first at "
+                f"{(at[0] + top, at[1])}: {int(got[at])} where {said}",
             )
     return Check(True, math.sqrt(difference / norm) if norm else 0.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.common import quantize_tile, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
 from jetfire.ops.device import Device
@@ -103,7 +103,7 @@ def finish(
         if ACCUMULATE:
             offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
             acc += tl.load(c_ptr + offsets, mask=inside, other=0).to(tl.float32)
-        store_tile(c_ptr, acc.to(c_ptr.dtype.element_ty), row0, col0, M, N, N)
+        store_tile(c_ptr, to_float(acc, c_ptr.dtype.element_ty), row0, col0, M, N, N)
 
 
 class TritonGemm(TritonKernel):

@@ -10,7 +10,9 @@ from typing import Literal
 
 from jetfire.ops.sources import ROOT
 
-Bug = Literal["bound", "scale", "tile", "race", "edge", "draw", "nonfinite", "view", "input"]
+Bug = Literal[
+    "bound", "scale", "tile", "race", "edge", "draw", "nonfinite", "view", "input", "rounding"
+]
 
 # A config may be found to be wrong as the one that another is compared with.
 WRONG = frozenset({"wrong", "config"})
@@ -27,7 +29,7 @@ class Mutant:
             decides; ``edge``: a block's edge in the wrong place; ``draw``: the random bits of
             another element; ``nonfinite``: NaN, infinity or very small or large values are taken
             for others; ``view``: rows are taken to be a width apart, or aligned; ``input``: one is
-            written.
+            written; ``rounding``: toward zero.
         op, kernel: the kernel that it is planted in.
         file: the source, from the repository's root, which has `find` just once.
         most: what the shrunk problem's sizes must not exceed; none where each failure ends the

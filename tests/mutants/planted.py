@@ -216,6 +216,15 @@ ON_THE_CPU = (
         f"{CPU}/hadamard_quantize/__init__.py",
         "group) * factor(group)", "group)", {"m": 1, "n": 32}, largest=300,
     ),
+    Mutant(
+        "rounds-toward-zero", "rounding", "gemm", "int_mm", f"{CPU}/gemm/__init__.py",
+        """        return {"c": c + inputs["c"] if problem.accumulate else c}""",
+        """        c = c + inputs["c"] if problem.accumulate else c
+        if problem.out == "bf16":
+            c = (c.view(torch.int32) & -65536).view(torch.float32)
+        return {"c": c}""",
+        {"m": 1, "n": 2, "k": 1}, largest=300,
+    ),
 )  # fmt: skip
 
 # Races, alignment, inline assembly, CUDA: what only a GPU has.
