@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.fuzz.draw import HUGE
+from jetfire.fuzz.draw import UNCOUNTED
 
 
 def is_huge(case: Case) -> bool:
     """Whether two of its sizes make a matrix of more elements than 32 bits count."""
     dims = [case.problem[name] for name in ops.get(case.op).dims]
-    return any(a * b > HUGE for i, a in enumerate(dims) for b in dims[i + 1 :])
+    return any(a * b > UNCOUNTED for i, a in enumerate(dims) for b in dims[i + 1 :])
 
 
 def traits(case: Case, outcome: Outcome) -> list[str]:

@@ -36,7 +36,7 @@ THIN = 17
 _FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
 _NO_FUNCTION = ("hadamard_gemm",)
 SHAPES = (*["any"] * 6, *["whole"] * 3, "skinny")
-HUGE = 2**31  # elements of a matrix, beyond which 32 bits do not count them
+UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
 
 
@@ -257,7 +257,7 @@ def draw_case(
     return Case(
         op.name, kernel.name, problem.as_dict(), config.as_dict(), _distribution(data),
         data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
-        _of(variant.other, op, problem, config, device),
+        other_of(variant.other, op, kernel, problem, config, device),
     )  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def huge_case(
         variant, (long, wide) = rng.choice(pool), rng.sample(dims, 2)
         width = rng.choice(WIDTHS)
         sizes = dict.fromkeys(sizes_of(op), rng.choice((2, 16, 64)))
-        sizes |= {wide: width, long: HUGE // width + rng.choice((1, 16, 100))}
+        sizes |= {wide: width, long: UNCOUNTED // width + rng.choice((1, 16, 100))}
         problem = _taken(op, kernel, device, variant.flags, sizes)
         if problem is None:
             continue
@@ -314,12 +314,19 @@ def _distribution(data: st.DataObject) -> str:
     return f"{drawn}/{data.draw(names, label='second')}"
 
 
-def _of(other: Other | None, op: Op, problem: Any, config: Any, device: Device) -> Other | None:
-    """The other kernel's config for a problem; None where it takes none, or it is the same."""
+def other_of(
+    other: Other | None, op: Op, kernel: Kernel, problem: Any, config: Any, device: Device
+) -> Other | None:
+    """The other kernel and its config for a problem; None where it takes none.
+
+    None too where they are the kernel and config themselves.
+    """
     from jetfire import ops
 
     if other is None:
         return None
-    kernel = ops.get_kernel(op.name, other.kernel)
-    theirs = _legal(kernel, problem, other.config, device) or _legal(kernel, problem, {}, device)
-    return None if theirs in (None, config) else Other(kernel.name, theirs.as_dict())
+    second = ops.get_kernel(op.name, other.kernel)
+    theirs = _legal(second, problem, other.config, device) or _legal(second, problem, {}, device)
+    if theirs is None or (second.name == kernel.name and theirs == config):
+        return None
+    return Other(second.name, theirs.as_dict())

@@ -33,7 +33,7 @@ REFERENCE_BYTES = 12
 # What backwards may be asked to write over: output, input, and whether that must be contiguous.
 _IN_PLACE = {"gelu": ("q", "dy", True), "cross_entropy": ("dlogits", "logits", False)}
 ALIGNED = 16  # bytes, as a new output is: and so elements enough
-HUGE = 2**30  # bytes to move, from which on it is asked whether they fit
+LARGE = 2**30  # bytes to move, from which on it is asked whether they fit
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
 
 
 def _fits(needed: int, index: int) -> bool:
-    if needed < HUGE:
+    if needed < LARGE:
         return True
     torch.cuda.empty_cache()
     return needed < torch.cuda.mem_get_info(index)[0]

@@ -87,16 +87,24 @@ class _Search:
         self._executor, self._report, self._examples = executor, report, examples
         self._deadline = deadline
         self._known: dict[str, Outcome] = {}
+        self._error: Exception | None = None
         self.failure: Failure | None = None
 
     def try_case(self, case: Case) -> bool:
-        """Whether it is right; a wrong one is kept."""
+        """Whether it is right, or was not run; a wrong one is kept.
+
+        An error of the executor, which Hypothesis would shrink, is the last of what is run.
+        """
         key = case.as_json()
         if key not in self._known:
             enough = self.failure is None and self._report.examples >= self._examples
-            if enough or time.monotonic() > self._deadline:
+            if enough or self._error is not None or time.monotonic() > self._deadline:
                 return True
-            self._known[key] = outcome = self._executor.run(case)
+            try:
+                self._known[key] = outcome = self._executor.run(case)
+            except Exception as error:
+                self._error = error
+                return True
             if self.failure is None:
                 self._report.add(case, outcome)
         outcome = self._known[key]
@@ -114,7 +122,13 @@ class _Search:
         return case.as_json() in self._known and not self._known[case.as_json()].checked
 
     def done(self, device: Device, began: float) -> Report:
-        """The report of what was run, with the failure made small."""
+        """The report of what was run, with the failure made small.
+
+        Raises:
+            Exception: the executor's, where no failure was found before it.
+        """
+        if self._error is not None and self.failure is None:
+            raise self._error
         if self.failure is not None:
             self._deadline = time.monotonic() + SHRINK_S
             simplify(self.failure.case, device, self.still_fails)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetfire import ops
 from jetfire.fuzz.case import Case
-from jetfire.fuzz.draw import problem_of, sizes_of
+from jetfire.fuzz.draw import other_of, problem_of, sizes_of
 from jetfire.ops.device import Device
 
 Fails = Callable[[Case], bool]
@@ -50,7 +50,10 @@ def _defaults(case: Case) -> dict[str, Any]:
 
 
 def _with_problem(case: Case, fields: Any, device: Device, default: bool = False) -> list[Case]:
-    """The case with another problem, and the same config or the default; none where illegal."""
+    """The case with another problem, and the same config or the default; none where illegal.
+
+    So for what it is compared with, whose config may be the default's too.
+    """
     op, kernel = ops.get(case.op), ops.get_kernel(case.op, case.kernel)
     problem = problem_of(op, fields, {})
     if problem is None:
@@ -58,7 +61,10 @@ def _with_problem(case: Case, fields: Any, device: Device, default: bool = False
     config = kernel.default(problem, device) if default else kernel.Config.parse(case.config)
     if kernel.legal(problem, config, device) is not None:
         return []
-    return [replace(case, problem=problem.as_dict(), config=config.as_dict())]
+    other = other_of(case.other, op, kernel, problem, config, device)
+    if other is None and case.other is not None:
+        return []
+    return [replace(case, problem=problem.as_dict(), config=config.as_dict(), other=other)]
 
 
 def _smallest(case: Case, name: str, device: Device, fails: Fails) -> Case:

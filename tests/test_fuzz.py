@@ -6,10 +6,12 @@ import pytest
 
 from jetfire import ops
 from jetfire.fuzz import Case, InProcess, Outcome, fuzz_kernel
+from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.draw import VARIANTS
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.search import run_huge
+from jetfire.fuzz.simplify import simplify
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
 
@@ -172,3 +174,75 @@ def test_nothing_is_begun_after_the_deadline():
     kernel = ops.get_kernel("quantize", "triton")
     report = fuzz_kernel(op, kernel, H200, examples=50, executor=seen, deadline=0.0)
     assert (report.examples, seen.cases) == (0, [])
+
+
+class _Ends(Recorder):
+    """An executor that cannot start a worker after some answers."""
+
+    def __init__(self, outcome, answers):
+        super().__init__(outcome)
+        self._left = answers
+
+    def run(self, case):
+        self._left -= 1
+        if self._left < 0:
+            raise UsageError("no worker started in 120 s")
+        return super().run(case)
+
+
+def test_an_executor_that_fails_loses_no_failure():
+    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    ends = _Ends(lambda case: Outcome("wrong", "off"), 1)
+    (failure,) = fuzz_kernel(op, kernel, H200, examples=50, executor=ends).failures
+    assert (failure.kind, [failure.case]) == ("wrong", ends.cases)
+
+
+def test_an_executor_that_fails_first_is_an_error():
+    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    ends = _Ends(lambda case: Outcome(), 10)
+    with pytest.raises(UsageError, match="no worker started in 120 s"):
+        fuzz_kernel(op, kernel, H200, examples=50, executor=ends)
+    assert len(ends.cases) == 10
+    with pytest.raises(UsageError, match="no worker started in 120 s"):
+        run_huge(op, kernel, H200, 0, _Ends(lambda case: Outcome(), 0))
+
+
+class _Named:
+    """A kernel under another name."""
+
+    def __init__(self, kernel, name):
+        self._kernel, self.name = kernel, name
+
+    def __getattr__(self, name):
+        return getattr(self._kernel, name)
+
+
+def test_a_variant_with_the_same_config_is_another_kernel(here, right, monkeypatch):
+    op, variant = ops.get("quantize"), _Named(right, "variant")
+    monkeypatch.setitem(ops.kernels("quantize"), "variant", variant)
+    report = fuzz_kernel(op, variant, here, examples=10, largest=40, against=right)
+    assert report.coverage["compared"] == 10
+    assert report.compared > 0
+
+
+def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
+    class Even(_Named):
+        def legal(self, problem, config, device):
+            odd = "n is odd" if problem.n % 2 else None
+            return odd or self._kernel.legal(problem, config, device)
+
+    cpu = Device.parse("cpu")
+    torch = ops.get_kernel("quantize", "torch")
+    monkeypatch.setitem(ops.kernels("quantize"), "even", Even(torch, "even"))
+    problem = ops.get("quantize").Problem(64, 64)
+    case = Case("quantize", "torch", problem.as_dict(), {}, other=Other("even", {}))
+    seen = []
+
+    def fails(case):
+        seen.append(case)
+        return case.other is not None and case.problem["n"] > 10
+
+    small = simplify(case, cpu, fails)
+    assert not [case for case in seen if case.other and case.problem["n"] % 2]
+    assert small.problem["n"] == 12
+    assert small.other == Other("even", {})
