@@ -21,6 +21,9 @@ PROGRAM = "compute-sanitizer"
 DELAY_S = 0.1
 # Without an error a log has these lines alone, and empty ones.
 _QUIET = ("COMPUTE-SANITIZER", "SUMMARY: 0", "Target application terminated", "Process didn't")
+# Where one begins, at the start of a line of the log; and where one's next counterpart does.
+_REPORT = re.compile(r"(?:^|(?<= · ))(?=(?:Error|Warning|Internal Sanitizer Error)\b)")
+_COUNTERPART = re.compile(r"(?=\band \w+ access at )")
 _OPTIONS: dict[Tool, tuple[str, ...]] = {
     # Allocations next to each other would hide a write beyond one of them.
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),
@@ -32,24 +35,35 @@ _OPTIONS: dict[Tool, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Known:
-    """Reports that are no fault.
+    """Reports that are no fault: of two accesses, or of one and several counterparts.
 
     Attributes:
-        text: what one of them matches.
+        access: what one of them says first.
+        counterpart: how each of its counterparts begins.
         reason: why.
     """
 
     tool: Tool
     op: str
     kernel: str
-    text: re.Pattern[str]
+    access: re.Pattern[str]
+    counterpart: re.Pattern[str]
     reason: str
+
+    def matches(self, report: str) -> bool:
+        first, *others = _COUNTERPART.split(report)
+        return (
+            self.access.search(first) is not None
+            and len(others) > 0
+            and all(self.counterpart.match(other) for other in others)
+        )
 
 
 KNOWN = (
     Known(
         "racecheck", "gemm", "wgmma",
-        re.compile(r"Read access at Multiplier::read_factors\(.*Write access at scale\("),
+        re.compile(r"between Read access at Multiplier::read_factors\("),
+        re.compile(r"and Write access at scale\("),
         "A warp writes factors, meets in __syncwarp, and one lane arrives at the slot's barrier "
         "for all; the readers' release likewise. The PTX memory model orders that; racecheck "
         "counts an arrival for its own lane alone. Where every lane arrives "
@@ -57,9 +71,8 @@ KNOWN = (
     ),
     Known(
         "racecheck", "gemm", "gluon",
-        re.compile(
-            r"Read access at gemm_kernel\+0x[0-9a-f]{1,3} in .*Write access at gemm_kernel\+"
-        ),
+        re.compile(r"between Read access at gemm_kernel\+0x[0-9a-f]{1,3} in "),
+        re.compile(r"and Write access at gemm_kernel\+"),
         "What reads is among the function's first instructions: the dispatch by which Triton's "
         "compiler hands partitions and what they capture to warps. No code of the kernel.",
     ),
@@ -69,8 +82,8 @@ KNOWN = (
 def sift(tool: Tool, op: str, kernel: str, said: str) -> tuple[str, int]:
     """What a tool said without the reports that are known, and how many of those there were."""
     mine = [k for k in KNOWN if (k.tool, k.op, k.kernel) == (tool, op, kernel)]
-    reports = [report for report in re.split(r"(?=Error: )", said) if report.strip(" ·")]
-    left = [r for r in reports if not any(known.text.search(r) for known in mine)]
+    reports = [report for report in _REPORT.split(said) if report.strip(" ·")]
+    left = [report for report in reports if not any(known.matches(report) for known in mine)]
     return "".join(left).strip(" ·"), len(reports) - len(left)
 
 

@@ -115,6 +115,31 @@ def test_what_is_missing(monkeypatch, tmp_path):
         sanitize.parse("valgrind")
 
 
+READ = "Error: Race reported between Read access at Multiplier::read_factors(int) in wgmma.cu:394"
+SCALE = "and Write access at scale(const Arguments &, int)+0xc550 in wgmma.cu:303 [56 hazards]"
+LOAD = "and Write access at load_tile(int)+0x30 in wgmma.cu:120 [5 hazards]"
+
+
+@pytest.mark.parametrize(
+    ("said", "left", "known"),
+    [
+        ([READ, SCALE], [], 1),
+        ([READ, SCALE, SCALE], [], 1),
+        ([READ, LOAD, SCALE], [READ, LOAD, SCALE], 0),
+        ([READ, SCALE, LOAD], [READ, SCALE, LOAD], 0),
+        ([READ], [READ], 0),
+        ([READ, SCALE, "Warning: odd"], ["Warning: odd"], 1),
+        ([READ, SCALE, "Internal Sanitizer Error: no memory"],
+         ["Internal Sanitizer Error: no memory"], 1),
+        (["Error: odd", READ, SCALE, "Error: too"], ["Error: odd", "Error: too"], 1),
+        (["odd", READ, SCALE], ["odd"], 1),
+    ],
+)  # fmt: skip
+def test_a_known_report_is_known_in_all_its_accesses(said, left, known):
+    found, count = sanitize.sift("racecheck", "gemm", "wgmma", " · ".join(said))
+    assert (found, count) == (" · ".join(left), known)
+
+
 def test_nothing_is_filled_for_initcheck():
     assert not sanitize.mode("initcheck").initialised
     assert sanitize.mode("racecheck") == Mode(host=True)
