@@ -16,6 +16,7 @@ from typing import Any
 import platformdirs
 
 from jetfire import ops
+from jetfire.bench.results import check_writable, write_text
 from jetfire.fuzz import jobs, sanitize, store
 from jetfire.fuzz.case import Case, Failure
 from jetfire.fuzz.jobs import Pair, Plan, Results
@@ -26,7 +27,9 @@ from jetfire.ops.errors import NoDeviceError, UsageError, WrongResultError
 
 SCHEMA = 1
 EXAMPLES, CPU_LARGEST, GPU_LARGEST, MOST_JOBS = 1000, 300, 2048, 8
-RACY_RUNS = 50  # of a case that differed from run to run: a race shows in some
+# Of a case that may have been a race, which shows in some; and seconds after which none is begun.
+RACY_RUNS, RACY_S = 50, 60.0
+ENDED = ("timeout", "crash", "raised")
 SANITIZED_EXAMPLES, SANITIZED_S = 25, 300.0
 COUNTED = ("ragged", "one", "empty", "huge", "strided", "compared", "backward", "skipped")
 MESSAGE = 300  # characters of a failure's that its line has
@@ -63,6 +66,8 @@ def fuzz(asked: Asked) -> None:
             raise UsageError(f"--{option} {value}: expected at least 1")
     if asked.format not in ("table", "json"):
         raise UsageError(f"--format {asked.format}: expected table or json")
+    if asked.output is not None:
+        check_writable(asked.output)
     for file in asked.load:
         load(file)
     # Hypothesis keeps what it knows of our sources there, else in the current folder.
@@ -77,14 +82,17 @@ def fuzz(asked: Asked) -> None:
                 _say(report, plan, asked.format)
     finally:  # after Ctrl-C too
         summary = _summary(plan, results)
-        if asked.output is not None:
-            asked.output.write_text(json.dumps(summary, indent=1) + "\n")
         _show(summary, asked.format)
+        if asked.output is not None:
+            write_text(asked.output, json.dumps(summary, indent=1) + "\n")
     if not any(pair["examples"] for pair in summary["pairs"]):
         raise UsageError(f"none of these kernels runs on {plan.devices[0].label}")
     wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])
     if wrong:
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
+    if plan.against is not None and not any(pair["compared"] for pair in summary["pairs"]):
+        raise UsageError(f"--against {plan.against}: nothing was compared on "
+                         f"{plan.devices[0].label}")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -120,6 +128,7 @@ def _plan(asked: Asked) -> Plan:
         loaded=tuple(file.resolve() for file in asked.load),
         case_s=SANITIZED_S if tool else CASE_S,
         sanitizer=tool,
+        device=asked.device,
     )
 
 
@@ -171,7 +180,10 @@ def _pairs(asked: Asked) -> list[Pair]:
 
 def _command(case: Case, plan: Plan) -> str:
     words = ["jetfire-fuzz", "--reproduce", case.id]
-    words += ["--interpreter"] if plan.devices[0].interpreted else []
+    if plan.devices[0].interpreted:
+        words.append("--interpreter")
+    elif plan.device != "auto":
+        words += ["--device", plan.device]
     return " ".join(words + (["--sanitizer", plan.sanitizer] if plan.sanitizer else []))
 
 
@@ -182,11 +194,11 @@ def _line(failure: Failure, plan: Plan) -> str:
 
 
 def _say(report: Report, plan: Plan, form: str) -> None:
-    """Save and print a batch's failure."""
+    """Print and save a batch's failure."""
     for failure in report.failures:
-        store.save(failure, plan.devices[0], plan.loaded)
         print(_line(failure, plan), flush=True,
               file=sys.stdout if form == "table" else sys.stderr)  # fmt: skip
+        store.save(failure, plan.devices[0], plan.loaded)
 
 
 def _summary(plan: Plan, results: Results) -> dict[str, Any]:
@@ -236,7 +248,8 @@ def _show(summary: dict[str, Any], form: str) -> None:
             continue
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
-        result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else "ok"
+        right = "nothing compared" if against and not pair["compared"] else "ok"
+        result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else right
         if known := pair["coverage"].get("known reports", 0):
             result += f", known reports in {known}"
         table.add_row(
@@ -256,27 +269,52 @@ def _show(summary: dict[str, Any], form: str) -> None:
 def reproduce(
     name: str, device_name: str, loaded: Sequence[Path] = (), sanitizer: str | None = None
 ) -> None:
-    """Run a saved case again, up to `RACY_RUNS` times where its runs differed.
+    """Run a saved case again, up to `RACY_RUNS` times where a race may be what was wrong.
+
+    Args:
+        loaded: files in place of those that it was saved with.
 
     Raises:
         WrongResultError: it still fails.
+        UsageError: its kernel, or the one that it is compared with, does not run it here.
     """
     saved = store.find(name)
-    runs = RACY_RUNS if saved.kind == "nondeterministic" else 1
-    files = dict.fromkeys([*saved.loaded, *(file.resolve() for file in loaded)])
+    runs = 1 if saved.kind in ENDED else RACY_RUNS
+    files = [file.resolve() for file in loaded] or saved.loaded
     device = Device.parse(device_name)
     tool = None if sanitizer is None else _tool(sanitizer, device)
     for file in files:
         load(file)
-    ops.get_kernel(saved.case.op, saved.case.kernel)
-    limit = SANITIZED_S if tool else CASE_S
+    if reason := _illegal(saved.case, device):
+        raise UsageError(f"--reproduce {name}: {reason}")
+    limit, end = SANITIZED_S if tool else CASE_S, time.monotonic() + RACY_S
     with contextlib.closing(Isolated(device, tuple(files), limit, tool)) as executor:
         outcome, run = executor.run(saved.case), 1
-        while outcome.kind is None and run < runs:
+        while outcome.kind is None and run < runs and time.monotonic() < end:
             outcome, run = executor.run(saved.case), run + 1
-    after = f" after {run} runs" if runs > 1 else ""
+    after = f" after {run} runs" if run > 1 else ""
     if outcome.kind == "skipped":
         raise UsageError(f"{name}: {outcome.message} on {device.label}")
     if outcome.failed:
         raise WrongResultError(f"{saved.case.id}: {outcome.kind}{after}: {outcome.message}")
     print(f"ok on {device.label}{after} (it was {saved.kind}: {saved.message.splitlines()[0]})")
+
+
+def _illegal(case: Case, device: Device) -> str | None:
+    """Why a kernel of the case does not run it on a device; None where all do.
+
+    Raises:
+        UsageError: it has no such kernel, problem or config.
+    """
+    first = ops.get_kernel(case.op, case.kernel)
+    if case.empty:  # no kernel sees it
+        return None
+    problem = ops.get(case.op).Problem.parse(case.problem)
+    runs = [(first, case.config)]
+    if case.other is not None:
+        runs.append((ops.get_kernel(case.op, case.other.kernel), case.other.config))
+    for kernel, config in runs:
+        reason = kernel.legal(problem, kernel.Config.parse(config), device)
+        if reason is not None:
+            return f"{kernel.name} on {device.label}: {reason}"
+    return None

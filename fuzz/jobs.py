@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection as mp_connection
@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+import platformdirs
+from filelock import FileLock, Timeout
 
 from jetfire import ops
 from jetfire.fuzz.sanitize import Tool
@@ -21,11 +22,12 @@ from jetfire.fuzz.search import BATCH, Report, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError
+from jetfire.ops.op import Kernel, Op
 from jetfire.tuner import interrupts
 from jetfire.tuner.process import Worker
 
 Pair = tuple[str, str]
-HUGE = -1  # the number of a batch of one example, alone on its device
+ALONE = -1  # the number of a batch of one huge example, alone on its device
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Plan:
         loaded: files with kernels of their own.
         case_s: seconds that a case may take.
         sanitizer: the tool that workers run under.
+        device: as it was asked for.
     """
 
     pairs: Sequence[Pair]
@@ -54,6 +57,7 @@ class Plan:
     loaded: Sequence[Path] = ()
     case_s: float = CASE_S
     sanitizer: Tool | None = None
+    device: str = "auto"
 
     def executor(self, device: Device) -> Isolated:
         return Isolated(device, self.loaded, self.case_s, self.sanitizer)
@@ -65,22 +69,30 @@ class Plan:
                 yield pair, number
         if self.devices[0].kind == "cuda" and self.sanitizer is None and self.against is None:
             for pair in self.pairs:
-                yield pair, HUGE
+                yield pair, ALONE
 
     def run(self, unit: tuple[Pair, int], device: Device, executor: Isolated) -> Report:
         (name, kernel), number = unit
         op = ops.get(name)
-        if number == HUGE:
-            with FileLock(Path(tempfile.gettempdir()) / f"jetfire-fuzz-{device.index}.lock"):
-                return run_huge(
-                    op, ops.get_kernel(name, kernel), device, self.seed, executor, self.deadline
-                )
+        if number == ALONE:
+            return self._run_huge(op, ops.get_kernel(name, kernel), device, executor)
         other = None if self.against is None else ops.get_kernel(name, self.against)
         wanted = min(BATCH, self.examples - number * BATCH)
         return run_batch(
             op, ops.get_kernel(name, kernel), device, number, wanted, self.seed, self.largest,
             executor, other, self.deadline,
         )  # fmt: skip
+
+    def _run_huge(self, op: Op, kernel: Kernel, device: Device, executor: Isolated) -> Report:
+        """One example, once no other job of this user's has such a one on the device."""
+        folder = platformdirs.user_cache_path("jetfire", ensure_exists=True)
+        lock = FileLock(folder / f"fuzz-{device.index}.lock")
+        try:
+            held = lock.acquire(timeout=max(0.0, self.deadline - time.monotonic()))
+        except Timeout:
+            return Report(op.name, kernel.name)
+        with held:
+            return run_huge(op, kernel, device, self.seed, executor, self.deadline)
 
 
 @dataclass
@@ -149,10 +161,25 @@ def _answer(job: Worker) -> Report:
         answer: Any = job.answer()
     except EOFError:
         raise JetfireError(f"a job ended: {job.last_words()}") from None
-    if isinstance(answer, Exception):
-        raise answer
+    if isinstance(answer, _Error):
+        raise answer.error from _Elsewhere(answer.told)
     report: Report = answer
     return report
+
+
+@dataclass(frozen=True)
+class _Error:
+    """What ended a job's batch, and the traceback there, which does not travel with it."""
+
+    error: JetfireError
+    told: str
+
+
+class _Elsewhere(Exception):
+    """The traceback of an error of a job: the cause of the same error here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 def drive(connection: Connection, plan: Plan, device: Device) -> None:
@@ -164,5 +191,8 @@ def drive(connection: Connection, plan: Plan, device: Device) -> None:
             (unit,) = connection.recv()
             try:
                 connection.send(plan.run(unit, device, executor))
+            except JetfireError as error:
+                connection.send(_Error(error, traceback.format_exc()))
             except Exception as error:
-                connection.send(JetfireError(f"{type(error).__name__}: {error}"))
+                said = JetfireError(f"internal error: {type(error).__name__}: {error}")
+                connection.send(_Error(said, traceback.format_exc()))

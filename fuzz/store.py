@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetfire.bench.results import write_text
 from jetfire.fuzz.case import Case, Failure
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import JetfireWarning, UsageError
 
 SCHEMA = 1
 
@@ -47,26 +49,27 @@ def as_dict(failure: Failure) -> dict[str, Any]:
     }
 
 
-def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> Path:
-    """Write a failure's file and return its path.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
-    path = folder() / f"{failure.case.id}.json"
-    content = {
+def content(failure: Failure, device: Device, loaded: Sequence[Path]) -> dict[str, Any]:
+    """What a failure's file holds."""
+    return {
         "schema": SCHEMA,
         **as_dict(failure),
         "device": device.label,
         "interpreted": device.interpreted,
         "load": [str(file.resolve()) for file in loaded],
     }
+
+
+def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
+    """Write a failure's file; a folder that cannot be written is a warning, with what to write."""
+    path = folder() / f"{failure.case.id}.json"
+    saved = content(failure, device, loaded)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_text(path, json.dumps(saved, indent=1) + "\n")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    return path
+        text = f"cannot write {path}: {error.strerror}; it would hold {json.dumps(saved)}"
+        warnings.warn(text, JetfireWarning, stacklevel=2)
 
 
 def find(name: str) -> Saved:

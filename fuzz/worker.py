@@ -159,7 +159,8 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     try:
         for path in loaded:
             load(path)
-        _usable(device)
+        if not _usable(device):
+            raise UsageError(f"{device.label} is unusable")
     except UsageError as error:
         connection.send(str(error))
         return

@@ -5,15 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import platformdirs
 import pytest
+from filelock import FileLock
 
 from jetfire import ops
 from jetfire.cli import execute
-from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, load, store
-from jetfire.fuzz.case import Outcome
-from jetfire.ops.device import Device
+from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, jobs, load, store
+from jetfire.fuzz.case import Other, Outcome
+from jetfire.ops.device import Device, target_device
+from jetfire.ops.errors import UsageError
 
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
 CPU = Device.parse("cpu")
@@ -71,7 +75,7 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys):
 
 
 def interpreter():
-    return " --interpreter" if CPU.interpreted else ""
+    return " --interpreter" if CPU.interpreted else " --device cpu"
 
 
 def test_a_table(here, capsys):
@@ -87,23 +91,24 @@ def test_a_table(here, capsys):
 def test_a_saved_case_that_is_right_by_now(capsys):
     problem = ops.get("transpose").Problem(3, 5)
     case = Case("transpose", "torch", problem.as_dict(), {})
-    store.save(Failure(case, "was wrong\nonce", "wrong"), CPU, ())
+    store.save(Failure(case, "was gone\nonce", "crash"), CPU, ())
     assert fuzz("--reproduce", case.id) == 0
-    assert capsys.readouterr().out == f"ok on {CPU.label} (it was wrong: was wrong)\n"
+    assert capsys.readouterr().out == f"ok on {CPU.label} (it was crash: was gone)\n"
 
 
-def test_what_differs_from_run_to_run_is_run_more_often(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["nondeterministic", "wrong", "sanitizer"])
+def test_what_may_be_a_race_is_run_more_often(kind, monkeypatch, capsys):
     problem = ops.get("transpose").Problem(3, 5)
     case = Case("transpose", "torch", problem.as_dict(), {})
-    store.save(Failure(case, "q: 1 of 2 differ", "nondeterministic"), CPU, ())
-    outcomes = [Outcome()] * 6 + [Outcome("nondeterministic", "differs")]
+    store.save(Failure(case, "q: 1 of 2 differ", kind), CPU, ())
+    outcomes = [Outcome()] * 6 + [Outcome(kind, "differs")]
 
     monkeypatch.setattr(Isolated, "run", lambda self, case: outcomes.pop(0))
     assert fuzz("--reproduce", case.id) == 3
-    assert f"{case.id}: nondeterministic after 7 runs: differs" in capsys.readouterr().err
+    assert f"{case.id}: {kind} after 7 runs: differs" in capsys.readouterr().err
     monkeypatch.setattr(Isolated, "run", lambda self, case: Outcome())
     assert fuzz("--reproduce", case.id) == 0
-    assert "after 50 runs (it was nondeterministic" in capsys.readouterr().out
+    assert f"after 50 runs (it was {kind}" in capsys.readouterr().out
 
 
 def test_another_kernel_s_outputs_are_compared(here, tmp_path):
@@ -153,8 +158,119 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
         (["gelu", "--sanitizer", "valgrind"], 2, "expected memcheck or racecheck"),
         (["gelu", "--sanitizer", "memcheck"], 5, "needs a CUDA device"),
         (["gemm", "--kernel", "wgmma"], 2, "none of these kernels runs on"),
+        (["gelu", "-o", "/no/such/folder/o.json"], 2, "cannot be written: No such file"),
+        (["gelu", "-o", "/"], 2, "is a folder"),
     ],
 )  # fmt: skip
 def test_bad_requests(words, code, said, capsys):
     assert fuzz(*words) == code
     assert said in capsys.readouterr().err
+
+
+def saved_gemm(kernel, other=None):
+    """A failure's name, of a kernel at its default on an H200."""
+    op, device = ops.get("gemm"), target_device((9, 0))
+    problem = op.Problem(128, 128, 128)
+    config = ops.get_kernel("gemm", kernel).default(problem, device).as_dict()
+    case = Case("gemm", kernel, problem.as_dict(), config, other=other)
+    store.save(Failure(case, "was wrong", "wrong"), device, ())
+    return case.id, config
+
+
+def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
+    name, config = saved_gemm("wgmma")
+    assert fuzz("--reproduce", name) == 2
+    assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
+    name, _ = saved_gemm("int_mm", Other("wgmma", config))
+    assert fuzz("--reproduce", name) == 2
+    assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
+
+
+def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys):
+    problem = ops.get("gelu").Problem(3, 11)
+    case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
+    store.save(Failure(case, "was wrong", "wrong"), CPU, (tmp_path / "gone.py",))
+    assert fuzz("--reproduce", case.id) == 2
+    assert "gone.py: expected a Python file" in capsys.readouterr().err
+    assert fuzz("--reproduce", case.id, "--load", str(FILE)) == 3
+    unload()
+    store.save(Failure(case, "was wrong", "wrong"), CPU, (FILE,))
+    moved = tmp_path / "moved.py"
+    moved.write_text(FILE.read_text())
+    assert fuzz("--reproduce", case.id, "--load", str(moved)) == 3
+
+
+def test_nothing_compared_is_said(here, tmp_path, capsys):
+    file = tmp_path / "narrow.py"
+    file.write_text(NARROW)
+    words = ["gelu", "--load", str(file), "--kernel", "torch", "--examples", "10"]
+    assert fuzz(*words, "--largest", "40", "--against", "never") == 2
+    out, err = capsys.readouterr()
+    assert "nothing compared" in out
+    assert f"--against never: nothing was compared on {CPU.label}" in err
+
+
+NARROW = """
+from jetfire import ops
+from jetfire.ops.op import Kernel
+
+RIGHT = ops.get_kernel("gelu", "torch")
+
+class Never(Kernel):
+    op, name, Config = "gelu", "never", RIGHT.Config
+    default, space, launch = RIGHT.default, RIGHT.space, RIGHT.launch
+
+    def legal(self, problem, config, device):
+        return "never"
+
+KERNELS = (Never(),)
+"""
+
+
+def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys):
+    folder.write_text("in the way")
+    words = ["gelu", "--load", str(FILE), "--kernel", "wrong", "--kernel", "unwritten"]
+    assert fuzz(*words, "--examples", "25", "--largest", "30") == 3
+    out, err = capsys.readouterr()
+    for name in ("wrong", "unwritten"):
+        assert f"gelu {name}: {name}: " in out
+    lines = [line for line in err.splitlines() if f"cannot write {folder}" in line]
+    assert len(lines) == 2
+    file = tmp_path / "failure.json"
+    file.write_text(lines[0].partition("it would hold ")[2])
+    unload()
+    assert fuzz("--reproduce", str(file)) == 3
+
+
+def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
+    def full(path, text):
+        raise UsageError("disk full")
+
+    monkeypatch.setattr("jetfire.fuzz.command.write_text", full)
+    words = ["transpose", "--kernel", "torch", "--examples", "2", "--largest", "20"]
+    assert fuzz(*words, "-o", str(tmp_path / "o")) == 2
+    out, err = capsys.readouterr()
+    assert "ragged" in out
+    assert "disk full" in err
+
+
+def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
+    """Its class, exit code and, asked for, its traceback."""
+    file = tmp_path / "job.py"
+    file.write_text(NARROW.replace('return "never"', "raise NoDeviceError('no such part')").replace(
+        "from jetfire.ops.op", "from jetfire.ops.errors import NoDeviceError\nfrom jetfire.ops.op"
+    ))  # fmt: skip
+    words = ["gelu", "--load", str(file), "--kernel", "never", "--jobs", "2", "--examples", "5"]
+    assert fuzz(*words, "--debug") == 5
+    err = capfd.readouterr().err
+    assert "in legal" in err
+    assert err.splitlines()[-1] == "jetfire: no such part"
+
+
+def test_a_huge_example_waits_for_another_until_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, pair = target_device((9, 0)), ("quantize", "triton")
+    plan = jobs.Plan([pair], [device], 1, 0, 300, deadline=time.monotonic() + 0.3)
+    with FileLock(platformdirs.user_cache_path("jetfire", ensure_exists=True) / "fuzz-0.lock"):
+        report = plan.run((pair, jobs.ALONE), device, None)
+    assert (report.kernel, report.examples) == ("triton", 0)

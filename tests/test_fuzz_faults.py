@@ -87,3 +87,10 @@ def test_files_that_are_no_kernels(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     serve(theirs, CPU, [file], Mode())
     assert "expected KERNELS" in ours.recv()
+
+
+def test_a_worker_says_that_its_device_is_unusable(monkeypatch):
+    monkeypatch.setattr("jetfire.fuzz.worker._usable", lambda device: False)
+    ours, theirs = multiprocessing.Pipe()
+    serve(theirs, CPU, [], Mode())
+    assert ours.recv() == f"{CPU.label} is unusable"
