@@ -1,4 +1,4 @@
-"""Whether an export can run here, and how fast it is beside the workbench's own launch."""
+"""Whether an export can run here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jetfire.export.plan import Plan
 
 
 def runs_here(plan: Plan) -> bool:
-    """There is a GPU of the plan's architecture."""
+    """The current GPU, where exports are tested and timed, is of the plan's architecture."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == plan.capability

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +22,16 @@ from jetfire.ops.profiles import Entry, Found
 from jetfire.ops.run import command_for, report
 
 CPU = "jetfire.kernels_cpu"
+_C_WORDS = (  # and `main`, which the self-test has
+    "alignas alignof asm auto bool break case catch char class concept const consteval constexpr "
+    "constinit const_cast continue co_await co_return co_yield decltype default delete do double "
+    "dynamic_cast else enum explicit export extern false float for friend goto if inline int long "
+    "main mutable namespace new noexcept nullptr operator private protected public register "
+    "reinterpret_cast requires restrict return short signed sizeof static static_assert "
+    "static_cast struct switch template this thread_local throw true try typedef typeid typename "
+    "typeof typeof_unqual union unsigned using virtual void volatile wchar_t while"
+)
+_FILES = "benchmark build csrc dist samples selftest setup test tests"
 
 
 @dataclass(frozen=True)
@@ -121,14 +133,14 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
 
 
 def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
-    """Of the kernels that have profiles for all, the one whose times are the least in all."""
+    """Of the kernels that were tuned for all, the fastest in all; without one, the first in the
+    op's order that has configs of near problems, whose times do not compare."""
     times: dict[str, float] = {}
     for kernel in ops.kernels(op.name).values():
         found = [profiles.find(kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)
         if len(entries) == len(found):
-            # A nearest config's time is another problem's: it counts only where nothing is exact.
             times[kernel.name] = sum(e.ms for e in entries) if exact else float("inf")
     if not times:
         raise UsageError(
@@ -159,17 +171,28 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
                 )
 
 
+def _taken(name: str) -> str:
+    """Why no function, library and package can have a name; empty where they can."""
+    if name in _C_WORDS.split():
+        return "C and C++ have it as a word of their own"
+    if keyword.iskeyword(name):
+        return "Python has it as a word of its own"
+    if name in sys.stdlib_module_names or name in ("jetfire", "torch"):
+        return "a Python module is called so"
+    return "an export has files called so" if name in _FILES.split() else ""
+
+
 def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int],
          name: str | None) -> Plan:  # fmt: skip
     """The plan for some problems of one op.
 
     Args:
-        kernel_name: None for the fastest that was tuned.
+        kernel_name: None for the one that `_fastest` takes.
         name: of the function; None for one made of the op's.
 
     Raises:
         UsageError: they are problems of several ops or not alike, the kernel is not one of the op's
-            for that architecture or was never tuned there, or the name is no C identifier.
+            for that architecture or was never tuned there, or the name is no C identifier or taken.
         NoDeviceError: the architecture is unknown.
     """
     device = target_device(capability)
@@ -186,6 +209,8 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     name = name or f"jetfire_{op.name}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise UsageError(f"--name {name}: expected a C identifier")
+    if taken := _taken(name):
+        raise UsageError(f"--name {name}: {taken}; give another")
     tuned = []
     for problem in problems:
         choice = _found(op, kernel, problem, device)

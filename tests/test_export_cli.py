@@ -84,6 +84,11 @@ def refused(capsys, code=2):
          "profile for m=4096 n=4096 block=32; tune it: jetfire-tune transpose --m 4096"),
         ((*GEMM, "--target", "ptx"), 2, "--target ptx: expected one of cuda, cubin, torch, wheel"),
         ((*GEMM, "--name", "1st"), 2, "--name 1st: expected a C identifier"),
+        ((*GEMM, "--name", "union"), 2, "--name union: C and C++ have it as a word of their own"),
+        ((*GEMM, "--name", "lambda"), 2, "--name lambda: Python has it as a word of its own"),
+        ((*GEMM, "--name", "queue"), 2, "--name queue: a Python module is called so; give another"),
+        ((*GEMM, "--name", "torch"), 2, "--name torch: a Python module is called so"),
+        ((*GEMM, "--name", "selftest"), 2, "--name selftest: an export has files called so"),
         (("gemm", "--m", "4096", "--block", "32,64"), 2, "block=32 and block=64: one export has"),
         (("gemm", "--m", "4096", "--mode", "bwd"), 2, "out=bf16 and out=fp32: one export has one "
          "out; give --set out="),

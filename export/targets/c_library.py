@@ -19,7 +19,7 @@ from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample, small_problem
 from jetfire.export.signature import Extent, Parameter
 from jetfire.export.target import Target, cuda_home, program, run
-from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.errors import WrongResultError
 from jetfire.ops.op import Tensors
 
 if TYPE_CHECKING:
@@ -200,8 +200,6 @@ class CLibrary(Target):
             "others": sorted(set(library.files) - set(known)),
         }  # fmt: skip
         made = ("selftest.c", "benchmark.c", "Makefile", "CMakeLists.txt", "README.md")
-        if set(made) & set(library.files):
-            raise UsageError(f"--name {plan.name}: a file of that name is the export's own")
         return {
             **library.files,
             **sample.files(),
