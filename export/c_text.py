@@ -8,6 +8,11 @@ from collections.abc import Sequence
 WIDTH = 100
 
 
+def capital(text: str) -> str:
+    """With its first letter in upper case, and all others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def hang(
     start: str, items: Sequence[str], end: str, indent: int = 0, joint: str = ", "
 ) -> list[str]:

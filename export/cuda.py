@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jetfire.export import compiled, flatten
-from jetfire.export.c_text import comment, hang, unless
+from jetfire.export.c_text import capital, comment, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
 from jetfire.export.library import Library, header, parameters
@@ -115,7 +115,7 @@ def _where_from(plan: Plan, tuned: Tuned) -> str:
 def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
     """What a file is, where its constants come from and how it is built."""
     paragraphs = [
-        f"{plan.op.summary[0].upper()}{plan.op.summary[1:]}; {_sizes(plan.fixed)}.",
+        f"{capital(plan.op.summary)}; {_sizes(plan.fixed)}.",
         "",
         f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
         *(_where_from(plan, tuned) for tuned in variant.tuned),
@@ -289,7 +289,12 @@ def _library(plan: Plan, ending: str, file: Callable[..., bytes]) -> Library:
     shared = {"several": len(found) > 1, "workspace": workspace}
     files = {
         f"{plan.name}.h": header(
-            plan, workspace=workspace, any_size=True, contract=said, zeros=host.zeros
+            plan,
+            workspace=workspace,
+            any_size=True,
+            contract=said,
+            zeros=host.zeros,
+            runtime=ending == "cu",
         )
     }
     if len(found) > 1:

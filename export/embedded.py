@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetfire.export import compiled, cuda, samples
-from jetfire.export.c_text import WIDTH, comment, hang, unless
+from jetfire.export.c_text import WIDTH, capital, comment, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.launches import Group, Writer, structure
 from jetfire.export.library import Library, header, parameters
@@ -160,7 +160,7 @@ def _launcher(
         plan=plan,
         codes=codes,
         about=comment(
-            f"{plan.op.summary}: kernel `{plan.kernel.name}`, compiled for "
+            f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}`, compiled for "
             "sm_{}{}, for these sizes with these configs:".format(*plan.capability)
         ),
         kernels=kernels,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetfire.export.c_text import comment, hang
+from jetfire.export.c_text import capital, comment, hang
 from jetfire.export.plan import Plan
 
 
@@ -25,7 +25,8 @@ class Library:
         workspace: the function takes a workspace.
         zeros: the workspace must be zeros before its first use; else it may hold anything.
         any_size: it takes any sizes that keep to the contract, not only those of the plan.
-        contract: what callers must keep to, beyond shapes and dtypes: a sentence each.
+        contract: what callers must keep to, beyond shapes and dtypes: a sentence each, that on
+            addresses first.
     """
 
     files: dict[str, bytes]
@@ -49,9 +50,14 @@ def parameters(plan: Plan, *, workspace: bool) -> list[str]:
 
 
 def header(
-    plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...], zeros: bool = True
-) -> bytes:
-    """`<name>.h`: the contract, the function, its error codes and their texts."""
+    plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...], zeros: bool = True,
+    runtime: bool = False,
+) -> bytes:  # fmt: skip
+    """`<name>.h`: the contract, the function, its error codes and their texts.
+
+    Args:
+        runtime: CUDA's runtime launches it, and not the driver.
+    """
     from jetfire.export.render import render
 
     fixed = ", ".join(
@@ -64,11 +70,12 @@ def header(
         workspace=workspace,
         zeros=zeros,
         any_size=any_size,
+        runtime=runtime,
         about=comment(
-            f"{plan.op.summary}: kernel `{plan.kernel.name}` of Jetfire, "
+            f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}` of Jetfire, "
             f"{'tuned' if any_size else 'compiled'} for sm_{''.join(map(str, plan.capability))}."
         ),
-        fixed=comment(f"with {fixed}.") if fixed else [],
+        fixed=comment(f"Fixed: {fixed}.") if fixed else [],
         contract=[line for sentence in contract for line in comment(sentence)],
         prototype=hang(f"int {plan.name}(", parameters(plan, workspace=workspace), ");"),
     )

@@ -138,16 +138,28 @@ def test_cuda_sources_are_built_by_make_and_loaded(tmp_path):
     assert len({text for _, text in found}) == 3
 
 
+def has_usage(program, sizes):
+    """A benchmark refuses other numbers of sizes, those below 1, and what is none."""
+    for words in (["0"] * sizes, ["64"] * (sizes - 1) + ["64k"], ["64"] * (sizes + 1)):
+        done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("usage: benchmark [M N")
+
+
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-def test_cuda_sources_are_built_by_cmake(tmp_path):
-    folder = write(tmp_path, GEMM)
+@pytest.mark.parametrize(("words", "pointers", "sizes"), [(GEMM, 5, 3), (QUANTIZE, 3, 2)])
+def test_sources_are_built_by_cmake(tmp_path, words, pointers, sizes):
+    folder, name = write(tmp_path, words), f"jetfire_{words[0]}"
     environment = bare(tmp_path, "nvcc", "cmake")
-    for words in (["-B", "build", "-DBUILD_SHARED_LIBS=ON"], ["--build", "build", "-j2"]):
-        subprocess.run(["cmake", *words], cwd=folder, env=environment, check=True,
+    for step in (["-B", "build", "-DBUILD_SHARED_LIBS=ON"], ["--build", "build", "-j2"]):
+        subprocess.run(["cmake", *step], cwd=folder, env=environment, check=True,
                        stdout=subprocess.DEVNULL)  # fmt: skip
-    assert ctypes.CDLL(folder / "build" / "libjetfire_gemm.so").jetfire_gemm(*[None] * 9) == 1
-    assert os.access(folder / "build" / "selftest", os.X_OK)
+    library = ctypes.CDLL(folder / "build" / f"lib{name}.so")
+    assert library[name](*[None] * pointers, *[0] * sizes, None) == 1
+    for program in ("selftest", "benchmark"):
+        assert f"{folder}/samples\0".encode() in (folder / "build" / program).read_bytes()
+    has_usage(folder / "build" / "benchmark", sizes)
 
 
 @needs_cc
