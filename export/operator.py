@@ -217,54 +217,15 @@ def recorded(plan: Plan, sample: Sample) -> list[Recorded]:
 
 def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
     """What every template may use."""
-    signature = plan.signature
-    given = allocated(signature)
-    sizes = sizes_of(signature)
-    numbers = asked(signature)
-    tensors = [f"const Tensor& {p.name}" for p in signature.inputs]
-    cpp_numbers = [f"int64_t {dim}" for dim in numbers]
-    python_taken = [f"{p.name}: torch.Tensor" for p in signature.inputs]
-    python_taken += [f"{dim}: int" for dim in numbers]
-    names = [p.name for p in signature.inputs] + numbers
-    scratch = ["zeros" if library.zeros else "scratch"] if library.workspace else []
-    every = [p.name for p in signature.parameters] + numbers + scratch
     return {
         "plan": plan,
         "library": library,
         "name": plan.name,
         "version": jetfire.__version__,
-        "summary": plan.op.summary[0].upper() + plan.op.summary[1:],
-        "signature": signature,
-        "fixed": ", ".join(f"{k}={str(v).lower()}" for k, v in plan.fixed.items()),
-        "inputs": signature.inputs,
-        "outputs": given,
-        "updated": [p for p in signature.inputs if p.role == "updated"],
-        "sizes": sizes,
-        "returned_sizes": {extent.dim for p in given for extent in p.shape},
-        "asked": numbers,
-        "schema": schema(signature),
-        "cpp_taken": tensors + cpp_numbers,
-        "cpp_all": [f"const Tensor& {p.name}" for p in signature.parameters]
-        + cpp_numbers
-        + [f"const Tensor& {each}" for each in scratch],
-        "scratch": next(iter(scratch), None),
-        "pybind_arguments": [f'arg("{each}")' for each in every],
-        "called": lambda function: _call(function, names),
-        "define": lambda name: _definition(name, python_taken, _returned(given)),
-        "python_names": names,
-        "narrowed": _narrowed(sizes),
-        "passed": _passed(plan, library, sizes),
-        "result": _result(given),
+        **_prose(plan, library, sample),
+        **_arguments(plan, library),
         "quoted_library": [f'"csrc/{file}"' for file in sorted(library.files)],
         "quoted_sources": [f'"csrc/{s}"' for s in (*library.cuda_sources, *library.c_sources)],
-        "recorded": recorded(plan, sample),
-        "recorded_sizes": plan.sizes(sample.problem),
-        "tuned": [plan.sizes(t.problem) for t in plan.tuned],
-        "origins": [origin(plan, t) for t in plan.tuned],
-        "gpu": plan.tuned[0].entry.provenance.get("gpu"),
-        "others": sorted(set(library.files) - {f"{plan.name}.h"}),
-        "capability": "{}.{}".format(*plan.capability),
-        "sm": "{}{}".format(*plan.capability),
         "torch": TORCH,
         "torch_target": TORCH_TARGET,
         "c_shape": c_shape,
@@ -276,6 +237,61 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         "fill": fill,
         "python_shape": python_shape,
         "scalar_type": scalar_type,
+    }
+
+
+def _prose(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
+    """What documentation, self-test and benchmark say of a plan."""
+    return {
+        "summary": plan.op.summary[0].upper() + plan.op.summary[1:],
+        "fixed": ", ".join(f"{k}={str(v).lower()}" for k, v in plan.fixed.items()),
+        # Of addresses the operator asks more than the C function, and the templates say what.
+        "contract": library.contract[1:],
+        "recorded": recorded(plan, sample),
+        "recorded_sizes": plan.sizes(sample.problem),
+        "tuned": [plan.sizes(t.problem) for t in plan.tuned],
+        "origins": [origin(plan, t) for t in plan.tuned],
+        "gpu": plan.tuned[0].entry.provenance.get("gpu"),
+        "others": sorted(set(library.files) - {f"{plan.name}.h"}),
+        "capability": "{}.{}".format(*plan.capability),
+    }
+
+
+def _arguments(plan: Plan, library: Library) -> dict[str, Any]:
+    """What the functions of C, C++ and Python take and return."""
+    signature = plan.signature
+    given = allocated(signature)
+    sizes = sizes_of(signature)
+    numbers = asked(signature)
+    cpp_numbers = [f"int64_t {dim}" for dim in numbers]
+    names = [p.name for p in signature.inputs] + numbers
+    python_taken = [f"{p.name}: torch.Tensor" for p in signature.inputs]
+    python_taken += [f"{dim}: int" for dim in numbers]
+    scratch = ["zeros" if library.zeros else "scratch"] if library.workspace else []
+    every = [p.name for p in signature.parameters]
+    return {
+        "signature": signature,
+        "inputs": signature.inputs,
+        "outputs": given,
+        "updated": [p for p in signature.inputs if p.role == "updated"],
+        "sizes": sizes,
+        "returned_sizes": {extent.dim for p in given for extent in p.shape},
+        "asked": numbers,
+        "schema": schema(signature),
+        "cpp_taken": [*(f"const Tensor& {p.name}" for p in signature.inputs), *cpp_numbers],
+        "cpp_all": [
+            *(f"const Tensor& {each}" for each in every),
+            *cpp_numbers,
+            *(f"const Tensor& {each}" for each in scratch),
+        ],
+        "scratch": next(iter(scratch), None),
+        "pybind_arguments": [f'arg("{each}")' for each in (*every, *numbers, *scratch)],
+        "called": lambda function: _call(function, names),
+        "define": lambda name: _definition(name, python_taken, _returned(given)),
+        "python_names": names,
+        "narrowed": _narrowed(sizes),
+        "passed": _passed(plan, library, sizes),
+        "result": _result(given),
     }
 
 
