@@ -23,6 +23,7 @@ from jetfire.export import implement, operator, samples, targets
 from jetfire.export import plan as plans
 from jetfire.export.library import Library, header, parameters
 from jetfire.export.signature import signature_of
+from jetfire.export.target import cuda_home, run
 from jetfire.ops.errors import UsageError
 
 SM90 = (9, 0)
@@ -44,7 +45,20 @@ SCHEMAS = {
     "dropout": "(Tensor q, Tensor scale, Tensor seed) -> (Tensor, Tensor)",
     "column_sum": "(Tensor qt, Tensor scale_t) -> Tensor",
 }
-nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def _has_headers():
+    try:
+        return cuda_home().is_dir()
+    except UsageError:
+        return False
+
+
+needs_headers = pytest.mark.skipif(not _has_headers(), reason="needs CUDA's headers")
+needs_compilers = pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="needs C and C++ compilers"
+)
 
 
 def plan_of(op_name, name=None, **fields):
@@ -55,7 +69,7 @@ def plan_of(op_name, name=None, **fields):
 
 def hand_made(plan, *, cuda=False, workspace=False):
     """A library that can only fail: for what stands around one."""
-    name, contract = plan.name, ("Blocks are square.",)
+    name, contract = plan.name, ("All addresses are multiples of 16.", "Blocks are square.")
     sizes = ", ".join(f"int {dim}" for dim in plan.signature.dims)
     code = f'#include "{name}.h"\n'
     code += "#include <cuda_runtime.h>\n" if cuda else "#include <cuda.h>\n"
@@ -138,6 +152,8 @@ def traced(function, *given, **dynamic):
     return call
 
 
+@needs_headers
+@needs_compilers
 def test_torch_is_built_and_traced(shipped, tmp_path, monkeypatch):
     """As its README says, of compiled code; all in one test, since it takes half a minute."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -183,6 +199,34 @@ def test_torch_is_built_and_traced(shipped, tmp_path, monkeypatch):
             development.quantize_torch(*given)
 
 
+BARE_MODULE = """\
+#include <Python.h>
+
+PyMODINIT_FUNC PyInit_development(void) {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "development", nullptr, 0, nullptr};
+  return PyModule_Create(&definition);
+}
+"""
+
+
+@needs_nvcc
+@needs_compilers
+def test_torch_is_built_of_cuda_sources(shipped, tmp_path):
+    """With nvcc, and CUDA's runtime linked in; the binding, which takes longest to compile and is
+    no other than that of compiled code, is left empty."""
+    plan = plan_of("gemm", "gemm_torch")
+    target = targets.get("torch")
+    library = hand_made(plan, cuda=True, workspace=True)
+    write(tmp_path, target.files(plan, library, samples.record(plan)))
+    (tmp_path / "csrc" / "pybind.cpp").write_text(BARE_MODULE)
+    run([sys.executable, "setup.py", "build_ext", "--inplace"], tmp_path, operator.environment())
+    target.call(plan, tmp_path)
+    # setuptools names two more of PyTorch's.
+    check_dependencies(tmp_path / "gemm_torch" / "_C.so", {"libtorch", "libtorch_cpu", "libc10"})
+    schema = torch.ops.gemm_torch.gemm_torch.default._schema
+    assert str(schema) == f"gemm_torch::gemm_torch{SCHEMAS['gemm']}"
+
+
 @pytest.fixture(scope="module")
 def three_sizes():
     op = ops.get("gemm")
@@ -206,6 +250,8 @@ def test_the_wheels_table_is_the_compiled_one(three_sizes, shipped):
         assert f"csrc/{row[3]}.cu" in files
 
 
+@needs_headers
+@needs_compilers
 def test_a_wheel_is_built_and_imported_away_from_its_sources(shipped, tmp_path):
     plan = plan_of("adamw", "adamw_wheel")
     target = targets.get("wheel")
@@ -238,7 +284,8 @@ def load_as_kernels_does(variant):
     return name, operator.imported(name, variant / "__init__.py")
 
 
-@nvcc
+@needs_nvcc
+@needs_compilers
 def test_a_hugging_face_variant_is_built_and_loads(shipped, tmp_path):
     plan = plan_of("gemm", "Gemm_hub")
     target = targets.get("hf")
@@ -308,13 +355,13 @@ def check_build(build, folder):
     assert re.findall(r"register_fake\((.+?)\(", text) == ["add_op_namespace_prefix"]
 
 
-def check_dependencies(binary):
+def check_dependencies(binary, of_torch=frozenset({"libtorch"})):
     """Of libraries PyTorch's alone, and no symbol of CUDA's runtime for others to find."""
     listed = subprocess.run(["readelf", "-dW", binary], capture_output=True, text=True, check=True)
     needed = set(re.findall(r"NEEDED.*\[(.+?)\.so", listed.stdout))
     system = {"libc", "libm", "libdl", "librt", "libpthread", "libstdc++", "libgcc_s",
               "ld-linux-x86-64"}  # fmt: skip
-    assert needed - system == {"libtorch"}
+    assert needed - system == of_torch
     symbols = subprocess.run(["nm", "-D", binary], capture_output=True, text=True, check=True)
     assert not re.search(r" \w cuda\w+$", symbols.stdout, re.MULTILINE)
     assert re.search(r" w aoti_torch_get_current_cuda_stream$", symbols.stdout, re.MULTILINE)
