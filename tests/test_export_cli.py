@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -175,6 +176,23 @@ def test_every_shape_of_a_workload_is_exported(shipped, tmp_path):
     shapes = [(e["problem"]["n"], e["problem"]["k"]) for e in profile["entries"]]
     assert shapes == [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)]
     assert "int linear(" in (tmp_path / "out" / "linear.h").read_text()
+
+
+def test_the_dispatch_is_the_profiles_table(shipped, tmp_path):
+    """Each problem's sizes lead to the source with its config's constants; there are no more."""
+    assert export(tmp_path / "out", "gemm", "--workload", "gpt2-350m", "--no-check") == 0
+    table = (tmp_path / "out" / "jetfire_gemm.cu").read_text()
+    rows = re.findall(r"^    \{(\d+), (\d+), (\d+), (\w+)\},$", table, re.MULTILINE)
+    launched = {tuple(map(int, sizes)): symbol for *sizes, symbol in rows}
+    entries = json.loads((tmp_path / "out" / "profile.json").read_text())["entries"]
+    assert len(rows) == len(launched) == len(entries) == 4
+    assert len(set(launched.values())) > 1
+    for entry in entries:
+        symbol = launched[tuple(entry["problem"][dim] for dim in "mnk")]
+        source = (tmp_path / "out" / f"{symbol}.cu").read_text()
+        constants = dict(re.findall(r"^constexpr int (\w+) = (\d+);", source, re.MULTILINE))
+        for name in ("groups", "rows", "tile_n", "stages", "buffers", "cluster_m", "raster"):
+            assert int(constants[name.upper()]) == entry["config"][name]
 
 
 def test_what_it_built_belongs_to_it_and_the_rest_goes(fake, tmp_path, capsys):
