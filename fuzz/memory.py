@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from jetfire.ops.check import first as first
+
 GUARD = 4096  # bytes on either side
 # Of bytes around inputs: NaN in every float type. And around outputs.
 INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5
@@ -79,17 +81,6 @@ def fill_bytes(x: torch.Tensor, byte: int) -> None:
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Integers of the same bits, as wide as the elements."""
     return x.view(_BITS[x.itemsize])
-
-
-def first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Where the first true element is, also of more than torch's `nonzero` takes."""
-    passed = 0
-    for part in mask.flatten().split(1 << 28):
-        if bool(part.any()):
-            passed += int(part.to(torch.uint8).argmax())
-            break
-        passed += part.numel()
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(passed), mask.shape))
 
 
 def shown(x: torch.Tensor, at: tuple[int, ...]) -> Any:
