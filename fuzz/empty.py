@@ -46,12 +46,12 @@ def run(case: Case, device: Device) -> Outcome:
     bias, c = (inputs[k].clone() if k in inputs else None for k in ("bias", "c"))
     returned = call(**{name: given[name] for name in parameters if name in given})
     found = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    expected = _shapes(op, fields)
+    expected = _results(op, fields)
     if case.op == "adamw":  # what is updated is not returned
         expected = {k: v for k, v in expected.items() if k not in inputs}
-    shapes = [tuple(tensor.shape) for tensor in found]
-    if shapes != list(expected.values()):
-        return Outcome("wrong", f"shapes {shapes}: expected {expected}")
+    results = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
+    if results != list(expected.values()):
+        return Outcome("wrong", f"results {results}: expected {expected}")
     for name, tensor in zip(expected, found, strict=True):
         if _is_sum(case, name):
             value = torch.zeros_like(tensor)
@@ -90,10 +90,13 @@ def _both(op: Op, fields: Mapping[str, Any]) -> list[tuple[Any, Tensors]]:
     return [(problem, op.inputs(problem, meta)) for problem in problems]
 
 
-def _shapes(op: Op, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the outputs."""
+def _results(op: Op, fields: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each output."""
     first, second = (op.outputs(problem, inputs) for problem, inputs in _both(op, fields))
-    return {name: _at_zero(first[name].shape, second[name].shape) for name in first}
+    return {
+        name: (_at_zero(tensor.shape, second[name].shape), tensor.dtype)
+        for name, tensor in first.items()
+    }
 
 
 def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Case) -> Tensors:
