@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,27 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield SHIPPED
     monkeypatch.undo()
     profiles.forget()
+
+
+def _unload() -> Iterator[None]:
+    """Kernels that were loaded are gone after it: of ops, and as modules that are imported."""
+    from jetfire import ops
+    from jetfire.fuzz import load
+
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    load.cache_clear()
+    ops.kernels.cache_clear()
+    added = tuple(f"{folder}{os.sep}" for folder in set(sys.path) - set(path))
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if name.startswith("jetfire_loaded_") or file.startswith(added):
+            del sys.modules[name]
+
+
+unload = pytest.fixture(_unload, name="unload")
+unload_after_all = pytest.fixture(_unload, scope="module", name="unload_after_all")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import subprocess
 import sys
 
 import pytest
@@ -22,21 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture
-def plant(tmp_path, monkeypatch):
+def plant(tmp_path, unload):
     """Builds a mutant's file; what was loaded of it is gone after the test."""
-    planted = []
-
-    def plant(mutant):
-        planted.append(mutant)
-        return build(mutant, tmp_path)
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield plant
-    load.cache_clear()
-    for mutant in planted:
-        ops.kernels(mutant.op).pop(mutant.name, None)
-        for name in [name for name in sys.modules if name.split(".")[0] == mutant.package]:
-            del sys.modules[name]
+    return lambda mutant: build(mutant, tmp_path)
 
 
 def found(mutant, device, executor):
@@ -69,7 +58,8 @@ def right(mutant, case):
 
 def check(mutant, device, executor):
     report, failure = found(mutant, device, executor)
-    print(f"{mutant.name}: {report.examples} examples, {failure.kind}: {failure.message}")
+    sizes = [failure.case.problem[name] for name in ops.get(mutant.op).dims]
+    print(f"{mutant.name}: {report.examples} examples, {sizes} {failure.kind}: {failure.message}")
     assert failure.kind in mutant.kinds, failure
     small = {name: failure.case.problem[name] for name in mutant.most}
     assert all(size <= mutant.most[name] for name, size in small.items()), failure
@@ -142,6 +132,36 @@ def test_a_mutant_for_the_gpu_loads(mutant, plant):
     load(plant(mutant))
     kernel = ops.get_kernel(mutant.op, mutant.name)
     assert kernel.op == mutant.op
+
+
+def test_what_a_test_loads_is_gone_after_it(tmp_path):
+    """The fixture `unload`, by pytest in pytest: the second test sees nothing of the first."""
+    (mutant,) = (mutant for mutant in ON_THE_CPU if mutant.name == "factor-missing")
+    file = build(mutant, tmp_path / "planted")
+    (tmp_path / "conftest.py").write_text("from jetfire.tests.conftest import unload\n")
+    (tmp_path / "test_it.py").write_text(
+        f"""import pathlib, sys
+from jetfire import ops
+from jetfire.fuzz import load
+
+def seen():
+    return [name for name in sys.modules if name.startswith(("mutant_", "jetfire_loaded_"))]
+
+def test_first(unload):
+    load(pathlib.Path({str(file)!r}))
+    assert {mutant.name!r} in ops.kernels({mutant.op!r}) and len(seen()) > 2
+
+def test_second():
+    assert {mutant.name!r} not in ops.kernels({mutant.op!r}) and seen() == []
+    assert {str(file.parent)!r} not in sys.path
+
+def test_third(unload):
+    test_first(None)
+"""
+    )
+    words = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_source_that_moved_on_is_said(plant):

@@ -32,8 +32,8 @@ class Mutant:
             written; ``rounding``: toward zero.
         op, kernel: the kernel that it is planted in.
         file: the source, from the repository's root, which has `find` just once.
-        most: what the shrunk problem's sizes must not exceed; none where each failure ends the
-            process, so that to shrink one takes minutes.
+        most: what the shrunk problem's sizes must not exceed; none where a problem is not shrunk:
+            where each failure ends the process, so that it takes minutes, and for races on a GPU.
         kinds: what the failure may be reported as.
         largest: the largest size drawn.
     """
