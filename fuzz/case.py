@@ -100,6 +100,7 @@ class Outcome:
         kind: what is wrong; None where nothing is; "skipped" where the device lacks the memory.
         differing, compared: elements of a comparison with another kernel.
         known: reports of a sanitizer that are no fault (`sanitize.KNOWN`).
+        case: what it came of, where that is another than the one that was run.
     """
 
     kind: Kind | Literal["skipped"] | None = None
@@ -107,6 +108,7 @@ class Outcome:
     differing: int = 0
     compared: int = 0
     known: int = 0
+    case: Case | None = None
 
     @property
     def checked(self) -> bool:

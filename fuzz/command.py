@@ -292,6 +292,7 @@ def reproduce(
         outcome, run = executor.run(saved.case), 1
         while outcome.kind is None and run < runs and time.monotonic() < end:
             outcome, run = executor.run(saved.case), run + 1
+        outcome = (executor.late() if outcome.kind is None else None) or outcome
     after = f" after {run} runs" if run > 1 else ""
     if outcome.kind == "skipped":
         raise UsageError(f"{name}: {outcome.message} on {device.label}")

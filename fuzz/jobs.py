@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from jetfire.tuner import interrupts
 from jetfire.tuner.process import Worker
 
 Pair = tuple[str, str]
+END_S = 3.0  # for jobs to end by themselves, with their workers
 ALONE = -1  # the number of a batch of one huge example, alone on its device
 
 
@@ -136,10 +138,12 @@ def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
     units = plan.units()
     idle: list[Worker] = []
     busy: dict[Any, Worker] = {}
+    folder = tempfile.TemporaryDirectory(prefix="jetfire-fuzz-", ignore_cleanup_errors=True)
     try:
         for i in range(plan.jobs):
+            device = plan.devices[i % len(plan.devices)]
             with interrupts.deferred():
-                idle.append(Worker(drive, plan, plan.devices[i % len(plan.devices)], parent=True))
+                idle.append(Worker(drive, plan, device, folder.name, parent=True))
         while True:
             while idle and (unit := next(filter(results.wanted, units), None)):
                 job = idle.pop()
@@ -152,8 +156,13 @@ def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
                 idle.append(job)
                 yield results.add(_answer(job))
     finally:
-        for job in (*idle, *busy.values()):
-            job.close()
+        end = time.monotonic() + END_S
+        jobs = [*idle, *busy.values()]
+        for job in jobs:
+            job.connection.close()
+        for job in jobs:
+            job.close(max(0.0, end - time.monotonic()))
+        folder.cleanup()
 
 
 def _answer(job: Worker) -> Report:
@@ -182,8 +191,13 @@ class _Elsewhere(Exception):
         return f"\n{self.args[0]}"
 
 
-def drive(connection: Connection, plan: Plan, device: Device) -> None:
-    """Answers a unit of the plan with its report, or with an error."""
+def drive(connection: Connection, plan: Plan, device: Device, folder: str) -> None:
+    """Answers a unit of the plan with its report, or with an error.
+
+    Args:
+        folder: of temporary files, which whoever started it removes.
+    """
+    tempfile.tempdir = folder
     with contextlib.closing(plan.executor(device)) as executor:
         for file in plan.loaded:
             load(file)

@@ -19,6 +19,7 @@ TOOLS: tuple[Tool, ...] = get_args(Tool)
 PROGRAM = "compute-sanitizer"
 # Reports are written after the device was waited for, by another process.
 DELAY_S = 0.1
+LATE_S = 1.0  # and so late at most
 # Without an error a log has these lines alone, and empty ones.
 _QUIET = ("COMPUTE-SANITIZER", "SUMMARY: 0", "Target application terminated", "Process didn't")
 # Where one begins, at the start of a line of the log; and where one's next counterpart does.
@@ -139,9 +140,9 @@ class Session:
             "--log-file", str(self._log), "--launch-timeout", "0", *_OPTIONS[self.tool],
         ]  # fmt: skip
 
-    def said(self) -> str:
+    def said(self, wait_s: float = DELAY_S) -> str:
         """What is new and no mere banner, in one line; empty where nothing is wrong."""
-        time.sleep(DELAY_S)
+        time.sleep(wait_s)
         if not self._log.exists():
             return ""
         with self._log.open(errors="replace") as log:

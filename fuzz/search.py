@@ -112,8 +112,13 @@ class _Search:
             return True
         if self.failure is None:
             self._deadline = time.monotonic() + SHRINK_S
-        self.failure = Failure(case, outcome.message, outcome.kind)  # type: ignore[arg-type]
+        self._fail(case, outcome)
         return False
+
+    def _fail(self, case: Case, outcome: Outcome) -> None:
+        assert outcome.kind is not None
+        assert outcome.kind != "skipped"
+        self.failure = Failure(outcome.case or case, outcome.message, outcome.kind)
 
     def still_fails(self, case: Case) -> bool:
         return not self.try_case(case)
@@ -129,6 +134,9 @@ class _Search:
         """
         if self._error is not None and self.failure is None:
             raise self._error
+        if self.failure is None and (late := self._executor.late()) is not None:
+            assert late.case is not None
+            self._fail(late.case, late)
         if self.failure is not None:
             self._deadline = time.monotonic() + SHRINK_S
             simplify(self.failure.case, device, self.still_fails)

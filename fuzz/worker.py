@@ -31,6 +31,10 @@ class Executor(Protocol):
 
     def run(self, case: Case) -> Outcome: ...
 
+    def late(self) -> Outcome | None:
+        """What was found out about a case after its outcome."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -66,6 +70,9 @@ class InProcess:
     def run(self, case: Case) -> Outcome:
         return run_case(case, self._device)
 
+    def late(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -87,16 +94,45 @@ class Isolated:
         self._sanitizer = sanitizer
         self._worker: Worker | None = None
         self._session: sanitize.Session | None = None
+        self._last: Case | None = None  # that this worker ran
 
     def run(self, case: Case) -> Outcome:
-        outcome, usable = self._answer(case)
-        if self._session is not None and (said := self._session.said()):
-            tool = self._session.tool
-            left, known = sanitize.sift(tool, case.op, case.kernel, said)
-            outcome = Outcome("sanitizer", left) if left else replace(outcome, known=known)
-        if not usable:
-            self.close()
+        before = self._last
+        outcome = self._look(case)
+        if outcome.kind != "sanitizer" or before is None:
+            return outcome
+        # It may have come late, of the case before: it is of the one that has it again.
+        for suspect in (case, before):
+            again = self._look(suspect, sanitize.LATE_S)
+            if again.kind == "sanitizer":
+                return replace(again, case=suspect)
         return outcome
+
+    def late(self) -> Outcome | None:
+        if self._session is None or self._last is None:
+            return None
+        outcome = self._told(self._last, Outcome(), self._session.said(sanitize.LATE_S))
+        return replace(outcome, case=self._last) if outcome.failed else None
+
+    def _look(self, case: Case, wait_s: float = sanitize.DELAY_S) -> Outcome:
+        """What comes of it and, after so many seconds, what a sanitizer said."""
+        outcome, usable = self._answer(case)
+        self._last = case
+        session, said = self._session, []
+        if session is not None:
+            said.append(session.said(wait_s))
+        if not usable:
+            self._end_worker()
+            said += [session.said()] if session is not None else []
+            self.close()
+        return self._told(case, outcome, " · ".join(filter(None, said)))
+
+    def _told(self, case: Case, outcome: Outcome, said: str) -> Outcome:
+        """The outcome, once a sanitizer has said something of the case too."""
+        if self._sanitizer is None or not said:
+            return outcome
+        left, known = sanitize.sift(self._sanitizer, case.op, case.kernel, said)
+        return Outcome("sanitizer", left) if left else replace(outcome, known=known)
 
     def _answer(self, case: Case) -> tuple[Outcome, bool]:
         """What the worker says, and whether it is fit for more."""
@@ -141,12 +177,16 @@ class Isolated:
             raise UsageError(reason)
         return self._worker
 
-    def close(self) -> None:
+    def _end_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        self._worker = self._last = None
+
+    def close(self) -> None:
+        self._end_worker()
         if self._session is not None:
             self._session.close()
-        self._worker = self._session = None
+        self._session = None
 
 
 def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: Mode) -> None:

@@ -1,13 +1,16 @@
 """The worker runs under compute-sanitizer, here one that finds what a kernel tells it to."""
 
 import contextlib
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from jetfire import ops
-from jetfire.fuzz import Case, Isolated, load, sanitize
+from jetfire.fuzz import Case, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
 from jetfire.fuzz.run import Mode, run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
@@ -26,10 +29,11 @@ SCRIPT = """\
       shift
     done
     echo "========= COMPUTE-SANITIZER" > $FAKE_LOG
-    exec "$@"
+    "$@"
+    exit $?
     """
 KERNELS = """
-import os
+import os, threading, time
 from jetfire import ops
 from jetfire.ops.op import Kernel
 
@@ -41,10 +45,17 @@ class Odd(Kernel):
 
     def launch(self, problem, config, inputs, outputs):
         RIGHT.launch(problem, config, inputs, outputs)
+        if "FAKE_PIDS" in os.environ:
+            with open(os.environ["FAKE_PIDS"], "a") as pids:
+                pids.write(f"{os.getpid()} {os.getppid()}\\n")
+            time.sleep(1000)
         if problem.n % 2:
-            with open(os.environ["FAKE_LOG"], "a") as log:
-                log.write("========= Invalid __global__ read of size 1 bytes\\n")
-                log.write("=========     at odd+0x40 in odd.cu:3\\n=========\\n")
+            threading.Timer(0.5, self.report).start() if problem.n == 19 else self.report()
+
+    def report(self):
+        with open(os.environ["FAKE_LOG"], "a") as log:
+            log.write("========= Invalid __global__ read of size 1 bytes\\n")
+            log.write("=========     at odd+0x40 in odd.cu:3\\n=========\\n")
 
 KERNELS = (Odd(),)
 """
@@ -66,9 +77,14 @@ def case(n):
     return Case("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
 
 
-def test_what_it_says_is_the_case_s(fake, tmp_path):
+@pytest.fixture
+def file(tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(KERNELS)
+    return file
+
+
+def test_what_it_says_is_the_case_s(fake, file):
     with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
         assert executor.run(case(8)).kind is None
         found = executor.run(case(9))
@@ -78,6 +94,115 @@ def test_what_it_says_is_the_case_s(fake, tmp_path):
         )
         assert executor.run(case(10)).kind is None
     assert fake.read_text().startswith("--tool memcheck --log-file ")
+
+
+def test_what_it_says_late_is_of_the_case_before(fake, file):
+    with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
+        assert executor.run(case(8)).kind is None
+        assert executor.late() is None
+        assert executor.run(case(19)).kind is None
+        late = executor.late()
+        assert (late.kind, late.case) == ("sanitizer", case(19))
+        assert executor.run(case(19)).kind is None
+        time.sleep(0.6)
+        found = executor.run(case(10))
+        assert (found.kind, found.case) == ("sanitizer", case(19))
+
+
+class _Late(InProcess):
+    """Hears of the third of its cases only when asked again."""
+
+    def run(self, case):
+        self.cases = [*getattr(self, "cases", []), case]
+        return Outcome()
+
+    def late(self):
+        return Outcome("sanitizer", "late", case=self.cases[2])
+
+
+def test_what_it_says_after_a_batch_is_a_failure():
+    kernel, late = ops.get_kernel("transpose", "torch"), _Late(CPU)
+    report = fuzz_kernel(ops.get("transpose"), kernel, CPU, examples=5, executor=late)
+    (failure,) = report.failures
+    assert (failure.case, failure.kind, failure.message) == (late.cases[2], "sanitizer", "late")
+
+
+@pytest.fixture
+def hanging(fake, tmp_path, monkeypatch):
+    """Kernels hang; the temporary folder of what is started, and the processes around them."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+
+    def pids():
+        until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
+        return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+    return tmp_path / "tmp", pids
+
+
+def until(true):
+    end = time.monotonic() + 60.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_runs_a_worker_ends_with_it(hanging, file):
+    folder, pids = hanging
+    with contextlib.closing(Isolated(CPU, [file], 1.0, "memcheck")) as executor:
+        assert executor.run(case(8)).kind == "timeout"
+    until(lambda: all(map(gone, pids())))
+    assert list(folder.iterdir()) == []
+
+
+START = """
+import sys
+from pathlib import Path
+from jetfire.fuzz import Case, Isolated
+from jetfire.ops.device import Device
+
+if __name__ == "__main__":
+    executor = Isolated(Device.parse("cpu"), [Path(sys.argv[1])], sanitizer="memcheck")
+    executor.run(Case.from_json(sys.argv[2]))
+"""
+
+
+def test_what_runs_a_worker_ends_with_whoever_started_it(hanging, file, tmp_path):
+    (tmp_path / "start.py").write_text(START)
+    words = [sys.executable, str(tmp_path / "start.py"), str(file), case(8).as_json()]
+    starter, (_, pids) = subprocess.Popen(words), hanging
+    found = pids()
+    assert not any(map(gone, found))
+    starter.kill()
+    starter.wait()
+    until(lambda: all(map(gone, found)))
+
+
+def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
+    folder, pids = hanging
+    load(file)
+    pairs = [("transpose", "torch"), ("transpose", "odd")]
+    plan = jobs.Plan(pairs, [CPU], 5, 0, 40, jobs=2, loaded=(file,), sanitizer="memcheck")
+    try:
+        reports = jobs.run(plan, jobs.Results(plan))
+        assert next(reports).kernel == "torch"
+        found = pids()
+        assert list(folder.iterdir())
+        reports.close()
+        until(lambda: all(map(gone, found)))
+        assert list(folder.iterdir()) == []
+    finally:
+        load.cache_clear()
+        ops.kernels("transpose").pop("odd")
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)

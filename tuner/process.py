@@ -21,6 +21,15 @@ from typing import Any
 from jetfire.tuner import interrupts
 
 LOG_TAIL = 4000  # bytes of what a dead worker printed that its last words have
+# Of a command in a process group of its own, which ends when who started it does.
+_START = """\
+import ctypes, os, sys
+os.setpgid(0, 0)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class _Output:
@@ -54,7 +63,8 @@ class _Python:
         if under:
             self._folder = tempfile.TemporaryDirectory()
             self._script = Path(self._folder.name) / "python"
-            words = shlex.join([*under, os.fsdecode(spawn.get_executable())])
+            python = os.fsdecode(spawn.get_executable())
+            words = shlex.join([python, "-ISc", _START, str(os.getpid()), *under, python])
             self._script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             self._script.chmod(0o700)
 
@@ -82,7 +92,8 @@ class Worker:
 
     Args:
         target: a function of a module: called there with a connection and the arguments.
-        under: a command that Python is run by, such as a sanitizer's.
+        under: a command that Python is run by, such as a sanitizer's; it and all that it starts
+            are killed.
         parent: it may start children of its own, and ends them before it ends.
     """
 
@@ -94,6 +105,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self._output = _Output()
         self._python = _Python(under)
+        self._grouped = bool(under)
         starter = None if under else os.getpid()
         self._process = context.Process(
             target=_child, args=(theirs, self._output, starter, target, arguments),
@@ -118,11 +130,16 @@ class Worker:
         printed = self._output.tail()
         return f"worker ended by {how}" + (f"\n{printed}" if printed else "")
 
-    def close(self) -> None:
-        """Kill it."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """End it: so many seconds after the end of its requests, kill it."""
+        self.connection.close()
+        if wait_s > 0:
+            self._process.join(wait_s)
+        if self._grouped and self._process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just begun
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()
         self._process.join(10.0)
-        self.connection.close()
         self._output.close()
         self._python.close()
 
