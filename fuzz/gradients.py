@@ -1,4 +1,6 @@
-"""Gradients against autograd of a float64 forward, which shares no code with the reference.
+"""Gradients against autograd of a float64 forward, which shares no formula of a gradient with the
+reference. Dropout's takes from it which elements are dropped, as the forward does by the seed, and
+the threshold of p; hadamard_quantize's the Hadamard matrix and how nibbles are packed.
 
 What is allowed is what quantising or rounding the gradient takes, and a little for fp32: that a
 kernel rounds as it should is checked against the reference.
