@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,21 +52,25 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     profiles.forget()
 
 
-def _unload() -> Iterator[None]:
-    """Kernels that were loaded are gone after it: of ops, and as modules that are imported."""
+def _unload() -> Iterator[Callable[[], None]]:
+    """Kernels that were loaded are gone after it, or once it is called: of ops, and as modules."""
     from jetfire import ops
     from jetfire.fuzz import load
 
     path, modules = list(sys.path), set(sys.modules)
-    yield
-    load.cache_clear()
-    ops.kernels.cache_clear()
-    added = tuple(f"{folder}{os.sep}" for folder in set(sys.path) - set(path))
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        file = getattr(sys.modules[name], "__file__", None) or ""
-        if name.startswith("jetfire_loaded_") or file.startswith(added):
-            del sys.modules[name]
+
+    def unload() -> None:
+        load.cache_clear()
+        ops.kernels.cache_clear()
+        added = tuple(f"{folder}{os.sep}" for folder in set(sys.path) - set(path))
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if name.startswith("jetfire_loaded_") or file.startswith(added):
+                del sys.modules[name]
+
+    yield unload
+    unload()
 
 
 unload = pytest.fixture(_unload, name="unload")

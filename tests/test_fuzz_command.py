@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from jetfire import ops
 from jetfire.cli import execute
-from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, jobs, load, store
+from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, jobs, store
 from jetfire.fuzz.case import Other, Outcome
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
@@ -24,11 +24,10 @@ CPU = Device.parse("cpu")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, unload):
     """Where failures are kept; kernels that a command loads are gone after it."""
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "fuzz"))
-    yield tmp_path / "fuzz"
-    unload()
+    return tmp_path / "fuzz"
 
 
 @pytest.fixture
@@ -37,17 +36,11 @@ def here(monkeypatch):
     monkeypatch.setattr("jetfire.fuzz.jobs.Plan.executor", lambda _, device: InProcess(device))
 
 
-def unload():
-    load.cache_clear()
-    for name in [name for name in ops.kernels("gelu") if name not in ("torch", "triton")]:
-        ops.kernels("gelu").pop(name)
-
-
 def fuzz(*words):
     return execute("fuzz", [*words, "--device", "cpu"])
 
 
-def test_a_run_of_two_jobs(folder, tmp_path, capsys):
+def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     words = ["gelu", "--load", str(FILE), "--kernel", "unwritten", "--kernel", "torch",
              "--examples", "60", "--largest", "60", "--seed", "5", "--jobs", "2"]  # fmt: skip
     assert fuzz(*words, "--format", "json", "-o", str(tmp_path / "out.json")) == 3
@@ -186,7 +179,7 @@ def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
     assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
 
 
-def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys):
+def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload):
     problem = ops.get("gelu").Problem(3, 11)
     case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
     store.save(Failure(case, "was wrong", "wrong"), CPU, (tmp_path / "gone.py",))
@@ -227,7 +220,7 @@ KERNELS = (Never(),)
 """
 
 
-def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys):
+def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys, unload):
     folder.write_text("in the way")
     words = ["gelu", "--load", str(FILE), "--kernel", "wrong", "--kernel", "unwritten"]
     assert fuzz(*words, "--examples", "25", "--largest", "30") == 3

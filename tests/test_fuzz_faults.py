@@ -20,13 +20,8 @@ CPU = Device.parse("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loaded():
-    before = dict(ops.kernels("gelu"))
+def loaded(unload_after_all):
     load(FILE)
-    yield
-    load.cache_clear()
-    ops.kernels("gelu").clear()
-    ops.kernels("gelu").update(before)
 
 
 def found(name, executor, **options):
