@@ -14,7 +14,7 @@ from jetfire.ops.check import bounded, codes
 from jetfire.ops.data import DISTRIBUTIONS, TYPICAL
 from jetfire.ops.device import Device
 from jetfire.ops.run import verify
-from jetfire.reference.quantize import quantize, scales, spread, spread
+from jetfire.reference.quantize import quantize, scales, spread
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 2, 1), (33, 66, 65), (70, 40, 130), (2, 130, 33)]
@@ -226,7 +226,7 @@ def test_sums_that_cancel_may_have_a_scale_within_their_noise():
 
 @pytest.mark.parametrize("out", ["bf16", "fp16"])
 def test_products_are_rounded_to_nearest(out):
-    """At any size, a power of two and just below one, subnormal numbers, and sums with C."""
+    """At any size: powers of two, just below them, and subnormal numbers."""
     op = ops.get("gemm")
     problem = op.Problem(64, 96, 32, out=out)
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out])
@@ -251,113 +251,6 @@ def test_products_are_rounded_to_nearest(out):
     down = torch.where(
         c.to(dtype).double().abs() > c.abs(), c.to(dtype).nextafter(zero), c.to(dtype)
     )
-    off = (down != c.to(dtype)) & large
-    assert int(off.sum()) > 1000
-    for at in off.nonzero()[::97].tolist():
-        wrong = c.to(dtype)
-        wrong[tuple(at)] = down[tuple(at)]
-        assert not op.check(problem, {"c": wrong}, expected).ok, at
-
-
-@pytest.mark.parametrize("out", ["bf16", "fp16"])
-def test_a_whole_product_rounded_toward_zero_is_seen(out):
-    """By its norm, where what its terms may be off by hides it in each element."""
-    op = ops.get("gemm")
-    problem = op.Problem(96, 96, 32, out=out)
-    inputs = op.inputs(problem, CPU)
-    expected = op.reference(problem, inputs)
-    expected["evaluation"] = expected["evaluation"] * 0 + 1.0
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out])
-    nearest = expected["c"].to(dtype)
-    toward = torch.where(
-        nearest.double().abs() > expected["c"].abs(),
-        nearest.nextafter(torch.zeros((), dtype=dtype)), nearest,
-    )  # fmt: skip
-    assert op.check(problem, {"c": nearest}, expected).ok
-    assert "relative error" in op.check(problem, {"c": toward}, expected).message
-
-
-ZEROS = [
-    ("gemm", {"k": 40, "out": "int8", "layout": "both"}),
-    ("gelu", {"mode": "fwd"}),
-    ("gelu", {"mode": "bwd", "layout": "qt", "rounding": "stochastic"}),
-    ("layernorm", {"mode": "bwd"}),
-    ("quantize", {}),
-]
-
-
-@pytest.mark.parametrize("data", ["zeros", "normal"])
-@pytest.mark.parametrize(("name", "fields"), ZEROS)
-def test_blocks_without_a_scale_have_codes_of_zero(name, fields, data):
-    """Whatever the noise, where a kernel's own scale is 0 or NaN."""
-    op, kernel = ops.get(name), ops.get_kernel(name, "int_mm" if name == "gemm" else "torch")
-    problem = op.Problem(40, 70, **fields)
-    inputs = op.inputs(problem, CPU, data=data)
-    if data == "normal":
-        scale = next(inputs[x] for x in ("a_scale", "dy_scale", "x_scale", "x") if x in inputs)
-        scale[-1] = math.nan
-    outputs = op.outputs(problem, inputs)
-    kernel.launch(problem, kernel.Config(), inputs, outputs)
-    expected = op.reference(problem, inputs)
-    assert op.check(problem, outputs, expected).ok
-    for q, turned in (("q", "qt"), ("qt", "q")):
-        if q not in outputs:
-            continue
-        for code in (55, -1):
-            wrong = {**outputs, q: outputs[q].clone()}
-            wrong[q][-1, -1] = code
-            if turned in outputs:
-                wrong[turned] = wrong[q].t().contiguous()
-            said = op.check(problem, wrong, expected).message
-            assert "codes off, first at (39, 69)" in said
-
-
-def test_sums_that_cancel_may_have_a_scale_within_their_noise():
-    """Every sum is 0, and in fp32 perhaps what its terms' rounding leaves."""
-    op = ops.get("gemm")
-    problem = op.Problem(40, 70, 64, out="int8")
-    inputs = op.inputs(problem, CPU)
-    for x in ("a", "a_scale", "b", "b_scale"):  # the second block of K is the first, negative
-        half = inputs[x].shape[1] // 2
-        inputs[x][:, half:] = inputs[x][:, :half] * (-1 if x == "b" else 1)
-    expected = op.reference(problem, inputs)
-    assert not expected["c"].any()
-    noise = spread(expected["evaluation"], 32, 40, 70)
-    assert bool((noise > 0).all())
-    draws = 2 * torch.rand(40, 70, generator=torch.Generator().manual_seed(0)) - 1
-    for size, ok in ((0.0, True), (0.9, True), (1.5, False)):
-        outputs = dict(zip(("q", "scale"), quantize(size * noise * draws, 32), strict=True))
-        assert op.check(problem, outputs, expected).ok == ok, size
-    q, scale = quantize(0.9 * noise * draws, 32)
-    assert not op.check(problem, {"q": q, "scale": torch.zeros_like(scale)}, expected).ok
-    q[3, 4] = -128
-    assert not op.check(problem, {"q": q, "scale": scale}, expected).ok
-
-
-@pytest.mark.parametrize("out", ["bf16", "fp16"])
-def test_products_are_rounded_to_nearest(out):
-    """At any size, a power of two and just below one, subnormal numbers, and sums with C."""
-    op = ops.get("gemm")
-    problem = op.Problem(64, 96, 32, out=out)
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out])
-    kind = torch.finfo(dtype)
-    generator = torch.Generator().manual_seed(0)
-    c = torch.randn(64, 96, generator=generator, dtype=torch.float64)
-    c[:20] *= kind.smallest_normal * torch.logspace(-2, 2, 20, 2, dtype=torch.float64)[:, None]
-    c[20:40] = c[20:40].sign() * torch.logspace(-9, 10, 20, 2, dtype=torch.float64)[:, None]
-    c[30:40] *= 1 - kind.eps / torch.rand(10, 96, generator=generator).mul_(8)  # into a smaller one
-    none = torch.zeros(2, 3, dtype=torch.float64)
-    give = spread(none + 2.0**-30, 32, 64, 96)
-    names = ("tiny", "total", "largest")
-    expected = {"c": c, **dict.fromkeys(names, none), "evaluation": none + 2.0**-30,
-                "over": none > 0}  # fmt: skip
-    for sign in (-1, 0, 1):
-        evaluated = c + sign * give
-        nearest = evaluated.to(dtype)
-        assert op.check(problem, {"c": nearest}, expected).ok
-    large = kind.eps * c.abs() > 2.0**-24  # of which the rounding is more than the evaluation's
-    zero = torch.zeros((), dtype=dtype)
-    down = torch.where(c.to(dtype).double().abs() > c.abs(), c.to(dtype).nextafter(zero), c.to(dtype))
     off = (down != c.to(dtype)) & large
     assert int(off.sum()) > 1000
     for at in off.nonzero()[::97].tolist():
