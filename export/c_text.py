@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 WIDTH = 100
 
@@ -11,6 +11,13 @@ WIDTH = 100
 def capital(text: str) -> str:
     """With its first letter in upper case, and all others as they are."""
     return text[:1].upper() + text[1:]
+
+
+def fields(values: Mapping[str, object]) -> str:
+    """Names and values in prose: ``block=128, bias=false``."""
+    return ", ".join(
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
+    )
 
 
 def hang(

@@ -18,11 +18,11 @@ A launch of several kernels has a namespace for each, ``<name>_kernel``, in whic
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from jetfire.export import compiled, flatten
-from jetfire.export.c_text import capital, comment, hang, unless
+from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
 from jetfire.export.library import Library, header, parameters
@@ -92,22 +92,16 @@ def dims(plan: Plan) -> str:
 # --- one config ----------------------------------------------------------------------------------
 
 
-def _sizes(values: Mapping[str, object]) -> str:
-    return ", ".join(
-        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
-    )
-
-
 def _where_from(plan: Plan, tuned: Tuned) -> str:
     """How a config was found, in a sentence."""
     entry, asked = tuned.entry, plan.sizes(tuned.problem)
     found = {dim: entry.problem[dim] for dim in plan.op.dims}
-    nearest = "" if found == asked else f" (nearest tuned: {_sizes(found)})"
+    nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
     where = entry.provenance
     on = f" on {where['gpu']}" if where.get("gpu") else ""
     when = f", {where['date']}" if where.get("date") else ""
     return (
-        f"{_sizes(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials} trials of "
+        f"{fields(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials} trials of "
         f"{entry.strategy}{on}{when}."
     )
 
@@ -115,7 +109,7 @@ def _where_from(plan: Plan, tuned: Tuned) -> str:
 def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
     """What a file is, where its constants come from and how it is built."""
     paragraphs = [
-        f"{capital(plan.op.summary)}; {_sizes(plan.fixed)}.",
+        f"{capital(plan.op.summary)}; {fields(plan.fixed)}.",
         "",
         f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
         *(_where_from(plan, tuned) for tuned in variant.tuned),
@@ -198,7 +192,7 @@ def _compiled(plan: Plan, variant: Variant, several: bool) -> list[Compiled]:
             code=compile_cubin(code.source, code.header, architecture),
             threads=code.threads,
             shared_bytes=code.shared_bytes,
-            about=f"Tuned for {_sizes(plan.sizes(variant.problem))}.",
+            about=f"Tuned for {fields(plan.sizes(variant.problem))}.",
         )
         for code in variant.codes
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetfire.export.c_text import capital, comment, hang
+from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.plan import Plan
 
 
@@ -60,10 +60,7 @@ def header(
     """
     from jetfire.export.render import render
 
-    fixed = ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in plan.fixed.items()
-    )
+    fixed = fields(plan.fixed)
     return render(
         "library.h.j2",
         plan=plan,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import jetfire
+from jetfire.export.c_text import WIDTH, capital, fields
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.samples import Sample
@@ -27,7 +28,6 @@ from jetfire.export.signature import Extent, Parameter, Signature
 from jetfire.export.target import cuda_home
 from jetfire.ops.op import Tensors
 
-WIDTH = 100
 # The oldest PyTorch whose stable C++ interface has all that is used; also as its headers want it.
 TORCH = "2.11"
 TORCH_TARGET = "0x020b000000000000"
@@ -243,8 +243,8 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
 def _prose(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
     """What documentation, self-test and benchmark say of a plan."""
     return {
-        "summary": plan.op.summary[0].upper() + plan.op.summary[1:],
-        "fixed": ", ".join(f"{k}={str(v).lower()}" for k, v in plan.fixed.items()),
+        "summary": capital(plan.op.summary),
+        "fixed": fields(plan.fixed),
         # Of addresses the operator asks more than the C function, and the templates say what.
         "contract": library.contract[1:],
         "recorded": recorded(plan, sample),
@@ -328,11 +328,13 @@ def _passed(plan: Plan, library: Library, sizes: Sequence[Size]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a README says of a problem: `microseconds` is None where another's config is used."""
+    """What a README says of a problem: its time and rate when tuned are None where another's
+    config is used."""
 
     sizes: tuple[int, ...]
     config: str
     microseconds: float | None
+    rate: str | None
     where: str
 
 
@@ -346,8 +348,17 @@ def origin(plan: Plan, tuned: Tuned) -> Origin:
         tuple(plan.sizes(problem).values()),
         ", ".join(f"{name}={value}" for name, value in tuned.config.as_dict().items()),
         round(1e3 * entry.ms, 2) if exact else None,
+        _rate(plan, tuned) if exact else None,
         where if exact else f"for {nearest}, {where}",
     )
+
+
+def _rate(plan: Plan, tuned: Tuned) -> str:
+    """Multiply-add operations a second, or bytes for an op that has none."""
+    ms, flops = tuned.entry.ms, plan.op.flops(tuned.problem)
+    if flops:
+        return f"{flops / ms / 1e9:.0f} TFLOP/s"
+    return f"{plan.op.bytes(tuned.problem) / ms / 1e6:.0f} GB/s"
 
 
 def caller(plan: Plan, function: Callable[..., Any]) -> Callable[[Any, Tensors, Tensors], Tensors]:

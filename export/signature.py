@@ -16,7 +16,7 @@ Role = Literal["input", "updated", "output"]
 # Sizes at which an extent is read off: of no two the quotients, or their ceilings, are alike.
 _PROBES = (1, 2, 3, 5, 8, 13)
 _UNIT = 3072  # a multiple of every block, and of whatever a `Problem` may ask sizes to be one of
-_DIVISORS = (2, 8, 16, 32, 64, 128, 256, 512, 1024)
+DIVISORS = (2, 8, 16, 32, 64, 128, 256, 512, 1024)
 C_TYPES = {
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
@@ -156,8 +156,8 @@ def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
     tried: Iterable[Extent] = (
         Extent(None, found[0][1]),
         *(Extent(dim, factor) for dim in dims for factor in (1, 2, 3, 4)),
-        *(Extent(dim, 1, divisor) for dim in dims for divisor in _DIVISORS),
-        *(Extent(dim, 3, divisor) for dim in dims for divisor in _DIVISORS),  # of Q, K and V
+        *(Extent(dim, 1, divisor) for dim in dims for divisor in DIVISORS),
+        *(Extent(dim, 3, divisor) for dim in dims for divisor in DIVISORS),  # of Q, K and V
     )
     for extent in tried:
         if all(extent.of(sizes) == value for sizes, value in found):

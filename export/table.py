@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from jetfire.export.c_text import hang
-from jetfire.export.signature import Extent
-
-_DIVISORS = (2, 8, 16, 32, 64, 128, 256, 512, 1024)
+from jetfire.export.signature import DIVISORS, Extent
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Table:
             return str(values[0])
         dims = self.sizes[0]
         tried = [Extent(dim) for dim in dims]
-        tried += [Extent(dim, 1, divisor) for dim in dims for divisor in _DIVISORS]
+        tried += [Extent(dim, 1, divisor) for dim in dims for divisor in DIVISORS]
         for extent in tried:
             if all(extent.of(self.sizes[r]) == v for r, v in zip(rows, values, strict=True)):
                 return extent.c()

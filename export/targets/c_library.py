@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jetfire.export.c_text import fields
 from jetfire.export.library import Library
-from jetfire.export.operator import recorded
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.operator import origin, recorded
+from jetfire.export.plan import Plan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample, small_problem
 from jetfire.export.signature import Extent, Parameter
@@ -119,33 +120,6 @@ def _count_code(shape: Sequence[Extent]) -> str:
     return "(size_t)" + " * ".join(factors or ["1"])
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """What a README says of a problem: ``us`` is 0 where another one's config is used."""
-
-    sizes: tuple[int, ...]
-    us: str
-    rate: str
-    config: str
-    origin: str
-
-
-def _origin(plan: Plan, tuned: Tuned) -> _Origin:
-    entry, problem = tuned.entry, tuned.problem
-    config = ", ".join(f"{k}={v}" for k, v in tuned.config.as_dict().items())
-    where = f"on {entry.provenance.get('gpu')}, {entry.provenance.get('date')}"
-    sizes = tuple(plan.sizes(problem).values())
-    if entry.problem != problem.as_dict():
-        nearest = "×".join(str(entry.problem[dim]) for dim in plan.op.dims)
-        return _Origin(sizes, "0", "–", config, f"for {nearest}, {where}")
-    flops = plan.op.flops(problem)
-    rate = (
-        f"{flops / entry.ms / 1e9:.0f} TFLOP/s" if flops
-        else f"{plan.op.bytes(problem) / entry.ms / 1e6:.0f} GB/s"
-    )  # fmt: skip
-    return _Origin(sizes, f"{1e3 * entry.ms:.2f}", rate, config, where)
-
-
 def _flops_code(plan: Plan) -> str | None:
     """C of the multiply-add operations, where they are so many for each product of the sizes."""
     if not plan.op.flops(plan.problem):
@@ -183,7 +157,7 @@ class CLibrary(Target):
         sources = (*library.cuda_sources, *library.c_sources)
         known = (*sources, f"{plan.name}.h")
         written = [t for t in tensors if "WRITTEN" in t.role]
-        tuned = [_origin(plan, t) for t in plan.tuned]
+        tuned = [origin(plan, t) for t in plan.tuned]
         values = {
             "plan": plan, "library": library, "workspace": library.workspace,
             "zeros": library.zeros,
@@ -192,8 +166,9 @@ class CLibrary(Target):
             "exact": any(t.reader is None for t in written),
             "readers": list(dict.fromkeys(_READERS[d][0] for d in used)),
             "reader_code": dict(_READERS.values()), "unwritten": f"0x{UNWRITTEN:X}",
-            "tuned": tuned, "flops": _flops_code(plan), "rates": bool(plan.op.flops(plan.problem)),
-            "nearest": any(t.us == "0" for t in tuned),
+            "fixed": fields(plan.fixed), "tuned": tuned, "flops": _flops_code(plan),
+            "rates": bool(plan.op.flops(plan.problem)),
+            "nearest": any(t.microseconds is None for t in tuned),
             "size_arguments": ", ".join(f"size[{i}]" for i in range(len(plan.op.dims))),
             "gpu": plan.tuned[0].entry.provenance.get("gpu"), "sources": sources,
             "objects": [f"{Path(file).stem}.o" for file in sources],
