@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jetfire import ops
 from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
-from jetfire.bench.results import Results, Row, check_writable, write_text
+from jetfire.bench.results import Results, Row
+from jetfire.core.files import check_writable, write
 from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
@@ -375,7 +376,7 @@ def _save(
         return
     results = Results(record, list(existing.rows) if existing else [])
     results.merge(rows)
-    write_text(asked.output, render(results, kind))
+    write(asked.output, render(results, kind))
 
 
 def render(results: Results, kind: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock
 
 from jetfire.bench import timer
-from jetfire.bench.results import write_text
+from jetfire.core.files import Unwritable, write
 from jetfire.ops import peers
 from jetfire.ops.device import Device
 
@@ -108,9 +108,9 @@ def cached(device: Device, driver: str | None, remeasure: bool = False) -> dict[
             known = _read(file)
             if remeasure or key not in known:
                 known[key] = measure(device)
-                write_text(file, json.dumps(known, indent=1) + "\n")
+                write(file, json.dumps(known, indent=1) + "\n")
             return known[key]
-    except OSError:  # a cache that cannot be kept costs two seconds, not the run
+    except (OSError, Unwritable):  # a cache that cannot be kept costs two seconds, not the run
         return measure(device)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.results import Results, Row
 from jetfire.bench.suite import INT4, PROMOTION_DATA
+from jetfire.core.files import write
 from jetfire.ops.errors import JetfireError, UsageError
 from jetfire.ops.workloads import MODELS
 
@@ -473,7 +474,7 @@ def report(
     undrawn = [chart for chart in charts if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:
-            write_text(path, texts[path])
+            write(path, texts[path])
         for chart in undrawn:
             chart.draw(chart.path, chart.digest)
     return stale + [chart.path for chart in undrawn]

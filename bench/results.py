@@ -7,16 +7,29 @@ import dataclasses
 import io
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jetfire.ops.errors import UsageError
+from pydantic import Field, FiniteFloat
+
+from jetfire.core import schema
+from jetfire.core.files import MIB
+from jetfire.core.schema import (
+    Count,
+    Fields,
+    Line,
+    Name,
+    NotNegative,
+    Plain,
+    Positive,
+    Ratios,
+    Text,
+)
 
 SCHEMA = 1
+MOST = 128 * MIB  # bytes of a file
 CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 
 
@@ -55,35 +68,35 @@ class Row:
             commands (`peak_gib`, …), kept as they are.
     """
 
-    op: str
-    kernel: str
+    op: Name
+    kernel: Name
     role: Literal["kernel", "peer"]
-    problem: dict[str, Any]
-    config: dict[str, Any] | None = None
-    profile: str | None = None
-    data: str | None = None
+    problem: Fields
+    config: Fields | None = None
+    profile: Name | None = None
+    data: Line | None = None
     ok: bool | None = None
-    rel_err: float | None = None
-    error: str = ""
-    ms: float | None = None
-    ms_p20: float | None = None
-    ms_p80: float | None = None
-    samples: int | None = None
-    tflops: float | None = None
-    gbps: float | None = None
-    roofline: float | None = None
-    vs_peer: dict[str, float] | None = None
-    sm_mhz: float | None = None
-    watts: float | None = None
-    joules: float | None = None
-    throttled: list[str] | None = None
+    rel_err: NotNegative | None = None
+    error: Text = ""
+    ms: Positive | None = None
+    ms_p20: Positive | None = None
+    ms_p80: Positive | None = None
+    samples: Count | None = None
+    tflops: NotNegative | None = None
+    gbps: NotNegative | None = None
+    roofline: NotNegative | None = None
+    vs_peer: Ratios | None = None
+    sm_mhz: NotNegative | None = None
+    watts: NotNegative | None = None
+    joules: NotNegative | None = None
+    throttled: list[Line] | None = None
     graph: bool | None = None
     curve: Literal["promotion"] | None = None
-    sqnr_db: float | None = None
-    row_sqnr_db: float | None = None
-    schedule_err: float | None = None
-    export: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    sqnr_db: FiniteFloat | None = None
+    row_sqnr_db: FiniteFloat | None = None
+    schedule_err: NotNegative | None = None
+    export: Name | None = None
+    extra: dict[Name, Plain] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it: extra fields beside the others, no NaN and no infinity.
@@ -101,17 +114,16 @@ class Row:
         return {name: _finite(value) for name, value in plain.items()}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Row:
+    def from_dict(cls, content: Mapping[str, Any], path: Path) -> Row:
+        """Return the row that `as_dict` gave.
+
+        Raises:
+            Unreadable: it is none; names the file that it came from.
+        """
         known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         fields = {name: value for name, value in content.items() if name in known}
-        fields.setdefault("role", "kernel")
         extra = {name: value for name, value in content.items() if name not in known}
-        if not isinstance(fields.get("problem"), dict):
-            raise TypeError(f"problem is {fields.get('problem')!r}")
-        for name in ("ms", "ms_p20", "ms_p80"):
-            if not isinstance(fields.get(name), int | float | None):
-                raise TypeError(f"{name} is {fields[name]!r}")
-        return cls(**fields, extra=extra)
+        return schema.convert({"role": "kernel", **fields, "extra": extra}, cls, path)
 
     def key(self, config: bool = True) -> str:
         """What makes two rows measurements of the same thing; a curve's point has any config."""
@@ -142,6 +154,12 @@ def _finite(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class _File:
+    device: dict[Name, Plain] | None
+    rows: Annotated[list[dict[str, Any]], Field(max_length=200_000)]
 
 
 @dataclass
@@ -184,27 +202,10 @@ class Results:
         """Read a results file.
 
         Raises:
-            UsageError: it cannot be read, is no results file, or is of a newer schema.
+            Unreadable: it cannot be read, is no results file, or is of another schema.
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UsageError(f"{path}: not JSON: {error}") from None
-        if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-            raise UsageError(f"{path}: no results file: expected an object with schema and rows")
-        if content.get("schema") != SCHEMA:
-            raise UsageError(
-                f"{path}: schema {content.get('schema')}: this version reads schema {SCHEMA}"
-            )
-        try:
-            rows = [Row.from_dict(row) for row in content["rows"]]
-            for row in rows:
-                row.key()
-        except (TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: a row is not as expected: {error}") from None
-        return cls(content.get("device") or {}, rows)
+        content = schema.load(path, _File, MOST, SCHEMA)
+        return cls(content.device or {}, [Row.from_dict(row, path) for row in content.rows])
 
 
 def _flatten(row: Row) -> dict[str, Any]:
@@ -215,42 +216,3 @@ def _flatten(row: Row) -> dict[str, Any]:
         else:
             flat[name] = "; ".join(value) if isinstance(value, list) else value
     return flat
-
-
-def check_writable(path: Path) -> None:
-    """Fail before an hour of measuring rather than after it.
-
-    Raises:
-        UsageError: a file cannot be written there.
-    """
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder: expected a file to write")
-    try:
-        if path.exists() and not path.is_file():
-            path.open("a").close()
-            return
-        if path.exists() and not os.access(path, os.W_OK):
-            raise UsageError(f"{path}: cannot be written: permission denied")
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        os.unlink(name)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none: to a temporary one beside it, then renamed."""
-    if path.exists() and not path.is_file():  # a device or a pipe cannot be renamed over
-        path.write_text(text, encoding="utf-8")
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

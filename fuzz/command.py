@@ -16,7 +16,7 @@ from typing import Any
 import platformdirs
 
 from jetfire import ops
-from jetfire.bench.results import check_writable, write_text
+from jetfire.core.files import check_writable, write
 from jetfire.fuzz import jobs, sanitize, store
 from jetfire.fuzz.case import Case, Failure
 from jetfire.fuzz.jobs import Pair, Plan, Results
@@ -84,7 +84,7 @@ def fuzz(asked: Asked) -> None:
         summary = _summary(plan, results)
         _show(summary, asked.format)
         if asked.output is not None:
-            write_text(asked.output, json.dumps(summary, indent=1) + "\n")
+            write(asked.output, json.dumps(summary, indent=1) + "\n")
     if not any(pair["examples"] for pair in summary["pairs"]):
         raise UsageError(f"none of these kernels runs on {plan.devices[0].label}")
     wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench.results import write_text
+from jetfire.core.files import Unwritable, write
 from jetfire.fuzz.case import Case, Failure
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
@@ -65,10 +65,9 @@ def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
     path = folder() / f"{failure.case.id}.json"
     saved = content(failure, device, loaded)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(saved, indent=1) + "\n")
-    except OSError as error:
-        text = f"cannot write {path}: {error.strerror}; it would hold {json.dumps(saved)}"
+        write(path, json.dumps(saved, indent=1) + "\n", folders=True)
+    except Unwritable as error:
+        text = f"{error}; it would hold {json.dumps(saved)}"
         warnings.warn(text, JetfireWarning, stacklevel=2)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jetfire.bench.results import write_text
+from jetfire.core.files import write
 from jetfire.gpt2 import (
     checkpoint,
     corpora,
@@ -134,10 +134,10 @@ class Run:
         kept.mkdir(exist_ok=True)
         if "ranks" in description:
             shutil.copyfile(tokens.folder / description["ranks"], kept / description["ranks"])
-        write_text(kept / "meta.json", json.dumps(description) + "\n")
+        write(kept / "meta.json", json.dumps(description) + "\n")
         begun = {**self.settings.as_dict(), PROCESSES: processes}
         text = json.dumps(begun, indent=1) + "\n"
-        write_text(self.folder / SETTINGS, text)
+        write(self.folder / SETTINGS, text)
 
 
 def _free_folder(settings: Settings) -> Path:

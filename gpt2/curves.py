@@ -238,7 +238,7 @@ def _page(groups: Sequence[Group], output: Path) -> None:
     import plotly.graph_objects as go
 
     from jetfire.bench.plot import KERNEL_COLOURS
-    from jetfire.bench.results import write_text
+    from jetfire.core.files import write
 
     figure = go.Figure()
     for index, group in enumerate(groups):
@@ -260,4 +260,4 @@ def _page(groups: Sequence[Group], output: Path) -> None:
         yaxis={"title": "loss, nats a token; dashed: validation", "range": _limits(groups)},
         legend={"orientation": "h", "y": -0.15},
     )  # fmt: skip
-    write_text(output, figure.to_html(include_plotlyjs=True, full_html=True))
+    write(output, figure.to_html(include_plotlyjs=True, full_html=True))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jetfire
-from jetfire.bench.results import write_text
+from jetfire.core.files import write
 from jetfire.gpt2.utilisation import Peak
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -72,7 +72,7 @@ class Log:
         kept: list[Record] = []
         if after is not None and self.path.exists():
             kept = [r for r in read(self.path) if r.get("step", 0) <= after and r["kind"] != "end"]
-        write_text(self.path, "".join(_line(record) for record in kept))
+        write(self.path, "".join(_line(record) for record in kept))
         self.empty = not kept
         self._file = self.path.open("a", encoding="utf-8")
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from jetfire.core.files import write
 from jetfire.gpt2 import checkpoint
 from jetfire.gpt2.tokenizers import GPT2_VOCABULARY
-from jetfire.ops import atomic
 from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def save_transformers(folder: Path, fields: Mapping[str, Any], state: Mapping[st
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The weights last: a folder that has them is whole.
-        atomic.replace(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        atomic.replace(folder / "model.safetensors", save(theirs, metadata={"format": "pt"}))
+        write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+        write(folder / "model.safetensors", save(theirs, metadata={"format": "pt"}))
     except OSError as error:
         raise UsageError(f"{folder}: cannot write: {error.strerror}") from None
     return folder

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # What an op is made of, beside the ops themselves.
 _SHARED = {
-    "atomic",
     "check",
     "data",
     "device",

@@ -15,17 +15,20 @@ import json
 import math
 import os
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from jetfire import ops
-from jetfire.ops import atomic
+from jetfire.core import schema
+from jetfire.core.files import Missing, Unreadable, write
+from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Positive, Ratios
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
 from jetfire.ops.op import Kernel, Op
@@ -45,36 +48,67 @@ STRICT = "JETFIRE_STRICT_PROFILE"
 Source = Literal["tuned", "nearest", "default"]
 
 
+class Provenance(TypedDict, total=False):
+    """What a tuned config's times depend on beside the problem.
+
+    Attributes:
+        gpu: the device's name; capability: its compute capability, None on a CPU.
+        cuda, torch, triton: versions of what compiled the kernel.
+        source: `Kernel.source_hash` as it was; timer: the version of the bench's timer.
+        date: of the comparison, in UTC, as ISO 8601 writes it.
+    """
+
+    gpu: Line
+    capability: tuple[int, int] | None
+    driver: Line | None
+    cuda: Line | None
+    torch: Line
+    triton: Line | None
+    source: Line
+    timer: Count
+    date: Line
+    jetfire: Line
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tuned config; times are those of the tuner's final comparison.
 
     Attributes:
         default_ms: None where the default config failed.
-        joules: of one call; None where power could not be read.
+        joules: of one call; None where power could not be read, 0 where a counter of energy did
+            not move within a short run.
         vs_peer: name → the peer's time over the kernel's.
         provenance: as `provenance` gives it.
     """
 
-    kernel: str
-    problem: dict[str, Any]
-    config: dict[str, Any]
-    ms: float
-    ms_p20: float
-    ms_p80: float
-    samples: int
-    default_ms: float | None
-    joules: float | None
-    objective: str
-    vs_peer: dict[str, float]
-    trials: int
-    strategy: str
-    provenance: dict[str, Any]
+    kernel: Name
+    problem: Fields
+    config: Fields
+    ms: Positive
+    ms_p20: Positive
+    ms_p80: Positive
+    samples: Count
+    default_ms: Positive | None
+    joules: NotNegative | None
+    objective: Name
+    vs_peer: Ratios
+    trials: Count
+    strategy: Name
+    provenance: Provenance
 
     @property
     def gain(self) -> float | None:
         """The default's time over the config's; None where the default failed."""
         return None if self.default_ms is None else self.default_ms / self.ms
+
+
+@dataclass(frozen=True)
+class _File:
+    """A profile as it is saved: each entry names its provenance by a key of the table."""
+
+    provenance: dict[Name, Provenance]
+    entries: Annotated[list[dict[str, Any]], Field(max_length=20_000)]
 
 
 @dataclass(frozen=True)
@@ -142,86 +176,29 @@ def read(file: Path) -> tuple[Entry, ...]:
     """The entries of a profile; a file that cannot be used is named in one warning and skipped."""
     try:
         return _parsed(file)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        warnings.warn(f"profile {file} skipped: {reason}", JetfireWarning, stacklevel=2)
+    except Unreadable as error:
+        warnings.warn(f"profile {file} skipped: {error.reason}", JetfireWarning, stacklevel=2)
         return ()
 
 
 def _parsed(file: Path) -> tuple[Entry, ...]:
-    """A file's entries, none where there is no file; ValueError says why it is no profile."""
+    """Return a file's entries, none where there is no file.
+
+    Raises:
+        Unreadable: it is no profile.
+    """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        content = schema.load(file, _File, version=SCHEMA)
+    except Missing:
         return ()
-    if not isinstance(content, dict):
-        raise ValueError("expected a JSON object")
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"schema {content.get('schema')}, this version reads {SCHEMA}")
-    try:
-        entries = tuple(_entry(raw, content["provenance"]) for raw in content["entries"])
-        _line(content).encode()  # infinities and halves of characters could not be saved again
-        return entries
-    except KeyError as error:
-        raise ValueError(f"{error} is missing") from None
-    except TypeError:
-        raise ValueError("its entries have another form") from None
+    return tuple(_entry(raw, content.provenance, file) for raw in content.entries)
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_positive_or_none(value: Any) -> bool:
-    return value is None or _is_positive(value)
-
-
-def _is_energy(value: Any) -> bool:
-    # A counter of energy may not move within a short run.
-    return value is None or value == 0 or _is_positive(value)
-
-
-def _is_problem(value: Any) -> bool:
-    plain = (bool, int, float, str, NoneType)  # None: cross_entropy's `valid`, all of the columns
-    return _is_object(value) and all(type(v) in plain for v in value.values())
-
-
-def _is_ratios(value: Any) -> bool:
-    return _is_object(value) and all(map(_is_positive, value.values()))
-
-
-def _is_provenance(value: Any) -> bool:
-    return _is_object(value) and isinstance(value.get("capability"), list | NoneType)
-
-
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "kernel": _is_text, "problem": _is_problem, "config": _is_object,
-    "ms": _is_positive, "ms_p20": _is_positive, "ms_p80": _is_positive, "samples": _is_count,
-    "default_ms": _is_positive_or_none, "joules": _is_energy, "objective": _is_text,
-    "vs_peer": _is_ratios, "trials": _is_count, "strategy": _is_text,
-    "provenance": _is_provenance,
-}  # fmt: skip
-
-
-def _entry(raw: dict[str, Any], table: dict[str, Any]) -> Entry:
-    known = {field.name: raw[field.name] for field in dataclasses.fields(Entry)}
-    entry = Entry(**{**known, "provenance": table[raw["provenance"]]})
-    for name, valid in _VALID.items():
-        if not valid(value := getattr(entry, name)):
-            raise ValueError(f"{name}={value!r:.80}")
-    return entry
+def _entry(raw: dict[str, Any], table: Mapping[str, Provenance], file: Path) -> Entry:
+    key = raw.get("provenance")
+    if not isinstance(key, str) or key not in table:
+        raise Unreadable(file, f"an entry's provenance {str(key)[:80]!r} is missing")
+    return schema.convert({**raw, "provenance": table[key]}, Entry, file)
 
 
 # Lookup.
@@ -416,16 +393,16 @@ def software() -> dict[str, str | None]:
     return {"cuda": torch.version.cuda, "torch": str(torch.__version__), "triton": triton}
 
 
-def provenance(kernel: Kernel, device: Device, driver: str | None) -> dict[str, Any]:
-    """What a tuned config's times depend on beside the problem."""
+def provenance(kernel: Kernel, device: Device, driver: str | None) -> Provenance:
+    """Return the provenance of a config that is tuned now, on this device."""
     import jetfire
     from jetfire.bench.timer import VERSION
 
     return {
         "gpu": device.name,
-        "capability": list(device.capability) if device.capability else None,
+        "capability": device.capability,
         "driver": driver,
-        **software(),
+        **software(),  # type: ignore[typeddict-item]
         "source": kernel.source_hash(),
         "timer": VERSION,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -449,7 +426,7 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock")):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
-            atomic.replace(file, _text(device, op, list(merged.values())))
+            write(file, _text(device, op, list(merged.values())), alone=True)
     except OSError as error:
         raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
     forget()
@@ -459,10 +436,11 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
 def _held(file: Path) -> tuple[Entry, ...]:
     try:
         return _parsed(file)
-    except (ValueError, RecursionError) as error:
+    except Unreadable as error:
         old = _unused(file.with_suffix(".json.old"))
-        atomic.replace(old, file.read_bytes())
-        warnings.warn(f"profile {file} kept as {old.name}: {error}", JetfireWarning, stacklevel=3)
+        os.replace(file, old)
+        text = f"profile {file} kept as {old.name}: {error.reason}"
+        warnings.warn(text, JetfireWarning, stacklevel=3)
         return ()
 
 
@@ -514,5 +492,5 @@ def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:
     ).encode()
 
 
-def _line(value: dict[str, Any]) -> str:
+def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)

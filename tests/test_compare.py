@@ -4,8 +4,9 @@ import pytest
 
 from jetfire.bench import compare
 from jetfire.bench.compare import Pair, match, parse_share
-from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.results import Results, Row
 from jetfire.cli import execute
+from jetfire.core.files import write
 from jetfire.ops.errors import UsageError
 
 
@@ -17,7 +18,7 @@ def row(ms, spread=0.01, **changes) -> Row:
 
 
 def save(path, *rows):
-    write_text(path, Results({"name": "GPU"}, list(rows)).to_json())
+    write(path, Results({"name": "GPU"}, list(rows)).to_json())
     return str(path)
 
 

@@ -288,7 +288,7 @@ def test_a_target_is_part_of_what_a_row_measures():
     assert [r.export for r in results.rows] == ["cuda", "torch", None]
     assert results.rows[0].vs_peer == {"launch": 0.5}
     assert "export" not in plain.as_dict()
-    assert Row.from_dict(results.rows[1].as_dict()) == results.rows[1]
+    assert Row.from_dict(results.rows[1].as_dict(), Path("rows.json")) == results.rows[1]
     assert results.rows[1].label == "wgmma as torch"
 
 

@@ -5,7 +5,8 @@ import pytest
 from jetfire import ops
 from jetfire.bench import int4_report, report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.results import Results, Row
+from jetfire.core.files import write
 from jetfire.ops import workloads
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {"copy_gbps": 4000.0}}
@@ -85,7 +86,7 @@ def test_nothing_without_rows():
 @pytest.mark.parametrize("some", [True, False])
 def test_the_pages_hold_them(tmp_path, some):
     file, readme = tmp_path / "h200.json", tmp_path / "README.md"
-    write_text(file, Results(DEVICE, layer_rows() + small_rows() if some else []).to_json())
+    write(file, Results(DEVICE, layer_rows() + small_rows() if some else []).to_json())
     readme.write_text(f"{BEGIN}\n{END}\n")
     report.report(file, readme, check=False)
     page = file.with_suffix(".md").read_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,9 +13,10 @@ from jetfire.bench import peaks, report, suite
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.plot import plot
 from jetfire.bench.promotion import Curve, sqnr
-from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.results import Results, Row
 from jetfire.bench.runner import Options
 from jetfire.cli import execute
+from jetfire.core.files import write
 from jetfire.ops.data import DISTRIBUTIONS
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -203,7 +205,7 @@ def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatc
     file = tmp_path / "r.json"
     ordinary = Row("gemm", "wgmma", "kernel", case(64).problem.as_dict(), data="normal", ms=1.0,
                    config=ScheduledConfig().as_dict())  # fmt: skip
-    write_text(file, Results({"name": CPU.name}, [ordinary]).to_json())
+    write(file, Results({"name": CPU.name}, [ordinary]).to_json())
     words = ["--suite", "promotion", "--device", "cpu", "-o", str(file), "--append"]
     assert execute("bench", words) == 0
     shown = capsys.readouterr().out
@@ -296,7 +298,7 @@ def test_the_curve_changes_nothing_else():
 
 def test_the_report_draws_it_and_finds_it_stale(tmp_path):
     file = tmp_path / "h200.json"
-    write_text(file, Results(DEVICE, [*plain(), *points()]).to_json())
+    write(file, Results(DEVICE, [*plain(), *points()]).to_json())
     report.report(file, None, check=False)
     drawn = (tmp_path / "h200-promotion.svg").read_text()
     for text in ("wgmma exact", "wgmma telescoped", "fp8_scaled_mm", "K 64",
@@ -305,7 +307,7 @@ def test_the_report_draws_it_and_finds_it_stale(tmp_path):
     assert report.report(file, None, check=True) == []
     changed = [dataclasses.replace(row, sqnr_db=row.sqnr_db and row.sqnr_db - 1)
                for row in Results.load(file).rows]  # fmt: skip
-    write_text(file, Results(DEVICE, changed).to_json())
+    write(file, Results(DEVICE, changed).to_json())
     stale = report.report(file, None, check=True)
     assert {path.name for path in stale} == {"h200.md", "h200-promotion.svg"}
 
@@ -321,7 +323,7 @@ def test_files_from_before_the_curve_are_read(tmp_path):
     content = Results(DEVICE, points()[:1]).rows[0].as_dict()
     for name in ("curve", "sqnr_db", "row_sqnr_db", "schedule_err"):
         del content[name]
-    row = Row.from_dict(content)
+    row = Row.from_dict(content, Path("rows.json"))
     assert (row.curve, row.sqnr_db, row.row_sqnr_db, row.schedule_err) == (None,) * 4
 
 

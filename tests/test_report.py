@@ -6,7 +6,8 @@ import pytest
 
 from jetfire.bench import report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results, Row, write_text
+from jetfire.bench.results import Results, Row
+from jetfire.core.files import write
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
     "copy_gbps": 4000.0, "int8_tops": 1000.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "a copy"},
@@ -55,7 +56,7 @@ def sample() -> Results:
 @pytest.fixture
 def place(tmp_path):
     file = tmp_path / "h200.json"
-    write_text(file, sample().to_json())
+    write(file, sample().to_json())
     readme = tmp_path / "README.md"
     readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nrest\n")
     return file, readme
@@ -122,7 +123,7 @@ def test_a_changed_row_makes_everything_of_it_stale(place):
     results = Results.load(place[0])
     results.rows = [dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
                     for row in results.rows]  # fmt: skip
-    write_text(place[0], results.to_json())
+    write(place[0], results.to_json())
     stale = {path.name for path in report.report(place[0], place[1], check=True)}
     assert {"h200.md", "README.md", "h200-gemm.svg", "h200-memory-bound.svg"} == stale
 
@@ -136,7 +137,7 @@ def test_a_readme_without_markers_is_refused(place, capsys):
 def test_the_readme_above_docs_results_is_found(tmp_path):
     file = tmp_path / "docs" / "results" / "h200.json"
     file.parent.mkdir(parents=True)
-    write_text(file, sample().to_json())
+    write(file, sample().to_json())
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
     assert report.main([str(file)]) == 0
     assert "GEMM 8192³" in (tmp_path / "README.md").read_text()

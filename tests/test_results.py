@@ -4,13 +4,11 @@ import csv
 import io
 import json
 import math
-import os
-import stat
 
 import pytest
 
-from jetfire.bench import results
-from jetfire.bench.results import Results, Row, check_writable, write_text
+from jetfire.bench.results import Results, Row
+from jetfire.core.files import write
 from jetfire.ops.errors import UsageError
 
 
@@ -37,7 +35,7 @@ def test_schema_has_the_documented_fields():
 def test_round_trip(tmp_path):
     file = tmp_path / "r.json"
     rows = [row(), row(kernel="eager", role="peer", config=None, extra={"peak_gib": 1.5})]
-    write_text(file, Results({"name": "x"}, rows).to_json())
+    write(file, Results({"name": "x"}, rows).to_json())
     loaded = Results.load(file)
     assert loaded.device == {"name": "x"}
     assert loaded.rows == rows
@@ -69,12 +67,12 @@ def test_csv_is_well_formed():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not JSON"),
-        ("[]", "no results file"),
-        ('{"schema": 1, "device": {}}', "no results file"),
-        ('{"schema": 2, "device": {}, "rows": []}', "schema 2: this version reads schema 1"),
-        ('{"schema": 1, "device": {}, "rows": [{"kernel": "x"}]}', "a row is not as expected"),
-        ('{"schema": 1, "device": {}, "rows": [3]}', "a row is not as expected"),
+        ("{", "no JSON: EOF"),
+        ("[]", r"\[\]: expected a JSON object"),
+        ('{"schema": 1, "device": {}}', "rows is missing"),
+        ('{"schema": 2, "device": {}, "rows": []}', "schema '2': this version reads schema 1"),
+        ('{"schema": 1, "device": {}, "rows": [{"kernel": "x"}]}', "op is missing"),
+        ('{"schema": 1, "device": {}, "rows": [3]}', "rows.0=3: expected a JSON object"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path, text, says):
@@ -88,37 +86,3 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, text, says):
 def test_missing_file(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         Results.load(tmp_path / "none.json")
-
-
-def test_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    file = tmp_path / "r.json"
-    file.write_text("before")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(results.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_text(file, "after")
-    assert file.read_text() == "before"
-    assert os.listdir(tmp_path) == ["r.json"]
-
-
-def test_written_files_have_ordinary_permissions(tmp_path):
-    file = tmp_path / "r.json"
-    write_text(file, "x")
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
-
-
-def test_unwritable_places(tmp_path):
-    with pytest.raises(UsageError, match="is a folder"):
-        check_writable(tmp_path)
-    with pytest.raises(UsageError, match="No such file"):
-        check_writable(tmp_path / "none" / "r.json")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="Not a directory"):
-        check_writable(tmp_path / "file" / "r.json")
-    check_writable(tmp_path / "new.json")
-    assert os.listdir(tmp_path) == ["file"]

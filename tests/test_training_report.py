@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jetfire.bench import report
-from jetfire.bench.results import Results, write_text
+from jetfire.bench.results import Results
 from jetfire.gpt2 import curves, keep, log
 from jetfire.gpt2.report import _order, addition
 from jetfire.ops.errors import UsageError
@@ -43,7 +43,7 @@ def place(tmp_path):
     """A results file without rows, beside it the kept logs of four runs and one of another GPU."""
     file = tmp_path / "results" / "h200.json"
     file.parent.mkdir()
-    write_text(file, Results(DEVICE, []).to_json())
+    file.write_text(Results(DEVICE, []).to_json())
     several = {
         "bf16-0": {}, "bf16-1": {"seed": 1, "validation": (4.0, 3.2, 3.5)},
         "int8-0": {"recipe": "int8-block32", "validation": (4.0, 3.1, 3.6), "ms": 5.0},

@@ -8,7 +8,8 @@ import pytest
 from jetfire import ops
 from jetfire.bench import report, tuned_report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results, write_text
+from jetfire.bench.results import Results
+from jetfire.core.files import write
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -60,7 +61,7 @@ def place(tmp_path, monkeypatch):
     profiles.save(profiles.SHIPPED, H200, "layernorm", LAYERNORM)
     profiles.save(profiles.SHIPPED, H200, "gemm", GEMM)
     file = tmp_path / "h200.json"
-    write_text(file, Results(RECORD, []).to_json())
+    write(file, Results(RECORD, []).to_json())
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
     yield file
     profiles.forget()
@@ -176,7 +177,7 @@ def test_a_new_profile_or_lookup_makes_all_of_it_stale(place):
 
 
 def test_another_device_has_none_of_it(place):
-    write_text(place, Results({"name": "NVIDIA B200", "kind": "cuda"}, []).to_json())
+    write(place, Results({"name": "NVIDIA B200", "kind": "cuda"}, []).to_json())
     assert "Tuned" not in page_of(place)
     assert not place.with_name("h200-tuned.svg").exists()
 

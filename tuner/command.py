@@ -12,7 +12,7 @@ from pathlib import Path
 from jetfire import ops
 from jetfire.bench import command as bench_command
 from jetfire.bench.plan import Case
-from jetfire.bench.results import check_writable
+from jetfire.core.files import check_writable
 from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device

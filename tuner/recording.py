@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire import ops
-from jetfire.bench.results import write_text
+from jetfire.core.files import write
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner.space import Space
@@ -71,13 +71,8 @@ class Recording:
             "base": self.base.as_dict(), "outcomes": OUTCOMES, "trials": trials,
         }  # fmt: skip
         text = json.dumps(content, separators=(",", ":"))
-        try:
-            if file.suffix == ".gz":
-                file.write_bytes(gzip.compress(text.encode(), mtime=0))
-            else:
-                write_text(file, text)
-        except OSError as error:
-            raise UsageError(f"cannot write {file}: {error.strerror}") from None
+        packed = file.suffix == ".gz"
+        write(file, gzip.compress(text.encode(), mtime=0) if packed else text)
 
     @classmethod
     def load(cls, file: Path) -> Recording:

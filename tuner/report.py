@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jetfire.bench.results import write_text
+from jetfire.core import files
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.digest import Attempt, Digest, first_line, words
 
@@ -73,11 +73,7 @@ def write_all(studies: Sequence[optuna.Study], file: Path) -> None:
     Raises:
         UsageError: the file cannot be written, or Plotly or Jinja is missing.
     """
-    text = render(studies)
-    try:
-        write_text(file, text)
-    except OSError as error:
-        raise UsageError(f"report {file}: cannot be written: {error.strerror}") from None
+    files.write(file, render(studies))
 
 
 def render(studies: Sequence[optuna.Study]) -> str:

@@ -12,7 +12,7 @@ from jetfire.bench import command as bench_command
 from jetfire.bench import peaks
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Case
-from jetfire.bench.results import check_writable
+from jetfire.core.files import check_writable
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, UsageError, WrongResultError

@@ -12,8 +12,8 @@ import numpy as np
 
 from jetfire import ops
 from jetfire.bench.plan import BLOCKS
-from jetfire.bench.results import write_text
 from jetfire.bench.tuned_report import LOOKUPS_SCHEMA, NEAR, mean
+from jetfire.core import files
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -122,4 +122,4 @@ def write(
     """
     lines = ",\n".join(json.dumps(row) for row in found)
     head = json.dumps({"schema": LOOKUPS_SCHEMA, "device": dict(device), "seed": seed})[:-1]
-    write_text(file, f'{head},\n"rows": [\n{lines}\n]}}\n')
+    files.write(file, f'{head},\n"rows": [\n{lines}\n]}}\n')

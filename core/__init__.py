@@ -1,0 +1,1 @@
+"""What every part of the workbench stands on: reading and writing files."""

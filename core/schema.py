@@ -1,0 +1,180 @@
+"""The one way in which files become values: JSON, checked against types with bounds.
+
+A format is a dataclass or a TypedDict whose annotations say all that its values keep to; the names
+below are for such annotations. Keys that a type does not name are passed over, so that a file of a
+later version can be read. The parser is pydantic's, in Rust: msgspec 0.22 crashed on a tuple whose
+second element was of a wrong type.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
+
+from jetfire.core import files
+from jetfire.core.files import MIB, Unreadable
+
+T = TypeVar("T")
+LARGEST = 2**63 - 1
+
+# What a terminal obeys, what ends a comment's line in generated code, and what turns the direction
+# of text: each hides or forges what follows it.
+_CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\x{2028}-\x{202e}\x{2066}-\x{2069}"
+_LINE, _LINES = rf"^[^\t\n{_CONTROL}]*$", rf"^[^{_CONTROL}]*$"
+_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
+# pydantic's words for what is accepted, and ours.
+_WORDS = {
+    f"String should match pattern '{_LINE}'": "text without control characters",
+    f"String should match pattern '{_LINES}'": "text without control characters but \\t and \\n",
+    f"String should match pattern '{_NAME}'": "letters, digits and _ . + -",
+    "a valid dictionary": "a JSON object",
+    "an object": "a JSON object",
+    "a valid string": "text",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+    "a valid array": "a list",
+}
+
+
+def _scalar(value: Any) -> Any:
+    """Return a finite number, a truth, a line of text or None.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if isinstance(value, str):
+        return _adapter(Line).validate_python(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+        return value
+    raise ValueError("a finite number, text, true, false or null")
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """Return what `_scalar` does, or lists and objects of it.
+
+    Raises:
+        ValueError: it is anything else, or deeper.
+    """
+    if depth and isinstance(value, list):
+        return [_plain(entry, depth - 1) for entry in value]
+    if depth and isinstance(value, dict):
+        return {_scalar(name): _plain(entry, depth - 1) for name, entry in value.items()}
+    return _scalar(value)
+
+
+Line = Annotated[str, StringConstraints(max_length=2000, pattern=_LINE)]
+Text = Annotated[str, StringConstraints(max_length=MIB, pattern=_LINES)]
+# A word that may stand in a path: no separator, and no dot first.
+Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=_NAME)]
+Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+NotNegative = Annotated[FiniteFloat, Field(ge=0)]
+Scalar = Annotated[Any, AfterValidator(_scalar)]
+# A value without a type of its own, for what is kept and shown and not computed with.
+Plain = Annotated[Any, AfterValidator(_plain)]
+Fields = Annotated[dict[Name, Scalar], Field(max_length=100)]
+Ratios = Annotated[dict[Name, Positive], Field(max_length=100)]
+
+
+def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = None) -> T:
+    """Return the value that a JSON file holds.
+
+    Args:
+        path: the file; unpacked where its name ends in ``.gz``.
+        kind: the type of the value.
+        most: bytes that the file may hold.
+        version: what its ``schema`` must be; None for a format without one.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it cannot be read, is of another version, or holds no such value; says where in
+            it and what is accepted there.
+    """
+    content = files.read(path, most)
+    if version is not None:
+        found = decode(content, dict[str, Any], path).get("schema")
+        if type(found) is not int or found != version:
+            reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
+            raise Unreadable(path, reason)
+    return decode(content, kind, path)
+
+
+def decode(content: bytes, kind: type[T], path: Path) -> T:
+    """Return the value that JSON text holds.
+
+    Args:
+        path: the file that it came from.
+
+    Raises:
+        Unreadable: it holds no such value.
+    """
+    try:
+        return _adapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise Unreadable(path, _reason(error)) from None
+
+
+def convert(value: Any, kind: type[T], path: Path) -> T:
+    """Return a value of a type made of one that was read from JSON.
+
+    Raises:
+        Unreadable: it cannot be made of that one.
+    """
+    return decode(json.dumps(value).encode(), kind, path)
+
+
+def lines(path: Path, kind: type[T], most: int) -> Iterator[T | Unreadable]:
+    """Yield the value of each line of a file of JSON lines; for a line that has none, why.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it cannot be read.
+    """
+    for number, text in enumerate(files.read(path, most).split(b"\n"), 1):
+        if text.strip():
+            try:
+                yield decode(text, kind, path)
+            except Unreadable as error:
+                yield Unreadable(path, f"line {number}: {error.reason}")
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _reason(error: ValidationError) -> str:
+    """Say in a line where a text first is no value of a type, what is there and what may be."""
+    first = error.errors(include_url=False)[0]
+    where = _printable(".".join(str(part) for part in first["loc"]))
+    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    wanted = _WORDS.get(wanted, wanted)
+    if first["type"] == "json_invalid":
+        return f"no JSON: {first['ctx']['error']}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    shown = _printable(repr(first["input"]))
+    return f"{where + '=' if where else ''}{shown}: expected {_printable(wanted)}"
+
+
+def _printable(text: str) -> str:
+    """Return the beginning of a text, with escapes for what does not print."""
+    short = text if len(text) <= 100 else f"{text[:97]}..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)

@@ -1,0 +1,164 @@
+"""Reading that ends, and files that are whole or not there."""
+
+import errno
+import gzip
+import os
+import stat
+import time
+
+import pytest
+
+from jetfire.core import files
+from jetfire.core.files import Missing, Unreadable, Unwritable
+from jetfire.ops.errors import UsageError
+
+
+def fill_the_disk(monkeypatch):
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path):
+    file = tmp_path / "f"
+    file.write_bytes(b"12345")
+    assert files.read(file, 5) == b"12345"
+    with pytest.raises(Unreadable, match="more than 4 bytes: expected at most that many"):
+        files.read(file, 4)
+
+
+def test_what_is_packed_small_may_not_be_large(tmp_path):
+    file = tmp_path / "f.gz"
+    file.write_bytes(gzip.compress(bytes(1 << 20)))
+    assert files.read(file, 1 << 20) == bytes(1 << 20)
+    with pytest.raises(Unreadable, match="more than"):
+        files.read(file, (1 << 20) - 1)
+    file.write_bytes(gzip.compress(b"text")[:-3])
+    with pytest.raises(Unreadable, match="ended before"):
+        files.read(file, 100)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(Unreadable, match=r"no regular file|Is a directory"):
+            files.read(files.Path(path), 100)
+    with pytest.raises(Missing):
+        files.read(tmp_path / "none", 100)
+    with pytest.raises(Missing):
+        files.read(tmp_path / "pipe" / "none", 100)
+
+
+def test_a_pipe_of_the_shell_is_read():
+    out, into = os.pipe()
+    os.write(into, b"text")
+    os.close(into)
+    assert files.read(files.Path(f"/dev/fd/{out}"), 100) == b"text"
+    os.close(out)
+
+
+@pytest.mark.parametrize("content", ["after", b"after"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, content):
+    file = tmp_path / "r.json"
+    file.write_text("before")
+    fill_the_disk(monkeypatch)
+    with pytest.raises(Unwritable, match=r"r.json: cannot be written: No space left on device"):
+        files.write(file, content)
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    real = os.replace
+    monkeypatch.setattr(os, "fsync", lambda _: done.append("sync"))
+    monkeypatch.setattr(os, "replace", lambda *a: (done.append("rename"), real(*a)))
+    files.write(tmp_path / "f", "x")
+    assert done == ["sync", "rename", "sync"]
+
+
+def test_written_files_have_ordinary_permissions_or_keep_theirs(tmp_path):
+    file = tmp_path / "r.json"
+    files.write(file, "x")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+    file.chmod(0o600)
+    files.write(file, "y")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "link").symlink_to("other")
+    files.write(tmp_path / "link", "new")
+    assert (tmp_path / "other").read_text() == "kept"
+    assert (tmp_path / "link").read_text() == "new"
+
+
+def test_folders_are_made_where_asked(tmp_path):
+    with pytest.raises(Unwritable, match="No such file"):
+        files.write(tmp_path / "a" / "b" / "f", "x")
+    files.write(tmp_path / "a" / "b" / "f", "x", folders=True)
+    assert (tmp_path / "a" / "b" / "f").read_text() == "x"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    place = tmp_path / "made"
+    with pytest.raises(ZeroDivisionError), files.new_folder(place) as part:
+        (part / "half").write_text(str(1 / 0))
+    assert os.listdir(tmp_path) == []
+    for text in ("one", "two"):
+        with files.new_folder(place) as part:
+            assert not any(part.iterdir())
+            (part / "sub").mkdir()
+            (part / "sub" / "f").write_text(text)
+        assert (place / "sub" / "f").read_text() == text
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_folder_that_cannot_be_written_stays_what_it_was(tmp_path, monkeypatch):
+    place = tmp_path / "made"
+    place.mkdir()
+    (place / "f").write_text("before")
+    fill_the_disk(monkeypatch)
+    with pytest.raises(Unwritable, match="No space left"), files.new_folder(place) as part:
+        (part / "f").write_text("after")
+    assert (place / "f").read_text() == "before"
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_what_a_killed_writer_left_goes_after_an_hour_or_at_once(tmp_path):
+    left = tmp_path / ".f.x1y2.part"
+    other = tmp_path / ".g.x1y2.part"
+    for part in (left, other):
+        part.mkdir()
+        (part / "new").write_text("half")
+    files.write(tmp_path / "f", "x")
+    assert left.exists()  # it may be another writer's
+    long_ago = time.time() - 2 * files.ABANDONED_S
+    os.utime(left, (long_ago, long_ago))
+    files.write(tmp_path / "f", "x")
+    assert left.exists()  # something in it was written to just now
+    os.utime(left / "new", (long_ago, long_ago))
+    files.write(tmp_path / "f", "x")
+    assert not left.exists()
+    left.write_text("half")
+    files.write(tmp_path / "f", "x", alone=True)
+    assert not left.exists()
+    assert other.exists()
+    files.tidy(tmp_path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_unwritable_places(tmp_path):
+    with pytest.raises(UsageError, match="is a folder"):
+        files.check_writable(tmp_path)
+    with pytest.raises(UsageError, match="No such file"):
+        files.check_writable(tmp_path / "none" / "r.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="Not a directory"):
+        files.check_writable(tmp_path / "file" / "r.json")
+    files.check_writable(tmp_path / "new.json")
+    assert os.listdir(tmp_path) == ["file"]

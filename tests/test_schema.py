@@ -1,0 +1,135 @@
+"""Files become values by their types, or one line says what is wrong where."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetfire.core import schema
+from jetfire.core.files import Unreadable
+from jetfire.core.schema import Count, Fields, Line, Name, Plain, Positive, Ratios, Text
+
+FILE = Path("some.json")
+
+
+@dataclass(frozen=True)
+class Thing:
+    name: Name
+    ms: Positive
+    fields: Fields
+    shape: tuple[int, int] | None = None
+
+
+GOOD = {"name": "a-b_c.d", "ms": 1, "fields": {"m": 8, "eps": 1e-5, "on": True, "x": None}}
+
+
+def read(content, kind=Thing):
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return schema.decode(text, kind, FILE)
+
+
+def test_a_value_is_read_by_its_type():
+    thing = read({**GOOD, "shape": [9, 0], "of a later version": 1})
+    assert thing == Thing("a-b_c.d", 1.0, GOOD["fields"], (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b'{"a":' * 100_000, "no JSON"),
+        ([], r"\[\]: expected a JSON object"),
+        ({}, "name is missing"),
+        ({**GOOD, "name": 3}, "name=3: expected text"),
+        ({**GOOD, "name": "../x"}, r"name='../x': expected letters, digits and _ . \+ -"),
+        ({**GOOD, "name": ".bashrc"}, "name='.bashrc': expected letters"),
+        ({**GOOD, "name": "a\n"}, "expected letters"),
+        ({**GOOD, "name": ""}, "name='': "),
+        ({**GOOD, "ms": 0}, "ms=0: expected greater than 0"),
+        ({**GOOD, "ms": "1"}, "ms='1': expected a number"),
+        ({**GOOD, "ms": True}, "ms=True: expected a number"),
+        (json.dumps({**GOOD, "ms": float("nan")}).encode(), "ms=nan: expected a finite number"),
+        (json.dumps({**GOOD, "ms": float("inf")}).encode(), "ms=inf: expected a finite number"),
+        (json.dumps(GOOD).replace('"ms": 1', '"ms": 1e999').encode(), "ms=inf"),
+        ({**GOOD, "shape": 9}, "shape=9: expected a list"),
+        ({**GOOD, "shape": [9, "0"]}, "shape.1='0': expected an integer"),
+        ({**GOOD, "fields": {"m": [8]}}, r"fields.m=\[8\]: expected a finite number, text"),
+        ({**GOOD, "fields": {"m": "\x1b[31m"}}, r"fields.m='\\x1b\[31m': expected text without"),
+        ({**GOOD, "fields": {str(i): 0 for i in range(101)}}, "at most 100"),
+        ({**GOOD, "fields": {"m": "x" * 3000}}, "at most 2000 characters"),
+    ],
+)
+def test_what_is_no_value_is_told_in_a_short_line(content, says):
+    with pytest.raises(Unreadable, match=says) as caught:
+        read(content)
+    text = str(caught.value)
+    assert text.startswith("some.json: ")
+    assert len(text) < 400
+    assert text.isprintable()
+
+
+@pytest.mark.parametrize("text", ["\x00", "a\x1b[2J", "\x7f", "\x9b31m", "\u2028", "\u202e", "\r"])
+def test_text_without_what_a_terminal_obeys(text):
+    for kind in (Line, Text):
+        with pytest.raises(Unreadable, match="without control characters"):
+            read(text, kind)
+    for held in ([text], {"a": {"b": text}}, {text: 1}):
+        with pytest.raises(Unreadable):
+            read(held, Plain)
+
+
+def test_lines_of_text():
+    assert read("two\n\tlines", Text) == "two\n\tlines"
+    with pytest.raises(Unreadable):
+        read("two\nlines", Line)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(-1, Count), (1.0, Count), (2**63, Count), ({"a": 0}, Ratios)]
+)
+def test_bounds(value, kind):
+    with pytest.raises(Unreadable):
+        read(value, kind)
+
+
+def test_a_file_of_another_version_says_so(tmp_path):
+    file = tmp_path / "f.json"
+    for held in (3, "2", True, None, [1]):
+        file.write_text(json.dumps({"schema": held, "other": "form"}))
+        with pytest.raises(Unreadable, match=r"schema '.*': this version reads schema 2"):
+            schema.load(file, Thing, version=2)
+
+
+def test_lines_are_read_one_by_one(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_bytes(b'{"a": 1}\n\nnot JSON\n{"a": -1}\n{"a": 2}')
+    found = list(schema.lines(file, dict[str, Count], 1000))
+    assert [x for x in found if isinstance(x, dict)] == [{"a": 1}, {"a": 2}]
+    wrong = [str(x) for x in found if isinstance(x, Unreadable)]
+    assert [text.partition(": ")[2][:7] for text in wrong] == ["line 3:", "line 4:"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON, st.sampled_from([Thing, Fields, Ratios, Plain, Line, dict[str, Any], list[Thing]]))
+def test_any_json_is_a_value_or_a_line(value, kind):
+    try:
+        read(value, kind)
+    except Unreadable as error:
+        return_line = str(error)
+    else:
+        return
+    assert return_line.isprintable()
