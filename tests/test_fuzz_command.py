@@ -227,7 +227,9 @@ def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys,
     out, err = capsys.readouterr()
     for name in ("wrong", "unwritten"):
         assert f"gelu {name}: {name}: " in out
-    lines = [line for line in err.splitlines() if f"{folder}" in line and "cannot be written" in line]
+    lines = [
+        line for line in err.splitlines() if f"{folder}" in line and "cannot be written" in line
+    ]
     assert len(lines) == 2
     file = tmp_path / "failure.json"
     file.write_text(lines[0].partition("it would hold ")[2])
