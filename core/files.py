@@ -87,48 +87,49 @@ def read(path: Path, most: int) -> bytes:
 
 def _open_at_once(name: str, flags: int) -> int:
     """Open a file without waiting for a pipe's other end."""
-    return os.open(name, flags | os.O_NONBLOCK)
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def size(path: Path) -> int:
-    """Return how many bytes a regular file has.
+def opened(path: Path) -> IO[bytes]:
+    """Open a regular file for reading.
 
     Raises:
         Missing: there is no such file.
-        Unreadable: it is no regular file.
+        Unreadable: it is no regular file, or may not be read.
     """
     try:
-        found = path.stat()
+        handle = _open_at_once(os.fspath(path), os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Missing(path, str(error.strerror)) from None
     except (OSError, ValueError) as error:
         raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise Unreadable(path, "no regular file")
-    return found.st_size
+    return os.fdopen(handle, "rb")
 
 
-def digest(path: Path, advance: Callable[[int], None] | None = None) -> str:
+def digest(path: Path, see: Callable[[memoryview], None] | None = None) -> str:
     """Return the SHA-256 of a regular file, as 64 hexadecimal digits.
 
     Args:
         path: the file.
-        advance: called with a number of bytes each time that so many have been read.
+        see: called with the content, in blocks of a MiB and the rest.
 
     Raises:
         Missing: there is no such file.
         Unreadable: it is no regular file, or cannot be read.
     """
-    size(path)
-    total, block = hashlib.sha256(), memoryview(bytearray(MIB))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                total.update(block[:count])
-                if advance is not None:
-                    advance(count)
-    except OSError as error:
-        raise Unreadable(path, str(error.strerror)) from None
+    total, block = hashlib.sha256(), bytearray(MIB)
+    with opened(path) as file:
+        try:
+            while count := file.readinto(block):  # type: ignore[attr-defined]
+                part = memoryview(block)[:count]
+                total.update(part)
+                if see is not None:
+                    see(part)
+        except OSError as error:
+            raise Unreadable(path, str(error.strerror)) from None
     return total.hexdigest()
 
 
@@ -153,28 +154,28 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-        if folders:
-            path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Unwritable(path, error) from None
-    with new_file(path, alone=alone) as out:
+    with new_file(path, alone=alone, folders=folders) as out:
         out.write(data)
 
 
 @contextlib.contextmanager
-def new_file(path: Path, *, alone: bool = False) -> Iterator[IO[bytes]]:
+def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Iterator[IO[bytes]]:
     """Give a file to write, which then takes the place of `path`, whole and on the disk.
 
     Where the block raises, or the process dies in it, `path` is what it was.
 
     Args:
         path: the file.
-        alone: as `write` has it.
+        alone, folders: as `write` has them.
 
     Raises:
         Unwritable: a full disk, a missing folder, a lack of rights.
     """
     try:
+        if folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
         tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
         handle, name = tempfile.mkstemp(_PART, _prefix(path.name), path.parent)
         try:
@@ -298,10 +299,12 @@ def new_files(folder: Path) -> Iterator[Path]:
 def append(path: Path) -> IO[bytes]:
     """Open a file, made where there is none, to write at its end; no link is followed.
 
+    Its descriptor can be read from.
+
     Raises:
         Unwritable: it is a link or no regular file, or a lack of rights.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.fdopen(os.open(path, flags, 0o666), "ab")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

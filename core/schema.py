@@ -142,19 +142,33 @@ def convert(value: Any, kind: type[T], path: Path) -> T:
     return decode(json.dumps(value).encode(), kind, path)
 
 
-def lines(path: Path, kind: type[T], most: int) -> Iterator[T | Unreadable]:
+class BadLine(Unreadable):
+    """A line of a file that holds no value.
+
+    Attributes:
+        number: its own, from 1.
+        cut: it is the last and does not end, as one whose writer was killed.
+    """
+
+    def __init__(self, path: Path, number: int, reason: str, cut: bool) -> None:
+        super().__init__(path, f"line {number}: {reason}")
+        self.number, self.cut = number, cut
+
+
+def lines(path: Path, kind: type[T], most: int) -> Iterator[T | BadLine]:
     """Yield the value of each line of a file of JSON lines; for a line that has none, why.
 
     Raises:
         Missing: there is no such file.
         Unreadable: it cannot be read.
     """
-    for number, text in enumerate(files.read(path, most).split(b"\n"), 1):
+    found = files.read(path, most).split(b"\n")
+    for number, text in enumerate(found, 1):
         if text.strip():
             try:
                 yield decode(text, kind, path)
             except Unreadable as error:
-                yield Unreadable(path, f"line {number}: {error.reason}")
+                yield BadLine(path, number, error.reason, number == len(found))
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

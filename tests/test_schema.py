@@ -112,8 +112,11 @@ def test_lines_are_read_one_by_one(tmp_path):
     file.write_bytes(b'{"a": 1}\n\nnot JSON\n{"a": -1}\n{"a": 2}')
     found = list(schema.lines(file, dict[str, Count], 1000))
     assert [x for x in found if isinstance(x, dict)] == [{"a": 1}, {"a": 2}]
-    wrong = [str(x) for x in found if isinstance(x, Unreadable)]
-    assert [text.partition(": ")[2][:7] for text in wrong] == ["line 3:", "line 4:"]
+    wrong = [x for x in found if isinstance(x, schema.BadLine)]
+    assert [str(x).partition(": ")[2][:7] for x in wrong] == ["line 3:", "line 4:"]
+    assert [(x.number, x.cut) for x in wrong] == [(3, False), (4, False)]
+    file.write_bytes(b'{"a": 1}\n{"a"')
+    assert [x.cut for x in schema.lines(file, dict[str, Count], 1000) if not isinstance(x, dict)]
 
 
 JSON = st.recursive(
