@@ -218,7 +218,6 @@ def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _put_back(path)
         tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
         with tempfile.TemporaryDirectory(_PART, _prefix(path.name), path.parent) as name:
             part = Path(name) / "new"
@@ -370,6 +369,8 @@ def remove(folder: Path) -> None:
 def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
     """Remove what killed writers of files and folders of a name left in a folder.
 
+    A folder of that name which they had moved away, and nothing had taken its place, is put back.
+
     Args:
         folder: where they wrote.
         name: what they wrote, any name by default.
@@ -377,6 +378,8 @@ def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
     """
     prefix = "." if name == "*" else _prefix(name)
     with contextlib.suppress(OSError):
+        if name != "*":
+            _put_back(folder / name)
         for part in os.scandir(folder):
             if _is_part(part.name, prefix):
                 with contextlib.suppress(OSError):

@@ -79,7 +79,7 @@ def _prepared(settings: Settings) -> Path:
         UsageError: there is no such data.
     """
     folder = Path(settings.data)
-    if not (folder / META).is_file():
+    if not (folder / META).exists():
         chosen = None if settings.tokenizer == "auto" else settings.tokenizer
         output = None
         if settings.data not in corpora.NAMED:
@@ -211,8 +211,8 @@ def _begin(
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
-    _announce(training, run, device)
     run.begin(training.tokens, training.group.world)
+    _announce(training, run, device)
     journal = stack.enter_context(closing(log.Log(run.folder)))
     head = _header("run" if journal.empty else "resume", training, run, device)
     journal.write({**head, "cut": True} if journal.cut else head)

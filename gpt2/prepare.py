@@ -100,6 +100,7 @@ def prepare(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _turn(folder, say):
+            files.tidy(folder.parent, folder.name)
             _prepare(found, chosen, vocabulary, folder, show)
     except OSError as error:
         raise Unwritable(folder, error) from None

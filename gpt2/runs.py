@@ -81,12 +81,12 @@ class Run:
         Raises:
             UsageError: the data's tokenizer is missing, or the folder cannot be written.
         """
+        with files.new_folder(self.folder / TOKENIZER, alone=True) as part:
+            tokenizers.keep(tokens.meta["tokenizer"], tokens.folder, part)
         try:
-            for name in (TOKENIZER, checkpoint.FOLDER):
-                (self.folder / name).mkdir(exist_ok=True)
+            (self.folder / checkpoint.FOLDER).mkdir(exist_ok=True)
         except OSError as error:
             raise Unwritable(self.folder, error) from None
-        tokenizers.keep(tokens.meta["tokenizer"], tokens.folder, self.folder / TOKENIZER)
         checkpoint.set_aside(self.damaged)
         begun = {**self.settings.as_dict(), PROCESSES: processes}
         files.write(self.folder / SETTINGS, json.dumps(begun, indent=1) + "\n", alone=True)

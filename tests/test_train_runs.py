@@ -365,6 +365,7 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
     real, codes = command._prepared, []
 
     def meanwhile(settings):
+        monkeypatch.setattr(command, "_prepared", real)
         codes.append(execute("train", words))
         codes.append(execute("train", ["--resume", "-o", str(run)]))
         return real(settings)
