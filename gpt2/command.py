@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from jetfire.core import schema
 from jetfire.gpt2 import (
     checkpoint,
     corpora,
@@ -276,11 +278,10 @@ def sample(
         model = GPT2(saved.shape, "bf16")
     checkpoint.load_model(model, saved.model(), saved.path)
     with autocast(where.torch_device):
-        print(
-            sampling.text(
-                model, tokenizer, prompt, count, temperature=temperature, top_k=top_k, seed=seed,
-            )
-        )  # fmt: skip
+        text = sampling.text(
+            model, tokenizer, prompt, count, temperature=temperature, top_k=top_k, seed=seed
+        )
+    print(schema.visible(text) if sys.stdout.isatty() else text)
 
 
 def export(path: Path, output: Path) -> None:

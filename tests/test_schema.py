@@ -85,6 +85,12 @@ def test_text_without_what_a_terminal_obeys(text):
             read(held, Plain)
 
 
+def test_what_a_terminal_obeys_can_be_shown():
+    text = "a\x1b[2J\r\u202e\x9bm\x00 é\t\u3000\n"
+    assert schema.visible(text) == "a\\x1b[2J\\r\\u202e\\x9bm\\x00 é\t\u3000\n"
+    read(schema.visible(text), Text)
+
+
 def test_lines_of_text():
     assert read("two\n\tlines", Text) == "two\n\tlines"
     with pytest.raises(Unreadable):

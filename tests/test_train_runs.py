@@ -184,6 +184,15 @@ def test_the_optimizer_is_not_needed_to_sample(run, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_model_cannot_have_a_terminal_obey_it(run, capsys, monkeypatch):
+    monkeypatch.setattr(command.sampling, "text", lambda *_, **__: "a\x1b[2J\n")
+    capsys.readouterr()
+    for terminal, shown in ((False, "a\x1b[2J\n\n"), (True, "a\\x1b[2J\n\n")):
+        monkeypatch.setattr(command.sys.stdout, "isatty", lambda answer=terminal: answer)
+        assert execute("train", ["sample", str(run)]) == 0
+        assert capsys.readouterr().out == shown
+
+
 def test_checkpoints_of_earlier_versions_are_taken_unchecked(run, capsys):
     for step in (4, 8):
         path = saved(run, step)
