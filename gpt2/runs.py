@@ -123,8 +123,9 @@ def opened(asked: Asked, group: Group) -> Iterator[Run]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold a run's folder, made where there is none; one in which nothing began is removed."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made: list[Path] = []
     try:
+        made += [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Unwritable(folder, error) from None

@@ -96,6 +96,8 @@ def test_the_rate_rises_and_falls_to_the_floor():
     one = settings_of(steps=100, warmup=10, rate=1.0, floor=0.1)
     assert [one.rate_at(step) for step in (1, 10, 100)] == pytest.approx([0.1, 1.0, 0.1])
     assert one.rate_at(55) == pytest.approx(0.55)
+    quarter = settings_of(steps=110, warmup=10, rate=1.0, floor=0.1).rate_at(35)
+    assert quarter == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)  # a cosine
     assert settings_of(steps=1, warmup=0).rate_at(1) > 0
 
 
@@ -405,10 +407,23 @@ def test_checkpoints_kept_are_the_last_and_the_best(tokens, tmp_path):
     training, _ = run(tokens, tmp_path, steps=2)
     for step in (10, 20, 30, 40):
         training.done = step
-        training.best = {"step": 20, "loss": 1.0} if step >= 20 else None
+        training.best = {"step": 10, "loss": 1.0}
         checkpoint.save(tmp_path, training.state(), training.model, training.step.optimizer)
-    assert [int(p.name[5:]) for p in checkpoint.listed(tmp_path)] == [20, 30, 40]
+    assert [int(p.name[5:]) for p in checkpoint.listed(tmp_path)] == [10, 30, 40]
     assert checkpoint.find(tmp_path).step == 40
+
+
+def test_the_lowest_evaluation_is_the_best_and_kept(tokens, tmp_path, monkeypatch):
+    found = iter([3.0, 2.0, 2.5, 2.0, 4.0])
+    monkeypatch.setattr(Training, "evaluate", lambda self: next(found))
+    training, records = run(
+        tokens, tmp_path, steps=10, evaluate_every=2, checkpoint_every=0, keep=1
+    )
+    assert training.best == checkpoint.find(tmp_path).state["best"] == {"step": 4, "loss": 2.0}
+    assert [int(p.name[5:]) for p in checkpoint.listed(tmp_path)] == [4, 10]
+    assert [r["step"] for r in records if r["kind"] == "checkpoint"] == [2, 4, 10]
+    again, _ = run(tokens, None, checkpoint.find(tmp_path), steps=10)
+    assert again.best == training.best
 
 
 def test_a_checkpoint_cut_short_is_no_checkpoint(tokens, tmp_path, monkeypatch):
