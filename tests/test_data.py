@@ -122,6 +122,13 @@ def test_archives_in_archives_are_read_as_openwebtext_has_them(tmp_path):
         _texts([tmp_path])
 
 
+def test_what_is_hidden_is_not_read(tmp_path):
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "sub/.d/e.txt", "sub/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert _texts([tmp_path]) == ["a.txt", "sub/f.txt"]
+
+
 def test_a_long_document_comes_in_pieces_that_tokenize_as_the_whole(
     tmp_path, gpt2_files, monkeypatch
 ):

@@ -522,6 +522,8 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     assert captured.out.count("\n") == 1
     assert "step      6  validation loss" in captured.err
     records = log.read(folder)
+    first, *_, last = [loss for _, loss, _ in losses(records)]
+    assert captured.out.startswith(f"tiny bf16: loss {first:.4f} → {last:.4f}, best validation")
     assert [r["kind"] for r in records] == [
         "run", *["step"] * 4, "evaluation", "checkpoint", "step", "step", "evaluation",
         "checkpoint", "end"]  # fmt: skip
@@ -637,6 +639,15 @@ def test_curves_compare_with_the_first():
     assert steps == [1, 2, 3]
     assert shares == pytest.approx([0.0, 5.0, 0.0])
     assert curve([1, 1, 1]).smooth() == [3.0, 2.0]
+
+
+def test_a_smoothed_curve_begins_at_its_first_losses_and_follows_the_rest():
+    level = curves.Curve("a", list(range(200)), [5.0] * 200, [], [])
+    assert level.smooth() == pytest.approx([5.0] * 200)
+    fall = curves.Curve("a", list(range(200)), [5.0] * 100 + [1.0] * 100, [], []).smooth()
+    assert fall[99] == pytest.approx(5.0)
+    assert 1.0 < fall[102] < fall[100] < 5.0
+    assert fall[-1] == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.gpu

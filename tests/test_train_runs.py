@@ -390,6 +390,18 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
     ]  # fmt: skip
 
 
+def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "train", asked.append)
+    words = ["tiny", "--recipe", "bf16", "--steps", "7", "--seed", "11", "--data", "python",
+             "--set", "rate=0.5,steps=3", "--set", "batch=2", "-o", str(tmp_path / "run")]  # fmt: skip
+    assert execute("train", words) == 0
+    with opened(asked[0], Group()) as run:
+        one = run.settings
+    assert (one.preset, one.recipe, one.steps, one.seed) == ("tiny", "bf16", 7, 11)
+    assert (one.data, one.rate, one.batch, run.folder) == ("python", 0.5, 2, tmp_path / "run")
+
+
 def test_a_folder_in_which_nothing_began_is_removed(tmp_path, capsys):
     asked = Asked(preset="tiny", output=tmp_path / "runs" / "a" / "b")
     with opened(asked, Group()) as run:
