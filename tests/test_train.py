@@ -15,7 +15,7 @@ import torch
 
 from jetfire.cli import execute
 from jetfire.core import files
-from jetfire.gpt2 import checkpoint, command, curves, data, graph, log, utilisation
+from jetfire.gpt2 import checkpoint, command, curves, data, faults, graph, log, utilisation
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import PRESETS, Settings, make, resumed
@@ -374,6 +374,25 @@ def test_a_fault_names_step_and_layer(name, gradient, says, recipe, tokens, tmp_
     assert found is not None
     assert found.step == 4
     assert all(torch.isfinite(value).all() for value in found.model().values())
+
+
+def test_a_fault_is_looked_for_in_the_batch_that_failed(tokens, monkeypatch):
+    seen = []
+    monkeypatch.setattr(faults, "find", lambda model, micros, *_: seen.extend(micros) or "it")
+    training = Training(settings_of(), tokens, HERE, None, lambda record: None)
+    launch = training._launch
+
+    def broken(step):
+        if step == 3:
+            training.model.norm.weight.data.fill_(math.nan)
+        return launch(step)
+
+    training._launch = broken
+    with pytest.raises(JetfireError, match="at step 3; first at it"):
+        training.run()
+    (micro,) = seen
+    assert torch.equal(micro[0], training.micros(3)[0][0])
+    assert not torch.equal(micro[0], training.micros(2)[0][0])
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch):

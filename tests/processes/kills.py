@@ -25,7 +25,7 @@ from jetfire.cli import execute
 from jetfire.gpt2 import checkpoint, data, log
 
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=5,"
-            "evaluate_batches=1,checkpoint_every=1,keep=2,recipe=bf16")  # fmt: skip
+            "evaluate_batches=1,checkpoint_every=1,keep=2")  # fmt: skip
 STEPS = 12
 # What one of two at once may be told.
 REFUSED = ("another process is training there", "holds a run: --resume goes on with it")
@@ -71,15 +71,15 @@ class Storm:
     """Commands of one kind that are killed.
 
     Args:
-        home: an empty folder.
+        home: an empty folder; recipe: of runs.
 
     Attributes:
         kills, pairs, ended: how many there were; commands that came to their end.
     """
 
-    def __init__(self, home: Path, random_: random.Random) -> None:
+    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
         home.mkdir()
-        self.home, self.random = home, random_
+        self.home, self.random, self.recipe = home, random_, recipe
         self.kills = self.pairs = self.ended = 0
         self.seconds = 0.0
 
@@ -133,8 +133,8 @@ class Storm:
 class Trainers(Storm):
     """A run that is killed again and again until it comes to its end, then another."""
 
-    def __init__(self, home: Path, random_: random.Random) -> None:
-        super().__init__(home, random_)
+    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
+        super().__init__(home, random_, recipe)
         (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
         self.run, self.number = home / "warm-up", 0
         execute("train", self.words())  # so that what it imports is here when it forks
@@ -154,7 +154,7 @@ class Trainers(Storm):
         if (self.run / "settings.json").exists():
             return ["--resume", *where]
         return ["tiny", "--data", str(self.home / "text.txt"), "--steps", str(STEPS),
-                "--set", SETTINGS, *where]  # fmt: skip
+                "--recipe", self.recipe, "--set", SETTINGS, *where]  # fmt: skip
 
     def outcome(self) -> tuple[list[tuple[int, float, float]], dict[str, bytes]]:
         """Losses and norms of the steps, and the last checkpoint's files."""
@@ -195,8 +195,8 @@ class Trainers(Storm):
 class Preparations(Storm):
     """A folder that is prepared from one text and then another, over and over."""
 
-    def __init__(self, home: Path, random_: random.Random) -> None:
-        super().__init__(home, random_)
+    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
+        super().__init__(home, random_, recipe)
         self.texts = [" ".join(str(i * k) for i in range(120_000)) for k in (3, 7)]
         self.out, self.turn = home / "tokens", 0
         self.digests: list[str | None] = []
@@ -242,14 +242,14 @@ class Preparations(Storm):
 class Exports(Storm):
     """A run's weights written over others, in a folder that holds something else too."""
 
-    def __init__(self, home: Path, random_: random.Random) -> None:
-        super().__init__(home, random_)
+    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
+        super().__init__(home, random_, recipe)
         (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
         os.environ["JETFIRE_CACHE"] = str(home / "cache")
         for steps in (1, 2):
             words = ["tiny", "--data", str(home / "text.txt"), "--steps", str(steps), "--set",
                      f"{SETTINGS},width={32 * steps}", "-o", str(home / f"run-{steps}"),
-                     "--device", "cpu"]  # fmt: skip
+                     "--recipe", self.recipe, "--device", "cpu"]  # fmt: skip
             child = Child(words, home.parent / "runs.said")
             assert child.end() == 0, child.said.read_text()
         self.out, self.turn = home / "weights", 0
@@ -286,18 +286,18 @@ class Exports(Storm):
         assert not list(self.out.glob(".*.part"))
 
 
-KINDS: dict[str, Callable[[Path, random.Random], Storm]] = {
+KINDS: dict[str, Callable[[Path, random.Random, str], Storm]] = {
     "trainers": Trainers, "preparations": Preparations, "exports": Exports,
 }  # fmt: skip
 
 
-def storm(name: str, folder: Path, kills: int, pairs: int, seed: int) -> str:
+def storm(name: str, folder: Path, kills: int, pairs: int, seed: int, recipe: str) -> str:
     """Kill a kind of command so often, of that so many pairs; gives what came of it in a line.
 
     Raises:
         AssertionError: something was lost.
     """
-    one = KINDS[name](folder / name, random.Random(f"{seed} {name}"))
+    one = KINDS[name](folder / name, random.Random(f"{seed} {name}"), recipe)
     while one.pairs < pairs:
         one.kill(pair=True)
     while one.kills < kills:
@@ -316,11 +316,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pairs", type=int, default=10, help="of each kind, two at once")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", default="bf16")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in given.kinds:
-        print(storm(name, given.folder, given.kills, given.pairs, given.seed), flush=True)
+        said = storm(name, given.folder, given.kills, given.pairs, given.seed, given.recipe)
+        print(said, flush=True)
     return 0
 
 
