@@ -9,6 +9,7 @@ second element was of a wrong type.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -34,6 +35,7 @@ LARGEST = 2**63 - 1
 # of text: each hides or forges what follows it.
 _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\x{2028}-\x{202e}\x{2066}-\x{2069}"
 _LINE, _LINES = rf"^[^\t\n{_CONTROL}]*$", rf"^[^{_CONTROL}]*$"
+_HIDDEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069]")
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
 # pydantic's words for what is accepted, and ours.
 _WORDS = {
@@ -142,19 +144,38 @@ def convert(value: Any, kind: type[T], path: Path) -> T:
     return decode(json.dumps(value).encode(), kind, path)
 
 
-def lines(path: Path, kind: type[T], most: int) -> Iterator[T | Unreadable]:
+class BadLine(Unreadable):
+    """A line of a file that holds no value.
+
+    Attributes:
+        number: its own, from 1.
+        cut: it is the last and does not end, as one whose writer was killed.
+    """
+
+    def __init__(self, path: Path, number: int, reason: str, cut: bool) -> None:
+        super().__init__(path, f"line {number}: {reason}")
+        self.number, self.cut = number, cut
+
+
+def lines(path: Path, kind: type[T], most: int) -> Iterator[T | BadLine]:
     """Yield the value of each line of a file of JSON lines; for a line that has none, why.
 
     Raises:
         Missing: there is no such file.
         Unreadable: it cannot be read.
     """
-    for number, text in enumerate(files.read(path, most).split(b"\n"), 1):
+    found = files.read(path, most).split(b"\n")
+    for number, text in enumerate(found, 1):
         if text.strip():
             try:
                 yield decode(text, kind, path)
             except Unreadable as error:
-                yield Unreadable(path, f"line {number}: {error.reason}")
+                yield BadLine(path, number, error.reason, number == len(found))
+
+
+def visible(text: str) -> str:
+    """Return a text with escapes for the control characters that `Text` does without."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -1,82 +1,256 @@
 """Checkpoints: a folder each, whole or absent whatever kills the process.
 
-RUN/checkpoints/step-00000100 holds `model.safetensors`, `optimizer.safetensors` and `state.json`
-(step, settings, shape, best evaluation). It is written under another name, forced to the disk and
-renamed; random numbers and data are functions of the step, so nothing else is needed to go on.
+RUN/checkpoints/step-00000100 holds `model.safetensors`, `optimizer.safetensors`, `state.json`
+(step, settings, shape, best evaluation) and `SHA256SUMS`, the digests of the three as sha256sum
+has them. It is written under another name, forced to the disk and renamed; random numbers and data
+are functions of the step, so nothing else is needed to go on.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, NotRequired
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import Field, FiniteFloat
 from torch import nn
+from typing_extensions import TypedDict
 
+from jetfire.core import files, schema
+from jetfire.core.files import MIB, Missing, Unreadable, Unwritable
+from jetfire.core.schema import Count, Fields
+from jetfire.gpt2 import tensors
+from jetfire.gpt2.model import Shape
 from jetfire.gpt2.parallel import ALONE, Group, as_sharded, whole
+from jetfire.gpt2.prepared import Digests
+from jetfire.gpt2.settings import BOUNDS, MOST_STEPS
+from jetfire.gpt2.tokenizers import Vocabulary
 from jetfire.nn import is_int4_state, weights_changed
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireWarning, UsageError
 
-FOLDER, PREFIX, TEMPORARY = "checkpoints", "step-", ".part-"
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FOLDER, PREFIX = "checkpoints", "step-"
+MODEL, OPTIMIZER, STATE, SUMS = (
+    "model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS",
+)  # fmt: skip
+# What AdamW keeps of a parameter: two tensors of its shape, and the count of its updates.
+MOMENTS, COUNT = ("exp_avg", "exp_avg_sq"), "step"
+
+StepNumber = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+
+
+class Sizes(TypedDict):
+    """The fields of `Shape`."""
+
+    layers: Annotated[int, Field(ge=1, le=BOUNDS["layers"][1])]
+    heads: Annotated[int, Field(ge=1, le=BOUNDS["heads"][1])]
+    width: Annotated[int, Field(ge=1, le=BOUNDS["width"][1])]
+    context: Annotated[int, Field(ge=1, le=BOUNDS["context"][1])]
+    vocabulary: Vocabulary
+    dropout: Annotated[float, Field(ge=0, le=BOUNDS["dropout"][1])]
+
+
+class Seen(TypedDict):
+    """What tells a run's tokens from others: how many there are, and their digests."""
+
+    train: Count
+    validation: Count
+    sha256: Digests | None
+
+
+class Best(TypedDict):
+    step: StepNumber
+    loss: FiniteFloat
+
+
+class State(TypedDict):
+    """What state.json holds.
+
+    Attributes:
+        processes: that trained together; tokens: see `Seen`.
+        best: the lowest evaluation so far.
+        sums: the file of digests beside it; earlier versions wrote none.
+    """
+
+    step: StepNumber
+    settings: Fields
+    vocabulary: Vocabulary
+    shape: Sizes
+    processes: NotRequired[Annotated[int, Field(ge=1, le=1 << 16)]]
+    tokens: NotRequired[Seen | None]
+    best: NotRequired[Best | None]
+    sums: NotRequired[Literal["SHA256SUMS"]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One on disk. `state` has ``step``, ``settings``, ``shape``, ``vocabulary`` and ``best``."""
+    """One on disk, whose files are what was written."""
 
     path: Path
-    state: dict[str, Any]
+    state: State
 
     @property
     def step(self) -> int:
-        return int(self.state["step"])
+        return self.state["step"]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(**self.state["shape"])
 
     def model(self) -> dict[str, torch.Tensor]:
-        return _load(self.path / MODEL)
+        return tensors.load(self.path / MODEL)
 
     def optimizer(self) -> dict[str, torch.Tensor]:
-        return _load(self.path / OPTIMIZER)
+        return tensors.load(self.path / OPTIMIZER)
 
 
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from None
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
     """The checkpoint in a folder of its own.
 
+    Args:
+        parts: the files of tensors that are wanted; others may be missing.
+
     Raises:
-        UsageError: there is none, or its state cannot be read.
+        Unreadable: there is none; it is not what was written, or not of one model.
     """
+    saved = Checkpoint(path, schema.load(path / STATE, State))
+    _check_sums(saved, (STATE, *parts))
+    _check_step(saved)
+    _check_shape(saved)
+    for part in parts:
+        (_check_model if part == MODEL else _check_optimizer)(saved, tensors.header(path / part))
+    return saved
+
+
+def _check_sums(saved: Checkpoint, names: Sequence[str]) -> None:
+    file = saved.path / SUMS
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(path, {**state, "step": int(state["step"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path / STATE}: cannot be read: {error}") from None
+        text = files.read(file, MIB).decode(errors="replace")
+    except Missing:
+        if "sums" in saved.state:
+            raise
+        warnings.warn(
+            f"{saved.path}: has no {SUMS}, as earlier versions wrote none: its files are not "
+            "checked", JetfireWarning, stacklevel=2,
+        )  # fmt: skip
+        return
+    sums = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", text, re.M)}
+    for name in names:
+        if sums.get(name) != files.digest(saved.path / name):
+            raise Unreadable(saved.path / name, f"is damaged: its SHA-256 is not that in {SUMS}")
+
+
+def _check_step(saved: Checkpoint) -> None:
+    name = saved.path.name
+    if name.startswith(PREFIX) and name != f"{PREFIX}{saved.step:08d}":
+        raise Unreadable(saved.path / STATE, f"is of step {saved.step}, not {name}'s")
+
+
+def _check_shape(saved: Checkpoint) -> None:
+    """See that settings and shape tell of one model."""
+    state = saved.state
+    told = {**state["settings"], "vocabulary": state["vocabulary"]}
+    for name in ("layers", "heads", "width", "context", "vocabulary"):
+        size = state["shape"][name]
+        if told.get(name) != size:
+            reason = f"{name} is {str(told.get(name))[:50]} in settings, {size} in shape"
+            raise Unreadable(saved.path / STATE, reason)
+    if saved.shape.width % saved.shape.heads:
+        raise Unreadable(saved.path / STATE, f"width={saved.shape.width}: no multiple of heads")
+
+
+def _check_model(saved: Checkpoint, found: Mapping[str, tensors.Kind]) -> None:
+    """See that the parameters are those of the shape, before a model is built of it."""
+    wanted = {name: tensors.Kind("F32", size) for name, size in saved.shape.parameters().items()}
+    for name in sorted(wanted.keys() | {name for name in found if not is_int4_state(name)}):
+        if found.get(name) != wanted.get(name):
+            reason = f"{name} is {found.get(name, 'absent')}: expected {wanted.get(name, 'none')}"
+            raise Unreadable(saved.path / MODEL, reason)
+
+
+def _check_optimizer(saved: Checkpoint, found: Mapping[str, tensors.Kind]) -> None:
+    """See that every parameter has its moments and its count."""
+    wanted: dict[str, tensors.Kind] = {}
+    for name, size in saved.shape.parameters().items():
+        wanted |= {f"{name}/{kind}": tensors.Kind("F32", size) for kind in MOMENTS}
+        wanted[f"{name}/{COUNT}"] = tensors.Kind("F32", ())
+    steps = {name for name in found if is_int4_state(name.rpartition("/")[0])}
+    for name in sorted(wanted.keys() | found.keys() - steps):
+        if found.get(name) != wanted.get(name):
+            reason = f"{name} is {found.get(name, 'absent')}: expected {wanted.get(name, 'none')}"
+            raise Unreadable(saved.path / OPTIMIZER, reason)
 
 
 def listed(run: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
-    return sorted((run / FOLDER).glob(f"{PREFIX}[0-9]*"))
+    found = (run / FOLDER).glob(f"{PREFIX}*")
+    return sorted(path for path in found if re.fullmatch(r"[0-9]{8}", path.name[len(PREFIX) :]))
 
 
-def find(folder: Path) -> Checkpoint | None:
-    """The checkpoint that a folder is, or the newest of the run that it is; None for neither."""
+def newest(
+    run: Path, parts: Sequence[str] = (MODEL, OPTIMIZER),
+    check: Callable[[Checkpoint], None] = lambda saved: None,
+) -> tuple[Checkpoint | None, list[Path]]:  # fmt: skip
+    """The newest checkpoint of a run that can be used, and the newer ones, each told in a warning.
+
+    Args:
+        check: raises Unreadable for one that is not wanted.
+
+    Returns:
+        None, and no newer ones, for a run without a checkpoint.
+
+    Raises:
+        Unreadable: it has some, of which none can be used; says why of the newest.
+    """
+    errors: list[Unreadable] = []
+    paths = listed(run)
+    for path in reversed(paths):
+        try:
+            saved = open_checkpoint(path, parts)
+            check(saved)
+        except Unreadable as error:
+            errors.append(error)
+            continue
+        for passed in errors:
+            text = f"{passed}: taking {path.name}, an older checkpoint"
+            warnings.warn(text, JetfireWarning, stacklevel=2)
+        return saved, paths[paths.index(path) + 1 :]
+    if errors:
+        first = errors[0]
+        raise Unreadable(first.path, f"{first.reason}; no older checkpoint of {run} is whole")
+    return None, []
+
+
+def find(folder: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Checkpoint | None:
+    """The checkpoint that a folder is, or the newest whole one of the run that it is, if any.
+
+    Raises:
+        Unreadable: it cannot be used, or none of the run's can.
+    """
     if (folder / STATE).is_file():
-        return open_checkpoint(folder)
-    paths = listed(folder)
-    return open_checkpoint(paths[-1]) if paths else None
+        return open_checkpoint(folder, parts)
+    return newest(folder, parts)[0]
+
+
+def set_aside(paths: Sequence[Path]) -> None:
+    """Rename checkpoints that cannot be used, so that they are in nobody's way and not lost.
+
+    Raises:
+        Unwritable: a lack of rights.
+    """
+    for path in paths:
+        number, there = 1, path.with_name(f"{path.name}.damaged")
+        while there.exists():
+            number += 1
+            there = path.with_name(f"{path.name}.damaged-{number}")
+        try:
+            path.rename(there)
+        except OSError as error:
+            raise Unwritable(path, error) from None
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -89,7 +263,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, torch.Tensor]
 ) -> None:
     """Put back what `optimizer_state` gave; what is of an INT4 recipe's steps goes where they are.
 
@@ -97,12 +271,15 @@ def load_optimizer(
         UsageError: a tensor belongs to no parameter or has another shape.
     """
     parameters = dict(model.named_parameters())
-    for key, value in tensors.items():
+    for key, value in given.items():
         name, _, kind = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None and is_int4_state(name):
             continue
-        if parameter is None or (value.dim() and value.shape != parameter.shape):
+        wanted = None if parameter is None else parameter.shape
+        if parameter is None or kind not in (*MOMENTS, COUNT) or (
+            value.shape != (() if kind == COUNT else wanted)
+        ):  # fmt: skip
             raise UsageError(f"optimizer state {key}: the model has no such parameter")
         # Where the update reads counts: on a GPU beside the parameter, as with moments.
         value = value.to(parameter.device, copy=True)
@@ -111,7 +288,7 @@ def load_optimizer(
         optimizer.state[parameter][kind] = value
 
 
-def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Path) -> None:
+def load_model(model: nn.Module, values: Mapping[str, torch.Tensor], where: Path) -> None:
     """Put parameters back; every name and shape must agree.
 
     But an INT4 recipe's steps may be absent on either side: another recipe has none, and where
@@ -122,7 +299,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Pat
     """
     own = model.state_dict()
     given = {
-        name: value for name, value in tensors.items() if name in own or not is_int4_state(name)
+        name: value for name, value in values.items() if name in own or not is_int4_state(name)
     }
     steps = {name for name in own if is_int4_state(name)}
     for name in [*own, *given]:
@@ -132,23 +309,16 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: Pat
         wanted = tuple(own[name].shape) if name in own else "absent"
         if there != wanted:
             raise UsageError(f"{where}: {name} is {there}: the model's is {wanted}")
+        if name.endswith(".calibration") and not bool(given[name].isfinite().all()):
+            raise UsageError(f"{where}: {name} holds NaN or Inf: expected steps and a group")
     model.load_state_dict({name: as_sharded(value, own[name]) for name, value in given.items()})
     weights_changed()  # of a sharded weight the layers see no change
 
 
-def _sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _on_cpu(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+def _on_cpu(values: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
     """All of them whole in the first process, none in the others, which help to gather them."""
     found: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
+    for name, value in values.items():
         gathered = whole(value.detach())
         if group.leads:
             found[name] = gathered.cpu().contiguous()
@@ -156,7 +326,7 @@ def _on_cpu(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torc
 
 
 def save(
-    run: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer,
+    run: Path, state: State, model: nn.Module, optimizer: torch.optim.Optimizer,
     group: Group = ALONE,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of `state["step"]`, then drop the run's older ones but `keep` and best.
@@ -164,53 +334,42 @@ def save(
     It is the same whatever the processes: the first writes what all of them gather.
 
     Raises:
-        JetfireError: the disk is full, or will not be written to.
+        Unwritable: the disk is full, or will not be written to.
     """
     path = run / FOLDER / f"{PREFIX}{state['step']:08d}"
-    tensors = _on_cpu(model.state_dict(), group)
+    parameters = _on_cpu(model.state_dict(), group)
     moments = _on_cpu(optimizer_state(model, optimizer), group)
 
     def keep() -> Path:
-        try:
-            if not path.exists():
-                _write(path, state, tensors, moments)
-        except (OSError, SafetensorError) as error:
-            raise JetfireError(f"checkpoint {path}: cannot be written: {error}") from None
-        best = (state.get("best") or {}).get("step")
-        prune(run, int(state["settings"]["keep"]), best)
+        with files.new_folder(path, alone=True) as part:
+            _write(part, state, parameters, moments)
+        best = state.get("best")
+        prune(run, int(state["settings"]["keep"]), best["step"] if best else None)
         return path
 
     return group.once(keep)
 
 
 def _write(
-    path: Path, state: Mapping[str, Any], model: dict[str, torch.Tensor],
-    optimizer: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
-    part = path.parent / f"{TEMPORARY}{path.name}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_file(model, part / MODEL)
-    save_file(optimizer, part / OPTIMIZER)
-    (part / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    for name in (MODEL, OPTIMIZER, STATE):
-        _sync(part / name)
-    _sync(part)
-    os.replace(part, path)
-    _sync(path.parent)
+    part: Path, state: State, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
+) -> None:
+    tensors.save(model, part / MODEL)
+    tensors.save(optimizer, part / OPTIMIZER)
+    text = json.dumps({**state, "sums": SUMS}, indent=1) + "\n"
+    (part / STATE).write_text(text, encoding="utf-8")
+    sums = (f"{files.digest(part / name)}  {name}\n" for name in (MODEL, OPTIMIZER, STATE))
+    (part / SUMS).write_text("".join(sums), encoding="utf-8")
 
 
 def prune(run: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` and the best; a removal cut short leaves no half of one."""
+    """Remove all but the newest `keep` and the best; a removal cut short leaves no half of one.
+
+    Raises:
+        Unwritable: a lack of rights.
+    """
     for path in listed(run)[:-keep]:
         if best is None or path.name != f"{PREFIX}{best:08d}":
-            gone = path.parent / f"{TEMPORARY}{path.name}"
-            shutil.rmtree(gone, ignore_errors=True)
-            os.replace(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def tidy(run: Path) -> None:
-    """Remove what a killed process left unfinished."""
-    for path in (run / FOLDER).glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+            try:
+                files.remove(path)
+            except OSError as error:
+                raise Unwritable(path, error) from None

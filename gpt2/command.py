@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from filelock import FileLock, Timeout
+import torch
 
-from jetfire.core.files import write
+from jetfire.core import schema
 from jetfire.gpt2 import (
     checkpoint,
     corpora,
@@ -31,44 +29,19 @@ from jetfire.gpt2 import (
     weights,
 )
 from jetfire.gpt2 import sample as sampling
-from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.checkpoint import MODEL, Checkpoint
 from jetfire.gpt2.display import Display, note
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.model import GPT2
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.settings import PRESETS, Settings, make, resumed, split
+from jetfire.gpt2.prepared import META
+from jetfire.gpt2.runs import TOKENIZER, Asked, Run, opened
+from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import autocast
-from jetfire.gpt2.train import Training, algorithms
+from jetfire.gpt2.train import Training, algorithms, check_fits, shape_of
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 
-SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as they were given; None where one was not."""
-
-    preset: str | None = None
-    recipe: str | None = None
-    settings: Sequence[str] = ()
-    steps: int | None = None
-    data: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    init: Path | None = None
-    device: str = "auto"
-    seed: int | None = None
-    sample: int = 0
-
-    def given(self) -> dict[str, Any]:
-        """The settings that were asked for, an option's before `--set`'s."""
-        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
-                   "data": self.data, "seed": self.seed}  # fmt: skip
-        found: dict[str, Any] = dict(split(self.settings))
-        found.update({name: value for name, value in options.items() if value is not None})
-        if "data" in found and found["data"] not in corpora.NAMED:
-            found["data"] = str(Path(found["data"]).absolute())
-        return found
+__all__ = ["Asked", "Stop", "export", "sample", "train"]
 
 
 class Stop:
@@ -101,115 +74,6 @@ class Stop:
                 signal.signal(number, handler)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's folder, its settings, and the checkpoint that it goes on from, if any."""
-
-    folder: Path
-    settings: Settings
-    saved: Checkpoint | None = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nobody else trains in the folder meanwhile; one in which nothing began is removed."""
-        lock = FileLock(self.folder / ".lock")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UsageError(f"{self.folder}: another process is training there") from None
-        except OSError as error:
-            raise UsageError(f"-o {self.folder}: cannot be written: {error.strerror}") from None
-        try:
-            checkpoint.tidy(self.folder)
-            yield
-        finally:
-            lock.release()
-            if {path.name for path in self.folder.iterdir()} <= {".lock"}:
-                shutil.rmtree(self.folder, ignore_errors=True)
-
-    def begin(self, tokens: data.Tokens, processes: int) -> None:
-        """From here on the folder holds a run, which can be resumed and, elsewhere, sampled."""
-        kept, description = self.folder / TOKENIZER, tokens.meta["tokenizer"]
-        kept.mkdir(exist_ok=True)
-        if "ranks" in description:
-            shutil.copyfile(tokens.folder / description["ranks"], kept / description["ranks"])
-        write(kept / "meta.json", json.dumps(description) + "\n")
-        begun = {**self.settings.as_dict(), PROCESSES: processes}
-        text = json.dumps(begun, indent=1) + "\n"
-        write(self.folder / SETTINGS, text)
-
-
-def _free_folder(settings: Settings) -> Path:
-    """runs/PRESET-RECIPE, or with the first number that is free."""
-    name, number = f"{settings.preset}-{settings.recipe}", 1
-    while (folder := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return folder
-
-
-def _begun(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run that a folder holds; None if it holds none."""
-    try:
-        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / SETTINGS}: cannot be read: {error}") from None
-    return dict(found)
-
-
-def run_of(asked: Asked, group: Group) -> Run:
-    """The run that the options name.
-
-    Raises:
-        UsageError: they name none, or one that cannot go on so.
-    """
-    given = asked.given()
-    if asked.resume:
-        return _resumed(asked, given, group)
-    if asked.preset is None:
-        raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
-    settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
-    parallel.check(settings, group)
-    folder = asked.output or _free_folder(settings)
-    if _begun(folder) is not None or checkpoint.listed(folder):
-        raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
-    return Run(folder, settings)
-
-
-def _shared_out(before: dict[str, Any], processes: int, run: Path, world: int) -> dict[str, Any]:
-    """Settings under which as many processes as there are now train on the same sequences."""
-    micros = int(before["accumulate"]) * processes
-    if micros % world:
-        raise UsageError(
-            f"--resume with {world} processes: {run} has {micros} micro-batches a step: "
-            f"expected a number of processes that divides them"
-        )
-    return {**before, "accumulate": micros // world}
-
-
-def _resumed(asked: Asked, given: dict[str, Any], group: Group) -> Run:
-    if asked.output is None or asked.init is not None:
-        wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
-        raise UsageError(f"--resume: expected {wanted}")
-    saved = checkpoint.find(asked.output)
-    begun = _begun(asked.output)
-    if saved is not None:
-        begun = {**saved.state["settings"], PROCESSES: saved.state.get(PROCESSES, 1)}
-    if begun is None:
-        raise UsageError(f"--resume: {asked.output} holds no run")
-    processes = int(begun.pop(PROCESSES, 1))
-    before = _shared_out(begun, processes, asked.output, group.world)
-    settings = resumed(before, given, str(asked.output))
-    parallel.check(settings, group)
-    if saved is not None and saved.step > settings.steps:
-        raise UsageError(f"steps={settings.steps}: {asked.output} is at step {saved.step} already")
-    if saved is None:
-        note(f"{asked.output} has no checkpoint: beginning at its first step")
-    return Run(asked.output, settings, saved)
-
-
 def _prepared(settings: Settings) -> Path:
     """Where the run's tokens are; text is prepared on first use, into the cache.
 
@@ -217,12 +81,12 @@ def _prepared(settings: Settings) -> Path:
         UsageError: there is no such data.
     """
     folder = Path(settings.data)
-    if not (folder / "meta.json").is_file():
+    if not (folder / META).exists():
         chosen = None if settings.tokenizer == "auto" else settings.tokenizer
         output = None
         if settings.data not in corpora.NAMED:
             digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
-            output = prepare.cache() / f"{folder.stem}-{digest}-{settings.tokenizer}"
+            output = prepare.cache() / f"{folder.stem[:100]}-{digest}-{settings.tokenizer}"
         folder = prepare.prepare(settings.data, chosen, output, show=True)
     return folder
 
@@ -232,7 +96,7 @@ def _tokens(settings: Settings, folder: Path) -> data.Tokens:
     Raises:
         UsageError: they are damaged, or a split is too short for one sequence.
     """
-    tokens = data.open_tokens(folder)
+    tokens = data.open_tokens(folder, note)
     tokens.require(settings.context)
     return tokens
 
@@ -248,7 +112,7 @@ def _load(training: Training, run: Run, init: Path | None) -> None:
             )
         training.restore(run.saved)
     elif init is not None:
-        saved = checkpoint.find(init)
+        saved = checkpoint.find(init, (MODEL,))
         if saved is not None:
             training.initialise(saved.model(), saved.path)
         else:
@@ -292,13 +156,32 @@ def train(asked: Asked) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; the last checkpoint stands.
     """
-    with parallel.joined(asked.device) as (device, group):
-        run = group.once(lambda: run_of(asked, group))
-        with group.alike():
-            graph.used(run.settings, device.torch_device)  # or says now why it cannot be
-        _train(asked, run, device, group)
-    if asked.sample and group.leads:
-        sample(run.folder, "", asked.sample, device=asked.device)
+    with _enough_memory(), parallel.joined(asked.device) as (device, group):
+        with ExitStack() as stack:
+            run = group.once(lambda: stack.enter_context(opened(asked, group)))
+            with group.alike():
+                graph.used(run.settings, device.torch_device)  # or says now why it cannot be
+                check_fits(shape_of(run.settings, 1), device)
+            _train(asked, run, device, group)
+        if asked.sample and group.leads:
+            sample(run.folder, "", asked.sample, device=asked.device)
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """
+    Raises:
+        UsageError: in place of what torch and NumPy raise where there is not.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacking and "DefaultCPUAllocator" not in str(error):
+            raise
+        said = " ".join(str(error).split())[:150]
+        wanted = "expected a smaller batch, context or model"
+        raise UsageError(f"out of memory ({said}): {wanted}") from None
 
 
 def _train(asked: Asked, run: Run, device: Device, group: Group) -> None:
@@ -306,7 +189,6 @@ def _train(asked: Asked, run: Run, device: Device, group: Group) -> None:
     folder = group.once(lambda: _prepared(run.settings))
     tokens = group.each(lambda: _tokens(run.settings, folder))
     with ExitStack() as stack:
-        group.once(lambda: stack.enter_context(run.held()))
         stack.enter_context(algorithms(run.settings))
         outcome = Outcome()
 
@@ -331,10 +213,11 @@ def _begin(
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
-    _announce(training, run, device)
     run.begin(training.tokens, training.group.world)
-    journal = stack.enter_context(closing(log.Log(run.folder, done if run.saved else None)))
-    journal.write(_header("run" if journal.empty else "resume", training, run, device))
+    _announce(training, run, device)
+    journal = stack.enter_context(closing(log.Log(run.folder)))
+    head = _header("run" if journal.empty else "resume", training, run, device)
+    journal.write({**head, "cut": True} if journal.cut else head)
     display = stack.enter_context(Display(done, run.settings.steps))
     outcome.readers += [journal.write, display.show]
 
@@ -368,7 +251,7 @@ class Outcome:
 
 def _trained(path: Path) -> Checkpoint:
     """The newest checkpoint of a run, or the one in the folder."""
-    saved = checkpoint.find(path)
+    saved = checkpoint.find(path, (MODEL,))
     if saved is None:
         raise UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")
     return saved
@@ -385,20 +268,20 @@ def sample(
     """
     saved, where = _trained(path), Device.parse(device)
     kept = saved.path.parent.parent / TOKENIZER
-    try:
-        description = json.loads((kept / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{kept}: cannot load the run's tokenizer: {error}") from None
+    tokenizer = tokenizers.kept(kept)
+    if tokenizer.vocabulary != saved.shape.vocabulary:
+        raise UsageError(
+            f"{kept}: {tokenizer.vocabulary} tokens: expected the model's, {saved.shape.vocabulary}"
+        )
+    check_fits(saved.shape, where)
     with where.torch_device:
-        model = GPT2(Shape(**saved.state["shape"]), "bf16")
+        model = GPT2(saved.shape, "bf16")
     checkpoint.load_model(model, saved.model(), saved.path)
     with autocast(where.torch_device):
-        print(
-            sampling.text(
-                model, tokenizers.load(description, kept), prompt, count,
-                temperature=temperature, top_k=top_k, seed=seed,
-            )
-        )  # fmt: skip
+        text = sampling.text(
+            model, tokenizer, prompt, count, temperature=temperature, top_k=top_k, seed=seed
+        )
+    print(schema.visible(text) if sys.stdout.isatty() else text)
 
 
 def export(path: Path, output: Path) -> None:

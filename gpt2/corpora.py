@@ -2,7 +2,8 @@
 
 A corpus is a list of files, read as a stream of pieces: a document is one piece or several, cut
 where no tokenizer would notice, so that memory is bounded by `PIECE` and not by a file's size. Only
-HTML pages and the rows of JSON lines and Parquet are whole documents in memory.
+HTML pages and the rows of JSON lines and Parquet are whole documents in memory; of the first two
+at most `WHOLE` bytes.
 """
 
 from __future__ import annotations
@@ -16,21 +17,30 @@ import json
 import lzma
 import os
 import re
-import shutil
 import sysconfig
 import tarfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple, NotRequired
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from jetfire.core import files as disk
+from jetfire.core import schema
+from jetfire.core.files import MIB, Unreadable
+from jetfire.core.schema import Digest, Line
+from jetfire.gpt2.prepared import Source
 from jetfire.ops.errors import UsageError
 
 PIECE = 1 << 20
+WHOLE = 64 * MIB
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
@@ -78,8 +88,12 @@ class Corpus:
         for _, path in self.files:
             yield from _read(path)
 
-    def source(self) -> dict[str, Any]:
-        """What identifies the corpus: a lone file's SHA-256, or that of all names and SHA-256s."""
+    def source(self) -> Source:
+        """What identifies the corpus: a lone file's SHA-256, or that of all names and SHA-256s.
+
+        Raises:
+            UsageError: a file cannot be read.
+        """
         digests = []
         try:
             for name, path in self.files:
@@ -91,7 +105,7 @@ class Corpus:
         listing = "".join(f"{digest}  {name}\n" for name, digest in digests)
         whole = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
         return {
-            "name": self.name,
+            "name": os.fsencode(self.name).decode(errors="replace"),
             "files": len(digests),
             "bytes": size,
             "sha256": digests[0][1] if len(digests) == 1 else whole,
@@ -220,13 +234,25 @@ def _stream(raw: IO[bytes], path: Path, label: str) -> Iterator[Piece]:
     elif what == "tar":
         raise UsageError(f"{label}: damaged: expected a tar archive")
     elif what == "html":
-        yield Piece(strip_html(file.read().decode("utf-8", errors="replace")), True)
+        yield Piece(
+            strip_html(_bounded(file.read(WHOLE + 1), label).decode(errors="replace")), True
+        )
     elif what == ".jsonl":
         yield from _jsonl(file, label)
     elif b"\0" in file.peek(512):
         raise UsageError(f"{label}: expected text, it holds NUL bytes")
     else:
         yield from _text(file)
+
+
+def _bounded(document: bytes, label: str) -> bytes:
+    """
+    Raises:
+        UsageError: it is longer than what is held in memory.
+    """
+    if len(document) > WHOLE:
+        raise UsageError(f"{label}: a document of more than {WHOLE} bytes: expected plain text")
+    return document
 
 
 def _tar(file: IO[bytes], label: str) -> Iterator[Piece]:
@@ -276,8 +302,9 @@ def _whole(text: str) -> Iterator[Piece]:
 
 def _jsonl(file: IO[bytes], label: str) -> Iterator[Piece]:
     """A document a line: a string, or an object with `text`."""
-    for number, line in enumerate(file, 1):
-        if not line.strip():
+    lines = iter(lambda: file.readline(WHOLE + 1), b"")
+    for number, line in enumerate(lines, 1):
+        if not _bounded(line, f"{label}:{number}").strip():
             continue
         try:
             row = json.loads(line)
@@ -375,6 +402,20 @@ def strip_html(page: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
+class _Stored(TypedDict):
+    oid: Digest
+
+
+class _Entry(TypedDict):
+    """A file of a data set on the hub; what is large has a digest."""
+
+    path: Line
+    lfs: NotRequired[_Stored | None]
+
+
+_Listing = Annotated[list[_Entry], Field(max_length=100_000)]
+
+
 def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) -> Corpus:
     """The data set's own files, from a folder or downloaded: tar archives or Parquet."""
     if copy is not None:
@@ -386,11 +427,13 @@ def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) 
         return Corpus("openwebtext", _local(str(copy), copy).files)
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     listing = f"{hub}/api/datasets/{OPENWEBTEXT}/tree/main?recursive=true"
-    try:
-        with _open(listing, "openwebtext") as answer:
-            held = {e["path"]: e.get("lfs", {}).get("oid") for e in json.load(answer)}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        held = {}
+    with _open(listing, "openwebtext") as answer:
+        content = _received(answer, WHOLE, listing, "openwebtext")
+    held: dict[str, str | None] = {}
+    with suppress(Unreadable):
+        for entry in schema.decode(content, _Listing, Path(listing)):
+            stored = entry.get("lfs")
+            held[entry["path"]] = stored["oid"] if stored else None
     suffix = next((s for s in (".tar", ".parquet") if any(p.endswith(s) for p in held)), None)
     if suffix is None:
         raise UsageError(
@@ -432,26 +475,34 @@ def _download(
     if place.is_file():
         return
     report(f"downloading {url}")
-    partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _open(url, name) as answer, partial.open("wb") as file:
-            shutil.copyfileobj(answer, file, 1 << 20)
-            size = answer.headers.get("Content-Length")
-            if size is not None and int(size) != file.tell():
-                raise OSError(f"{file.tell()} bytes came, expected {size}")
-        with partial.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+    with disk.new_file(place, folders=True) as file:
+        found = _fetched(url, name, file)
         if sha256 is not None and found != sha256:
             raise UsageError(f"{name}: {url} has SHA-256 {found}, expected {sha256}: not used")
-        partial.replace(place)
+
+
+def _fetched(url: str, name: str, file: IO[bytes]) -> str:
+    """Copy what the address holds; gives its SHA-256."""
+    total, size = hashlib.sha256(), 0
+    with _open(url, name) as answer:
+        while block := _received(answer, MIB, url, name):
+            total.update(block)
+            size += file.write(block)
+        expected = answer.headers.get("Content-Length")
+    if expected is not None and expected != str(size):
+        raise UsageError(f"{name}: cannot download {url}: {size} bytes came, expected {expected}")
+    return total.hexdigest()
+
+
+def _received(answer: Any, most: int, url: str, name: str) -> bytes:
+    try:
+        block: bytes = answer.read(most)
     except (OSError, HTTPException) as error:
-        raise UsageError(f"{name}: cannot download {url} to {place}: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        raise UsageError(f"{name}: cannot download {url}: {error}") from None
+    return block
 
 
 def stem(names: Sequence[str]) -> str:
     """A file name for what is prepared from these."""
     first = names[0]
-    return first if first in NAMED else Path(first).resolve().name.split(".")[0]
+    return first if first in NAMED else Path(first).resolve().name.split(".")[0][:100]

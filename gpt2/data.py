@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jetfire.gpt2 import prepare as preparation
-from jetfire.gpt2 import tokenizers
+from jetfire.core import files
+from jetfire.core.files import Missing, Unreadable
+from jetfire.gpt2 import prepared, tokenizers
 from jetfire.gpt2.prepare import prepare
+from jetfire.gpt2.prepared import SPLITS, Meta
 from jetfire.gpt2.tokenizers import Tokenizer
 from jetfire.ops.errors import UsageError
 
 __all__ = ["Tokens", "batch", "evaluation", "open_tokens", "prepare"]
 
 Array = NDArray[Any]
-# Ids of files up to this size are all looked at when they are opened; of larger ones, this much.
-CHECKED = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Tokens:
 
     Attributes:
         train, validation: 1-D read-only maps of uint16 or uint32 ids, all below `vocabulary`.
-        meta: its meta.json (`prepare._write` says what is in it).
+        meta: its meta.json.
     """
 
     folder: Path
     train: Array
     validation: Array
     vocabulary: int
-    meta: dict[str, Any]
+    meta: Meta
+    _mapped: tuple[_Mapped, ...] = field(default=(), repr=False)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -67,9 +68,38 @@ class Tokens:
                 f"{vocabulary}"
             )
 
+    def check_untouched(self) -> None:
+        """
+        Raises:
+            UsageError: the mapped files were written to since they were opened. Others may have
+                taken their names: what is mapped stays.
+        """
+        for mapped in self._mapped:
+            if mapped.stamp() != mapped.opened:
+                raise UsageError(f"data {mapped.path}: was written to while it was trained on")
 
-def open_tokens(folder: Path | str) -> Tokens:
+
+class _Mapped:
+    """An open file of tokens, and its size and time of the last write when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, files.opened(path)
+        self.opened = self.stamp()
+
+    def stamp(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def ids(self, dtype: np.dtype[Any]) -> Array:
+        count = self.opened[0] // dtype.itemsize
+        return np.memmap(self.file, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+
+
+def open_tokens(folder: Path | str, say: Callable[[str], None] = lambda line: None) -> Tokens:
     """
+    Args:
+        say: called with a line before a large file is checked.
+
     Raises:
         UsageError: the folder is missing, is not of prepared tokens, or is damaged.
     """
@@ -77,53 +107,15 @@ def open_tokens(folder: Path | str) -> Tokens:
     if not folder.is_dir():
         raise UsageError(f"data {folder}: no such folder: expected one that `prepare` made")
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        made, vocabulary = meta["format"], int(meta["vocabulary"])
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        sizes = {split: int(meta[split]) for split in ("train", "validation")}
-    except OSError as error:
-        raise UsageError(
-            f"data {folder}: meta.json: {error.strerror}: expected a folder that `prepare` made"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"data {folder}: meta.json is damaged: {error!r}") from None
-    if made != preparation.FORMAT:
-        raise UsageError(
-            f"data {folder}: format {made}, expected {preparation.FORMAT}: prepare it again"
-        )
-    arrays = {split: _map(folder / f"{split}.bin", dtype, size) for split, size in sizes.items()}
-    for split, array in arrays.items():
-        highest = _highest(array)
-        if highest >= vocabulary:
-            raise UsageError(
-                f"data {folder}: {split}.bin is damaged: token {highest}, expected below "
-                f"{vocabulary}"
-            )
-    return Tokens(folder, arrays["train"], arrays["validation"], vocabulary, meta)
-
-
-def _map(path: Path, dtype: np.dtype[Any], size: int) -> Array:
-    try:
-        found = path.stat().st_size
-        if found != size * dtype.itemsize:
-            raise UsageError(
-                f"data {path.parent}: {path.name} is damaged: {found} bytes, expected "
-                f"{size * dtype.itemsize}"
-            )
-        return np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
-    except OSError as error:
-        raise UsageError(f"data {path.parent}: {path.name}: {error.strerror}") from None
-
-
-def _highest(array: Array) -> int:
-    """The highest id; of a large file, of evenly spread parts."""
-    if not len(array):
-        return -1
-    if array.nbytes <= CHECKED:
-        return int(array.max())
-    part = CHECKED // array.itemsize // 64
-    starts = [i * (len(array) - part) // 63 for i in range(64)]
-    return max(int(array[start : start + part].max()) for start in starts)
+        meta = prepared.read_meta(folder)
+        mapped = tuple(_Mapped(folder / f"{split}.bin") for split in SPLITS)
+        prepared.check(folder, meta, say)
+    except Missing as error:
+        raise UsageError(f"data {error}: expected a folder that `prepare` made") from None
+    except Unreadable as error:
+        raise UsageError(f"data {error}") from None
+    train, validation = (one.ids(prepared.dtype_of(meta)) for one in mapped)
+    return Tokens(folder, train, validation, meta["vocabulary"], meta, mapped)
 
 
 def batch(
@@ -144,7 +136,7 @@ def batch(
     # Modulo, not Generator.integers, whose draws may change between versions of NumPy; the bias
     # is below 2^-24 for any number of tokens that fits a disk.
     starts = generator.random_raw(rows) % np.uint64(len(tokens) - context)
-    return _windows(tokens, starts.astype(np.int64), context, torch.device(device))
+    return _windows(tokens, starts.tolist(), context, torch.device(device))
 
 
 def evaluation(
@@ -159,16 +151,16 @@ def evaluation(
     """
     if len(tokens) <= context:
         raise UsageError(f"{len(tokens)} tokens: expected more than context={context}")
-    last, count = len(tokens) - context - 1, rows * batches
-    starts = np.arange(count, dtype=np.int64) * last // max(1, count - 1)
-    for part in starts.reshape(batches, rows):
-        yield _windows(tokens, part, context, torch.device(device))
+    last, apart = len(tokens) - context - 1, max(1, rows * batches - 1)
+    for first in range(0, rows * batches, rows):
+        starts = [place * last // apart for place in range(first, first + rows)]
+        yield _windows(tokens, starts, context, torch.device(device))
 
 
 def _windows(
-    tokens: Array, starts: NDArray[np.int64], context: int, device: torch.device
+    tokens: Array, starts: Sequence[int], context: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = np.stack([tokens[start : start + context + 1] for start in starts.tolist()])
+    found = np.stack([tokens[start : start + context + 1] for start in starts])
     both = torch.from_numpy(found.astype(np.int64))
     ids, targets = both[:, :-1].contiguous(), both[:, 1:].contiguous()
     if device.type != "cuda":

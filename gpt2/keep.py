@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jetfire.core import files
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import name_of
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError
 
 DIGITS = 7  # losses are shown with five, and twice rounded would be off
 
@@ -50,11 +51,7 @@ def write(run: Path, folder: Path, every: int, at_once: int) -> Path:
     """
     lines = "".join(json.dumps(record) + "\n" for record in kept(log.read(run), every, at_once))
     file = folder / f"{name_of(run)}.jsonl.gz"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
+    files.write(file, gzip.compress(lines.encode(), 9, mtime=0), folders=True)
     return file
 
 

@@ -1,33 +1,108 @@
-"""A run's log: JSON lines, the first a header.
+"""A run's log: JSON lines that are only ever added to, the first a header.
 
 ``{"kind": "run"}`` has settings, versions and device; ``step`` has step, loss, norm, rate, ms,
-tokens_per_s, mfu and peak_gib; ``evaluation`` step and loss; ``resume``, ``fault`` and ``end``
-what they say. Losses are nats a token.
+tokens_per_s, mfu and peak_gib; ``evaluation`` step and loss; ``checkpoint`` the step of one that
+was written; ``fault`` and ``end`` what they say. ``resume`` has what ``run`` has and the step that
+a process goes on after, of which what was logged before of later steps no longer counts; ``cut``
+says that the line before it was never finished. Losses are nats a token.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
 import sys
-import zlib
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Required
+
+from pydantic import ConfigDict, Discriminator, Field, FiniteFloat, Tag
+from typing_extensions import TypedDict
 
 import jetfire
-from jetfire.core.files import write
+from jetfire.core import files, schema
+from jetfire.core.files import MIB, Unreadable
+from jetfire.core.schema import BadLine, Count, Line, Name, NotNegative
 from jetfire.gpt2.utilisation import Peak
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import JetfireWarning, UsageError
 
 NAME = "log.jsonl"
 Record = dict[str, Any]
+# Bytes: a million steps have 230 MB.
+MOST = 256 * MIB
+_OPEN = ConfigDict(extra="allow")
+
+
+class _Settings(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    preset: Line
+    recipe: Line
+    seed: Count
+
+
+class _Device(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    name: Line
+    processes: Annotated[int, Field(ge=1, le=1 << 16)]
+
+
+class _Head(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Required[Literal["run", "resume"]]
+    settings: Required[_Settings]
+    device: Required[_Device]
+    step: Count
+    cut: bool
+
+
+class _Step(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Required[Literal["step"]]
+    step: Required[Count]
+    loss: Required[FiniteFloat]
+    norm: FiniteFloat
+    ms: NotNegative
+    peak_gib: NotNegative | None
+
+
+class _Evaluation(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Literal["evaluation"]
+    step: Count
+    loss: FiniteFloat
+
+
+class _Other(TypedDict, total=False):
+    """Any other kind, of a later version too."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: Required[Name]
+    step: Count
+
+
+def _tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else None
+    tags = {"run": "head", "resume": "head", "step": "step", "evaluation": "evaluation"}
+    return tags.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+_Record: Any = Annotated[
+    Annotated[_Head, Tag("head")]
+    | Annotated[_Step, Tag("step")]
+    | Annotated[_Evaluation, Tag("evaluation")]
+    | Annotated[_Other, Tag("other")],
+    Discriminator(_tag),
+]
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log, or of the run in a folder; a last line cut short is left out.
+    """The records of a log, or of the run in a folder, each step's once.
+
+    A line cut short is left out: the last, or one after which a process went on. Other lines that
+    are no records are left out too, with a warning.
 
     Args:
         path: the run's folder, or its log under any name; one that ends in .gz is unpacked.
@@ -37,55 +112,86 @@ def read(path: Path) -> list[Record]:
     """
     file = path / NAME if path.is_dir() else path
     try:
-        content = file.read_bytes()
-        if file.suffix == ".gz":
-            content = gzip.decompress(content)
-        lines = content.decode("utf-8").splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise UsageError(f"{path}: expected a run's folder or its {NAME}: {reason}") from None
-    records: list[Record] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            record["kind"]
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise UsageError(f"{file}:{number}: expected a JSON object with a kind") from None
-        records.append(record)
-    if not records or records[0]["kind"] != "run":
+        found = records(file)
+    except Unreadable as error:
+        said = f"{path}: expected a run's folder or its {NAME}: {error.reason}"
+        raise UsageError(said) from None
+    if not found or found[0]["kind"] not in ("run", "resume"):
         raise UsageError(f'{file}: expected a first line of kind "run"')
-    return records
+    return found
+
+
+def records(file: Path) -> list[Record]:
+    """As `read` does, whatever the first line is.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it cannot be read.
+    """
+    kept: list[Record] = []
+    bad: list[BadLine] = []
+    for found in schema.lines(file, _Record, MOST):
+        if isinstance(found, BadLine):
+            bad.append(found)
+            continue
+        if found["kind"] == "resume":
+            if found.get("cut") and bad:
+                bad.pop()
+            _drop_after(kept, found.get("step", 0))
+        kept.append(found)
+    if bad and bad[-1].cut:
+        bad.pop()
+    if bad:
+        warnings.warn(_passed_over(file, bad), JetfireWarning, stacklevel=3)
+    return kept
+
+
+def _drop_after(kept: list[Record], step: int) -> None:
+    """Drop what no longer counts once a process has gone on after a step."""
+    while len(kept) > 1 and (kept[-1]["kind"] == "end" or kept[-1].get("step", 0) > step):
+        kept.pop()
+
+
+def _passed_over(file: Path, bad: Sequence[BadLine]) -> str:
+    numbers = ", ".join(str(line.number) for line in bad[:10])
+    more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
+    lines = "lines" if len(bad) > 1 else "line"
+    return f"{file}: {lines} {numbers}{more} passed over: {bad[0].reason}"
 
 
 class Log:
-    """Appends to a run's log; each line is in the file before the next step is read.
+    """Adds to a run's log; each line is in the file before the next step is read.
 
-    Args:
-        after: keep only what an earlier process logged up to this step, that the lines after it
-            stand once; None begins a new log.
+    Attributes:
+        empty: whether nothing was in it before.
+        cut: whether a line in it was never finished.
     """
 
-    def __init__(self, run: Path, after: int | None = None) -> None:
+    def __init__(self, run: Path) -> None:
         self.path = run / NAME
-        kept: list[Record] = []
-        if after is not None and self.path.exists():
-            kept = [r for r in read(self.path) if r.get("step", 0) <= after and r["kind"] != "end"]
-        write(self.path, "".join(_line(record) for record in kept))
-        self.empty = not kept
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = files.append(self.path)
+        size = self._file.tell()
+        self.empty = size == 0
+        self.cut = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
+        if self.cut:
+            self._add(b"\n")
 
     def write(self, record: Record) -> None:
-        self._file.write(_line(record))
-        self._file.flush()
+        """
+        Raises:
+            Unwritable: the disk is full.
+        """
+        self._add(json.dumps(record).encode() + b"\n")
+
+    def _add(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise files.Unwritable(self.path, error) from None
 
     def close(self) -> None:
         self._file.close()
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record) + "\n"
 
 
 def commit() -> str | None:
@@ -121,5 +227,11 @@ def header(
         "kind": kind, "settings": settings, "versions": versions,
         "device": {"name": device.label, "kind": device.kind, "processes": processes},
         "peak": None if peak is None else {"bf16_tflops": peak.tflops, "from": peak.source},
-        "commit": commit(), "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]], **more,
+        "commit": commit(), "command": [os.path.basename(sys.argv[0]), *map(_text, sys.argv[1:])],
+        **more,
     }  # fmt: skip
+
+
+def _text(argument: str) -> str:
+    """An argument that JSON can hold: a path's bytes need be no text."""
+    return os.fsencode(argument).decode(errors="replace")

@@ -47,6 +47,22 @@ class Shape:
         """Rows of the embedding table."""
         return -(-self.vocabulary // 64) * 64
 
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by name, but of an INT4 recipe's steps."""
+        width = self.width
+        found: dict[str, tuple[int, ...]] = {
+            "tokens.weight": (self.rows, width), "positions.weight": (self.context, width),
+            "norm.weight": (width,), "norm.bias": (width,),
+        }  # fmt: skip
+        linears = {"qkv": (3 * width, width), "projection": (width, width),
+                   "expand": (4 * width, width), "contract": (width, 4 * width)}  # fmt: skip
+        for block in (f"blocks.{i}" for i in range(self.layers)):
+            for name in ("norm1", "norm2"):
+                found |= {f"{block}.{name}.{part}": (width,) for part in ("weight", "bias")}
+            for name, size in linears.items():
+                found |= {f"{block}.{name}.weight": size, f"{block}.{name}.bias": size[:1]}
+        return found
+
 
 class Block(nn.Module):
     """LayerNorm → attention → add; LayerNorm → MLP → add, as torch does it.

@@ -10,38 +10,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jetfire.core import files
+from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
+from jetfire.gpt2.prepared import META, Meta, Source, cache, check, read_meta
 from jetfire.gpt2.tokenizers import Tokenizer
 from jetfire.ops.errors import UsageError
 
-FORMAT = 1
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
 # above MOST. One text, or too few documents to choose from, gives its last TAIL instead.
 SHARE, MINIMUM, MOST, TAIL = 0.005, 100_000, 0.05, 0.1
 FEW_DOCUMENTS = 20
 _BLOCK = 8 << 20
-
-
-def cache() -> Path:
-    """Where downloads and tokens prepared by name are: ``$JETFIRE_CACHE``, else the user's."""
-    from platformdirs import user_cache_path
-
-    return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "data"
 
 
 def run(
@@ -54,7 +48,7 @@ def run(
         UsageError: see `prepare`.
     """
     folder = prepare(names, tokenizer, output, vocabulary=vocabulary, copy=copy, show=True)
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = read_meta(folder)
     print(
         f"jetfire: {meta['train']} training and {meta['validation']} validation tokens "
         f"({meta['tokenizer']['name']}, vocabulary {meta['vocabulary']}) of "
@@ -104,9 +98,26 @@ def prepare(
         )
     folder = Path(os.path.abspath(output or default_folder(given, chosen)))
     try:
-        return _prepare(found, chosen, vocabulary, folder, show)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(folder, say):
+            files.tidy(folder.parent, folder.name)
+            _prepare(found, chosen, vocabulary, folder, show)
     except OSError as error:
-        raise UsageError(f"-o {folder}: cannot write: {error.strerror or error}") from None
+        raise Unwritable(folder, error) from None
+    return folder
+
+
+@contextmanager
+def _turn(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Prepare a folder alone: whoever else would waits."""
+    lock = folder.with_name(f".{folder.name[:100]}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(files.locked(lock))
+        except files.Busy:
+            say(f"waiting for another process that prepares {folder}")
+            stack.enter_context(files.locked(lock, wait=True))
+        yield
 
 
 def default_folder(names: Sequence[str], tokenizer: str) -> Path:
@@ -121,60 +132,36 @@ def default_folder(names: Sequence[str], tokenizer: str) -> Path:
 
 def _prepare(
     found: Sequence[Corpus], chosen: str, vocabulary: Path | None, folder: Path, show: bool
-) -> Path:
-    from filelock import FileLock
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists() and not (folder / "meta.json").is_file() and any(folder.iterdir()):
+) -> None:
+    if folder.exists() and not (folder / META).is_file() and any(folder.iterdir()):
         raise UsageError(
             f"-o {folder}: holds something else: expected a new folder or an empty one"
         )
-    partial = folder.with_name(f".{folder.name}.partial")
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
-        sources = [corpus.source() for corpus in found]
-        if _same(folder, sources, chosen, vocabulary):
-            return folder
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        partial.mkdir()
-        try:
-            with _progress(show) as advance:
-                meta = _write(found, _tokenizer(chosen, vocabulary, found), partial, advance)
-            meta["sources"] = sources
-            (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-            _replace(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return folder
+    sources = [corpus.source() for corpus in found]
+    if _same(folder, sources, chosen, vocabulary):
+        return
+    with files.new_folder(folder, alone=True) as part:
+        with _progress(show) as advance:
+            meta = _write(found, _tokenizer(chosen, vocabulary, found), part, advance)
+        meta["sources"] = sources
+        (part / META).write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _same(folder: Path, sources: Any, chosen: str, vocabulary: Path | None) -> bool:
+def _same(folder: Path, sources: list[Source], chosen: str, vocabulary: Path | None) -> bool:
     """Whether the folder holds just what would be made."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        same = (meta["format"], meta["sources"], meta["tokenizer"]["name"])
-        whole = all(
-            (folder / f"{split}.bin").stat().st_size
-            == meta[split] * np.dtype(meta["dtype"]).itemsize
-            for split in ("train", "validation")
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = read_meta(folder)
+        if (meta.get("sources"), meta["tokenizer"]["name"]) != (sources, chosen):
+            return False
+        check(folder, meta)
+        mine = tokenizers.load(meta["tokenizer"], folder)
+    except Unreadable:
         return False
-    if not whole or same != (FORMAT, sources, chosen):
-        return False
-    if chosen != "gpt2" or vocabulary is None:
-        return chosen != "gpt2" or meta["vocabulary"] == tokenizers.GPT2_VOCABULARY
-    mine = tokenizers.load(meta["tokenizer"], folder)
-    return isinstance(mine, tokenizers.Gpt2) and mine.ranks == tokenizers.gpt2(vocabulary).ranks
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Put a folder in another's place; who has mapped the old files keeps them."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.replace(old)
-    new.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    if not isinstance(mine, tokenizers.Gpt2):
+        return True
+    if vocabulary is None:
+        return meta["vocabulary"] == tokenizers.GPT2_VOCABULARY
+    return mine.ranks == tokenizers.gpt2(vocabulary).ranks
 
 
 def _tokenizer(chosen: str, vocabulary: Path | None, found: Sequence[Corpus]) -> Tokenizer:
@@ -199,7 +186,7 @@ class _Documents:
 
 def _write(
     found: Sequence[Corpus], tokenizer: Tokenizer, folder: Path, advance: Callable[[int, int], None]
-) -> dict[str, Any]:
+) -> Meta:
     """All tokens into train.bin, then validation's moved out; returns the description."""
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     documents = _Documents()
@@ -228,15 +215,18 @@ def _write(
         with (folder / "validation.bin").open("w+b") as validation:
             counts = _split(train, validation, documents, held, total, dtype.itemsize)
     return {
-        "format": FORMAT,
+        "format": 1,
         "tokenizer": tokenizer.save(folder),
         "vocabulary": tokenizer.vocabulary,
-        "dtype": dtype.name,
+        "dtype": "uint16" if dtype.itemsize == 2 else "uint32",
         "train": counts[0],
         "validation": counts[1],
         "documents": len(documents.ends),
         "split": "tail" if held is None else "documents",
-        "sha256": {split: _digest(folder / f"{split}.bin") for split in ("train", "validation")},
+        "sha256": {
+            "train": files.digest(folder / "train.bin"),
+            "validation": files.digest(folder / "validation.bin"),
+        },
     }
 
 
@@ -313,11 +303,6 @@ def _copy(source: IO[bytes], begin: int, target: IO[bytes], place: int, size: in
         target.seek(place)
         target.write(block)
         begin, place, size = begin + len(block), place + len(block), size - len(block)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -7,8 +7,11 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from jetfire.core import schema
+from jetfire.core.files import Unreadable
 from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +106,7 @@ class Settings:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise UsageError(f"{name}={value}: expected {_range(low, high)}")
+                raise _wrong(name, value, f"{low:g} to {high}")
         if self.width % self.heads:
             raise UsageError(f"width={self.width}: expected a multiple of heads={self.heads}")
 
@@ -133,45 +136,63 @@ class Settings:
         return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-_ANY = 1 << 62
+# A checkpoint's folder has eight digits for its step.
+MOST_STEPS = 10**8 - 1
+# Far above what anyone trains, and far below what would take hours to refuse.
 BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("layers", "heads", "width", "context", "batch", "accumulate", "steps",
-                     "evaluate_batches", "keep"), (1, _ANY)),
-    **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every", "seed"), (0, _ANY)),
+    "layers": (1, 1024), "heads": (1, 1024), "width": (1, 1 << 16), "context": (1, 1 << 20),
+    **dict.fromkeys(("batch", "accumulate", "evaluate_batches", "keep"), (1, 1 << 16)),
+    "steps": (1, MOST_STEPS),
+    **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every"), (0, MOST_STEPS)),
+    "seed": (0, 1 << 62),
     **dict.fromkeys(("rate", "decay", "clip"), (0.0, 1e6)),
     "floor": (0.0, 1.0), "dropout": (0.0, 0.999), "beta1": (0.0, 0.99999), "beta2": (0.0, 0.99999),
 }  # fmt: skip
 
 
-def _range(low: float, high: float) -> str:
-    return f"at least {low:g}" if high >= 1e6 else f"{low:g} to {high:g}"
+def _value(name: str, annotation: Any, given: Any) -> Any:
+    """One setting from text, or from itself as JSON has it.
 
-
-def _value(name: str, annotation: Any, text: Any) -> Any:
-    """One setting from its text or itself."""
-    given = f"{name}={text}"
+    Raises:
+        UsageError: it is no value of that type.
+    """
     if get_origin(annotation) is Literal:
-        choices = get_args(annotation)
-        if isinstance(text, bool):  # as checkpoints had what was yes or no once
-            text = str(text).lower()
-        if text not in choices:
-            raise UsageError(f"{given}: expected {' or '.join(choices)}")
-        return text
-    if annotation is bool:
-        low = str(text).lower()
-        if low not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-            raise UsageError(f"{given}: expected true or false")
-        return low in ("true", "1", "yes", "on")
-    if annotation is str:
-        return str(text)
+        # As checkpoints had once what was yes or no.
+        word = str(given).lower() if isinstance(given, bool) else given
+        if word in get_args(annotation):
+            return word
+        raise _wrong(name, given, " or ".join(get_args(annotation)))
+    if isinstance(given, str):
+        return _parsed(name, annotation, given)
+    if type(given) is annotation or (annotation is float and type(given) is int):
+        return annotation(given)
+    raise _wrong(name, given, _KINDS[annotation])
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_TRUTHS = {"true": True, "1": True, "yes": True, "on": True,
+           "false": False, "0": False, "no": False, "off": False}  # fmt: skip
+
+
+def _parsed(name: str, annotation: Any, text: str) -> Any:
+    """One setting from text."""
     try:
-        number = annotation(text)
-    except ValueError:
-        kind = "an integer" if annotation is int else "a number"
-        raise UsageError(f"{given}: expected {kind}") from None
-    if not math.isfinite(number):
-        raise UsageError(f"{given}: expected a finite number")
-    return number
+        if annotation is str:  # logs and checkpoints hold it
+            return schema.convert(text, schema.Line, Path(name))
+        value = _TRUTHS[text.lower()] if annotation is bool else annotation(text)
+    except (ValueError, KeyError):
+        raise _wrong(name, text, _KINDS[annotation]) from None
+    except Unreadable:
+        raise _wrong(name, text, "a line of at most 2000 characters, all of them text") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(name, text, "a finite number")
+    return value
+
+
+def _wrong(name: str, given: Any, expected: str) -> UsageError:
+    text = str(given)
+    shown = text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
+    return UsageError(f"{name}={shown}: expected {expected}")
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
@@ -214,6 +235,9 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
 def _settings(fields: Mapping[str, Any]) -> Settings:
     from jetfire.nn import int4
 
+    for one in dataclasses.fields(Settings):
+        if one.default is dataclasses.MISSING and one.name not in fields:
+            raise UsageError(f"the setting {one.name} is missing")
     settings = Settings(**fields)
     precision = settings.precision()
     if precision.int4 is not None:

@@ -8,20 +8,53 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
 
+from jetfire.core import files, schema
+from jetfire.core.files import MIB, Missing, Unreadable
+from jetfire.core.schema import Digest
 from jetfire.ops.errors import UsageError
 
 NAMES = ("byte", "char", "gpt2")
 END_OF_TEXT = "<|endoftext|>"
 RANKS = "gpt2.tiktoken"
 GPT2_VOCABULARY = 50257
+# More than there are characters in Unicode, and 40 times GPT-2's.
+LARGEST = 1 << 21
+Vocabulary = Annotated[int, Field(ge=1, le=LARGEST)]
+Id = Annotated[int, Field(ge=0, lt=LARGEST)]
+MOST = 64 * MIB  # bytes of a file
+
+
+class BytesKept(TypedDict):
+    name: Literal["byte"]
+
+
+class CharactersKept(TypedDict):
+    name: Literal["char"]
+    characters: Annotated[str, StringConstraints(min_length=1, max_length=0x110000)]
+
+
+class Gpt2Kept(TypedDict):
+    """Its file of ranks has this one name, so that no description names another file."""
+
+    name: Literal["gpt2"]
+    ranks: Literal["gpt2.tiktoken"]
+    end: Id
+    sha256: NotRequired[Digest]
+
+
+# What `Tokenizer.save` returns, and `load` takes.
+Description = Annotated[BytesKept | CharactersKept | Gpt2Kept, Field(discriminator="name")]
 # Radford et al. (2019) split text so before merging; tiktoken's form of the pattern.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -42,7 +75,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> Description:
         """Put what `load` needs into the folder and the returned description."""
 
 
@@ -58,8 +91,8 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(map(int, ids)).decode(errors="replace")
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        return {"name": self.name}
+    def save(self, folder: Path) -> Description:
+        return {"name": "byte"}
 
 
 class Characters:
@@ -85,15 +118,16 @@ class Characters:
         if not known.all():
             unknown = text[int(np.argmin(known))]
             raise UsageError(
-                f"character {unknown!r} is not in the vocabulary: expected of {self.characters!r}"
+                f"character {unknown!r} is not in the vocabulary: expected of "
+                f"{self.characters[:100]!r}{'…' if self.vocabulary > 100 else ''}"
             )
         return ids.astype(np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        return {"name": self.name, "characters": self.characters}
+    def save(self, folder: Path) -> Description:
+        return {"name": "char", "characters": self.characters}
 
 
 class Gpt2:
@@ -102,16 +136,20 @@ class Gpt2:
     Args:
         ranks: bytes of each token → its id, which is also its merge's rank.
         end: id of <|endoftext|>.
+
+    Raises:
+        ValueError: see `check_ranks`; what it refuses makes tiktoken panic, or decode other text.
     """
 
     name = "gpt2"
 
     def __init__(self, ranks: Mapping[bytes, int], end: int) -> None:
+        check_ranks(ranks, end)
         import tiktoken
 
-        self.ranks = dict(ranks)
+        self.ranks, self.end = dict(ranks), end
         self.separator: int | None = end
-        self.vocabulary = max(end, *self.ranks.values()) + 1
+        self.vocabulary = len(self.ranks) + 1
         self._encoding = tiktoken.Encoding(
             "gpt2", pat_str=_PATTERN, mergeable_ranks=self.ranks, special_tokens={END_OF_TEXT: end}
         )
@@ -130,13 +168,26 @@ class Gpt2:
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(i) for i in ids], errors="replace")
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> Description:
         lines = (
             base64.b64encode(token).decode() + f" {rank}\n"
             for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])
         )
-        (folder / RANKS).write_text("".join(lines))
-        return {"name": self.name, "ranks": RANKS, "end": self.separator}
+        files.write(folder / RANKS, "".join(lines))
+        digest = files.digest(folder / RANKS)
+        return {"name": "gpt2", "ranks": "gpt2.tiktoken", "end": self.end, "sha256": digest}
+
+
+def check_ranks(ranks: Mapping[bytes, int], end: int) -> None:
+    """
+    Raises:
+        ValueError: they do not number tokens from 0 and then the end of text, or do not have every
+            byte among them.
+    """
+    if sorted(ranks.values()) != list(range(end)):
+        raise ValueError(f"{len(ranks)} tokens, and {end} ends text: expected ids from 0 to {end}")
+    if b"" in ranks or any(bytes([value]) not in ranks for value in range(256)):
+        raise ValueError("expected each of the 256 bytes to be a token, and nothing to be none")
 
 
 def gpt2(vocabulary: Path | None = None) -> Gpt2:
@@ -170,17 +221,15 @@ def _byte_names() -> dict[str, int]:
 
 def _read_gpt2(folder: Path) -> tuple[dict[bytes, int], int]:
     """Ranks and <|endoftext|>'s id from OpenAI's two files, checked against each other."""
-    encoder, merges = folder / "encoder.json", folder / "vocab.bpe"
     try:
-        ids: dict[str, int] = json.loads(encoder.read_text(encoding="utf-8"))
-        lines = merges.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UsageError(
-            f"--vocabulary {folder}: {error.strerror}: {error.filename}: expected encoder.json "
-            "and vocab.bpe"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"--vocabulary {folder}: encoder.json or vocab.bpe: {error}") from None
+        ids = schema.load(folder / "encoder.json", _Encoder, MOST)
+        lines = files.read(folder / "vocab.bpe", MOST).decode("utf-8").split("\n")
+    except Missing as error:
+        raise UsageError(f"--vocabulary {error}: expected encoder.json and vocab.bpe") from None
+    except Unreadable as error:
+        raise UsageError(f"--vocabulary {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--vocabulary {folder / 'vocab.bpe'}: {error}") from None
     names = _byte_names()
     try:
         end = ids[END_OF_TEXT]
@@ -189,9 +238,11 @@ def _read_gpt2(folder: Path) -> tuple[dict[bytes, int], int]:
         }
         made = [line.split() for line in lines if line and not line.startswith("#version")]
         expected = [ids[first + second] for first, second in made]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        check_ranks(ranks, end)
+    except (KeyError, ValueError) as error:
         raise UsageError(
-            f"--vocabulary {folder}: encoder.json and vocab.bpe do not belong together: {error!r}"
+            f"--vocabulary {folder}: encoder.json and vocab.bpe do not belong together: "
+            f"{str(error)[:100]!r}"
         ) from None
     if len(ranks) != 256 + len(expected) or expected != list(range(256, 256 + len(expected))):
         raise UsageError(
@@ -201,22 +252,65 @@ def _read_gpt2(folder: Path) -> tuple[dict[bytes, int], int]:
     return ranks, end
 
 
-def load(description: Mapping[str, Any], folder: Path) -> Tokenizer:
+_Encoder = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=1000)], Id], Field(max_length=LARGEST)
+]
+
+
+def load(description: Description, folder: Path) -> Tokenizer:
     """What `save` put there.
 
     Raises:
-        UsageError: the folder's tokenizer is missing or damaged.
+        Unreadable: the folder's tokenizer is missing or damaged.
     """
+    if description["name"] == "byte":
+        return Bytes()
+    if description["name"] == "char":
+        return Characters(description["characters"])
+    return _kept_gpt2(files.read(folder / RANKS, MOST), description, folder / RANKS)
+
+
+def _kept_gpt2(content: bytes, description: Gpt2Kept, file: Path) -> Gpt2:
+    """GPT-2's tokenizer from the file that `Gpt2.save` wrote."""
+    digest = hashlib.sha256(content).hexdigest()
+    if description.get("sha256", digest) != digest:
+        raise Unreadable(file, "is not what was written: its SHA-256 is another")
     try:
-        name = description["name"]
-        if name == "byte":
-            return Bytes()
-        if name == "char":
-            return Characters(description["characters"])
-        if name != "gpt2":
-            raise ValueError(f"tokenizer {name!r}, expected one of {', '.join(NAMES)}")
-        lines = (folder / description["ranks"]).read_text().splitlines()
-        ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, lines)}
-        return Gpt2(ranks, int(description["end"]))
-    except (OSError, KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise UsageError(f"data {folder}: cannot load its tokenizer: {error}") from None
+        pairs = [line.split() for line in content.splitlines()]
+        ranks = {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
+        if len(ranks) != len(pairs):
+            raise ValueError("a token is there twice")
+        return Gpt2(ranks, description["end"])
+    except (ValueError, binascii.Error) as error:
+        raise Unreadable(file, f"is no list of tokens: {str(error)[:100]}") from None
+
+
+def size(description: Description) -> int:
+    """Return the vocabulary of a tokenizer that was kept, without loading it."""
+    if description["name"] == "byte":
+        return Bytes.vocabulary
+    if description["name"] == "char":
+        return len(set(description["characters"]))
+    return description["end"] + 1
+
+
+def keep(description: Description, source: Path, folder: Path) -> None:
+    """Keep a prepared folder's tokenizer in another folder too, as `kept` reads it.
+
+    Raises:
+        Unreadable: its file is missing.
+        Unwritable: the folder cannot be written.
+    """
+    if description["name"] == "gpt2":
+        files.write(folder / RANKS, files.read(source / RANKS, MOST))
+    files.write(folder / "meta.json", json.dumps(description) + "\n")
+
+
+def kept(folder: Path) -> Tokenizer:
+    """The tokenizer that `keep` put there.
+
+    Raises:
+        Unreadable: it is missing or damaged.
+    """
+    kind: Any = Description
+    return load(schema.load(folder / "meta.json", kind, MOST), folder)

@@ -5,7 +5,6 @@ Losses are read one step late, while the next is under way, so that a GPU never 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -18,14 +17,14 @@ from typing import Any
 import torch
 
 from jetfire.gpt2 import checkpoint, data, faults, graph, parallel, utilisation
-from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.checkpoint import Best, Checkpoint, Seen, State
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step, autocast, seed_step
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError
+from jetfire.ops.errors import JetfireError, UsageError
 
 Record = dict[str, Any]
 
@@ -61,10 +60,34 @@ def shape_of(settings: Settings, vocabulary: int) -> Shape:
 
 
 def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
-    """A model initialised from the seed, the same for every recipe on a device."""
+    """A model initialised from the seed, the same for every recipe on a device.
+
+    Raises:
+        UsageError: the device has less memory than its parameters take.
+    """
+    shape = shape_of(settings, vocabulary)
+    check_fits(shape, device)
     torch.manual_seed(settings.seed)
     with device.torch_device:
-        return GPT2(shape_of(settings, vocabulary), settings.precision())
+        return GPT2(shape, settings.precision())
+
+
+def check_fits(shape: Shape, device: Device) -> None:
+    """Fail before a device is filled with what it cannot hold.
+
+    Raises:
+        UsageError: it has less memory than the parameters take in fp32.
+    """
+    needed = 4 * sum(math.prod(size) for size in shape.parameters().values())
+    if device.kind == "cuda":
+        there = torch.cuda.get_device_properties(device.torch_device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UsageError(
+            f"layers={shape.layers}, width={shape.width}, context={shape.context}: parameters take "
+            f"{needed / 2**30:.0f} GiB: {device.label} has {there / 2**30:.0f}"
+        )
 
 
 class Clock:
@@ -125,7 +148,7 @@ class Training:
         self.peak = utilisation.peak(device)
         self.flops = utilisation.flops_per_token(settings, self.vocabulary)
         self.done = 0
-        self.best: dict[str, Any] | None = None
+        self.best: Best | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,10 +156,10 @@ class Training:
         return one.batch * one.context * one.accumulate * self.group.world
 
     @property
-    def tokens_seen(self) -> Record:
+    def tokens_seen(self) -> Seen:
         """What tells the data from other data."""
         return {"train": len(self.tokens.train), "validation": len(self.tokens.validation),
-                "sha256": self.tokens.meta.get("sha256")}  # fmt: skip
+                "sha256": self.tokens.meta["sha256"]}  # fmt: skip
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint."""
@@ -231,7 +254,9 @@ class Training:
         """Evaluate where it is time, and write what should be kept."""
         better = self._every("evaluate_every", step) and self._evaluated(step)
         if self.folder and (stopping or better or self._every("checkpoint_every", step)):
+            self.group.each(self.tokens.check_untouched)
             checkpoint.save(self.folder, self.state(), self.model, self.step.optimizer, self.group)
+            self.report({"kind": "checkpoint", "step": step})
 
     def _evaluated(self, step: int) -> bool:
         """Whether this evaluation is the best yet."""
@@ -269,12 +294,16 @@ class Training:
             loss: torch.Tensor = self.model(ids, targets)
         return loss
 
-    def state(self) -> Record:
+    def state(self) -> State:
         """What a checkpoint holds beside tensors."""
+        shape = self.model.shape
         return {
             "step": self.done, "settings": self.settings.as_dict(),
-            "processes": self.group.world,
-            "vocabulary": self.vocabulary, "shape": dataclasses.asdict(self.model.shape),
+            "processes": self.group.world, "vocabulary": self.vocabulary,
+            "shape": {
+                "layers": shape.layers, "heads": shape.heads, "width": shape.width,
+                "context": shape.context, "vocabulary": shape.vocabulary, "dropout": shape.dropout,
+            },
             "tokens": self.tokens_seen, "best": self.best,
         }  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 import warnings
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from jetfire.bench.plan import Case
-from jetfire.gpt2 import corpora, prepare, tokenizers
+from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
 from jetfire.gpt2.cases import recipes_of
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import Settings, make, split
@@ -51,9 +50,8 @@ def vocabulary_of(settings: Settings) -> int:
         chosen = corpora.TOKENIZERS.get(settings.data, "gpt2")
     named = settings.data in corpora.NAMED
     folder = prepare.default_folder([settings.data], chosen) if named else Path(settings.data)
-    meta = folder / "meta.json"
-    if meta.is_file():
-        return int(json.loads(meta.read_text(encoding="utf-8"))["vocabulary"])
+    if (folder / prepared.META).is_file():
+        return prepared.read_meta(folder)["vocabulary"]
     known = {"byte": tokenizers.Bytes.vocabulary, "gpt2": tokenizers.GPT2_VOCABULARY}
     if chosen not in known:
         raise UsageError(

@@ -6,24 +6,35 @@ Theirs: `transformer.h.N.attn.c_attn.weight` and so on, each linear layer a Conv
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import pickle
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch.nn import functional as F
+from typing_extensions import TypedDict
 
-from jetfire.core.files import write
-from jetfire.gpt2 import checkpoint
-from jetfire.gpt2.tokenizers import GPT2_VOCABULARY
+from jetfire.core import files, schema
+from jetfire.core.files import Missing, Unreadable
+from jetfire.core.schema import Name, Scalar
+from jetfire.gpt2 import checkpoint, tensors
+from jetfire.gpt2.model import Shape
+from jetfire.gpt2.settings import BOUNDS
+from jetfire.gpt2.tensors import Kind
+from jetfire.gpt2.tokenizers import GPT2_VOCABULARY, Vocabulary
 from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
     from jetfire.gpt2.model import GPT2
 
 State = dict[str, torch.Tensor]
+CONFIG, MODEL, INDEX, PICKLED = (
+    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+)  # fmt: skip
 
 _OUTER = {"tokens.weight": "wte.weight", "positions.weight": "wpe.weight",
           "norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}  # fmt: skip
@@ -55,36 +66,82 @@ def names(layers: int) -> dict[str, tuple[str, bool]]:
     return found
 
 
+class _Config(TypedDict):
+    """What of GPT2Config says how large a model is."""
+
+    n_layer: Annotated[int, Field(ge=1, le=BOUNDS["layers"][1])]
+    n_head: Annotated[int, Field(ge=1, le=BOUNDS["heads"][1])]
+    n_embd: Annotated[int, Field(ge=1, le=BOUNDS["width"][1])]
+    n_positions: Annotated[int, Field(ge=1, le=BOUNDS["context"][1])]
+    vocab_size: Vocabulary
+
+
+class _Rest(TypedDict, total=False):
+    """What of it must be as ours is, or may be."""
+
+    n_inner: int | None
+    resid_pdrop: Annotated[float, Field(ge=0, le=BOUNDS["dropout"][1])]
+    model_type: Scalar
+    activation_function: Scalar
+    layer_norm_epsilon: Scalar
+    scale_attn_weights: Scalar
+    scale_attn_by_inverse_layer_idx: Scalar
+    add_cross_attention: Scalar
+    tie_word_embeddings: Scalar
+
+
+class _Index(TypedDict):
+    """Weights' names, and the file of the folder that each is in."""
+
+    weight_map: Annotated[dict[str, Name], Field(max_length=100_000)]
+
+
 def read_transformers(folder: Path) -> tuple[dict[str, Any], State]:
     """Fields of `Shape`, and parameters by our names, fp32 on the CPU.
 
     Raises:
         UsageError: the folder has no GPT-2 of transformers, or one that ours cannot be.
     """
-    config = _config(folder)
-    fields = _fields(config, folder)
-    theirs = {name.removeprefix("transformer."): value for name, value in _tensors(folder).items()}
-    state: State = {}
-    expected = names(fields["layers"])
-    for ours, (name, transposed) in expected.items():
-        if name not in theirs:
-            raise UsageError(f"{folder}: no weight {name}: expected {len(expected)} as GPT-2 has")
-        value = theirs.pop(name).to(torch.float32)
-        state[ours] = value.T.contiguous() if transposed else value.contiguous()
-    # Causal masks, in files of older versions, and the head, which is the embedding table.
-    unknown = [n for n in theirs if not n.endswith((".attn.bias", ".attn.masked_bias"))]
-    if "lm_head.weight" in unknown and torch.equal(
-        theirs["lm_head.weight"].to(torch.float32), state["tokens.weight"]
-    ):
-        unknown.remove("lm_head.weight")
-    if unknown:
+    try:
+        shape = _shape(folder)
+        theirs = _weights(folder, shape)
+    except Missing as error:
         raise UsageError(
-            f"{folder}: weight {unknown[0]} has no place in GPT-2 with a tied head: expected "
-            f"{len(expected)} others"
-        )
-    _check(state, fields, folder)
+            f"{error}: expected a folder of transformers' GPT-2, with {CONFIG} and {MODEL} or "
+            f"{PICKLED}"
+        ) from None
+    state: State = {}
+    for ours, (name, transposed) in names(shape.layers).items():
+        value = theirs.pop(name).detach().to(torch.float32)
+        state[ours] = value.T.contiguous() if transposed else value.contiguous()
+    head = theirs.get("lm_head.weight")
+    if head is not None and not torch.equal(head.to(torch.float32), state["tokens.weight"]):
+        raise UsageError(f"{folder}: lm_head.weight is not wte.weight: expected a tied head")
     state["tokens.weight"] = _pad(state["tokens.weight"])
-    return fields, state
+    return dataclasses.asdict(shape), state
+
+
+def _weights(folder: Path, shape: Shape) -> State:
+    """The folder's weights by their names without `transformer.`, of which all are of the shape.
+
+    Raises:
+        Missing, Unreadable: a file is missing, damaged, or does not hold just those.
+    """
+    parts = list(_parts(folder))
+    if not parts:
+        found = _pickled(folder / PICKLED)
+        kinds = {name: _kind(value) for name, value in found.items()}
+        _check(kinds, shape, folder / PICKLED)
+    else:
+        headers = {part: tensors.header(part) for part in parts}
+        kinds = {name: kind for header in headers.values() for name, kind in header.items()}
+        _check(kinds, shape, parts[0])
+        found = {name: value for part in parts for name, value in tensors.load(part).items()}
+    return {_short(name): value for name, value in found.items()}
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("transformer.")
 
 
 def load(model: GPT2, folder: Path) -> None:
@@ -117,8 +174,6 @@ def save_transformers(folder: Path, fields: Mapping[str, Any], state: Mapping[st
     Raises:
         UsageError: the folder cannot be written.
     """
-    from safetensors.torch import save
-
     theirs = {}
     for ours, (name, transposed) in names(fields["layers"]).items():
         value = state[ours].detach().to("cpu", torch.float32)
@@ -140,72 +195,60 @@ def save_transformers(folder: Path, fields: Mapping[str, Any], state: Mapping[st
         config |= {"bos_token_id": GPT2_VOCABULARY - 1, "eos_token_id": GPT2_VOCABULARY - 1}
     else:
         config |= {"bos_token_id": None, "eos_token_id": None}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The weights last: a folder that has them is whole.
-        write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-        write(folder / "model.safetensors", save(theirs, metadata={"format": "pt"}))
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot write: {error.strerror}") from None
+    with files.new_files(folder) as part:
+        tensors.save(theirs, part / MODEL, {"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{folder}: config.json: {error.strerror}: expected a folder of transformers' GPT-2, "
-            "with config.json and model.safetensors or pytorch_model.bin"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{folder}: config.json is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{folder}: config.json is damaged: expected an object")
+def _shape(folder: Path) -> Shape:
+    """The sizes that config.json tells of.
+
+    Raises:
+        Missing, Unreadable: it is missing or damaged, or not of a GPT-2 that ours can be.
+    """
+    file = folder / CONFIG
+    sizes, rest = schema.load(file, _Config), schema.load(file, _Rest)
     for name, accepted in _SAME.items():
-        value = found.get(name, accepted[0])
+        value = rest.get(name, accepted[0])
         if value not in accepted:
             wanted = " or ".join(map(repr, accepted))
-            raise UsageError(f"{folder}: config.json has {name} {value!r}: expected {wanted}")
-    return found
+            raise Unreadable(file, f"has {name} {repr(value)[:50]}: expected {wanted}")
+    width = sizes["n_embd"]
+    if (inner := rest.get("n_inner") or 4 * width) != 4 * width:
+        raise Unreadable(file, f"has n_inner {inner}: expected {4 * width}, four times n_embd")
+    if width % sizes["n_head"]:
+        raise Unreadable(file, f"has n_embd {width}: expected a multiple of n_head")
+    return Shape(
+        layers=sizes["n_layer"], heads=sizes["n_head"], width=width,
+        context=sizes["n_positions"], vocabulary=sizes["vocab_size"],
+        dropout=rest.get("resid_pdrop", 0.1),
+    )  # fmt: skip
 
 
-def _fields(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    try:
-        fields = {ours: int(config[theirs]) for ours, theirs in (
-            ("layers", "n_layer"), ("heads", "n_head"), ("width", "n_embd"),
-            ("context", "n_positions"), ("vocabulary", "vocab_size"),
-        )}  # fmt: skip
-        inner = config.get("n_inner") or 4 * fields["width"]
-        dropout = float(config.get("resid_pdrop", 0.1))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder}: config.json is not of a GPT-2: {error!r}") from None
-    if inner != 4 * fields["width"]:
-        raise UsageError(
-            f"{folder}: config.json has n_inner {inner}: expected {4 * fields['width']}, four "
-            "times n_embd"
-        )
-    return fields | {"dropout": dropout}
+def _check(found: Mapping[str, Kind], shape: Shape, file: Path) -> None:
+    """See that weights are those of a shape, before a byte of them is read.
 
-
-def _check(state: Mapping[str, torch.Tensor], fields: Mapping[str, Any], folder: Path) -> None:
-    """That every parameter has the size that config.json says."""
-    width = fields["width"]
-    sizes = {
-        "qkv": (3 * width, width), "projection": (width, width),
-        "expand": (4 * width, width), "contract": (width, 4 * width),
-        "tokens": (fields["vocabulary"], width), "positions": (fields["context"], width),
-    }  # fmt: skip
-    for name, value in state.items():
-        *_, layer, part = name.split(".")
-        size = sizes.get(layer, (width,))
-        if part == "bias":
-            size = size[:1]
-        if tuple(value.shape) != size:
-            raise UsageError(
-                f"{folder}: {name} is {'×'.join(map(str, value.shape))}, expected "
-                f"{'×'.join(map(str, size))} as config.json has it"
-            )
+    Raises:
+        Unreadable: one is missing, is too many, or is of another size or no float.
+    """
+    sizes = {**shape.parameters(), "tokens.weight": (shape.vocabulary, shape.width)}
+    wanted = {
+        theirs: sizes[ours][::-1] if transposed else sizes[ours]
+        for ours, (theirs, transposed) in names(shape.layers).items()
+    }
+    there = {_short(name): kind for name, kind in found.items()}
+    for name, size in wanted.items():
+        if name not in there:
+            raise Unreadable(file, f"no weight {name}: expected {len(wanted)} as GPT-2 has")
+        if there[name].shape != size or there[name].dtype not in ("F64", "F32", "F16", "BF16"):
+            expected = Kind("floats", size)
+            raise Unreadable(file, f"{name} is {there[name]}: expected {expected} as {CONFIG} says")
+    # Causal masks, in files of older versions, and the head, which is the embedding table.
+    for name in there.keys() - wanted.keys():
+        if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight":
+            reason = f"weight {ascii(name)[:100]} has no place in GPT-2 with a tied head"
+            raise Unreadable(file, f"{reason}: expected {len(wanted)} others")
 
 
 def _pad(table: torch.Tensor) -> torch.Tensor:
@@ -213,26 +256,63 @@ def _pad(table: torch.Tensor) -> torch.Tensor:
     return F.pad(table, (0, 0, 0, -len(table) % 64))
 
 
-def _tensors(folder: Path) -> State:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _parts(folder: Path) -> Iterator[Path]:
+    """The folder's safetensors files; none where it has none.
 
-    index = folder / "model.safetensors.index.json"
+    Raises:
+        Unreadable: their index is damaged.
+    """
+    if (folder / INDEX).is_file():
+        index = schema.load(folder / INDEX, _Index)
+        yield from (folder / part for part in sorted(set(index["weight_map"].values())))
+    elif (folder / MODEL).is_file():
+        yield folder / MODEL
+
+
+def _pickled(file: Path) -> State:
+    """A state dict that torch saved; nothing in it is run.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it is no state dict, or its tensors are packed and may be of any size.
+    """
+    with files.opened(file) as opened:
+        if zipfile.is_zipfile(opened):
+            _check_zip(opened, file)
     try:
-        if index.is_file():
-            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return {k: v for part in parts for k, v in load_file(folder / part).items()}
-        if (folder / "model.safetensors").is_file():
-            return load_file(folder / "model.safetensors")
-        if (folder / "pytorch_model.bin").is_file():
-            found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-            if not isinstance(found, dict):
-                raise ValueError("expected a state dict in pytorch_model.bin")
-            return found
-    except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError,
-        SafetensorError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise UsageError(f"{folder}: cannot read the weights: {reason[:200]}") from None
-    raise UsageError(f"{folder}: no weights: expected model.safetensors or pytorch_model.bin")
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damage makes the unpickler raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        text = "".join(char if char.isprintable() else "?" for char in reason)[:200]
+        raise Unreadable(file, f"cannot read the weights: {text}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
+        raise Unreadable(file, "cannot read the weights: expected names and tensors")
+    return found
+
+
+def _check_zip(opened: Any, file: Path) -> None:
+    """
+    Raises:
+        Unreadable: an archive is damaged, or would be larger unpacked.
+    """
+    try:
+        with zipfile.ZipFile(opened) as archive:
+            packed = any(part.file_size != part.compress_size for part in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise Unreadable(file, f"cannot read the weights: {error}") from None
+    if packed:
+        raise Unreadable(
+            file, "cannot read the weights: expected them as torch saves them, unpacked"
+        )
+
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def _kind(value: torch.Tensor) -> Kind:
+    """As a safetensors file has it; what it could not hold has a dtype that none has."""
+    plain = value.layout is torch.strided and value.device.type == "cpu"
+    dtype = _NAMES.get(value.dtype, str(value.dtype)) if plain else f"{value.layout}"
+    return Kind(dtype, tuple(value.shape))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire.gpt2 import corpora, data, prepare
+from jetfire.gpt2 import corpora, data, prepare, prepared
 from jetfire.ops.errors import UsageError
 
 
@@ -65,10 +65,19 @@ def test_rows_are_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('"one"\n\n{"text": "t\\ud800wo", "id": 3}\n')
     assert _texts([path]) == ["one", "t�wo"]
-    for bad in ('{"body": "x"}', "3", "{", '{"text": null}'):
+    for bad in ('{"body": "x"}', "3", "{", '{"text": null}', "[" * 100_000):
         path.write_text(f'"one"\n{bad}\n')
         with pytest.raises(UsageError, match=r"a\.jsonl:2: expected a JSON string"):
             _texts([path])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.html.gz"])
+def test_what_is_whole_in_memory_is_not_endless(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(corpora, "WHOLE", 1000)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b'"' + bytes(100_000)))
+    with pytest.raises(UsageError, match=rf"{name}.*: a document of more than 1000 bytes"):
+        _texts([path])
 
 
 def test_parquet_rows_are_documents(tmp_path):
@@ -111,6 +120,13 @@ def test_archives_in_archives_are_read_as_openwebtext_has_them(tmp_path):
     (tmp_path / "subset00.tar").write_bytes(tar({"a.txt": b"x" * 9000})[:4000])
     with pytest.raises(UsageError, match=r"subset00\.tar: damaged"):
         _texts([tmp_path])
+
+
+def test_what_is_hidden_is_not_read(tmp_path):
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "sub/.d/e.txt", "sub/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert _texts([tmp_path]) == ["a.txt", "sub/f.txt"]
 
 
 def test_a_long_document_comes_in_pieces_that_tokenize_as_the_whole(
@@ -251,6 +267,26 @@ def test_documents_are_split_whole_and_whatever_their_order(tmp_path, monkeypatc
     assert tokens.meta["documents"] == 60
 
 
+def test_no_more_than_a_twentieth_is_held_out(tmp_path):
+    """Of 20 to 40 kB half a percent, and MINIMUM too, would leave little or nothing to train on."""
+    tokens = data.open_tokens(data.prepare(_folder(tmp_path / "texts"), "byte", tmp_path / "out"))
+    total = len(tokens.train) + len(tokens.validation)
+    assert total < prepare.MINIMUM
+    assert tokens.meta["split"] == "documents"
+    assert 0.025 * total <= len(tokens.validation) <= 0.05 * total
+
+
+@pytest.mark.parametrize("large", [0, 7, 19])
+def test_a_document_that_is_larger_than_that_is_trained_on(tmp_path, large):
+    root = tmp_path / "texts"
+    root.mkdir()
+    for i in range(20):
+        (root / f"{i:02}.txt").write_text(f"{i:03}\n" * (5000 if i == large else 25))
+    tokens = data.open_tokens(data.prepare(root, "byte", tmp_path / "out"))
+    assert tokens.meta["split"] == "documents"
+    assert len(tokens.validation) <= 0.05 * (len(tokens.train) + len(tokens.validation))
+
+
 def test_the_same_text_gives_the_same_bytes(tmp_path, gpt2_files, monkeypatch):
     monkeypatch.setattr(prepare, "MINIMUM", 500)
     source = _folder(tmp_path / "texts")
@@ -296,13 +332,31 @@ def test_prepared_text_is_not_prepared_again_until_it_changes(tmp_path):
     prepare.prepare(path, "byte", out)
     assert bytes(data.open_tokens(out).train[:3].tolist()) == b"two"
     assert bytes(mapped.train[:3].tolist()) == b"one"  # who has it open keeps it
-    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out", ".out.lock"}
-    # A process that was killed leaves its folder behind; a truncated file is made anew.
-    (tmp_path / ".out.partial").mkdir()
-    os.truncate(out / "train.bin", 7)
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
+    # A process that was killed leaves its folder and its lock behind.
+    (tmp_path / ".out.x1y2.part").mkdir()
+    (tmp_path / ".out.lock").touch()
+    path.write_text("one\n" * 100)
     prepare.prepare(path, "byte", out)
-    assert len(data.open_tokens(out).train) == 360
-    assert not (tmp_path / ".out.partial").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda at: os.truncate(at / "train.bin", 7),
+        lambda at: _spoil(at, b"x"),
+        lambda at: (at / "meta.json").write_text("{"),
+        lambda at: _edit(at, vocabulary=255),
+    ],
+)
+def test_what_is_damaged_is_prepared_again(folder, damage):
+    path = folder.parent / "a.txt"
+    before = (folder / "train.bin").read_bytes()
+    damage(folder)
+    prepare.prepare(path, "byte", folder)
+    assert (folder / "train.bin").read_bytes() == before
+    data.open_tokens(folder)
 
 
 def test_what_fails_leaves_what_was_there(tmp_path, monkeypatch):
@@ -315,10 +369,11 @@ def test_what_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
     path.write_text("two\n" * 100)
     monkeypatch.setattr(prepare, "_copy", full)
-    with pytest.raises(UsageError, match=r"-o .*out: cannot write: No space left on device"):
-        prepare.prepare(path, "byte", out)
+    for place in (out, tmp_path / "new"):
+        with pytest.raises(UsageError, match=rf"{place}: cannot be written: No space left"):
+            prepare.prepare(path, "byte", place)
     assert bytes(data.open_tokens(out).train[:3].tolist()) == b"one"
-    assert not (tmp_path / ".out.partial").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
 
 
 def _prepare_too(path: str, out: str) -> None:
@@ -335,7 +390,7 @@ def test_processes_take_turns(tmp_path):
     for other in others:
         other.start()
     for other in others:
-        other.join(60)
+        other.join()
     assert [other.exitcode for other in others] == [0, 0, 0]
     data.open_tokens(tmp_path / "out")
 
@@ -452,14 +507,21 @@ def test_too_few_tokens_are_told(folder):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda at: os.truncate(at / "train.bin", 11), r"train\.bin is damaged: 11 bytes"),
+        (lambda at: os.truncate(at / "train.bin", 11), r"train\.bin: is damaged: 11 bytes"),
         (lambda at: (at / "validation.bin").unlink(), r"validation\.bin: No such file"),
-        (lambda at: (at / "meta.json").unlink(), r"meta\.json: No such file"),
-        (lambda at: (at / "meta.json").write_text("{"), r"meta\.json is damaged"),
-        (lambda at: (at / "meta.json").write_text("[]"), r"meta\.json is damaged"),
-        (lambda at: _spoil(at, b"\xff\xff"), "token 65535, expected below 256"),
-        (lambda at: _edit(at, format=2), "format 2, expected 1"),
-        (lambda at: _edit(at, dtype="complex"), r"meta\.json is damaged|is damaged"),
+        (lambda at: (at / "meta.json").unlink(), r"meta\.json: No such file.*: expected a folder"),
+        (lambda at: (at / "meta.json").write_text("{"), r"meta\.json: no JSON"),
+        (lambda at: (at / "meta.json").write_text("[]"), r"meta\.json: .*expected a JSON object"),
+        (lambda at: _spoil(at, b"\0"), r"train\.bin: is damaged: its SHA-256 is not meta\.json's"),
+        (lambda at: _forge(at, b"\xff\xff"), "token 65535, expected below 256"),
+        (lambda at: _edit(at, format=2), "format 2, expected 1: prepare it again"),
+        (lambda at: _edit(at, dtype="complex"), "dtype='complex': expected 'uint16' or 'uint32'"),
+        (lambda at: _edit(at, dtype="O"), "dtype='O': expected"),
+        (lambda at: _edit(at, dtype="f8"), "dtype='f8': expected"),
+        (lambda at: _edit(at, vocabulary=10**9), "vocabulary=1000000000: expected"),
+        (lambda at: _edit(at, vocabulary=257), "vocabulary=257: expected the tokenizer's, 256"),
+        (lambda at: _edit(at, train=-1), "train=-1: expected"),
+        (lambda at: _edit(at, tokenizer={"name": "gpt2", "ranks": "../x", "end": 256}), "ranks="),
     ],
 )
 def test_damaged_folders_are_refused(folder, damage, says):
@@ -474,9 +536,45 @@ def _spoil(folder: Path, ids: bytes) -> None:
         file.write(ids)
 
 
+def _forge(folder: Path, ids: bytes) -> None:
+    """Tokens that nobody's vocabulary has, under the digest that they have."""
+    _spoil(folder, ids)
+    meta = json.loads((folder / "meta.json").read_text())
+    digest = hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
+    _edit(folder, sha256=meta["sha256"] | {"train": digest})
+
+
 def _edit(folder: Path, **fields: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | fields))
+
+
+def test_large_files_are_read_through_again_once_they_were_written_to(folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(prepared, "REMEMBERED", 0)
+    for _ in range(2):
+        data.open_tokens(folder, said.append)
+    assert [line.split(" in ")[1] for line in said] == [
+        f"{folder / name}.bin" for name in ("train", "validation")
+    ]
+    stat = (folder / "train.bin").stat()
+    _spoil(folder, b"\0")
+    os.utime(folder / "train.bin", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UsageError, match="its SHA-256 is not"):
+        data.open_tokens(folder)
+    (prepared.cache() / prepared.CHECKED).write_text("no record")
+    with pytest.raises(UsageError, match="its SHA-256 is not"):
+        data.open_tokens(folder)
+
+
+def test_tokens_that_are_written_to_meanwhile_are_noticed(folder):
+    tokens = data.open_tokens(folder)
+    prepare.prepare(folder.parent / "a.txt", "char", folder)  # takes the name alone
+    tokens.check_untouched()
+    tokens = data.open_tokens(folder)
+    _spoil(folder, b"\0")
+    with pytest.raises(UsageError, match=r"train\.bin: was written to while it was trained on"):
+        tokens.check_untouched()
 
 
 def test_a_missing_folder_is_named(tmp_path):

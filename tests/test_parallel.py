@@ -14,9 +14,10 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from jetfire.cli import execute
-from jetfire.gpt2 import command, data, log, parallel
+from jetfire.gpt2 import data, log, parallel
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
+from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.train import Training
 from jetfire.ops.device import Device
@@ -52,7 +53,7 @@ def runs(request, tmp_path_factory) -> Path:
 def make_runs(home: Path, runs: Path, device: str) -> None:
     (home / "text.txt").write_text(TEXT)
     subprocess.run(
-        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED], check=True, timeout=240,
+        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED], check=True, timeout=3600,
         env={**os.environ, "JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     threads = torch.get_num_threads()
@@ -211,9 +212,12 @@ def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     assert execute("train", words) == 0
     assert losses(alone) == pytest.approx(losses(runs / "ddp")[4:], rel=near)
     assert log.read(alone)[0]["settings"]["accumulate"] == 4
-    three = command.Asked(resume=True, output=runs / "one")
-    with pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches a step"):
-        command.run_of(three, Group(0, 3))
+    three = Asked(resume=True, output=runs / "one")
+    with (
+        pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches a step"),
+        opened(three, Group(0, 3)),
+    ):
+        pass
 
 
 def test_the_first_process_alone_speaks(runs):

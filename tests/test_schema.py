@@ -85,6 +85,12 @@ def test_text_without_what_a_terminal_obeys(text):
             read(held, Plain)
 
 
+def test_what_a_terminal_obeys_can_be_shown():
+    text = "a\x1b[2J\r\u202e\x9bm\x00 é\t\u3000\n"
+    assert schema.visible(text) == "a\\x1b[2J\\r\\u202e\\x9bm\\x00 é\t\u3000\n"
+    read(schema.visible(text), Text)
+
+
 def test_lines_of_text():
     assert read("two\n\tlines", Text) == "two\n\tlines"
     with pytest.raises(Unreadable):
@@ -112,8 +118,11 @@ def test_lines_are_read_one_by_one(tmp_path):
     file.write_bytes(b'{"a": 1}\n\nnot JSON\n{"a": -1}\n{"a": 2}')
     found = list(schema.lines(file, dict[str, Count], 1000))
     assert [x for x in found if isinstance(x, dict)] == [{"a": 1}, {"a": 2}]
-    wrong = [str(x) for x in found if isinstance(x, Unreadable)]
-    assert [text.partition(": ")[2][:7] for text in wrong] == ["line 3:", "line 4:"]
+    wrong = [x for x in found if isinstance(x, schema.BadLine)]
+    assert [str(x).partition(": ")[2][:7] for x in wrong] == ["line 3:", "line 4:"]
+    assert [(x.number, x.cut) for x in wrong] == [(3, False), (4, False)]
+    file.write_bytes(b'{"a": 1}\n{"a"')
+    assert [x.cut for x in schema.lines(file, dict[str, Count], 1000) if not isinstance(x, dict)]
 
 
 JSON = st.recursive(

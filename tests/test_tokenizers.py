@@ -76,8 +76,17 @@ def _damage(folder: Path, name: str, change) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("encoder.json", lambda text: text[:100], "encoder.json or vocab.bpe"),
-        ("encoder.json", lambda text: "[]", "do not belong together"),
+        ("encoder.json", lambda text: text[:100], r"encoder\.json: no JSON"),
+        ("encoder.json", lambda text: "[]", r"encoder\.json: \[\]: expected a JSON object"),
+        (
+            "encoder.json",
+            lambda text: text.replace(": 3,", ': "3",', 1),
+            "'3': expected an integer",
+        ),
+        ("encoder.json", lambda text: text.replace(": 3,", ": 4,", 1), "do not belong together"),
+        ("encoder.json", lambda text: text.replace(": 267", ": 5"), "do not belong together"),
+        ("encoder.json", lambda text: text.replace(": 267", ": 1000000000"), "expected less than"),
+        ("encoder.json", lambda text: text.replace("end", "fin"), "do not belong together"),
         ("encoder.json", lambda text: text.replace('"he"', '"hx"'), "do not belong together"),
         ("vocab.bpe", lambda text: text.replace("i n\n", ""), "expected encoder.json to number"),
         ("vocab.bpe", lambda text: text.replace("i n\nr e", "r e\ni n"), "in their order"),
@@ -94,10 +103,75 @@ def test_damaged_vocabularies_are_refused(gpt2_files, tmp_path, name, change, sa
 def test_missing_vocabularies_are_named(gpt2_files, tmp_path):
     with pytest.raises(UsageError, match=r"encoder\.json"):
         tokenizers.gpt2(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="cannot load its tokenizer"):
+    with pytest.raises(UsageError, match=r"gpt2\.tiktoken: No such file"):
         tokenizers.load({"name": "gpt2", "ranks": "gpt2.tiktoken", "end": 1}, tmp_path)
-    with pytest.raises(UsageError, match="expected one of byte, char, gpt2"):
-        tokenizers.load({"name": "words"}, tmp_path)
+    with pytest.raises(UsageError, match=r"meta\.json: No such file"):
+        tokenizers.kept(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("description", "says"),
+    [
+        ({"name": "words"}, "'words'"),
+        ({"name": "char"}, "characters is missing"),
+        ({"name": "char", "characters": ""}, "at least 1 character"),
+        ({"name": "char", "characters": ["a"]}, "expected text"),
+        ({"name": "gpt2", "ranks": "../../.bashrc", "end": 267}, r"'\.\./\.\./\.bashrc': expected"),
+        ({"name": "gpt2", "ranks": "gpt2.tiktoken", "end": 10**9}, "end=1000000000: expected"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_a_description_is_one_of_three(tmp_path, description, says):
+    (tmp_path / "meta.json").write_text(json.dumps(description))
+    with pytest.raises(UsageError, match=says):
+        tokenizers.kept(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "end", "says"),
+    [
+        (lambda lines: lines, 268, "268 ends text"),
+        (lambda lines: lines, 3, "3 ends text"),
+        (lambda lines: lines[1:], 267, "266 tokens"),
+        (lambda lines: [*lines, lines[0]], 267, "a token is there twice"),
+        (lambda lines: [*lines[:-1], b"eHl6 3"], 267, "expected ids from 0"),
+        (lambda lines: [*lines[:-1], b"eHl6 99999999999999999999"], 267, "expected ids from 0"),
+        (lambda lines: [b"eHl6 0", *lines[1:]], 267, "each of the 256 bytes"),
+        (lambda lines: [b"not base64 at all"], 1, "is no list of tokens"),
+        (lambda lines: [b"\xff\xfe 0"], 1, "is no list of tokens"),
+    ],
+)
+def test_ranks_that_would_end_the_process_are_refused(gpt2_files, tmp_path, change, end, says):
+    """tiktoken panics at some of them, at once or when it meets the token."""
+    tokenizers.gpt2(gpt2_files).save(tmp_path)
+    file = tmp_path / tokenizers.RANKS
+    file.write_bytes(b"\n".join(change(file.read_bytes().splitlines())))
+    with pytest.raises(UsageError, match=says):
+        tokenizers.load({"name": "gpt2", "ranks": "gpt2.tiktoken", "end": end}, tmp_path)
+
+
+def test_ranks_are_those_that_were_written(gpt2_files, tmp_path):
+    description = tokenizers.gpt2(gpt2_files).save(tmp_path)
+    file = tmp_path / tokenizers.RANKS
+    text = file.read_text()
+    file.write_text(text.replace("aGU=", "aGY="))  # "he" and "hf"
+    with pytest.raises(UsageError, match="is not what was written"):
+        tokenizers.load(description, tmp_path)
+    del description["sha256"]  # as earlier versions had it
+    tokenizers.load(description, tmp_path)
+
+
+def test_a_tokenizer_is_kept_under_its_own_name_alone(gpt2_files, tmp_path):
+    description = tokenizers.gpt2(gpt2_files).save(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "other").write_text("mine")
+    (kept / tokenizers.RANKS).symlink_to(tmp_path / "other")
+    tokenizers.keep(description, tmp_path, kept)
+    assert (tmp_path / "other").read_text() == "mine"
+    assert tokenizers.kept(kept).encode(TEXT).tolist() == (
+        tokenizers.gpt2(gpt2_files).encode(TEXT).tolist()
+    )
 
 
 def test_no_download_says_what_to_give(monkeypatch):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import resource
+import zipfile
 
 import numpy as np
 import pytest
@@ -104,10 +106,15 @@ def test_a_shorter_context_takes_the_first_positions(tmp_path):
         ({"activation_function": "relu"}, "expected 'gelu_new' or 'gelu_pytorch_tanh'"),
         ({"n_inner": 100}, "n_inner 100: expected 128"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False: expected True"),
-        ({"n_layer": None}, "is not of a GPT-2"),
+        ({"n_layer": None}, "n_layer=None: expected an integer"),
         ({"n_layer": 3}, r"no weight h\.2\."),
-        ({"n_layer": 1}, r"weight h\.1\..* has no place"),
-        ({"n_embd": 16}, "expected .* as config.json has it"),
+        ({"n_layer": 1}, r"weight 'h\.1\..* has no place"),
+        ({"n_embd": 16}, "wte.weight is F32 70×32: expected floats 70×16 as config.json says"),
+        ({"n_embd": 33}, "n_embd 33: expected a multiple of n_head"),
+        ({"n_layer": 10**9}, "n_layer=1000000000: expected less than or equal to 1024"),
+        ({"vocab_size": 10**9}, "vocab_size=1000000000: expected less"),
+        ({"resid_pdrop": "0.1"}, "resid_pdrop='0.1': expected a number"),
+        ({"model_type": ["gpt2"]}, r"model_type=\['gpt2'\]: expected a finite number, text"),
     ],
 )
 def test_what_is_not_our_gpt2_is_refused(tmp_path, config, says):
@@ -118,36 +125,110 @@ def test_what_is_not_our_gpt2_is_refused(tmp_path, config, says):
         weights.read_transformers(tmp_path)
 
 
-def test_damaged_and_missing_files_are_named(tmp_path):
-    weights.save_transformers(tmp_path, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:5000])
-    with pytest.raises(UsageError, match="cannot read the weights"):
-        weights.read_transformers(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"expected model\.safetensors or pytorch_model\.bin"):
-        weights.read_transformers(tmp_path)
+@pytest.fixture
+def saved(tmp_path):
+    """A folder as transformers keeps a model."""
+    folder = tmp_path / "saved"
+    weights.save_transformers(folder, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    return folder
+
+
+def test_damaged_and_missing_files_are_named(saved):
+    whole = (saved / "model.safetensors").read_bytes()
+    for content in (whole[:5000], whole[:4], b"", b"\xff" * 16):
+        (saved / "model.safetensors").write_bytes(content)
+        with pytest.raises(UsageError, match=r"model\.safetensors: (no whole|a header of)"):
+            weights.read_transformers(saved)
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"expected .* model\.safetensors or pytorch_model\.bin"):
+        weights.read_transformers(saved)
     for content in (b"", b"garbage", b"PK\x03\x04"):
-        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        (saved / "pytorch_model.bin").write_bytes(content)
         with pytest.raises(UsageError, match="cannot read the weights"):
-            weights.read_transformers(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match=r"config\.json is damaged"):
-        weights.read_transformers(tmp_path)
+            weights.read_transformers(saved)
+    (saved / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json: no JSON"):
+        weights.read_transformers(saved)
     with pytest.raises(UsageError, match=r"config\.json: No such file"):
-        weights.read_transformers(tmp_path / "nowhere")
+        weights.read_transformers(saved / "nowhere")
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    class Harm:
-        def __reduce__(self):
-            return (print, ("harm",))
+class Harm:
+    def __reduce__(self):
+        return (print, ("harm",))
 
-    weights.save_transformers(tmp_path, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"wte.weight": Harm()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UsageError, match="cannot read the weights"):
-        weights.read_transformers(tmp_path)
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"wte.weight": Harm()}, "cannot read the weights"),
+        ({"wte.weight": 3}, "expected names and tensors"),
+        ({3: torch.zeros(1)}, "expected names and tensors"),
+        ([torch.zeros(1)], "expected names and tensors"),
+        ({"wte.weight": torch.zeros(70, 32)}, "no weight"),
+        ({"wte.weight": torch.zeros(1).expand(10**9, 10**6)}, r"1000000000×1000000: expected"),
+        ({"wte.weight": torch.zeros(70, 32).to_sparse()}, "sparse_coo 70×32: expected floats"),
+        ({"wte.weight": torch.zeros(70, 32, dtype=torch.int64)}, "int64 70×32: expected floats"),
+    ],
+)
+def test_a_pickle_that_is_no_state_dict_is_refused(saved, content, says, capsys):
+    """None runs code, and none is taken for larger than the file."""
+    (saved / "model.safetensors").unlink()
+    torch.save(content, saved / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=says):
+        weights.read_transformers(saved)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_pickle_is_not_unpacked(saved):
+    (saved / "model.safetensors").unlink()
+    with zipfile.ZipFile(saved / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    with pytest.raises(UsageError, match="expected them as torch saves them, unpacked"):
+        weights.read_transformers(saved)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ({"wte.weight": "../saved/model.safetensors"}, "expected letters, digits"),
+        ({"wte.weight": "/etc/passwd"}, "expected letters, digits"),
+        ({"wte.weight": "none.safetensors"}, r"none\.safetensors: No such file"),
+        ({"wte.weight": "config.json"}, r"config\.json: a header of"),
+        ({"wte.weight": 3}, "expected text"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(saved, index, says):
+    text = json.dumps({"weight_map": index})
+    (saved / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UsageError, match=says):
+        weights.read_transformers(saved)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_export_that_does_not_fit_the_disk_leaves_what_was_there(saved, before, tmp_path):
+    place = tmp_path / "theirs"
+    if before:
+        place.mkdir()
+        (place / "config.json").write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(UsageError, match=r"cannot be written: .*File too large"):
+            weights.save_transformers(place, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {p.name for p in tmp_path.iterdir()} == {"saved", *(["theirs"] if before else [])}
+    if before:
+        assert {p.name: p.read_text() for p in place.iterdir()} == {"config.json": "before"}
+
+
+def test_an_export_keeps_what_else_is_in_its_folder(saved):
+    (saved / "README.md").write_text("mine")
+    weights.save_transformers(saved, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    assert (saved / "README.md").read_text() == "mine"
+    assert {p.name for p in saved.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
 # --- sampling -------------------------------------------------------------------------------------

@@ -1,0 +1,279 @@
+"""A run's folder: who may train in it, what it holds, and what it goes on from.
+
+It holds settings.json, log.jsonl, tokenizer/ and checkpoints/, and while a process trains in it
+.lock. Nothing in it is a link: what is written here stays here.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetfire.core import files, schema
+from jetfire.core.files import Missing, Unreadable, Unwritable
+from jetfire.core.schema import Fields
+from jetfire.gpt2 import checkpoint, corpora, data, log, parallel, tokenizers
+from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.display import note
+from jetfire.gpt2.parallel import Group
+from jetfire.gpt2.settings import (
+    CHANGEABLE,
+    PRESETS,
+    Settings,
+    checked,
+    make,
+    resumed,
+    split,
+)
+from jetfire.ops.errors import JetfireWarning, UsageError
+
+SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; None where one was not."""
+
+    preset: str | None = None
+    recipe: str | None = None
+    settings: Sequence[str] = ()
+    steps: int | None = None
+    data: str | None = None
+    output: Path | None = None
+    resume: bool = False
+    init: Path | None = None
+    device: str = "auto"
+    seed: int | None = None
+    sample: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for, an option's before `--set`'s."""
+        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
+                   "data": self.data, "seed": self.seed}  # fmt: skip
+        found: dict[str, Any] = dict(split(self.settings))
+        found.update({name: value for name, value in options.items() if value is not None})
+        if "data" in found and found["data"] not in corpora.NAMED:
+            found["data"] = str(Path(found["data"]).absolute())
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, its settings, and the checkpoint that it goes on from, if any.
+
+    Attributes:
+        damaged: newer checkpoints, which cannot be used.
+    """
+
+    folder: Path
+    settings: Settings
+    saved: Checkpoint | None = None
+    damaged: Sequence[Path] = ()
+
+    def begin(self, tokens: data.Tokens, processes: int) -> None:
+        """From here on the folder holds a run, which can be resumed and, elsewhere, sampled.
+
+        Raises:
+            UsageError: the data's tokenizer is missing, or the folder cannot be written.
+        """
+        with files.new_folder(self.folder / TOKENIZER, alone=True) as part:
+            tokenizers.keep(tokens.meta["tokenizer"], tokens.folder, part)
+        try:
+            (self.folder / checkpoint.FOLDER).mkdir(exist_ok=True)
+        except OSError as error:
+            raise Unwritable(self.folder, error) from None
+        checkpoint.set_aside(self.damaged)
+        begun = {**self.settings.as_dict(), PROCESSES: processes}
+        files.write(self.folder / SETTINGS, json.dumps(begun, indent=1) + "\n", alone=True)
+
+
+@contextmanager
+def opened(asked: Asked, group: Group) -> Iterator[Run]:
+    """Give the run that the options name; nobody else trains in its folder meanwhile.
+
+    Raises:
+        UsageError: they name none, or one that cannot go on so; another process has the folder.
+    """
+    given = asked.given()
+    if asked.resume:
+        if asked.output is None or asked.init is not None:
+            wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
+            raise UsageError(f"--resume: expected {wanted}")
+        if not asked.output.is_dir():
+            raise UsageError(f"--resume: {asked.output} holds no run")
+        with _alone(asked.output):
+            yield _resumed(asked.output, given, group)
+        return
+    if asked.preset is None:
+        raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
+    settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
+    parallel.check(settings, group)
+    folder = asked.output or _free_folder(settings)
+    with _alone(folder):
+        if _holds_a_run(folder):
+            raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
+        yield Run(folder, settings)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, made where there is none; one in which nothing began is removed."""
+    made: list[Path] = []
+    try:
+        made += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(folder, error) from None
+    try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(files.locked(folder / ".lock"))
+            except files.Busy:
+                raise UsageError(f"{folder}: another process is training there") from None
+            _tidy(folder)
+            yield
+    finally:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a killed process left half done.
+
+    Raises:
+        UsageError: what is written in the folder would land elsewhere.
+    """
+    for name in (checkpoint.FOLDER, TOKENIZER):
+        if (folder / name).is_symlink():
+            raise UsageError(f"{folder / name}: is a link: expected a folder of the run's own")
+        files.tidy(folder / name)
+    files.tidy(folder)
+
+
+def _free_folder(settings: Settings) -> Path:
+    """runs/PRESET-RECIPE, or with the first number that is free."""
+    name, number = f"{settings.preset}-{settings.recipe}", 1
+    while (folder := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    begun = any((folder / name).exists() for name in (SETTINGS, log.NAME))
+    return begun or bool(checkpoint.listed(folder))
+
+
+def _resumed(folder: Path, given: Mapping[str, Any], group: Group) -> Run:
+    begun = _begun(folder)
+    saved, damaged = checkpoint.newest(folder, check=lambda one: _check_same(one, begun))
+    if saved is not None:
+        begun = {**saved.state["settings"], PROCESSES: saved.state.get("processes", 1)}
+    if begun is None:
+        raise UsageError(f"--resume: {folder} holds no run")
+    _check_log(folder, saved)
+    settings = resumed(_shared_out(begun, folder, group.world), given, str(folder))
+    parallel.check(settings, group)
+    if saved is not None and saved.step > settings.steps:
+        raise UsageError(f"steps={settings.steps}: {folder} is at step {saved.step} already")
+    if saved is None:
+        note(f"{folder} has no checkpoint: beginning at its first step")
+    return Run(folder, settings, saved, damaged)
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run that a folder holds, and how many processes trained; None if none.
+
+    What checkpoints tell too is no loss: then a warning says what is wrong with the file.
+
+    Raises:
+        UsageError: the file is damaged, and there is no checkpoint.
+    """
+    file = folder / SETTINGS
+    try:
+        found = schema.load(file, Fields)
+        processes = _processes(found.pop(PROCESSES, 1))
+        return {**resumed(found, {}, str(folder)).as_dict(), PROCESSES: processes}
+    except Missing:
+        return None
+    except UsageError as error:
+        text = str(error) if isinstance(error, Unreadable) else f"{file}: {error}"
+        if not checkpoint.listed(folder):
+            raise UsageError(text) from None
+        warnings.warn(f"{text}; taking a checkpoint's", JetfireWarning, stacklevel=2)
+        return None
+
+
+def _processes(given: Any) -> int:
+    if type(given) is not int or not 1 <= given <= 1 << 16:
+        raise UsageError(f"{PROCESSES}={str(given)[:50]!r}: expected 1 to {1 << 16}")
+    return given
+
+
+def _check_same(saved: Checkpoint, begun: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        Unreadable: a checkpoint is not of the run that began with these settings.
+    """
+    file = saved.path / checkpoint.STATE
+    try:
+        own = {**checked(saved.state["settings"]), PROCESSES: saved.state.get("processes", 1)}
+    except UsageError as error:
+        raise Unreadable(file, str(error)) from None
+    if begun is None:
+        return
+    for name in begun.keys() & own.keys() - CHANGEABLE - {"accumulate", PROCESSES}:
+        if own[name] != begun[name]:
+            reason = f"{name}={own[name]} is another run's: {SETTINGS} has {begun[name]}"
+            raise Unreadable(file, reason)
+    if _micros(own) != _micros(begun):
+        reason = f"{_micros(own)} micro-batches a step are another run's: expected {_micros(begun)}"
+        raise Unreadable(file, reason)
+
+
+def _micros(settings: Mapping[str, Any]) -> int:
+    """Micro-batches a step, of all processes."""
+    return int(settings.get("accumulate", 1) * settings[PROCESSES])
+
+
+def _check_log(folder: Path, saved: Checkpoint | None) -> None:
+    """Warn of what in the log is none, and go on at the first step only where nothing is lost.
+
+    Raises:
+        UsageError: the log tells of steps whose checkpoints are gone.
+    """
+    try:
+        records = log.records(folder / log.NAME)
+    except Missing:
+        return
+    except Unreadable as error:
+        if saved is None:
+            raise
+        warnings.warn(str(error), JetfireWarning, stacklevel=2)
+        return
+    steps = [record["step"] for record in records if record["kind"] == "step"]
+    # `Run.begin` makes the folder: only somebody else can have removed it.
+    gone = not (folder / checkpoint.FOLDER).is_dir()
+    written = any(record["kind"] == "checkpoint" for record in records)
+    if saved is None and steps and (gone or written):
+        raise UsageError(
+            f"--resume: the log of {folder} has {max(steps)} steps, and its checkpoints are gone: "
+            f"put {folder / checkpoint.FOLDER} back, or begin another run with -o"
+        )
+
+
+def _shared_out(begun: Mapping[str, Any], run: Path, world: int) -> dict[str, Any]:
+    """Settings under which as many processes as there are now train on the same sequences."""
+    micros = _micros(begun)
+    if micros % world:
+        raise UsageError(
+            f"--resume with {world} processes: {run} has {micros} micro-batches a step: "
+            f"expected a number of processes that divides them"
+        )
+    kept = {name: value for name, value in begun.items() if name != PROCESSES}
+    return {**kept, "accumulate": micros // world}
