@@ -13,6 +13,7 @@ from typing import Any
 
 from jetfire import ops
 from jetfire.bench.plan import Case
+from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
 from jetfire.ops import profiles
 from jetfire.ops.device import Device, target_device
@@ -46,6 +47,13 @@ class Tuned:
     config: Any
     entry: Entry
 
+    @property
+    def where(self) -> Foreign:
+        """On which device the config was tuned, and when: ``on NVIDIA H200, 2026-11-20``."""
+        found = self.entry.provenance
+        date = f", {found['date']}" if "date" in found else ""
+        return Foreign(f"on {found.get('gpu', 'an unnamed device')}{date}")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,6 +62,9 @@ class Plan:
     Attributes:
         name: of the function, the library and the package: a C identifier.
         tuned: at least one; all alike but for their sizes.
+
+    Raises:
+        UsageError: the name is no identifier.
     """
 
     name: str
@@ -61,6 +72,9 @@ class Plan:
     kernel: Kernel
     device: Device
     tuned: tuple[Tuned, ...]
+
+    def __post_init__(self) -> None:
+        _check_identifier(self.name)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -83,6 +97,10 @@ class Plan:
 
     def sizes(self, problem: Any) -> dict[str, int]:
         return {dim: getattr(problem, dim) for dim in self.op.dims}
+
+    def sizes_tuned(self, tuned: Tuned) -> dict[str, int]:
+        """The sizes that a profile's entry is for, which may be another problem's."""
+        return self.sizes(self.op.Problem.parse(tuned.entry.problem))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -171,6 +189,11 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
                 )
 
 
+def _check_identifier(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,99}", name):
+        raise UsageError(f"--name {name}: expected a C identifier of at most 100 letters")
+
+
 def _taken(name: str) -> str:
     """Why no function, library and package can have a name; empty where they can."""
     if name in _C_WORDS.split():
@@ -207,8 +230,7 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     if type(kernel).__module__.startswith(CPU):
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     name = name or f"jetfire_{op.name}"
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise UsageError(f"--name {name}: expected a C identifier")
+    _check_identifier(name)
     if taken := _taken(name):
         raise UsageError(f"--name {name}: {taken}; give another")
     tuned = []
