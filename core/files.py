@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import gzip
+import hashlib
 import io
 import os
 import shutil
@@ -11,8 +15,9 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from jetfire.ops.errors import UsageError
 
@@ -40,6 +45,10 @@ class Unwritable(UsageError):
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path}: cannot be written: {error.strerror or error}")
         self.path = path
+
+
+class Busy(UsageError):
+    """Another process holds a lock file."""
 
 
 def read(path: Path, most: int) -> bytes:
@@ -81,6 +90,48 @@ def _open_at_once(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)
 
 
+def size(path: Path) -> int:
+    """Return how many bytes a regular file has.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it is no regular file.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Missing(path, str(error.strerror)) from None
+    except (OSError, ValueError) as error:
+        raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise Unreadable(path, "no regular file")
+    return found.st_size
+
+
+def digest(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a regular file, as 64 hexadecimal digits.
+
+    Args:
+        path: the file.
+        advance: called with a number of bytes each time that so many have been read.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it is no regular file, or cannot be read.
+    """
+    size(path)
+    total, block = hashlib.sha256(), memoryview(bytearray(MIB))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                total.update(block[:count])
+                if advance is not None:
+                    advance(count)
+    except OSError as error:
+        raise Unreadable(path, str(error.strerror)) from None
+    return total.hexdigest()
+
+
 def write(path: Path, content: bytes | str, *, alone: bool = False, folders: bool = False) -> None:
     """Replace a file by one that is whole and on the disk; text is written as UTF-8.
 
@@ -104,11 +155,31 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
             return
         if folders:
             path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(path, error) from None
+    with new_file(path, alone=alone) as out:
+        out.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, alone: bool = False) -> Iterator[IO[bytes]]:
+    """Give a file to write, which then takes the place of `path`, whole and on the disk.
+
+    Where the block raises, or the process dies in it, `path` is what it was.
+
+    Args:
+        path: the file.
+        alone: as `write` has it.
+
+    Raises:
+        Unwritable: a full disk, a missing folder, a lack of rights.
+    """
+    try:
         tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
         handle, name = tempfile.mkstemp(_PART, _prefix(path.name), path.parent)
         try:
             with os.fdopen(handle, "wb") as out:
-                out.write(data)
+                yield out
                 out.flush()
                 os.fchmod(out.fileno(), _mode(path))
                 os.fsync(out.fileno())
@@ -131,18 +202,23 @@ def _mode(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
     """Give a folder to fill, which then takes the place of `path`, whole and on the disk.
 
     Whoever has mapped files of the folder that stood there keeps them. Where the block raises,
     or the process dies in it, `path` is what it was.
+
+    Args:
+        path: the folder.
+        alone: as `write` has it.
 
     Raises:
         Unwritable: a full disk, a lack of rights.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tidy(path.parent, path.name, ABANDONED_S)
+        _put_back(path)
+        tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
         with tempfile.TemporaryDirectory(_PART, _prefix(path.name), path.parent) as name:
             part = Path(name) / "new"
             part.mkdir()
@@ -150,12 +226,142 @@ def new_folder(path: Path) -> Iterator[Path]:
             for file in part.rglob("*"):
                 sync(file)
             sync(part)
-            if path.exists():
-                path.replace(Path(name) / "old")
-            part.replace(path)
+            _replace_folder(part, path)
             sync(path.parent)
     except OSError as error:
         raise Unwritable(path, error) from None
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Have a folder take another's place, at no moment without either where the system can.
+
+    What stood there is left beside the new one's old place.
+    """
+    if not os.path.lexists(path):
+        new.rename(path)
+    elif not _exchanged(new, path):
+        old = new.with_name("old")
+        path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Say whether two files have taken each other's names, in one step, as Linux can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(here, names[0], here, names[1], exchange) == 0
+
+
+def _put_back(path: Path) -> None:
+    """Undo a replacement that was cut short where nothing could be exchanged in one step."""
+    if not os.path.lexists(path):
+        for part in os.scandir(path.parent):
+            old = Path(part.path, "old")
+            if _is_part(part.name, _prefix(path.name)) and old.is_dir():
+                old.rename(path)
+                return
+
+
+@contextlib.contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """Give a folder to fill with files, which then take their places beside others in `folder`.
+
+    Where the block raises or a file cannot be written, `folder` is what it was.
+
+    Raises:
+        Unwritable: a full disk, a lack of rights.
+    """
+    if not os.path.lexists(folder):
+        with new_folder(folder) as part:
+            yield part
+        return
+    try:
+        tidy(folder, "new", ABANDONED_S)
+        with tempfile.TemporaryDirectory(_PART, _prefix("new"), folder) as name:
+            part = Path(name)
+            yield part
+            made = sorted(part.iterdir())
+            for file in made:
+                sync(file)
+            for file in made:
+                file.replace(folder / file.name)
+            sync(folder)
+    except OSError as error:
+        raise Unwritable(folder, error) from None
+
+
+def append(path: Path) -> IO[bytes]:
+    """Open a file, made where there is none, to write at its end; no link is followed.
+
+    Raises:
+        Unwritable: it is a link or no regular file, or a lack of rights.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "no regular file")
+    except OSError as error:
+        raise Unwritable(path, error) from None
+    return file
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file, which is there only meanwhile; a process that dies holds it no more.
+
+    Args:
+        path: the lock file.
+        wait: for a process that holds it, rather than to fail.
+
+    Raises:
+        Busy: another process holds it, and there is no waiting.
+        Unwritable: a missing folder, a lack of rights.
+    """
+    try:
+        handle = _lock(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise Busy(f"{path}: another process holds it") from None
+    except OSError as error:
+        raise Unwritable(path, error) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(path: Path, how: int) -> int:
+    """Return the handle of a lock file once it is locked and still the one of that name."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(handle, how)
+            if os.path.samestat(os.fstat(handle), path.lstat()):
+                return handle
+        except FileNotFoundError:  # whoever held it has removed it
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, or a link to one; a removal cut short leaves no half of it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    gone = Path(tempfile.mkdtemp(_PART, _prefix(folder.name), folder.parent))
+    folder.rename(gone / "gone")
+    _remove(gone)
 
 
 def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
@@ -169,7 +375,7 @@ def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
     prefix = "." if name == "*" else _prefix(name)
     with contextlib.suppress(OSError):
         for part in os.scandir(folder):
-            if part.name.startswith(prefix) and part.name.endswith(_PART):
+            if _is_part(part.name, prefix):
                 with contextlib.suppress(OSError):
                     if time.time() - _last_written(Path(part.path)) >= older_s:
                         _remove(Path(part.path))
@@ -177,6 +383,10 @@ def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
 
 def _prefix(name: str) -> str:
     return f".{name[:100]}."
+
+
+def _is_part(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name.endswith(_PART)
 
 
 def _last_written(path: Path) -> float:

@@ -2,14 +2,16 @@
 
 import errno
 import gzip
+import hashlib
 import os
 import stat
+import threading
 import time
 
 import pytest
 
 from jetfire.core import files
-from jetfire.core.files import Missing, Unreadable, Unwritable
+from jetfire.core.files import Busy, Missing, Unreadable, Unwritable
 from jetfire.ops.errors import UsageError
 
 
@@ -162,3 +164,159 @@ def test_unwritable_places(tmp_path):
         files.check_writable(tmp_path / "file" / "r.json")
     files.check_writable(tmp_path / "new.json")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_written_bit_by_bit_appears_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "f"
+    file.write_text("before")
+    with pytest.raises(ZeroDivisionError), files.new_file(file) as out:
+        out.write(b"half") / 0
+    assert (file.read_text(), os.listdir(tmp_path)) == ("before", ["f"])
+    with files.new_file(file) as out:
+        out.write(b"af")
+        out.write(b"ter")
+        assert file.read_text() == "before"
+    assert (file.read_text(), os.listdir(tmp_path)) == ("after", ["f"])
+
+
+def test_sizes_and_digests_are_of_files(tmp_path):
+    file = tmp_path / "f"
+    file.write_bytes(bytes(3 << 20) + b"x")
+    counted = []
+    assert files.size(file) == (3 << 20) + 1
+    assert files.digest(file, counted.append) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sum(counted) == files.size(file)
+    os.mkfifo(tmp_path / "pipe")
+    for function in (files.size, files.digest):
+        for path in (tmp_path, tmp_path / "pipe"):
+            with pytest.raises(Unreadable, match="no regular file"):
+                function(path)
+        with pytest.raises(Missing):
+            function(tmp_path / "none")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_is_replaced_at_no_moment_without_either(tmp_path, monkeypatch, exchange):
+    """Where the system cannot exchange them, a replacement that was cut short is undone."""
+    place = tmp_path / "made"
+    place.mkdir()
+    (place / "f").write_text("before")
+    if not exchange:
+        monkeypatch.setattr(files, "_exchanged", lambda *_: False)
+    rename, seen = files.Path.rename, []
+
+    def spy(self, target):
+        seen.append(place.exists())
+        return rename(self, target)
+
+    monkeypatch.setattr(files.Path, "rename", spy)
+    with files.new_folder(place) as part:
+        (part / "f").write_text("after")
+    assert (place / "f").read_text() == "after"
+    assert seen == ([] if exchange else [True, False])
+    # As a process leaves it that is killed between the two.
+    (tmp_path / ".made.x1y2.part").mkdir()
+    rename(place, tmp_path / ".made.x1y2.part" / "old")
+    with pytest.raises(ZeroDivisionError), files.new_folder(place):
+        assert 1 / 0
+    assert (place / "f").read_text() == "after"
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    place = tmp_path / "made"
+    place.mkdir()
+    (place / "f").write_text("before")
+    rename = files.Path.rename
+
+    def fail(self, target):
+        if self.name == "new":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(files, "_exchanged", lambda *_: False)
+    monkeypatch.setattr(files.Path, "rename", fail)
+    with pytest.raises(Unwritable), files.new_folder(place) as part:
+        (part / "f").write_text("after")
+    assert (place / "f").read_text() == "before"
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_files_take_their_places_beside_others_together_or_not_at_all(tmp_path, monkeypatch):
+    place = tmp_path / "made"
+    with files.new_files(place) as part:
+        (part / "a").write_text("one")
+    (place / "other").write_text("kept")
+    with files.new_files(place) as part:
+        (part / "a").write_text("two")
+        (part / "b").write_text("two")
+        assert (place / "a").read_text() == "one"
+    fill_the_disk(monkeypatch)
+    with pytest.raises(Unwritable, match="No space left"), files.new_files(place) as part:
+        (part / "a").write_text("three")
+    with pytest.raises(Unwritable, match="No space left"), files.new_files(tmp_path / "x") as part:
+        (part / "a").write_text("three")
+    assert {p.name: p.read_text() for p in place.iterdir()} == {
+        "a": "two", "b": "two", "other": "kept",
+    }  # fmt: skip
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_what_is_appended_follows_no_link(tmp_path):
+    for text in (b"one", b"two"):
+        with files.append(tmp_path / "log") as out:
+            out.write(text)
+    assert (tmp_path / "log").read_text() == "onetwo"
+    (tmp_path / "link").symlink_to("log")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "none/log"):
+        with pytest.raises(Unwritable, match=name):
+            files.append(tmp_path / name)
+    assert (tmp_path / "log").read_text() == "onetwo"
+
+
+def test_a_lock_is_held_by_one_and_gone_afterwards(tmp_path):
+    lock = tmp_path / ".lock"
+    with files.locked(lock), pytest.raises(Busy, match="another process"), files.locked(lock):
+        pass
+    assert not lock.exists()
+    lock.touch()  # of a process that was killed
+    with files.locked(lock):
+        pass
+    assert not lock.exists()
+    lock.symlink_to("elsewhere")
+    with pytest.raises(Unwritable), files.locked(lock):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_those_who_wait_for_a_lock_take_turns(tmp_path):
+    """The holder removes the file that the others wait at."""
+    lock, inside, most = tmp_path / ".lock", [], []
+
+    def work():
+        for _ in range(50):
+            with files.locked(lock, wait=True):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(most), max(most)) == (200, 1)
+    assert not lock.exists()
+
+
+def test_a_folder_is_removed_and_what_a_link_names_is_not(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "f").write_text("x")
+    (tmp_path / "link").symlink_to("kept")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inner").symlink_to(kept)
+    for name in ("link", "folder"):
+        files.remove(tmp_path / name)
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (kept / "f").read_text() == "x"
