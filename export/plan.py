@@ -74,7 +74,9 @@ class Plan:
     tuned: tuple[Tuned, ...]
 
     def __post_init__(self) -> None:
-        _check_identifier(self.name)
+        # Generated code has it as it is, so that nothing else may be in a plan.
+        if not (self.name.isascii() and self.name.isidentifier()):
+            raise UsageError(f"--name {self.name}: expected a C identifier")
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -189,11 +191,6 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
                 )
 
 
-def _check_identifier(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,99}", name):
-        raise UsageError(f"--name {name}: expected a C identifier of at most 100 letters")
-
-
 def _taken(name: str) -> str:
     """Why no function, library and package can have a name; empty where they can."""
     if name in _C_WORDS.split():
@@ -230,7 +227,8 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     if type(kernel).__module__.startswith(CPU):
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     name = name or f"jetfire_{op.name}"
-    _check_identifier(name)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise UsageError(f"--name {name}: expected a C identifier")
     if taken := _taken(name):
         raise UsageError(f"--name {name}: {taken}; give another")
     tuned = []

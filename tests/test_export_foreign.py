@@ -242,7 +242,7 @@ def test_what_is_not_escaped_is_not_printed():
         render("hf/flake.nix.j2", summary=found)
 
 
-@pytest.mark.parametrize("name", ["", "1x", "a-b", "a b", "a\n", "x;", "é", "_x", "x" * 101])
+@pytest.mark.parametrize("name", ["", "1x", "a-b", "a b", "a\n", "x;", "é"])
 def test_a_plan_has_no_name_that_is_no_identifier(plan, name):
     with pytest.raises(UsageError, match="expected a C identifier"):
         dataclasses.replace(plan, name=name)
