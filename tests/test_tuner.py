@@ -737,6 +737,16 @@ def test_a_gain_below_half_a_percent_is_not_worth_it():
     assert wins(0.006, 0.0) == 1
 
 
+def test_a_winners_median_is_the_lesser_one():
+    """Else a profile would name a gain below 1: the rounds of a busy machine differ widely."""
+    held = Timing.of(range(1, 10))
+    ahead = [value - 0.1 for value in range(2, 10)]
+    assert beats(Timing.of([0.9, *ahead]), held, "time")
+    late = Timing.of([100.0, *ahead])  # faster in eight of nine rounds
+    assert late.ms > held.ms
+    assert not beats(late, held, "time")
+
+
 def test_fewer_samples_must_all_agree():
     held = Timing.of([1.0, 1.1, 1.2])
     assert beats(Timing.of([0.98, 1.07, 1.17]), held, "time")
@@ -1248,7 +1258,7 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
     assert (entry["kernel"], entry["trials"], entry["strategy"]) == ("triton", 3, "tpe")
     assert entry["problem"] == PROBLEM.as_dict()
     assert entry["ms_p20"] <= entry["ms"] <= entry["ms_p80"]
-    assert entry["ms"] <= 1.01 * entry["default_ms"]
+    assert entry["ms"] <= entry["default_ms"]  # the default's own, or what beat it
     assert errors[0] == f"jetfire: [1/1] transpose/triton {PROBLEM}"
     assert any("trial 1: " in line for line in errors)
     assert "64×64 block=32" in out
