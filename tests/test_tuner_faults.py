@@ -556,6 +556,20 @@ def test_kill_9_at_any_instant(tmp_path, journal):
     assert len(entries(tmp_path)) == 1
 
 
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    """Many more than above, two tuners of one study at once among them; JETFIRE_KILLS has more."""
+    kills = int(os.environ.get("JETFIRE_KILLS", "8"))
+    words = (tmp_path, 5, kills, max(2, kills // 10))
+    done = subprocess.run(
+        [sys.executable, FAULTS / "storm.py", *map(str, words)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hits"] >= kills / 4
+    assert found["tuned"] >= 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
     process = start(*GOOD, "--space=ms=3,60", "--trials", 70, "--storage", journal)
@@ -605,7 +619,7 @@ def test_a_budget_ends_what_hangs(journal):
     """195 of the configs hang for a second each, all of them for more than three minutes."""
     code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "6s",
                         "--strategy", "random", "--storage", journal))  # fmt: skip
-    assert code == 0, errors[-3:]
+    assert code in (0, 6), errors[-3:]  # 6: so busy that none was tried
     assert running(journal) == []
     assert Counter(outcomes(journal).values())["timeout"] < 100
 
@@ -643,10 +657,9 @@ def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
     assert "ok" in outcomes(journal).values()
     assert len(entries(tmp_path)) == 1
     # Too short for a final comparison, it is for none.
-    code, _, errors = tune(capsys, "--m", "64,96", "--space=fault=none", "--budget", "3s")
-    assert code == 0, errors[-3:]
-    assert errors == ["jetfire: the budget is spent: 2 of 2 searches are left; the same command "
-                      "goes on"]  # fmt: skip
+    _, _, errors = tune(capsys, "--m", "64,96", "--space=fault=none", "--budget", "3s")
+    assert "the budget is spent: 2 of 2 searches are left; the same command goes on" in errors[0]
+    assert runners[-1].seconds == 0
 
 
 class Stub:
