@@ -366,6 +366,27 @@ def remove(folder: Path) -> None:
     _remove(gone)
 
 
+@contextlib.contextmanager
+def scratch(folder: Path, name: str) -> Iterator[Path]:
+    """Give a folder in another to work in, which is gone at the end.
+
+    Args:
+        folder: on the file system where what is made is to be.
+        name: with which `tidy` finds what a process that was killed leaves.
+
+    Raises:
+        Unwritable: a full disk, a lack of rights.
+    """
+    try:
+        made = tempfile.mkdtemp(_PART, _prefix(name), folder)
+    except OSError as error:
+        raise Unwritable(folder, error) from None
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
     """Remove what killed writers of files and folders of a name left in a folder.
 
@@ -392,7 +413,9 @@ def _prefix(name: str) -> str:
 
 
 def _is_part(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and name.endswith(_PART)
+    """Say whether it is a part of a file of a name, whose prefix another name's may begin with."""
+    drawn = name.removeprefix(prefix).removesuffix(_PART)
+    return name == f"{prefix}{drawn}{_PART}" and (prefix == "." or "." not in drawn)
 
 
 def _last_written(path: Path) -> float:

@@ -89,6 +89,8 @@ Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
+# Milliseconds, or a rate: beyond these it is a mistake. The ratio of two is finite.
+Measured = Annotated[FiniteFloat, Field(ge=1e-9, le=1e9)]
 NotNegative = Annotated[FiniteFloat, Field(ge=0)]
 Scalar = Annotated[Any, AfterValidator(_scalar)]
 # A value without a type of its own, for what is kept and shown and not computed with.

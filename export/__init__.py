@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jetfire.core import files as core_files
 from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
@@ -99,6 +100,8 @@ def export(plan: Plan, target_name: str, folder: Path, *, check: bool = True) ->
             with _writing(folder):
                 _take(target, plan, built, whole)
         with _writing(folder):
+            for file in (*whole.rglob("*"), whole):
+                core_files.sync(file)
             _place(whole, folder)
     return rows
 
@@ -139,20 +142,34 @@ def _writing(folder: Path) -> Iterator[None]:
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder that goes away, on the file system where an export is to be.
 
+    What an export to the same place left that was killed goes too.
+
     Raises:
-        UsageError: the export's own is not empty, or nothing can be written there.
+        UsageError: the export's own is not empty, another is on its way there, or nothing can be
+            written there.
     """
+    place = folder.absolute()
+    name, lock = place.name, f".{place.name}.lock"
     with _writing(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"-o {folder}: expected a new or empty folder")
-        place = folder.absolute()
         while not place.exists():
             place = place.parent
-        scratch = Path(tempfile.mkdtemp(dir=place, prefix=".export-"))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not place.is_dir() and place != folder.absolute():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        _check_empty(folder, name)
+    with core_files.locked(place / lock):
+        core_files.tidy(place, name)
+        with core_files.scratch(place, name) as scratch:
+            yield scratch
+
+
+def _check_empty(folder: Path, name: str) -> None:
+    """Raise UsageError for a folder that holds more than what a killed export left, or is none."""
+
+    def is_left(file: Path) -> bool:
+        return file.name.startswith(f".{name}.") and file.suffix in (".part", ".lock")
+
+    if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
+        raise UsageError(f"-o {folder}: expected a new or empty folder")
 
 
 def _place(whole: Path, folder: Path) -> None:
@@ -160,11 +177,13 @@ def _place(whole: Path, folder: Path) -> None:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(whole, folder)
+        core_files.sync(folder.parent)
         return
     names = [path.name for path in whole.iterdir()]
     try:
         for name in names:
             os.replace(whole / name, folder / name)
+        core_files.sync(folder)
     except BaseException:
         for name in names:
             shutil.rmtree(folder / name, ignore_errors=True)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled
+from jetfire.export.foreign import Foreign
 from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
 from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import Plan, Tuned
@@ -94,15 +95,11 @@ def dims(plan: Plan) -> str:
 
 def _where_from(plan: Plan, tuned: Tuned) -> str:
     """How a config was found, in a sentence."""
-    entry, asked = tuned.entry, plan.sizes(tuned.problem)
-    found = {dim: entry.problem[dim] for dim in plan.op.dims}
+    entry, asked, found = tuned.entry, plan.sizes(tuned.problem), plan.sizes_tuned(tuned)
     nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
-    where = entry.provenance
-    on = f" on {where['gpu']}" if where.get("gpu") else ""
-    when = f", {where['date']}" if where.get("date") else ""
     return (
-        f"{fields(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials} trials of "
-        f"{entry.strategy}{on}{when}."
+        f"{fields(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials:d} trials of "
+        f"{Foreign(entry.strategy).comment()} {tuned.where.comment()}."
     )
 
 

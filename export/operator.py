@@ -21,6 +21,7 @@ import torch
 
 import jetfire
 from jetfire.export.c_text import WIDTH, capital, fields
+from jetfire.export.foreign import Foreign
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.samples import Sample
@@ -251,7 +252,7 @@ def _prose(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
         "recorded_sizes": plan.sizes(sample.problem),
         "tuned": [plan.sizes(t.problem) for t in plan.tuned],
         "origins": [origin(plan, t) for t in plan.tuned],
-        "gpu": plan.tuned[0].entry.provenance.get("gpu"),
+        "where": plan.tuned[0].where,
         "others": sorted(set(library.files) - {f"{plan.name}.h"}),
         "capability": "{}.{}".format(*plan.capability),
     }
@@ -335,21 +336,20 @@ class Origin:
     config: str
     microseconds: float | None
     rate: str | None
-    where: str
+    where: Foreign
 
 
 def origin(plan: Plan, tuned: Tuned) -> Origin:
     """Where its config comes from, in words."""
     entry, problem = tuned.entry, tuned.problem
     exact = entry.problem == problem.as_dict()
-    nearest = "×".join(str(entry.problem[dim]) for dim in plan.op.dims)
-    where = f"on {entry.provenance.get('gpu')}, {entry.provenance.get('date')}"
+    nearest = "×".join(map(str, plan.sizes_tuned(tuned).values()))
     return Origin(
         tuple(plan.sizes(problem).values()),
         ", ".join(f"{name}={value}" for name, value in tuned.config.as_dict().items()),
         round(1e3 * entry.ms, 2) if exact else None,
         _rate(plan, tuned) if exact else None,
-        where if exact else f"for {nearest}, {where}",
+        tuned.where if exact else Foreign(f"for {nearest}, {tuned.where.text}"),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jetfire import ops
 from jetfire.bench.plan import Case
+from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
 from jetfire.ops import profiles
 from jetfire.ops.device import Device, target_device
@@ -46,6 +47,13 @@ class Tuned:
     config: Any
     entry: Entry
 
+    @property
+    def where(self) -> Foreign:
+        """On which device the config was tuned, and when: ``on NVIDIA H200, 2026-11-20``."""
+        found = self.entry.provenance
+        date = f", {found['date']}" if "date" in found else ""
+        return Foreign(f"on {found.get('gpu', 'an unnamed device')}{date}")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,6 +62,9 @@ class Plan:
     Attributes:
         name: of the function, the library and the package: a C identifier.
         tuned: at least one; all alike but for their sizes.
+
+    Raises:
+        UsageError: the name is no identifier.
     """
 
     name: str
@@ -61,6 +72,11 @@ class Plan:
     kernel: Kernel
     device: Device
     tuned: tuple[Tuned, ...]
+
+    def __post_init__(self) -> None:
+        # Generated code has it as it is, so that nothing else may be in a plan.
+        if not (self.name.isascii() and self.name.isidentifier()):
+            raise UsageError(f"--name {self.name}: expected a C identifier")
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -83,6 +99,10 @@ class Plan:
 
     def sizes(self, problem: Any) -> dict[str, int]:
         return {dim: getattr(problem, dim) for dim in self.op.dims}
+
+    def sizes_tuned(self, tuned: Tuned) -> dict[str, int]:
+        """The sizes that a profile's entry is for, which may be another problem's."""
+        return self.sizes(self.op.Problem.parse(tuned.entry.problem))
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from jetfire import ops
 from jetfire.core import schema
 from jetfire.core.files import Missing, Unreadable, write
-from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Positive, Ratios
+from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, NotNegative, Ratios
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
 from jetfire.ops.op import Kernel, Op
@@ -85,11 +85,11 @@ class Entry:
     kernel: Name
     problem: Fields
     config: Fields
-    ms: Positive
-    ms_p20: Positive
-    ms_p80: Positive
+    ms: Measured
+    ms_p20: Measured
+    ms_p80: Measured
     samples: Count
-    default_ms: Positive | None
+    default_ms: Measured | None
     joules: NotNegative | None
     objective: Name
     vs_peer: Ratios
@@ -282,16 +282,24 @@ def _index(kernel: Kernel, slug: str) -> _Index:
     for entry in _entries(kernel.op, slug):
         if entry.kernel != kernel.name:
             continue
-        try:
-            problem = op.Problem.parse(entry.problem)
-            config = kernel.Config.parse(entry.config)
-        except (UsageError, TypeError):
+        problem, config = _meant(op.Problem, entry.problem), _meant(kernel.Config, entry.config)
+        if problem is None or config is None:
             continue
+        typed = dataclasses.replace(entry, problem=problem.as_dict(), config=config.as_dict())
         stale = entry.provenance.get("source") != kernel.source_hash()
-        tuned = _Tuned(entry, problem, config, stale, _place(op, problem))
+        tuned = _Tuned(typed, problem, config, stale, _place(op, problem))
         index.exact.setdefault(_sort_of(problem), []).append(tuned)
         index.alike.setdefault(_kind(problem), []).append(tuned)
     return index
+
+
+def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """Return the problem or config of some fields; None where this version knows none such."""
+    try:
+        found = kind.parse(fields)
+    except (UsageError, TypeError, ValueError, OverflowError):
+        return None
+    return None if any(isinstance(v, int) and v > LARGEST for v in vars(found).values()) else found
 
 
 def _legal_by_distance(
@@ -453,10 +461,10 @@ def _unused(file: Path) -> Path:
 
 
 def _identity(op: str, entry: Entry) -> tuple[str, Any]:
-    try:
-        return entry.kernel, _sort_of(ops.get(op).Problem.parse(entry.problem))
-    except (UsageError, TypeError):  # of another version
+    problem = _meant(ops.get(op).Problem, entry.problem)
+    if problem is None:
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
+    return entry.kernel, _sort_of(problem)
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:

@@ -154,6 +154,25 @@ def test_what_a_killed_writer_left_goes_after_an_hour_or_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
+def test_the_parts_of_a_longer_name_are_another_files(tmp_path):
+    (tmp_path / ".f.json.x1y2z3a4.part").write_text("half")
+    files.write(tmp_path / "f", "x", alone=True)
+    assert sorted(os.listdir(tmp_path)) == [".f.json.x1y2z3a4.part", "f"]
+
+
+def test_a_scratch_folder_goes_whatever_happens(tmp_path):
+    with files.scratch(tmp_path, "out") as scratch:
+        (scratch / "f").write_text("x")
+    with pytest.raises(ZeroDivisionError), files.scratch(tmp_path, "out") as scratch:
+        (scratch / "f").write_text(str(1 / 0))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(Unwritable, match="No such file"), files.scratch(tmp_path / "no", "out"):
+        pass
+    (tmp_path / ".out.x1y2z3a4.part").mkdir()
+    files.tidy(tmp_path, "out")
+    assert os.listdir(tmp_path) == []
+
+
 def test_unwritable_places(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         files.check_writable(tmp_path)

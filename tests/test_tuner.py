@@ -737,6 +737,16 @@ def test_a_gain_below_half_a_percent_is_not_worth_it():
     assert wins(0.006, 0.0) == 1
 
 
+def test_a_winners_median_is_the_lesser_one():
+    """Else a profile would name a gain below 1: the rounds of a busy machine differ widely."""
+    held = Timing.of(range(1, 10))
+    ahead = [value - 0.1 for value in range(2, 10)]
+    assert beats(Timing.of([0.9, *ahead]), held, "time")
+    late = Timing.of([100.0, *ahead])  # faster in eight of nine rounds
+    assert late.ms > held.ms
+    assert not beats(late, held, "time")
+
+
 def test_fewer_samples_must_all_agree():
     held = Timing.of([1.0, 1.1, 1.2])
     assert beats(Timing.of([0.98, 1.07, 1.17]), held, "time")
@@ -969,7 +979,7 @@ def test_a_recording_comes_back(tmp_path, name):
     content = file.read_bytes()
     found.save(file)
     assert file.read_bytes() == content
-    with pytest.raises(UsageError, match=f"^cannot write {tmp_path}/no/{name}: No such file"):
+    with pytest.raises(UsageError, match=f"^{tmp_path}/no/{name}: cannot be written: No such file"):
         recording.save(tmp_path / "no" / name)
 
 
@@ -987,28 +997,49 @@ def flipped(data, at):
 
 
 WHOLE = (DATA / "gemm-triton-h200.json.gz").read_bytes()
+
+
+def row(**places):
+    """A file whose second trial differs in some places of the first."""
+    first, second, *rest = plain()["trials"]
+    for place, value in places.items():
+        first[int(place[1:])] = value
+    return changed(trials=[second, first, *rest])
+
+
 BROKEN = {
-    "empty.json": (b"", "is no recording of the tuner: JSONDecodeError"),
-    "text.json": (b"hello", "is no recording of the tuner: JSONDecodeError"),
-    "binary.json": (WHOLE, "is no recording of the tuner: UnicodeDecodeError"),
-    "list.json": (b"[1, 2]", "is no recording of the tuner: TypeError"),
-    "other.json": (b'{"rows": []}', "is no recording of the tuner: KeyError: 'schema'"),
-    "deep.json": (b"[" * 100_000, "is no recording of the tuner: RecursionError"),
-    "plain.json.gz": (changed(), "is no recording of the tuner: BadGzipFile"),
-    "empty.json.gz": (b"", "is no recording of the tuner: "),
-    "cut.json.gz": (WHOLE[: len(WHOLE) // 2], "is no recording of the tuner: EOFError"),
-    "flipped.json.gz": (flipped(WHOLE, 10), "is no recording of the tuner: error: Error -3"),
-    "sum.json.gz": (flipped(WHOLE, len(WHOLE) - 5), "is no recording of the tuner: BadGzipFile"),
-    "schema.json": (changed(schema=99), "schema 99, expected 1"),
-    "op.json": (changed(op="gem"), "gem"),
-    "kernel.json": (changed(kernel="gone"), "gone"),
+    "empty.json": (b"", "no JSON: EOF while parsing a value"),
+    "text.json": (b"hello", "no JSON: expected value at line 1"),
+    "binary.json": (WHOLE, "no JSON: expected value"),
+    "list.json": (b"[1, 2]", "[1, 2]: expected a JSON object"),
+    "other.json": (b'{"rows": []}', "schema 'None': this version reads schema 1"),
+    "deep.json": (b"[" * 100_000, "no JSON: recursion limit exceeded"),
+    "plain.json.gz": (changed(), "Not a gzipped file"),
+    "empty.json.gz": (b"", "no JSON: EOF"),
+    "cut.json.gz": (WHOLE[: len(WHOLE) // 2], "Compressed file ended before"),
+    "flipped.json.gz": (flipped(WHOLE, 10), "Error -3 while decompressing"),
+    "sum.json.gz": (flipped(WHOLE, len(WHOLE) - 5), "CRC check failed"),
+    "bomb.json.gz": (gzip.compress(bytes(17 << 20)), "more than 16777216 bytes"),
+    "schema.json": (changed(schema=99), "schema '99': this version reads schema 1"),
+    "op.json": (changed(op="gem"), "no op 'gem'"),
+    "path.json": (changed(op="../gemm"), "op='../gemm': expected letters, digits and _ . + -"),
+    "kernel.json": (changed(kernel="gone"), "no kernel 'gone'"),
     "base.json": (changed(base={"tile": 1}), "no config field 'tile'"),
-    "form.json": (changed(base=[]), "is no recording of the tuner: AttributeError"),
+    "form.json": (changed(base=[]), "base=[]: expected a JSON object"),
     "problem.json": (changed(problem={"m": 0, "n": 1, "k": 1}), "m=0: expected an integer"),
-    "row.json": (changed(trials=[[1, 2]]), "is no recording of the tuner: ValueError"),
-    "rank.json": (changed(trials=[[99, 0, 0, 0, 0, 0, 1, 1, 1, None, 1]]),
-                  "is no recording of the tuner: IndexError"),
+    "field.json": (changed(fields={"tile": [1]}), "no config field 'tile'"),
+    "values.json": (changed(fields={"tile_m": []}), "fields.tile_m=[]: expected"),
+    "value.json": (changed(fields={"tile_m": ["big"]}), "tile_m=big: expected an integer"),
+    "short.json": (changed(trials=[[1, 2]]), "trials.0.outcome is missing"),
+    "rank.json": (row(_0=99), "trials.1: expected ranks of tile_m, tile_n, warps, stages, group"),
+    "before.json": (row(_0=-1), "trials.1.ranks.0=-1: expected greater than or equal to 0"),
+    "fate.json": (row(_5=7), "trials.1: expected ranks of"),
+    "negative.json": (row(_6=-1.0), "trials.1.ms=-1.0: expected greater than"),
+    "nan.json": (row(_7=math.nan), "trials.1.ms_p20=nan: expected a finite number"),
+    "endless.json": (row(_10=math.inf), "trials.1.seconds=inf: expected a finite number"),
+    "outcomes.json": (changed(outcomes=["fine"]), "outcomes.0='fine': expected 'ok', 'slow'"),
     "none.json": (changed(trials=[]), "none of its configs was timed"),
+    "untimed.json": (changed(trials=[[1, 2, 1, 2, 1, 0, None, None, None, None, 1]]), "none of"),
 }  # fmt: skip
 
 
@@ -1026,8 +1057,33 @@ def test_a_broken_recording_is_one_clear_line(capsys, tmp_path, name):
     (tmp_path / name).write_bytes(content)
     code, out, errors = tune(capsys, "--replay", tmp_path / name)
     assert (code, out, len(errors)) == (2, "", 1)
-    assert str(tmp_path / name) in errors[0]
+    assert errors[0].startswith(f"jetfire: recording {tmp_path / name}: ")
     assert says in errors[0]
+
+
+def test_a_pipe_is_no_recording(capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    code, _, errors = tune(capsys, "--replay", tmp_path / "pipe.json")
+    assert (code, errors) == (2, [f"jetfire: recording {tmp_path}/pipe.json: no regular file"])
+
+
+def test_a_recording_of_a_large_product_is_searched_whole(tmp_path):
+    """However many combinations its fields have, it is the recorded ones that are looked at."""
+    content = plain()
+    content["fields"] = {
+        **content["fields"],
+        "tile_m": list(range(1, 801)),
+        "group": [8, *range(9, 99)],
+    }
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    recording = Recording.load(tmp_path / "r.json")
+    space = recording.space()
+    assert space.size > 50 * space_module.WHOLE
+    assert space.whole
+    assert len(space.pool) == len(recording.trials) == len(content["trials"])
+    assert list(space.points()) == space.pool == sorted(space.pool)
+    found = replayed(recording, "exhaustive", 10**6, 0)
+    assert (found.trials, found.ms) == (len(recording.trials), recording.optimum_ms)
 
 
 def test_the_command_replays(capsys, tmp_path):
@@ -1044,7 +1100,7 @@ def test_the_command_replays(capsys, tmp_path):
     assert errors == ["jetfire: --strategy luck: expected tpe, gp, random, exhaustive"]
     code, _, errors = tune(capsys, "--replay", tmp_path / "no.json")
     assert code == 2
-    assert errors == [f"jetfire: cannot read {tmp_path}/no.json: No such file or directory"]
+    assert errors == [f"jetfire: recording {tmp_path}/no.json: No such file or directory"]
 
 
 # What profiles are shipped for.
@@ -1202,7 +1258,7 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
     assert (entry["kernel"], entry["trials"], entry["strategy"]) == ("triton", 3, "tpe")
     assert entry["problem"] == PROBLEM.as_dict()
     assert entry["ms_p20"] <= entry["ms"] <= entry["ms_p80"]
-    assert entry["ms"] <= 1.01 * entry["default_ms"]
+    assert entry["ms"] <= entry["default_ms"]  # the default's own, or what beat it
     assert errors[0] == f"jetfire: [1/1] transpose/triton {PROBLEM}"
     assert any("trial 1: " in line for line in errors)
     assert "64×64 block=32" in out

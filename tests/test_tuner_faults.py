@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import optuna
@@ -33,9 +35,12 @@ from jetfire.ops import profiles  # noqa: E402
 from jetfire.ops.device import Device  # noqa: E402
 from jetfire.ops.errors import WrongResultError  # noqa: E402
 from jetfire.tuner import device as device_module  # noqa: E402
+from jetfire.tuner import session as session_module  # noqa: E402
+from jetfire.tuner import worker as workers_module  # noqa: E402
 from jetfire.tuner.device import DeviceRunner  # noqa: E402
 from jetfire.tuner.final import decide  # noqa: E402
 from jetfire.tuner.measure import Job  # noqa: E402
+from jetfire.tuner.process import Worker  # noqa: E402
 from jetfire.tuner.runner import ReplayRunner, RunnerError  # noqa: E402
 from jetfire.tuner.search import Limits, search  # noqa: E402
 from jetfire.tuner.space import Space  # noqa: E402
@@ -49,6 +54,7 @@ CPU = Device.parse("cpu")
 COMMON = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
           "--peer", "none", "--trial-timeout", "1s")  # fmt: skip
 GOOD = ("--space", "fault=none")
+LONG = 900.0  # seconds: nothing waits for so long on any machine, but for what hangs
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +92,10 @@ def start(*arguments, **environment):
     )  # fmt: skip
 
 
-def end(process, timeout=60):
+def end(process):
     """Exit code and lines on stderr."""
     try:
-        _, errors = process.communicate(timeout=timeout)
+        _, errors = process.communicate(timeout=LONG)
     finally:
         process.kill()
     assert "Traceback" not in errors, errors
@@ -130,8 +136,8 @@ def entries(tmp_path):
     return [entry for file in files for entry in json.loads(file.read_text())["entries"]]
 
 
-def until(condition, seconds=30.0, every=0.02):
-    end = time.monotonic() + seconds
+def until(condition, every=0.02):
+    end = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(every)
@@ -169,7 +175,6 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
         assert attributes["outcome"] == outcome, fault
         assert message in attributes["message"], fault
         assert attributes["message"] in log
-    assert found["hang"].user_attrs["seconds"] < 2  # its limit, not its worker's start too
     (entry,) = entries(tmp_path)
     assert entry["config"]["fault"] == "none"
     assert not list((tmp_path / "tmp").iterdir())
@@ -192,8 +197,8 @@ def test_nothing_right(capsys, tmp_path, monkeypatch, fault):
 # Workers.
 
 
-def runner_on(device=CPU, kernel=faulty.KERNEL, **options):
-    runner = DeviceRunner([device], 1.0, **options)
+def runner_on(device=CPU, kernel=faulty.KERNEL, trial_s=1.0, **options):
+    runner = DeviceRunner([device], trial_s, **options)
     runner.begin(Job(OP, kernel, PROBLEM, 0, "normal", False, ()))
     return contextlib.closing(runner)
 
@@ -204,7 +209,7 @@ def measure(runner, *configs):
     for number, config in enumerate(configs):
         runner.submit(number, config)
     while len(found) < len(configs):
-        done = runner.wait(30.0)
+        done = runner.wait(LONG)
         assert done
         found.update(done)
     return [found[number] for number in range(len(configs))]
@@ -216,11 +221,11 @@ def kill_worker(runner):
 
 
 def test_a_killed_worker_costs_at_most_its_trial():
-    with runner_on() as runner:
-        runner.submit(0, FaultyConfig(ms=900))
+    with runner_on(trial_s=LONG) as runner:
+        runner.submit(0, FaultyConfig("hang"))
         until(lambda: runner.wait(0.1) or runner._measuring[0].task.ready)
         kill_worker(runner)
-        ((number, found),) = runner.wait(10.0)
+        ((number, found),) = runner.wait(LONG)
         assert (number, found.outcome) == (0, "crash")
         assert "worker ended by signal 9" in found.message
         assert measure(runner, FaultyConfig())[0].outcome == "ok"
@@ -244,7 +249,7 @@ def test_what_cannot_be_set_up_is_no_configs_fault(journal, dies, says):
 
 
 def test_several_devices_measure_at_once():
-    with contextlib.closing(DeviceRunner([CPU, CPU], 5.0)) as runner:
+    with contextlib.closing(DeviceRunner([CPU, CPU], LONG)) as runner:
         runner.begin(Job(OP, faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
         for number in range(3):
             runner.submit(number, FaultyConfig(ms=100, tile=number + 1))
@@ -253,7 +258,7 @@ def test_several_devices_measure_at_once():
         assert len({seat.worker._process.pid for seat in runner._measuring}) == 2
         found = {}
         while len(found) < 3:
-            found.update(runner.wait(30.0))
+            found.update(runner.wait(LONG))
     assert [found[number].outcome for number in range(3)] == ["ok", "ok", "ok"]
 
 
@@ -281,10 +286,8 @@ def test_a_final_comparison_that_crashes_leaves_out_the_culprit():
         assert {"ended by exit code 7" in r or "first line" in r for r in final.failed.values()}
         with pytest.raises(WrongResultError, match="ended by exit code 7"):
             decide(runner, [], crashing, crashing, False, "time", 1.0)
-        begin = time.monotonic()
         hanging = FaultyConfig("hang")
         final = decide(runner, [good], hanging, hanging, False, "time", 1.0, {hanging: "slow"})
-        assert time.monotonic() - begin < 5
         assert list(final.failed.values()) == ["slow"]
 
 
@@ -532,11 +535,11 @@ def test_kill_9_at_any_instant(tmp_path, journal):
         workers = children(process.pid)
         process.kill()
         process.communicate()
-        until(lambda pids=workers: all(gone(pid) for pid in pids), 5.0)
+        until(lambda pids=workers: all(gone(pid) for pid in pids))
         if not journal.exists():
             continue
         for lock in journal.parent.glob("*.lock"):
-            with filelock.FileLock(lock, timeout=1):
+            with filelock.FileLock(lock, timeout=0):
                 pass
         now = outcomes(journal)
         assert finished.items() <= now.items()
@@ -553,14 +556,26 @@ def test_kill_9_at_any_instant(tmp_path, journal):
     assert len(entries(tmp_path)) == 1
 
 
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    """Many more than above, two tuners of one study at once among them; JETFIRE_KILLS has more."""
+    kills = int(os.environ.get("JETFIRE_KILLS", "8"))
+    words = (tmp_path, 5, kills, max(2, kills // 10))
+    done = subprocess.run(
+        [sys.executable, FAULTS / "storm.py", *map(str, words)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hits"] >= kills / 4
+    assert found["tuned"] >= 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
     process = start(*GOOD, "--space=ms=3,60", "--trials", 70, "--storage", journal)
     until(lambda: measured(journal) >= 6)
-    begin = time.monotonic()
     os.killpg(process.pid, number)
     code, errors = end(process)
-    assert time.monotonic() - begin < 10
     assert code == 130, errors[-3:]
     assert "saved" in errors[-1]
     assert 6 <= len(outcomes(journal)) < 70
@@ -582,13 +597,11 @@ def test_an_interrupt_ends_the_command_where_nothing_was_right(tmp_path, journal
 
 def test_an_interrupt_does_not_wait_for_a_hanging_config(journal):
     process = start("--space=fault=none,hang", "--space=ms=1", "--space=tile=1", "--storage",
-                    journal, "--strategy", "exhaustive", "--trial-timeout", "60s")  # fmt: skip
+                    journal, "--strategy", "exhaustive", "--trial-timeout", "1h")  # fmt: skip
     until(lambda: measured(journal) >= 1)
-    time.sleep(0.5)
+    until(lambda: len(trials(journal)) == 2)
     os.killpg(process.pid, signal.SIGINT)
-    begin = time.monotonic()
-    code, errors = end(process)
-    assert time.monotonic() - begin < 10
+    code, errors = end(process)  # within the hour
     assert code == 130, errors[-3:]
     assert list(outcomes(journal).values()) == ["ok"]
 
@@ -597,19 +610,150 @@ def test_an_interrupt_while_the_first_worker_starts(journal):
     process = start(*GOOD, "--space=ms=1", "--storage", journal)
     until(lambda: len(children(process.pid)) > 1)  # multiprocessing's own and the worker
     os.killpg(process.pid, signal.SIGINT)
-    begin = time.monotonic()
     code, errors = end(process)
-    assert time.monotonic() - begin < 10
     assert code == 130, errors[-3:]
     assert not journal.exists() or running(journal) == []
 
 
-def test_a_budget_is_kept(tmp_path, journal):
-    begin = time.monotonic()
-    code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "8s",
+def test_a_budget_ends_what_hangs(journal):
+    """195 of the configs hang for a second each, all of them for more than three minutes."""
+    code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "6s",
                         "--strategy", "random", "--storage", journal))  # fmt: skip
-    assert time.monotonic() - begin < 18
-    assert code == 0, errors[-3:]
+    assert code in (0, 6), errors[-3:]  # 6: so busy that none was tried
     assert running(journal) == []
-    assert "timeout" in outcomes(journal).values()
+    assert Counter(outcomes(journal).values())["timeout"] < 100
+
+
+class Virtual(ReplayRunner):
+    """Measures on a clock of its own: what hangs takes a second, another config a tenth of one."""
+
+    def __init__(self, devices, trial_s):
+        super().__init__(self)
+        runners.append(self)
+
+    def get(self, config, default=None):
+        hangs = config.fault == "hang"
+        return Measurement("timeout", message="took over 1 s", seconds=1.0) if hangs else (
+            Measurement("ok", config.ms, seconds=0.1)
+        )  # fmt: skip
+
+    def start(self):
+        self.seconds += 2.0
+
+    def begin(self, job):
+        self.cancel()
+
+
+runners = []
+
+
+@pytest.mark.parametrize("budget", [6, 20, 60])
+def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
+    monkeypatch.setattr(session_module, "DeviceRunner", Virtual)
+    code, _, errors = tune(capsys, "--space=fault=none,hang", "--trials", 10000, "--budget",
+                           f"{budget}s", "--strategy", "random", "--storage", journal)  # fmt: skip
+    assert code == 0, errors[-3:]
+    assert budget - session_module.FINAL_S - 1 < runners[-1].seconds <= budget
+    assert "ok" in outcomes(journal).values()
     assert len(entries(tmp_path)) == 1
+    # Too short for a final comparison, it is for none.
+    _, _, errors = tune(capsys, "--m", "64,96", "--space=fault=none", "--budget", "3s")
+    assert "the budget is spent: 2 of 2 searches are left; the same command goes on" in errors[0]
+    assert runners[-1].seconds == 0
+
+
+class Stub:
+    """A worker whose answers, clock and threads are the test's."""
+
+    def __init__(self, threads):
+        self.connection, self.theirs = multiprocessing.Pipe()
+        self.threads, self.closed = threads, False
+
+    def ask(self, *request):
+        pass
+
+    def answer(self):
+        return self.connection.recv()
+
+    def waits(self):
+        return dict(self.threads)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """A runner of 10 s a config, its only worker a stub, and the clock of both."""
+    clock = SimpleNamespace(seconds=1000.0)
+    runner = DeviceRunner([CPU], 10.0)
+    monkeypatch.setattr(runner, "now", lambda: clock.seconds)
+    runner.begin(Job(OP, faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
+    runner._measuring[0].worker = worker = Stub({1: 5.0, 2: 0.0})
+    return runner, worker, clock
+
+
+def test_a_config_has_its_limit_from_its_beginning_on(stubbed):
+    """Not from its worker's, which takes seconds to start and to make a problem's inputs."""
+    runner, worker, clock = stubbed
+    runner.submit(0, FaultyConfig())
+    clock.seconds += device_module.START_S - 1
+    worker.theirs.send(workers_module.BEGUN)
+    runner._step(0.0)
+    clock.seconds += 9.9
+    runner._step(0.0)
+    assert runner._done == []
+    clock.seconds += 0.1
+    runner._step(0.0)
+    ((number, found),) = runner._done
+    assert (number, found.outcome) == (0, "timeout")
+    assert found.message == "took over 10 s to check and time"
+    assert found.seconds == pytest.approx(10.0)
+    assert worker.closed
+
+
+def test_a_busy_machine_is_no_configs_fault(stubbed):
+    """Seconds in which a worker is ready to run, and others run, do not count."""
+    runner, worker, clock = stubbed
+    runner.submit(0, FaultyConfig())
+    worker.theirs.send(workers_module.BEGUN)
+    runner._step(0.0)
+    for waited in (30.0, 31.0):
+        clock.seconds += waited
+        worker.threads[2] += waited - 4.0  # another thread's wait is not added to it
+        worker.threads[1] += 1.0
+        runner._step(0.0)
+        assert runner._done == []
+    clock.seconds += 2.1  # of its own: 4, 4 and these
+    worker.threads[3] = 0.5  # a new one's
+    runner._step(0.0)
+    assert [found.outcome for _, found in runner._done] == ["timeout"]
+
+
+def test_an_answer_that_is_there_is_taken_however_late(stubbed):
+    """It may be this process that was kept from running."""
+    runner, worker, clock = stubbed
+    runner.submit(0, FaultyConfig())
+    worker.theirs.send(workers_module.BEGUN)
+    runner._step(0.0)
+    worker.theirs.send((Measurement("ok", 1.0), True))
+    clock.seconds += 100.0
+    runner._step(0.0)
+    assert [found.outcome for _, found in runner._done] == ["ok"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux's")
+def test_what_a_worker_waits_is_known():
+    """Of two that never rest on one processor each waits while the other runs."""
+    processor = min(os.sched_getaffinity(0))
+    pair = [Worker(faulty.spin, processor) for _ in range(2)]
+    try:
+        for worker in pair:
+            assert worker.answer() == "spinning"
+        before = [sum(worker.waits().values()) for worker in pair]
+        until(lambda: all(sum(w.waits().values()) > b + 0.2
+                          for w, b in zip(pair, before, strict=True)))  # fmt: skip
+    finally:
+        for worker in pair:
+            worker.close()
+    assert pair[0].waits() == {}

@@ -143,7 +143,7 @@ def _level(digest: Digest, name: str) -> tuple[float, str] | None:
     fields = {"best": digest.units[0].replace("J", "joules"), "default": "default_ms"}
     if digest.final is not None and (name == "best" or digest.units[0] == "ms"):
         value = digest.final.get(fields[name])
-        if value is not None:
+        if value:  # a counter of energy may not have moved
             return value, "final comparison"
     attempt = digest.default if name == "default" else digest.best
     return (_cost(attempt), f"trial {attempt.number}") if attempt else None
@@ -409,7 +409,7 @@ def front(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 def pareto(digest: Digest) -> go.Figure | None:
     """Energy over time, with the trials that nothing beats in both."""
-    both = [a for a in digest.measured if a.joules is not None]
+    both = [a for a in digest.measured if a.joules]
     if not both:
         return None
 

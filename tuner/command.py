@@ -243,6 +243,9 @@ def _recording(target: Target, study: Study) -> Recording:
 def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
     """What a strategy finds on a recorded space, in one line; no device is needed.
 
+    Args:
+        trials: by default 15% of the space, and no more than a full search has.
+
     Raises:
         UsageError: the file is no recording, or there is no such strategy.
     """
@@ -250,7 +253,8 @@ def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
 
     recording = Recording.load(file)
     legal = len(recording.space().pool)
-    found = replayed(recording, strategy, trials or max(1, math.ceil(0.15 * legal)), seed)
+    usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)
+    found = replayed(recording, strategy, trials or usual, seed)
     return (
         f"{recording.kernel.op}/{recording.kernel.name} {recording.problem}: {strategy} found "
         f"{found.ms:.5g} ms after {found.trials} of {legal} configs, the optimum is "

@@ -16,7 +16,7 @@ from jetfire.ops.op import Config
 from jetfire.tuner import interrupts
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
-from jetfire.tuner.process import Worker
+from jetfire.tuner.process import Patience, Worker
 from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
 from jetfire.tuner.worker import BEGUN, START, NotSetUp
@@ -35,7 +35,7 @@ class _Task:
     """A trial on its way.
 
     Attributes:
-        limit: seconds that the worker may take for the stage it is at, from `began` on.
+        patience: what the worker has for the stage it is at, which began at `began`.
         ready: the worker has begun with it; before, it starts or sets up the job.
         spent: seconds that its compilation took.
         dropped: nobody waits for it any more, but its worker is still at it.
@@ -44,7 +44,7 @@ class _Task:
 
     number: int
     config: Config
-    limit: float = START_S
+    patience: Patience | None = None
     began: float = 0.0
     ready: bool = False
     spent: float = 0.0
@@ -120,10 +120,9 @@ class DeviceRunner:
         """Start every worker, and wait for those that measure to be ready."""
         for seat in (*self._compiling, *self._measuring):
             seat.ask(START)
-        end = self.now() + START_S
         for seat in self._measuring:
             # One that dies or hangs so early does so again at its first trial, which says it.
-            if seat.worker is not None and seat.worker.connection.poll(max(0.0, end - self.now())):
+            if seat.worker is not None and self._answers(seat.worker, START_S):
                 with contextlib.suppress(EOFError, OSError):
                     seat.worker.answer()
 
@@ -186,13 +185,21 @@ class DeviceRunner:
             limits["end"] += POWER_S
         try:
             for what, limit in limits.items():
-                if not worker.connection.poll(limit):
+                if not self._answers(worker, limit):
                     raise RunnerError(f"the final comparison did not {what} in {limit:.0f} s")
                 if (answer := worker.answer()) != BEGUN:
                     break
         except (EOFError, OSError):
             raise RunnerError(f"the final comparison crashed: {worker.last_words()}") from None
         return answer
+
+    def _answers(self, worker: Worker, limit: float) -> bool:
+        """Wait so many seconds for what a worker says."""
+        patience = Patience(worker, limit, self.now())
+        while (left := patience.left(self.now())) > 0:
+            if worker.connection.poll(left):
+                return True
+        return worker.connection.poll(0.0)  # it may be this process that was kept from running
 
     def now(self) -> float:
         return time.monotonic()
@@ -220,33 +227,38 @@ class DeviceRunner:
         for seat in self._compiling:
             if seat.task is None and self._to_compile:
                 task = self._to_compile.popleft()
-                seat.ask(job.kernel, job.problem, task.config)
-                self._give(seat, task)
+                self._give(seat, task, seat.ask(job.kernel, job.problem, task.config))
         for seat in self._measuring:
             if seat.task is None and self._to_measure:
                 task = self._to_measure.popleft()
-                seat.ask("measure", job, task.config)
-                self._give(seat, task)
+                self._give(seat, task, seat.ask("measure", job, task.config))
 
-    def _give(self, seat: _Seat, task: _Task) -> None:
-        task.began, task.limit, task.ready = self.now(), START_S, False
-        seat.task = task
+    def _give(self, seat: _Seat, task: _Task, worker: Worker) -> None:
+        self._begin(task, worker, START_S)
+        task.ready, seat.task = False, task
+
+    def _begin(self, task: _Task, worker: Worker, limit: float) -> None:
+        task.began = self.now()
+        task.patience = Patience(worker, limit, task.began)
 
     def _step(self, timeout: float) -> None:
         """Wait for the next answer, death or time limit, and act on it."""
         busy = self._busy()
-        ends = [s.task.began + s.task.limit for s in busy if s.task is not None]
         by_connection = {s.worker.connection: s for s in busy if s.worker is not None}
-        wait_s = max(0.0, min([timeout, *(end - self.now() for end in ends)]))
+        wait_s = max(0.0, min([timeout, *(p.left(self.now()) for _, p in self._limits(busy))]))
         ready = mp_connection.wait(list(by_connection), wait_s)
         with interrupts.deferred():  # half a message read would be lost, and the rest misread
             for connection in ready:
                 self._receive(by_connection[connection])  # type: ignore[index]
-            for seat in busy:
-                if seat.task is not None and self.now() >= seat.task.began + seat.task.limit:
+            for seat, patience in self._limits(busy):
+                if patience.left(self.now()) <= 0 and seat.task is not None:
                     what = seat.what if seat.task.ready else "start"
-                    self._end(seat, "timeout", f"took over {seat.task.limit:g} s to {what}")
+                    self._end(seat, "timeout", f"took over {patience.limit:g} s to {what}")
             self._hand_out()
+
+    def _limits(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, Patience]]:
+        tasks = [(seat, seat.task) for seat in seats if seat.task is not None]
+        return [(seat, task.patience) for seat, task in tasks if task.patience is not None]
 
     def _receive(self, seat: _Seat) -> None:
         task, worker = seat.task, seat.worker
@@ -259,7 +271,8 @@ class DeviceRunner:
             self._end(seat, outcome, worker.last_words())
             return
         if said == BEGUN:
-            task.began, task.limit, task.ready = self.now(), seat.limit, True
+            self._begin(task, worker, seat.limit)
+            task.ready = True
             return
         answer, usable = said
         seat.task = None

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Required
 
-from jetfire.tuner.trial import OUTCOMES, score
+from pydantic import Field, FiniteFloat
+from typing_extensions import TypedDict
+
+from jetfire.core import schema
+from jetfire.core.files import Unreadable
+from jetfire.core.schema import Fields, Line, Measured, Name, NotNegative, Ratios, Scalar
+from jetfire.tuner.strategies import can_be
+from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
 if TYPE_CHECKING:
     import optuna
@@ -20,6 +27,63 @@ if TYPE_CHECKING:
 RUNNING, LOST = "running", "lost"
 FATES = (*OUTCOMES, LOST, RUNNING)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\S\n]|[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+class Final(TypedDict, total=False):
+    """A final comparison, as `final.Final.as_dict` has it."""
+
+    config: Required[Fields]
+    ms: Required[Measured]
+    ms_p20: Measured
+    ms_p80: Measured
+    joules: NotNegative | None
+    default_ms: Measured | None
+    incumbent_ms: Measured | None
+    kept: bool
+    vs_peer: Ratios
+
+
+class Where(TypedDict, total=False):
+    """What was measured on, of `jetfire.bench.command.device_record`."""
+
+    name: Line
+    capability: tuple[int, int] | None
+    driver: Line | None
+    cuda: Line | None
+    torch: Line | None
+    triton: Line | None
+    jetfire: Line
+    timer: int
+    date: Line
+
+
+class Peaks(TypedDict, total=False):
+    """A device's, in GB/s and TOPS."""
+
+    copy_gbps: Measured | None
+    int8_tops: Measured | None
+
+
+_Work = Annotated[FiniteFloat, Field(ge=0, le=1e30)]
+# Attributes of a study → their types.
+_ATTRIBUTES: dict[str, Any] = {
+    **dict.fromkeys(("op", "kernel", "strategy", "source"), Line),
+    **dict.fromkeys(("problem", "default"), Fields),
+    "objective": Objective,
+    "device": Where,
+    "peaks": Peaks,
+    "space": Annotated[dict[Name, list[Scalar]], Field(max_length=100)],
+    **dict.fromkeys(("flops", "bytes"), _Work),
+    "final": Final,
+}
+
+
+def _valid(value: Any, kind: Any) -> Any:
+    """Return a value as a type has it; None where it is none, since a file may hold anything."""
+    try:
+        return schema.convert(value, kind, Path())
+    except Unreadable:
+        return None
 
 
 def clean(text: object) -> str:
@@ -37,7 +101,7 @@ class Attempt:
 
     Attributes:
         fate: one of `FATES`.
-        values: what was to be small (ms, J, or both), where it was measured.
+        values: what was to be small (ms, J, or both), where it was measured and is above 0.
         ms, ms_p20, ms_p80: milliseconds a call.
         joules: a call.
         seconds: wall time that it cost.
@@ -55,29 +119,35 @@ class Attempt:
     seconds: float
 
     @classmethod
-    def of(cls, trial: optuna.trial.FrozenTrial) -> Attempt:
+    def of(cls, trial: optuna.trial.FrozenTrial, objectives: int) -> Attempt:
+        """Return what a trial says, without what cannot be."""
         from optuna.trial import TrialState
 
-        known = trial.user_attrs
-        measured = trial.state == TrialState.COMPLETE and all(map(math.isfinite, trial.values))
-        lost = RUNNING if trial.state in (TrialState.RUNNING, TrialState.WAITING) else LOST
+        said = Measurement.parse(trial.user_attrs)
+        known = said or Measurement("crash")  # of which nothing is known
+        measured = trial.state == TrialState.COMPLETE and can_be(trial.values, objectives)
+        lost = LOST if trial.state.is_finished() else RUNNING
+        config = _valid(trial.user_attrs.get("config"), Fields) or _valid(trial.params, Fields)
         return cls(
             number=trial.number,
-            fate=known["outcome"] if known.get("outcome") in OUTCOMES else lost,
-            config=known.get("config") or trial.params,
-            values=tuple(trial.values) if measured else None,
-            ms=known.get("ms"),
-            ms_p20=known.get("ms_p20"),
-            ms_p80=known.get("ms_p80"),
-            joules=known.get("joules"),
-            message=clean(known.get("message") or ""),
-            seconds=known.get("seconds") or 0.0,
+            fate=lost if said is None else said.outcome,
+            config=config or {},
+            values=tuple(trial.values) if measured and min(trial.values) > 0 else None,
+            ms=known.ms,
+            ms_p20=known.ms_p20,
+            ms_p80=known.ms_p80,
+            joules=known.joules,
+            message=clean(known.message),
+            seconds=known.seconds,
         )
 
 
 @dataclass(frozen=True)
 class Digest:
-    """A study: its attributes as the tuner set them, and its trials in order."""
+    """A study: its attributes as the tuner set them, and its trials in order.
+
+    What a file cannot mean, such as a time below 0, is left out.
+    """
 
     name: str
     attributes: Mapping[str, Any]
@@ -87,12 +157,17 @@ class Digest:
     @classmethod
     def of(cls, study: optuna.Study) -> Digest:
         trials = study.get_trials(deepcopy=False)
-        attributes = dict(study.user_attrs)
-        units = _units(attributes.get("objective"))
+        known = {
+            name: value
+            for name, given in study.user_attrs.items()
+            if name in _ATTRIBUTES and (value := _valid(given, _ATTRIBUTES[name])) is not None
+        }
+        count = len(study.directions)
+        units = _units(known.get("objective"))[:count]
         return cls(
-            name=study.study_name,
-            attributes=attributes,
-            attempts=[Attempt.of(trial) for trial in trials],
+            name=" ".join(clean(study.study_name).split()),
+            attributes=known,
+            attempts=[Attempt.of(trial, count) for trial in trials],
             importances={unit: _importances(study, i) for i, unit in enumerate(units)},
         )
 
@@ -240,7 +315,9 @@ def _importances(study: optuna.Study, objective: int) -> dict[str, float]:
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    values = [t.values[objective] for t in complete if math.isfinite(t.values[objective])]
+    if not all(can_be(t.values, len(study.directions)) for t in complete):
+        return {}
+    values = [t.values[objective] for t in complete]
     if len(set(values)) < 2 or not any(t.params for t in complete):
         return {}
     with warnings.catch_warnings():  # that `target` is minimised, which is what we want

@@ -80,7 +80,8 @@ def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
     """The challenger's gain exceeds the noise, and `LEAST_GAIN`.
 
     Rounds are paired, since drift hits both alike: the 95% confidence interval of the median ratio,
-    which is one of its order statistics, must lie below 1.
+    which is one of its order statistics, must lie below 1. So must the ratio of the medians, which
+    is the gain that a profile names.
     """
     a, b = costs(challenger, objective), costs(incumbent, objective)
     count = min(len(a), len(b))
@@ -88,7 +89,8 @@ def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
         return False
     ratios = np.sort(a[:count] / b[:count])
     upper = min(count, math.ceil(0.5 * count + 0.98 * math.sqrt(count))) - 1
-    return bool(np.median(ratios) < 1 - LEAST_GAIN and ratios[upper] < 1)
+    gains = np.median(ratios) < 1 - LEAST_GAIN and ratios[upper] < 1
+    return bool(gains and np.median(a) < np.median(b))
 
 
 def _middle(values: np.ndarray) -> float:

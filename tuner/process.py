@@ -122,6 +122,17 @@ class Worker:
         """What it says; EOFError where it has died."""
         return self.connection.recv()
 
+    def waits(self) -> dict[int, float]:
+        """Return the seconds that each of its threads has been ready to run while others ran.
+
+        Empty where the system does not say, as only Linux does, or where it has ended.
+        """
+        found = {}
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+                found[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+        return found
+
     def last_words(self) -> str:
         """How a dead worker ended, and the end of what it printed."""
         self._process.join(5.0)
@@ -142,6 +153,32 @@ class Worker:
         self._process.join(10.0)
         self._output.close()
         self._python.close()
+
+
+class Patience:
+    """What a worker has for something: seconds in which it is not merely kept from running.
+
+    A busy machine is no fault of what the worker does. Where the system does not say how long it
+    waited, all seconds count.
+
+    Args:
+        limit: seconds.
+        now: of a clock.
+    """
+
+    def __init__(self, worker: Worker, limit: float, now: float) -> None:
+        self.limit = limit
+        self._worker, self._end = worker, now + limit
+        self._before, self._waited = worker.waits(), 0.0
+
+    def left(self, now: float) -> float:
+        """Return the seconds that are left; 0 or less where it is at an end."""
+        if now >= self._end:
+            waits = self._worker.waits()
+            waited = max((waits[t] - self._before.get(t, 0.0) for t in waits), default=0.0)
+            self._end += max(0.0, waited - self._waited)
+            self._waited = max(waited, self._waited)
+        return self._end - now
 
 
 def _child(

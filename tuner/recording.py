@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from jetfire import ops
-from jetfire.core.files import write
+from jetfire.core import schema
+from jetfire.core.files import Unreadable, write
+from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalar
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel
-from jetfire.tuner.space import Space
-from jetfire.tuner.trial import OUTCOMES, Measurement
+from jetfire.tuner.space import WHOLE, Space
+from jetfire.tuner.trial import OUTCOMES, Measurement, Outcome
 
 SCHEMA = 1
-# What a file that is cut, damaged or of another kind raises; EOFError, zlib.error and gzip's
-# OSError come from unpacking it.
-_BROKEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError, zlib.error,
-           OSError)  # fmt: skip
+Values = Annotated[list[Scalar], Field(min_length=1, max_length=1000)]
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,13 @@ class Recording:
     trials: Mapping[Config, Measurement]
 
     def space(self) -> Space:
-        """The recorded configs, and no others."""
-        return Space(self.fields, self.base, lambda c: None if c in self.trials else "not recorded")
+        """The recorded configs, and no others, however many combinations there are."""
+        every = Space(self.fields, self.base, lambda _: None)
+        points = [every.point(config.as_dict()) for config in self.trials]
+        return Space(
+            self.fields, self.base, lambda c: None if c in self.trials else "not recorded",
+            sorted(point for point in points if point is not None),
+        )  # fmt: skip
 
     @property
     def optimum_ms(self) -> float:
@@ -82,33 +88,81 @@ class Recording:
             UsageError: it cannot be read, or is no recording.
         """
         try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise UsageError(f"cannot read {file}: {error.strerror}") from None
-        try:
-            return cls._parsed(json.loads(gzip.decompress(data) if file.suffix == ".gz" else data))
+            return _parsed(schema.load(file, _File, version=SCHEMA), file)
+        except Unreadable as error:
+            raise UsageError(f"recording {error}") from None
         except UsageError as error:
             raise UsageError(f"recording {file}: {error}") from None
-        except _BROKEN as error:
-            raise UsageError(
-                f"{file} is no recording of the tuner: {type(error).__name__}: {error}"
-            ) from None
 
-    @classmethod
-    def _parsed(cls, content: Any) -> Recording:
-        if content["schema"] != SCHEMA:
-            raise UsageError(f"schema {content['schema']}, expected {SCHEMA}")
-        kernel = ops.get_kernel(content["op"], content["kernel"])
-        base, fields = kernel.Config.parse(content["base"]), content["fields"]
-        space = Space(fields, base, lambda _: None)
-        trials = {}
-        for row in content["trials"]:
-            point, rest = tuple(row[: len(fields)]), row[len(fields) :]
-            outcome, ms, ms_p20, ms_p80, joules, seconds = rest
-            trials[space.config(point)] = Measurement(
-                content["outcomes"][outcome], ms, ms_p20, ms_p80, joules, seconds=seconds
-            )
-        if not any(m.outcome == "ok" for m in trials.values()):
-            raise UsageError("none of its configs was timed")
-        problem = ops.get(content["op"]).Problem.parse(content["problem"])
-        return cls(kernel, problem, content["device"], fields, base, trials)
+
+@dataclass(frozen=True)
+class _File:
+    """A recording as it is saved.
+
+    Attributes:
+        trials: the rank of each field's value, then the rest of a `_Trial`.
+    """
+
+    op: Name
+    kernel: Name
+    problem: Fields
+    device: Annotated[dict[Name, Plain], Field(max_length=100)]
+    fields: Annotated[dict[Name, Values], Field(min_length=1, max_length=100)]
+    base: Fields
+    outcomes: list[Outcome]
+    trials: Annotated[list[list[Any]], Field(max_length=WHOLE)]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One trial; `outcome` is a place in `_File.outcomes`."""
+
+    ranks: list[Count]
+    outcome: Count
+    ms: Measured | None
+    ms_p20: Measured | None
+    ms_p80: Measured | None
+    joules: NotNegative | None
+    seconds: NotNegative
+
+
+_REST = [field.name for field in dataclasses.fields(_Trial)][1:]
+
+
+def _parsed(content: _File, file: Path) -> Recording:
+    """Return what a file holds.
+
+    Raises:
+        UsageError: what it names is not there, or does not fit together.
+    """
+    op, kernel = ops.get(content.op), ops.get_kernel(content.op, content.kernel)
+    fields = {name: _typed(kernel, name, values) for name, values in content.fields.items()}
+    base = kernel.Config.parse(content.base)
+    space = Space(fields, base, lambda _: None)
+    trials = {}
+    for i, trial in enumerate(_trials(content, file)):
+        ranks = tuple(trial.ranks)
+        if trial.outcome >= len(content.outcomes) or not space.has(ranks):
+            raise Unreadable(file, f"trials.{i}: expected ranks of {', '.join(fields)} and outcome")
+        trials[space.config(ranks)] = Measurement(
+            content.outcomes[trial.outcome], trial.ms, trial.ms_p20, trial.ms_p80, trial.joules,
+            seconds=trial.seconds,
+        )  # fmt: skip
+    if not any(m.outcome == "ok" and m.ms is not None for m in trials.values()):
+        raise UsageError("none of its configs was timed")
+    problem = op.Problem.parse(content.problem)
+    return Recording(kernel, problem, content.device, fields, base, trials)
+
+
+def _trials(content: _File, file: Path) -> list[_Trial]:
+    count = len(content.fields)
+    named = [
+        {"ranks": row[:count], **dict(zip(_REST, row[count:], strict=False))}
+        for row in content.trials
+    ]
+    return schema.convert({"trials": named}, dict[str, list[_Trial]], file)["trials"]
+
+
+def _typed(kernel: Kernel, name: str, values: Sequence[Any]) -> list[Any]:
+    """Return a config field's values, each of the field's own type."""
+    return [kernel.Config.parse({name: value}).as_dict()[name] for value in values]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetfire.core.files import Unwritable, append
 from jetfire.ops.op import Config
 from jetfire.tuner import interrupts
 from jetfire.tuner.runner import Runner
@@ -74,10 +75,13 @@ def _log(file: Path, number: int, config: Config, measurement: Measurement) -> N
     if measurement.measured:
         return
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    text = (f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
+            f"{measurement.message}\n\n")  # fmt: skip
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as log:
-            log.write(f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
-                      f"{measurement.message}\n\n")  # fmt: skip
+        with append(file) as log:
+            log.write(text.encode(errors="replace"))
     except OSError as error:
-        raise StorageError(f"cannot write log {file}: {error.strerror}") from None
+        raise StorageError(f"cannot write log {file}: {error.strerror or error}") from None
+    except Unwritable as error:
+        raise StorageError(f"cannot write log {error}") from None

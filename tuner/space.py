@@ -31,15 +31,17 @@ class Space:
         fields: name → values; fields of one value are kept at it.
         base: gives the fields that are not searched.
         reason: why a config is illegal, or None: `Kernel.legal`.
+        points: all that are legal, in order, where that is known.
     """
 
     def __init__(
         self, fields: Mapping[str, Sequence[Any]], base: Config,
-        reason: Callable[[Config], str | None],
+        reason: Callable[[Config], str | None], points: Sequence[Point] | None = None,
     ) -> None:  # fmt: skip
         self.fields = {name: tuple(values) for name, values in fields.items()}
         self.base = base
         self.reason = reason
+        self._points = points
         self._legal: dict[Point, bool] = {}
 
     @classmethod
@@ -85,6 +87,13 @@ class Space:
         except (KeyError, ValueError):
             return None
 
+    def has(self, point: Point) -> bool:
+        """Return whether it is a rank of each field."""
+        sizes = [len(values) for values in self.fields.values()]
+        return len(point) == len(sizes) and all(
+            0 <= rank < size for rank, size in zip(point, sizes, strict=True)
+        )
+
     def legal(self, point: Point) -> bool:
         if point not in self._legal:
             self._legal[point] = self.reason(self.config(point)) is None
@@ -92,6 +101,8 @@ class Space:
 
     def points(self) -> Iterator[Point]:
         """Every legal point, in order."""
+        if self._points is not None:
+            return iter(self._points)
         ranges = (range(len(values)) for values in self.fields.values())
         return (point for point in itertools.product(*ranges) if self.legal(point))
 
@@ -106,7 +117,7 @@ class Space:
     @cached_property
     def whole(self) -> bool:
         """`pool` holds every legal point."""
-        return self.size <= WHOLE
+        return self._points is not None or self.size <= WHOLE
 
     @cached_property
     def pool(self) -> list[Point]:

@@ -100,14 +100,22 @@ Seen = list[float] | None
 def observations(study: Study, space: Space, but: int = -1) -> dict[Point, Seen]:
     """Every point of a study's trials but one; those given up before an outcome are not seen."""
     found: dict[Point, Seen] = {}
+    count = len(study.directions)
     for trial in study.get_trials(deepcopy=False):
         if trial.number == but or (point := space.point(trial.params)) is None:
             continue
-        if trial.state == TrialState.COMPLETE:
+        if trial.state == TrialState.COMPLETE and can_be(trial.values, count):
             found[point] = list(trial.values)
         elif trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs:
             found.setdefault(point, None)
     return found
+
+
+def can_be(values: Any, count: int) -> bool:
+    """Return whether these are so many times or energies: a file may hold anything."""
+    return isinstance(values, list) and len(values) == count and all(
+        isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values
+    )  # fmt: skip
 
 
 def best(seen: Mapping[Point, Seen], count: int) -> list[Point]:
@@ -212,7 +220,8 @@ class GaussianProcess(Strategy):
         trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         running = [p for t in trials if (p := self.space.point(t.params)) in seen and p]
         failed = [p for p, values in seen.items() if values is None and p not in running]
-        logs = np.log(list(known.values()))
+        # An energy of 0 is one that was too small to be read.
+        logs = np.log(np.maximum(list(known.values()), 1e-12))
         y = logs @ self.rng.dirichlet(np.ones(logs.shape[1]))
         y = np.concatenate([y, np.full(len(failed), y.max())])
         y = (y - y.mean()) / max(float(y.std()), 1e-9)

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,12 @@ import filelock
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from jetfire.bench.timer import VERSION as TIMER_VERSION
+from jetfire.core import files
+from jetfire.core.files import MIB, Unreadable, Unwritable
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -38,6 +41,10 @@ from jetfire.tuner.trial import Measurement, Objective, score
 ABANDONED_S = 3600.0
 # What another tuner may take between beginning a trial and choosing its config.
 CHOOSING_S = 10.0
+# Bytes of a journal, of which a trial takes 2500. Nested brackets take 22 times as much memory.
+MOST = 24 * MIB
+# CPU time that Optuna may take to read one: a good one takes it 18 µs a line.
+READ_S, LINE_S = 1.0, 60e-6
 Note = Callable[[str], None]
 
 
@@ -103,44 +110,74 @@ class _FileLock:
         self._lock.release()
 
 
+class _JournalFile(JournalFileBackend):
+    """Optuna's own, but for journals that would take it a time as the square of their lines."""
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """Yield the operations from a number on.
+
+        Raises:
+            Unreadable: they take too long.
+        """
+        begin = time.process_time()
+        for count, log in enumerate(super().read_logs(log_number_from)):
+            if time.process_time() - begin > READ_S + count * LINE_S:
+                reason = f"takes too long to read, from line {log_number_from + count} on"
+                raise Unreadable(Path(self._file_path), reason)
+            yield log
+
+
+def _is_operation(line: bytes) -> bool:
+    """Return whether a line of a journal is whole, and a JSON object."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _repair(file: Path, note: Note) -> None:
     """Cut a journal before its first line that is torn or no JSON.
 
     Unless that is half of the last one, which a process killed while it wrote leaves, the whole
     file is kept beside it.
+
+    Raises:
+        Unreadable, Unwritable: it is no regular file, too large, or cannot be read or written.
     """
-    content = file.read_bytes()
+    if file.is_symlink():  # whoever made it may want another file written
+        raise Unreadable(file, "is a link: expected a regular file")
+    content = files.read(file, MOST)
     good = 0
     for line in content.splitlines(keepends=True):
-        try:
-            if not (line.endswith(b"\n") and isinstance(json.loads(line), dict)):
-                break
-        except ValueError:
+        if not _is_operation(line):
             break
         good += len(line)
     if good == len(content):
         return
     if not content.startswith(b"{", good) or content.find(b"\n", good) != -1:
         aside = file.with_name(f"{file.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}")
-        aside.write_bytes(content)
+        files.write(aside, content)
         line_number = content.count(b"\n", 0, good) + 1
         note(f"study {file}: line {line_number} is corrupt: goes on from the lines before it; "
              f"the whole file is kept as {aside.name}")  # fmt: skip
-    os.truncate(file, good)
+    files.write(file, content[:good], alone=True)
 
 
 def _journal(file: Path, note: Note) -> JournalStorage:
-    """
+    """Return the storage of a journal, which is made where there is none.
+
     Raises:
         UsageError: the file cannot be opened, or holds something else.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{file}.lock"):
-            if file.exists():
+            if file.exists() or file.is_symlink():
                 _repair(file, note)
         lock: Any = _FileLock(file)  # what Optuna asks of one, without its base class
-        return JournalStorage(JournalFileBackend(str(file), lock))
+        return JournalStorage(_JournalFile(str(file), lock))
+    except (Unreadable, Unwritable) as error:
+        raise UsageError(f"cannot use study {error}") from None
     except OSError as error:
         where = error.filename or file
         raise UsageError(f"cannot use study {where}: {error.strerror or error}") from None
@@ -157,7 +194,8 @@ def _without_password(url: str) -> str:
 
 
 def _database(url: str) -> RDBStorage:
-    """
+    """Return the storage behind a URL.
+
     Raises:
         UsageError: it cannot be reached, or its driver is missing.
     """
@@ -223,13 +261,43 @@ class Study:
         else:
             opened, self.file = storage_of(storage, identity.name, note)
         self._where = str(self.file) if self.file else _without_password(str(storage))
+        self._read: dict[int, tuple[Config, Measurement] | None] = {}
         with self._using(), self._alone():
-            self.optuna = optuna.create_study(
-                storage=opened, sampler=strategy, study_name=identity.name, load_if_exists=True,
-                directions=["minimize"] * (2 if identity.objective == "both" else 1),
-            )  # fmt: skip
+            self.optuna = self._opened(opened, strategy)
             self._describe(attributes)
             self._reap()
+        self.finished()
+        if wrong := [number for number, found in self._read.items() if found is None]:
+            note(f"study {self._where}: passed over {len(wrong)} trials that say what cannot be, "
+                 f"the first {wrong[0]}")  # fmt: skip
+
+    def _opened(self, storage: BaseStorage, strategy: Strategy) -> optuna.Study:
+        """Return the study, new or there.
+
+        Raises:
+            StorageError: Optuna cannot read it, or it is one of something else.
+        """
+        directions = [StudyDirection.MINIMIZE] * (2 if self.objective == "both" else 1)
+        try:
+            found = optuna.create_study(
+                storage=storage, sampler=strategy, study_name=self.identity.name,
+                load_if_exists=True, directions=directions,
+            )  # fmt: skip
+            trials = found.get_trials(deepcopy=False)
+            known = found.directions, found.user_attrs
+        except (OSError, optuna.exceptions.StorageInternalError, json.JSONDecodeError):
+            raise
+        except Exception as error:  # what Optuna makes of what another program wrote
+            raise StorageError(f"cannot use study {self._where}: {_first_line(error)}") from None
+        fields = distributions(self.space)
+        if known[0] != directions or any(
+            trial.distributions.get(name, fields[name]) != fields[name]
+            for trial in trials
+            for name in fields
+        ):
+            raise StorageError(f"cannot use study {self._where}: its {self.identity.name} is of "
+                               "other configs or of another objective")  # fmt: skip
+        return found
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -265,10 +333,15 @@ class Study:
     def _reap(self) -> None:
         """End the trials whose tuner has died; configs without an outcome may be tried again."""
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if "outcome" in trial.user_attrs and _is_dead(trial, local=self.file is not None):
-                self._end(trial.number, Measurement.parse(trial.user_attrs))
-            elif _is_dead(trial, local=self.file is not None):
+            if not _is_dead(trial, local=self.file is not None):
+                continue
+            if (measurement := Measurement.parse(trial.user_attrs)) is not None:
+                self._end(trial.number, measurement)
+            else:
                 self._give_up(trial.number)
+        # No tuner leaves such; Optuna would hand them out in place of what the strategy chooses.
+        for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self.optuna._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def _give_up(self, number: int) -> None:
         # Another tuner may have given it up at the same time.
@@ -299,7 +372,8 @@ class Study:
         """Every legal config has an outcome or is under way."""
         if not self.space.whole:
             return False
-        return len(observations(self.optuna, self.space)) >= len(self.space.pool)
+        seen = observations(self.optuna, self.space)
+        return all(point in seen for point in self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
         """An earlier trial has the same config and an outcome, or may yet have one."""
@@ -326,6 +400,7 @@ class Study:
             StorageError: it cannot be written.
         """
         attributes = {"config": config.as_dict(), **measurement.as_dict()}
+        attributes["message"] = measurement.message[:MIB]
         del attributes["outcome"]
         with self._using():
             trial = self._asked[number]
@@ -367,12 +442,18 @@ class Study:
 
     def finished(self) -> list[tuple[Config, Measurement]]:
         """Every trial that has an outcome, of whichever tuner, in order."""
-        return [
-            (self.identity.kernel.Config.parse(t.user_attrs["config"]),
-             Measurement.parse(t.user_attrs))
-            for t in self._trials()
-            if t.state.is_finished() and "outcome" in t.user_attrs
-        ]  # fmt: skip
+        for trial in self._trials():
+            told = trial.state.is_finished() and "outcome" in trial.user_attrs
+            if told and trial.number not in self._read:  # it will not change any more
+                self._read[trial.number] = self._meant(trial)
+        return [found for _, found in sorted(self._read.items()) if found is not None]
+
+    def _meant(self, trial: FrozenTrial) -> tuple[Config, Measurement] | None:
+        """Return a trial's config and what became of it; None where it says what cannot be."""
+        point, measurement = self.space.point(trial.params), Measurement.parse(trial.user_attrs)
+        return None if point is None or measurement is None else (
+            self.space.config(point), measurement
+        )  # fmt: skip
 
     def best(self, count: int) -> list[Config]:
         """The configs of the least values; of two objectives, of the least product."""
@@ -456,4 +537,4 @@ def _is_dead(trial: FrozenTrial, local: bool) -> bool:
         return True  # a journal lies on this machine, which was started anew since
     if host != socket.gethostname() or space not in ("", here):
         return age > ABANDONED_S
-    return not re.fullmatch(r"[1-9][0-9]*", pid) or not _is_alive(int(pid), began_at)
+    return not re.fullmatch(r"[1-9][0-9]{0,9}", pid) or not _is_alive(int(pid), began_at)

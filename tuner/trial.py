@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
+
+from jetfire.core import schema
+from jetfire.core.files import MIB, Unreadable
+from jetfire.core.schema import Measured, NotNegative
 
 Outcome = Literal["ok", "slow", "illegal", "compile", "timeout", "crash", "wrong"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -26,12 +33,12 @@ class Measurement:
     """
 
     outcome: Outcome
-    ms: float | None = None
-    ms_p20: float | None = None
-    ms_p80: float | None = None
-    joules: float | None = None
-    message: str = ""
-    seconds: float = 0.0
+    ms: Measured | None = None
+    ms_p20: Measured | None = None
+    ms_p80: Measured | None = None
+    joules: NotNegative | None = None
+    message: Annotated[str, Field(max_length=MIB)] = ""
+    seconds: NotNegative = 0.0
 
     @property
     def measured(self) -> bool:
@@ -47,9 +54,18 @@ class Measurement:
         return asdict(self)
 
     @classmethod
-    def parse(cls, attributes: Mapping[str, Any]) -> Measurement:
-        """From `as_dict`'s fields among others."""
-        return cls(**{f.name: attributes[f.name] for f in fields(cls) if f.name in attributes})
+    def parse(cls, attributes: Mapping[str, Any]) -> Measurement | None:
+        """Return what a study's trial says of its config, by the names of `as_dict`.
+
+        Returns:
+            None where it says nothing, or what cannot be.
+        """
+        message = attributes.get("message")
+        text = message.encode(errors="replace").decode() if isinstance(message, str) else ""
+        try:
+            return schema.convert({**attributes, "message": text[:MIB]}, cls, Path())
+        except Unreadable:
+            return None
 
 
 def digits(value: float) -> float:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetfire.export.c_text import fields
+from jetfire.export.c_text import comment, fields
 from jetfire.export.library import Library
-from jetfire.export.operator import origin, recorded
+from jetfire.export.operator import Origin, origin, recorded
 from jetfire.export.plan import Plan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample, small_problem
@@ -138,6 +138,16 @@ def _flops_code(plan: Plan) -> str | None:
     return " * ".join([f"{factors.pop():.1f}", *sizes])
 
 
+def _about_tuned(plan: Plan, tuned: Sequence[Origin]) -> list[str]:
+    """Lines of a comment on the benchmark's table of times."""
+    nearest = any(each.microseconds is None for each in tuned)
+    unknown = "; 0 where another size's config is used" if nearest else ""
+    return comment(
+        "Sizes that it was made for, and the microseconds that it took when it was tuned "
+        f"{plan.tuned[0].where.comment()}{unknown}."
+    )
+
+
 class CLibrary(Target):
     """Sources, Makefile, CMakeLists.txt, self-test, benchmark and README."""
 
@@ -168,9 +178,8 @@ class CLibrary(Target):
             "reader_code": dict(_READERS.values()), "unwritten": f"0x{UNWRITTEN:X}",
             "fixed": fields(plan.fixed), "tuned": tuned, "flops": _flops_code(plan),
             "rates": bool(plan.op.flops(plan.problem)),
-            "nearest": any(t.microseconds is None for t in tuned),
             "size_arguments": ", ".join(f"size[{i}]" for i in range(len(plan.op.dims))),
-            "gpu": plan.tuned[0].entry.provenance.get("gpu"), "sources": sources,
+            "about_tuned": _about_tuned(plan, tuned), "sources": sources,
             "objects": [f"{Path(file).stem}.o" for file in sources],
             "others": sorted(set(library.files) - set(known)),
         }  # fmt: skip
@@ -197,7 +206,8 @@ class CLibrary(Target):
 def _home(folder: Path) -> list[str]:
     """The argument that says where CUDA is, where the Makefile asks."""
     asks = "CUDA_HOME" in (folder / "Makefile").read_text()
-    return [f"CUDA_HOME={cuda_home()}"] if asks else []
+    # Make would expand a `$` in it.
+    return [f"CUDA_HOME={cuda_home()}".replace("$", "$$")] if asks else []
 
 
 class _Function:

@@ -107,6 +107,14 @@ class Faulty(Kernel):
 KERNEL = Faulty()
 
 
+def spin(connection: Any, processor: int) -> None:
+    """Keep a processor busy, as a worker."""
+    os.sched_setaffinity(0, [processor])
+    connection.send("spinning")
+    while True:
+        pass
+
+
 class Unprepared(type(ops.get("transpose"))):  # type: ignore[misc]
     """A transpose whose inputs find no memory, or whose worker dies of them."""
 
