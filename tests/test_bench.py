@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import pytest
@@ -250,6 +251,26 @@ def test_peaks_without_a_place_to_keep_them(tmp_path, monkeypatch):
     monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
     monkeypatch.setattr(peaks, "measure", lambda _: PEAKS)
     assert peaks.cached(CPU, None) == PEAKS
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "7"}, (None, "7")),
+    ],
+)
+def test_every_command_has_threads_wait_asleep_unless_the_user_says(given, found, monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert execute(None, ["list"]) == 0
+    assert tuple(map(os.environ.get, names)) == found
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def test_no_gpu_no_nvml():
