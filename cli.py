@@ -174,7 +174,10 @@ def compare(
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Results to judge.")],
     fail_on_regression: Annotated[
         str | None,
-        typer.Option(metavar="SHARE", help="Exit 4 if a kernel is slower by more, e.g. 5%."),
+        typer.Option(
+            metavar="SHARE",
+            help="Exit 4 if a kernel is slower by more, e.g. 5%, broken or missing.",
+        ),
     ] = None,
     ignore_config: Annotated[
         bool, typer.Option("--ignore-config", help="Match rows whose configs differ.")

@@ -282,10 +282,10 @@ def test_two_files_of_them_compare(tmp_path, capsys):
     for file, rows in files.items():
         file.write_text(Results({"name": "GPU"}, rows).to_json())
     assert execute("compare", [str(before), str(after), "--fail-on-regression", "5%"]) == 4
-    assert "2 of 6 rows regressed" in capsys.readouterr().err
-    pairs, alone = match(Results.load(before), Results.load(after))
-    assert len(pairs) == 6
-    assert not alone
+    assert "2 of 2 kernels' rows regressed" in capsys.readouterr().err
+    found = match(Results.load(before), Results.load(after))
+    assert len(found.pairs) == 6
+    assert not found.gone + found.new
 
 
 def test_a_spreadsheet_has_a_column_for_each_peer():
