@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def measure(problem, recipes=("int8-block32",)) -> tuple[list[Row], list[str]]:
 
 
 @pytest.mark.parametrize(("problem", "op"), [(STEP, "gpt2_step"), (BLOCK, "gpt2_block")])
-def test_a_right_recipe_is_timed_beside_eager(problem, op):
+def test_a_right_recipe_is_timed_beside_eager(problem, op, tmp_path):
     (row, eager), notes = measure(problem)
     assert (row.op, row.kernel, row.role, row.ok) == (op, "int8-block32", "kernel", True)
     assert row.problem == dataclasses.asdict(problem)
@@ -50,7 +49,9 @@ def test_a_right_recipe_is_timed_beside_eager(problem, op):
     assert row.extra["first_step_s"] > 0
     assert (eager.kernel, eager.role, eager.ok) == ("eager", "peer", None)
     assert eager.tflops * eager.ms == pytest.approx(row.tflops * row.ms)
-    assert Row.from_dict(row.as_dict(), Path("rows.json")).key() == row.key()
+    file = tmp_path / "r.json"
+    file.write_text(Results({}, [row]).to_json())
+    assert [again.key() for again in Results.load(file).rows] == [row.key()]
     assert not notes
 
 

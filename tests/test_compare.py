@@ -1,6 +1,7 @@
 """`jetfire compare`: matching, noise, regressions and exit codes."""
 
 import dataclasses
+import json
 
 import pytest
 from rich.console import Console
@@ -252,6 +253,15 @@ def test_nothing_to_judge(gate):
     code, _, said = gate([peer(1.0)], [peer(1.0), row(1.0)])
     assert code == 2
     assert "the first file has no kernel's row" in said
+
+
+def test_a_forged_span_is_refused(tmp_path, capsys):
+    a = save(tmp_path / "a.json", row(1.0))
+    content = json.loads((tmp_path / "a.json").read_text())
+    content["rows"][0].update(ms=9.0, ms_p20=0.5, ms_p80=2.0)
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    assert execute(None, ["compare", a, str(tmp_path / "b.json")]) == 2
+    assert "expected ms from ms_p20 to ms_p80" in capsys.readouterr().err
 
 
 def shown(pairs):
