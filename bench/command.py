@@ -288,7 +288,7 @@ def _measure(
     record = device_record(device, dict(runner.peaks), runner.driver)
     collect(
         asked, work, lambda item: runner.measure(*item), lambda item: item[0], record, existing,
-        kind, replay(asked, work[0][0]),
+        kind, replay(asked, work[0][0]), device,
     )  # fmt: skip
 
 
@@ -303,18 +303,22 @@ def note_cpu(device: Device) -> None:
 def collect(
     asked: Asked, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
     label: Callable[[T], object], record: dict[str, Any], existing: Results | None,
-    kind: str | None, again: str,
+    kind: str | None, again: str, device: Device,
 ) -> None:  # fmt: skip
     """Measure one thing after another; show and save the rows, also when it is cut short.
+
+    What makes the figures doubtful is said in a line.
 
     Args:
         record: the device, as `device_record` has it.
         existing, kind: as `existing_rows` and `file_format` say.
         again: the command line that measures the same.
+        device: where it is measured.
 
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
+    from jetfire.bench.load import Load, doubts
     from jetfire.bench.progress import watch
 
     name = record["name"]
@@ -324,6 +328,7 @@ def collect(
             f"this is {name}"
         )
     rows: list[Row] = []
+    load = Load(device)
     saved = time.monotonic()
     interrupted = False
     try:
@@ -342,6 +347,8 @@ def collect(
                 from jetfire.bench.plot import plot
 
                 plot(rows, record, asked.plot)
+            if text := doubts(rows, load.text(), record.get("peaks") or {}):
+                note(text)
     _finish(rows, interrupted)
 
 

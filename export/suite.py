@@ -157,5 +157,5 @@ def suite(asked: command.Asked) -> None:
             done.exception()  # waits: nothing else is to run while one is timed
         command.collect(
             asked, wanted, lambda export: rows(export, *found[export], peaks), str, record,
-            existing, kind, "jetfire bench --suite export",
+            existing, kind, "jetfire bench --suite export", device,
         )  # fmt: skip

@@ -329,9 +329,9 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
     driver = made.monitor.driver() if made.monitor else None
-    if not peaks:
+    if not peaks or "busy" in peaks:
         from jetfire.bench.peaks import cached
 
         peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, peaks, driver)
-    command.collect(asked, cases, made.measure, str, record, existing, kind, again)
+    command.collect(asked, cases, made.measure, str, record, existing, kind, again, device)

@@ -10,7 +10,6 @@ import torch
 
 from jetfire import ops
 from jetfire.bench import peaks, runner, suite
-from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Case
 from jetfire.bench.plot import plot, series_of
 from jetfire.bench.results import Results, Row
@@ -229,30 +228,6 @@ def test_a_config_given_replaces_the_default():
     assert choice.profile is None
 
 
-def test_peaks_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
-    calls: list[Device] = []
-
-    def count(device: Device) -> dict[str, Any]:
-        calls.append(device)
-        return {"copy_gbps": float(len(calls))}
-
-    monkeypatch.setattr(peaks, "measure", count)
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
-    assert peaks.cached(CPU, "2")["copy_gbps"] == 2  # another driver
-    assert peaks.cached(CPU, "1", remeasure=True)["copy_gbps"] == 3
-    (tmp_path / "cache" / "peaks.json").write_text("{ broken")
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 4
-
-
-def test_peaks_without_a_place_to_keep_them(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
-    monkeypatch.setattr(peaks, "measure", lambda _: PEAKS)
-    assert peaks.cached(CPU, None) == PEAKS
-
-
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -271,10 +246,6 @@ def test_every_command_has_threads_wait_asleep_unless_the_user_says(given, found
     assert tuple(map(os.environ.get, names)) == found
     for name in names:
         os.environ.pop(name, None)
-
-
-def test_no_gpu_no_nvml():
-    assert Nvml.open(torch.device("cpu")) is None
 
 
 def test_suites_hold_what_they_promise():
