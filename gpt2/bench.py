@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from jetfire.bench import command, timer
+from jetfire.bench.load import Load
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Note
 from jetfire.bench.results import Row
@@ -319,6 +320,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     if device.kind == "cpu":
         _check_size(cases)
     command.note_cpu(device)
+    load = Load(device)
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
@@ -334,4 +336,4 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
 
         peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, peaks, driver)
-    command.collect(asked, cases, made.measure, str, record, existing, kind, again, device)
+    command.collect(asked, cases, made.measure, str, record, existing, kind, again, load)

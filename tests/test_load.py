@@ -154,5 +154,14 @@ def test_a_run_is_doubted_in_one_line(bench):
     assert "is at 150% of the roofline" in line
 
 
+def test_a_device_is_watched_from_before_its_peaks_are_measured(bench, monkeypatch):
+    order = []
+    begin = Load.__init__
+    monkeypatch.setattr(Load, "__init__", lambda *a: (order.append("load"), begin(*a))[1] or None)
+    monkeypatch.setattr(peaks, "cached", lambda *_: (order.append("peaks"), PEAKS)[1])
+    bench([row()], None)
+    assert order == ["load", "peaks"]
+
+
 def test_a_quiet_run_is_not(bench):
     assert "doubtful" not in bench([row()], None)

@@ -150,8 +150,6 @@ class Session:
                 f"--objective {asked.objective}: {self.device.label} has no energy counter to read"
             )
         self.peaks = peaks.cached(self.device, self.driver)
-        if busy := self.peaks.get("busy"):
-            display.note(f"the device's peaks are doubtful: when they were measured {busy}")
 
     def study(self, target: Target, first: Sequence[Point]) -> Study:
         """The target's study, described for whoever reads it."""
