@@ -48,8 +48,8 @@ fuzz: $(INSTALLED)  ## random problems against the reference: OP's kernels (defa
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)
 
-test-gpu: $(INSTALLED)  ## only the tests that need a GPU
-	$(PY) -m pytest -q -m gpu
+test-gpu: $(INSTALLED)  ## only the tests that need a GPU, or a machine on which nothing else runs
+	$(PY) -m pytest -q -m "gpu or quiet"
 
 lint: $(INSTALLED)  ## ruff: style and formatting
 	$(PY) -m ruff check .
@@ -71,9 +71,11 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite export -o docs/results/h200.json --append
 	$(PY) -m jetfire.gpt2.report docs/results/h200.json
+	$(PY) -m jetfire.bench.shipped_peaks
 
-report: $(INSTALLED)  ## tables and plots from docs/results/ and profiles/, without measuring
+report: $(INSTALLED)  ## tables, plots and shipped peaks from docs/results/ and profiles/, without measuring
 	$(PY) -m jetfire.gpt2.report docs/results/h200.json
+	$(PY) -m jetfire.bench.shipped_peaks
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

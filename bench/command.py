@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from jetfire.core.files import check_writable, write
 from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
+    from jetfire.bench.load import Load
     from jetfire.bench.runner import Options, Runner
     from jetfire.ops.device import Device
 
@@ -242,7 +243,7 @@ def plan_text(fields: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def device_record(device: Device, peaks: dict[str, Any], driver: str | None) -> dict[str, Any]:
+def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) -> dict[str, Any]:
     """The `device` of a results file: what was measured on, with what."""
     import datetime
     import platform
@@ -266,7 +267,7 @@ def device_record(device: Device, peaks: dict[str, Any], driver: str | None) -> 
         "jetfire": jetfire.__version__,
         "timer": timer.VERSION,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "peaks": peaks,
+        "peaks": dict(peaks),
     }
     return record
 
@@ -283,12 +284,15 @@ def _version(package: str) -> str | None:
 def _measure(
     asked: Asked, work: Sequence[Work], device: Device, existing: Results | None, kind: str | None
 ) -> None:
+    from jetfire.bench.load import Load
+
     note_cpu(device)
+    load = Load(device)  # before the peaks: a GPU's use is read beforehand
     runner = prepare(device, work[0][1], asked.remeasure_peaks)
     record = device_record(device, dict(runner.peaks), runner.driver)
     collect(
         asked, work, lambda item: runner.measure(*item), lambda item: item[0], record, existing,
-        kind, replay(asked, work[0][0]),
+        kind, replay(asked, work[0][0]), load,
     )  # fmt: skip
 
 
@@ -303,18 +307,22 @@ def note_cpu(device: Device) -> None:
 def collect(
     asked: Asked, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
     label: Callable[[T], object], record: dict[str, Any], existing: Results | None,
-    kind: str | None, again: str,
+    kind: str | None, again: str, load: Load,
 ) -> None:  # fmt: skip
     """Measure one thing after another; show and save the rows, also when it is cut short.
+
+    What makes the figures doubtful is said in a line.
 
     Args:
         record: the device, as `device_record` has it.
         existing, kind: as `existing_rows` and `file_format` say.
         again: the command line that measures the same.
+        load: what watches the device, since before anything was measured on it.
 
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
+    from jetfire.bench.load import doubts
     from jetfire.bench.progress import watch
 
     name = record["name"]
@@ -342,6 +350,8 @@ def collect(
                 from jetfire.bench.plot import plot
 
                 plot(rows, record, asked.plot)
+            if text := doubts(rows, load.text(), record.get("peaks") or {}):
+                note(text)
     _finish(rows, interrupted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jetfire.bench import show
+from jetfire.bench.command import note
 from jetfire.bench.results import Results, Row
-from jetfire.ops.errors import RegressionError, UsageError
+from jetfire.ops.errors import RegressionError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Verdict = Literal["faster", "slower", "noise", "broken"]
+Verdict = Literal["faster", "slower", "noise", "broken", "mended"]
+NAMED = 3  # rows of one file alone that are named; of the others the count is said
+
+
+def time_of(row: Row) -> float | None:
+    """Return a row's time in milliseconds; a wrong result has none, whatever its file says."""
+    return None if row.ok is False else row.ms
+
+
+def name_of(row: Row) -> str:
+    return f"{row.op} {row.label} {show.problem_text(row.problem)}"
 
 
 @dataclass(frozen=True)
@@ -27,66 +39,89 @@ class Pair:
 
     @property
     def ratio(self) -> float | None:
-        """Time after over time before: above 1 is slower."""
-        if self.before.ms is None or self.after.ms is None:
-            return None
-        return self.after.ms / self.before.ms
+        """Time after over time before: above 1 is slower. None where one has no time."""
+        before, after = time_of(self.before), time_of(self.after)
+        return None if before is None or after is None else after / before
 
     @property
     def verdict(self) -> Verdict:
         """Noise where the two spans between 20th and 80th percentile overlap."""
+        if time_of(self.after) is None:
+            return "broken"
         if self.ratio is None:
-            return "broken" if self.before.ms is not None else "faster"
-        before = (self.before.ms_p20 or self.before.ms, self.before.ms_p80 or self.before.ms)
-        after = (self.after.ms_p20 or self.after.ms, self.after.ms_p80 or self.after.ms)
-        if before[0] <= after[1] and after[0] <= before[1]:  # type: ignore[operator]
+            return "mended"
+        before, after = _span(self.before), _span(self.after)
+        if before[0] <= after[1] and after[0] <= before[1]:
             return "noise"
         return "slower" if self.ratio > 1 else "faster"
 
+    @property
+    def never_right(self) -> bool:
+        """Broken in both, so that nothing says whether it became slower."""
+        return self.verdict == "broken" and time_of(self.before) is None
+
+    def slower_by(self, share: float) -> bool:
+        """It takes longer by more than a share, be that noise or not."""
+        return self.ratio is not None and self.ratio > 1 + share
+
     def regressed(self, by: float) -> bool:
-        """Slower by more than the given share and beyond noise, or no longer right."""
+        """Slower by more than the given share and beyond noise, or right no longer."""
         if self.verdict == "broken":
-            return True
-        return self.verdict == "slower" and self.ratio is not None and self.ratio > 1 + by
+            return not self.never_right
+        return self.verdict == "slower" and self.slower_by(by)
+
+
+def _span(row: Row) -> tuple[float, float]:
+    ms = row.ms or 0.0
+    return row.ms_p20 or ms, row.ms_p80 or ms
+
+
+@dataclass(frozen=True)
+class Match:
+    """The rows of two files: those that measure the same thing, and those of one file alone."""
+
+    pairs: list[Pair]
+    gone: list[Row]
+    new: list[Row]
 
 
 def parse_share(text: str) -> float:
-    """``5%`` or ``0.05``.
+    """Return the share of ``5%`` or ``0.05``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither; a bare 5 might be meant as 5%, and would pass all up to 6×.
     """
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 10:
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?(%?)", text)
+    share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 <= share < (10 if found and found[2] else 1):
         raise UsageError(f"--fail-on-regression {text}: expected a share such as 5% or 0.05")
     return share
 
 
-def match(before: Results, after: Results, config: bool = True) -> tuple[list[Pair], list[Row]]:
-    """Rows of both files that measure the same thing, and those found in one alone.
+def match(before: Results, after: Results, config: bool = True) -> Match:
+    """Return which rows of two files measure the same thing.
+
+    Args:
+        config: rows whose configs differ measure different things.
 
     Raises:
-        UsageError: without configs, a file measures one thing twice.
+        UsageError: a file measures one thing twice.
     """
-    sides = []
-    for results in (before, after):
-        by_key: dict[str, Row] = {}
-        for row in results.rows:
-            if row.key(config) in by_key:
-                raise UsageError(
-                    f"{row.op} {row.kernel} {show.problem_text(row.problem)} is there twice: "
-                    "compare with configs"
-                )
-            by_key[row.key(config)] = row
-        sides.append(by_key)
-    old, new = sides
-    pairs = [Pair(row, new[key]) for key, row in old.items() if key in new]
-    alone = [row for key, row in old.items() if key not in new]
-    alone += [row for key, row in new.items() if key not in old]
-    return pairs, alone
+    old, new = _by_key(before, config), _by_key(after, config)
+    return Match(
+        [Pair(row, new[key]) for key, row in old.items() if key in new],
+        [row for key, row in old.items() if key not in new],
+        [row for key, row in new.items() if key not in old],
+    )
+
+
+def _by_key(results: Results, config: bool) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for row in results.rows:
+        if found.setdefault(row.key(config), row) is not row:
+            hint = "" if config else ", with several configs: leave out --ignore-config"
+            raise UsageError(f"{name_of(row)} is there twice{hint}")
+    return found
 
 
 def table(pairs: Sequence[Pair]) -> Table:
@@ -96,19 +131,22 @@ def table(pairs: Sequence[Pair]) -> Table:
 
     rows = [pair.after for pair in pairs]
     _, differing = show.varying(rows)
+    several = len({row.data for row in rows}) > 1
     made = Table(box=box.SIMPLE_HEAD)
     for name in ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", ""):
         made.add_column(
             name, justify="left" if name in ("problem", "kernel", "") else "right", no_wrap=True
         )
-    styles = {"slower": "red", "broken": "red", "faster": "green", "noise": "dim"}
-    for pair in sorted(pairs, key=lambda pair: -(pair.ratio or float("inf"))):
+    styles = {"slower": "red", "broken": "red", "faster": "green", "mended": "green",
+              "noise": "dim"}  # fmt: skip
+    for pair in sorted(pairs, key=_badness, reverse=True):
+        data = f" data={pair.after.data}" if several else ""
         made.add_row(
-            show.shape_text(pair.after.problem, differing),
-            pair.after.kernel,
-            show.time_text(pair.before.ms),
+            show.shape_text(pair.after.problem, differing) + data,
+            pair.after.label,
+            show.time_text(time_of(pair.before)),
             show.spread_text(pair.before),
-            show.time_text(pair.after.ms),
+            show.time_text(time_of(pair.after)),
             show.spread_text(pair.after),
             "–" if pair.ratio is None else f"{pair.ratio:.3f}",
             pair.verdict,
@@ -117,40 +155,94 @@ def table(pairs: Sequence[Pair]) -> Table:
     return made
 
 
+def _badness(pair: Pair) -> float:
+    return float("inf") if pair.ratio is None else pair.ratio
+
+
 def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     """Show how B stands to A.
 
     Raises:
-        UsageError: a file cannot be read, or nothing in them matches.
-        RegressionError: `fail_on` is given and a kernel's row is slower by more than that, beyond
-            noise, or has gone wrong; peers only show.
+        UsageError: a file cannot be read, nothing in them matches, or `fail_on` is given and they
+            are of different devices or A has no kernel's row.
+        RegressionError: as `judge` says.
+        WrongResultError: likewise.
     """
     share = None if fail_on is None else parse_share(fail_on)
     before, after = Results.load(a), Results.load(b)
-    pairs, alone = match(before, after, config)
-    if not pairs:
+    found = match(before, after, config)
+    if not found.pairs:
         raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    names = [str(r.device.get("name")) for r in (before, after)]
-    title = f"{a} → {b} on {' → '.join(dict.fromkeys(names))}; ratio above 1 is slower"
-    for op in dict.fromkeys(pair.after.op for pair in pairs):
-        part = [pair for pair in pairs if pair.after.op == op]
+    names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))
+    title = f"{a} → {b} on {' → '.join(names)}; ratio above 1 is slower"
+    for op in dict.fromkeys(pair.after.op for pair in found.pairs):
+        part = [pair for pair in found.pairs if pair.after.op == op]
         console.print(show.heading(title, [pair.after for pair in part]), soft_wrap=True)
         console.print(table(part))
-    if alone:
-        console.print(f"{len(alone)} rows are in one file alone")
+    for file, other, rows in ((a, b, found.gone), (b, a, found.new)):
+        if rows:
+            more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+            listed = f"{', '.join(map(name_of, rows[:NAMED]))}{more}"
+            console.print(f"in {file} and not in {other}: {listed}", soft_wrap=True, markup=False)
+    if before.device.get("timer") != after.device.get("timer"):
+        note("the two files were timed by different versions of the timer")
     if share is None:
         return
-    if not any(pair.after.role == "kernel" for pair in pairs):
-        raise UsageError(f"{a} and {b}: no kernel's row of one is in the other: nothing to judge")
-    worse = [pair for pair in pairs if pair.after.role == "kernel" and pair.regressed(share)]
-    if worse:
-        worst = max(worse, key=lambda pair: pair.ratio or float("inf"))
-        by = "is broken" if worst.ratio is None else f"takes {worst.ratio:.2f}× as long"
-        raise RegressionError(
-            f"{len(worse)} of {len(pairs)} rows regressed by more than {share:.1%}: "
-            f"{worst.after.op} {worst.after.kernel} "
-            f"{show.problem_text(worst.after.problem)} {by}"
-        )
+    if len(names) > 1:
+        raise UsageError(f"{a} is of {names[0]}, {b} of {names[1]}: expected one device to judge")
+    judge(found, share)
+
+
+def judge(found: Match, share: float) -> None:
+    """Fail unless every kernel's row of the first file is right and as fast in the second.
+
+    Peers and rows of the second file alone are not judged. Rows that are slower by more than the
+    share, but within noise, pass with a note.
+
+    Raises:
+        UsageError: the first file has no kernel's row.
+        RegressionError: a row is slower by more than the share and beyond noise, is right no
+            longer, or is missing.
+        WrongResultError: none of these, but a row is broken in both files.
+    """
+    pairs = [pair for pair in found.pairs if pair.before.role == "kernel"]
+    gone = [row for row in found.gone if row.role == "kernel"]
+    if not pairs and not gone:
+        raise UsageError("the first file has no kernel's row: nothing to judge")
+    worse = sorted((pair for pair in pairs if pair.regressed(share)), key=_badness, reverse=True)
+    broken = [pair.after for pair in worse if pair.verdict == "broken"]
+    slower = [pair for pair in worse if pair.verdict == "slower"]
+    of = f"of {len(pairs) + len(gone)} kernels' rows"
+    by = f"slower by more than {100 * share:g}%"
+    parts = []
+    if slower:
+        parts.append(f"{len(slower)} {by}, {_longer(slower[0])}")
+    if broken:
+        parts.append(f"{len(broken)} broken, {name_of(broken[0])}")
+    if gone:
+        parts.append(f"{len(gone)} missing, {name_of(gone[0])}{_hint(gone[0], found.new)}")
+    if parts:
+        raise RegressionError(f"{len(worse) + len(gone)} {of} regressed: {'; '.join(parts)}")
+    never = [name_of(pair.after) for pair in pairs if pair.never_right]
+    if never:
+        raise WrongResultError(f"{len(never)} {of} are broken in both files: {never[0]}")
+    unclear = sorted((pair for pair in pairs if pair.slower_by(share)), key=_badness, reverse=True)
+    if unclear:
+        note(f"{len(unclear)} {of} are {by}, but within noise: {_longer(unclear[0])}")
+
+
+def _longer(pair: Pair) -> str:
+    return f"{name_of(pair.after)} takes {pair.ratio:.2f}× as long"
+
+
+def _hint(gone: Row, new: Sequence[Row]) -> str:
+    """Say so where only the config, or the data, is another."""
+    for row in new:
+        if row.key(config=False) == gone.key(config=False):
+            return " (there with another config: --ignore-config matches them)"
+        if (row.op, row.label, row.problem) == (gone.op, gone.label, gone.problem):
+            return f" (there with data {row.data})"
+    return ""

@@ -55,6 +55,11 @@ class Nvml:
         bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else tuple(n for bit, n in _REASONS.items() if bits & bit)
 
+    def utilisation(self) -> float | None:
+        """Return the share of the last second or less in which some kernel ran, whoever's."""
+        rates = self._read("nvmlDeviceGetUtilizationRates")
+        return None if rates is None else rates.gpu / 100
+
     def joules(self) -> float | None:
         millijoules = self._read("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3

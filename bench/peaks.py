@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import platformdirs
 import torch
 from filelock import FileLock
+from typing_extensions import TypedDict
 
-from jetfire.bench import timer
-from jetfire.core.files import Unwritable, write
+from jetfire.bench import load, timer
+from jetfire.bench.results import Peaks, Ratio
+from jetfire.core import schema
+from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
+from jetfire.core.schema import Line, Name, most
 from jetfire.ops import peers
 from jetfire.ops.device import Device
+from jetfire.ops.errors import JetfireWarning
+
+VERSION = 2  # 1 kept what was measured on a busy machine, and with threads that spin
+LOCK_S = 120.0  # another process may be measuring
 
 
 def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
@@ -66,8 +76,8 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
     return max(library, alone)
 
 
-def measure(device: Device) -> dict[str, Any]:
-    """Copy bandwidth in GB/s, INT8 and BF16 matrix rates in 1e12 operations a second, and how."""
+def measure(device: Device) -> Peaks:
+    """Measure copy bandwidth and matrix rates, and say how."""
     where = device.torch_device
     if device.kind == "cpu":
         copy, how = _copy_gbps(where, 1 << 28)
@@ -83,7 +93,7 @@ def measure(device: Device) -> dict[str, Any]:
         }
     copy, how = _copy_gbps(where, min(4 << 30, torch.cuda.mem_get_info(where)[0] // 8))
     tops, int8_how = _int8_tops(where)
-    found = {
+    found: Peaks = {
         "copy_gbps": copy,
         "int8_tops": tops,
         "bf16_tflops": _product_tflops(where, "cublas_bf16", 8192),
@@ -97,26 +107,67 @@ def measure(device: Device) -> dict[str, Any]:
     return found
 
 
-def cached(device: Device, driver: str | None, remeasure: bool = False) -> dict[str, Any]:
-    """The peaks of a device, measured at most once for each driver, torch and timer version."""
-    folder = Path(platformdirs.user_cache_dir("jetfire"))
-    key = "|".join([device.label, str(driver), torch.__version__, f"timer {timer.VERSION}"])
-    file = folder / "peaks.json"
+class Kept(TypedDict):
+    """What the cache holds of a device; `busy` as in `jetfire.bench.results.Peaks`."""
+
+    copy_gbps: Ratio
+    int8_tops: Ratio
+    bf16_tflops: Ratio
+    how: Annotated[dict[Name, Line], most(100)]
+    busy: NotRequired[Line]
+
+
+_CACHE: Any = Annotated[dict[Line, Kept], most(1000)]
+
+
+def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks:
+    """Return a device's peaks, measured once for each version of what they depend on.
+
+    Those that were measured while others used the device say so, and are measured anew once they
+    seem to have stopped.
+    """
+    file = Path(platformdirs.user_cache_dir("jetfire")) / "peaks.json"
+    key, found = _key(device, driver), None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "peaks.lock"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock"), timeout=LOCK_S):
             known = _read(file)
-            if remeasure or key not in known:
-                known[key] = measure(device)
-                write(file, json.dumps(known, indent=1) + "\n")
-            return known[key]
+            found = known.get(key)
+            if found is None or remeasure or ("busy" in found and load.is_quiet(device)):
+                found = known[key] = _watched(device)
+                if file.is_file() or not file.exists():
+                    write(file, json.dumps(known, indent=1) + "\n", alone=True)
     except (OSError, Unwritable):  # a cache that cannot be kept costs two seconds, not the run
-        return measure(device)
+        pass
+    return found or _watched(device)
+
+
+def _key(device: Device, driver: str | None) -> str:
+    """Name what peaks depend on: on a CPU also how many threads there are, and how they wait."""
+    parts = [device.label, driver, torch.__version__, f"timer {timer.VERSION}", f"peaks {VERSION}"]
+    if device.kind == "cpu":
+        policies = [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
+        parts += [f"{torch.get_num_threads()} threads", *policies]
+    return "|".join(map(str, parts))
+
+
+def _watched(device: Device) -> Peaks:
+    """Measure, and keep with it what others did with the device meanwhile."""
+    watch = load.Load(device)
+    found = measure(device)
+    if busy := watch.text():
+        found["busy"] = busy
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """Return what the cache holds; nothing, with a warning, where it cannot be used."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found: dict[str, Any] = schema.load(file, _CACHE, MIB)
+        return found
+    except Missing:
         return {}
-    return content if isinstance(content, dict) else {}
+    except Unreadable as error:
+        text = f"{file}: {error.reason}: its peaks are measured anew"
+        warnings.warn(text, JetfireWarning, stacklevel=3)
+        return {}

@@ -15,16 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jetfire import ops
 from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row
 from jetfire.bench.suite import INT4, PROMOTION_DATA
-from jetfire.core.files import write
+from jetfire.core import files, schema
+from jetfire.core.files import Missing, Unreadable, write
 from jetfire.ops.errors import JetfireError, UsageError
 from jetfire.ops.workloads import MODELS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
+MOST_TEXT = 64 * files.MIB
 LARGE = ((8192, 4096), (8192, 16384))
 
 
@@ -249,7 +252,8 @@ def small_models(results: Results) -> Table | None:
 def _curve(results: Results) -> list[Row]:
     return [
         row for row in results.rows
-        if row.curve == "promotion" and row.ms is not None and row.sqnr_db is not None
+        if row.op == "gemm" and row.curve == "promotion" and row.tflops is not None
+        and row.ms is not None and row.sqnr_db is not None
     ]  # fmt: skip
 
 
@@ -453,7 +457,7 @@ def report(
     Returns:
         The files that were not as they should be.
     """
-    everything = Results.load(file)
+    everything = _complete(Results.load(file), file)
     results, _ = export_report.split(everything)
     added = add(results, file)
     charts = _charts(results, file)
@@ -467,7 +471,7 @@ def report(
         lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
         table = readme_table(results) + int4_report.readme(results)
         table += training_report.readme(results) + added.readme + lines
-        texts[readme] = _with_table(readme.read_text(encoding="utf-8"), table)
+        texts[readme] = _with_table(_read(readme), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     charts += [*added.charts, *([tuned] if shipped else [])]
@@ -480,8 +484,46 @@ def report(
     return stale + [chart.path for chart in undrawn]
 
 
+def _complete(results: Results, file: Path) -> Results:
+    """Return results whose problems have every field of their op, those of older versions too.
+
+    Raises:
+        Unreadable: a row's op is not known, or its problem is none of that op's.
+    """
+    rows = []
+    for number, row in enumerate(results.rows):
+        try:
+            rows.append(replace(row, problem=_problem(row, file)))
+        except UsageError as error:
+            raise Unreadable(file, f"rows.{number}: {getattr(error, 'reason', error)}") from None
+    return Results(results.device, rows)
+
+
+def _problem(row: Row, file: Path) -> dict[str, Any]:
+    if row.op in training_report.OPS:
+        schema.convert(row.problem, training_report.Problem, file)
+        return row.problem
+    if row.op not in ops.names():
+        raise UsageError(f"no op {row.op!r}")
+    op = ops.get(row.op)
+    problem: dict[str, Any] = op.Problem.parse(row.problem).as_dict()
+    for name, value in row.problem.items():
+        if value != problem[name]:
+            raise UsageError(f"problem.{name}={value!r}: expected {problem[name]!r}")
+    for name in op.dims:
+        if problem[name] > schema.LARGEST:
+            raise UsageError(f"problem.{name}={problem[name]}: expected at most {schema.LARGEST}")
+    return problem
+
+
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    """Return a file's text; nothing where there is none."""
+    try:
+        return files.read(path, MOST_TEXT).decode()
+    except Missing:
+        return ""
+    except UnicodeDecodeError:
+        raise Unreadable(path, "expected UTF-8") from None
 
 
 def _readme_of(file: Path) -> Path | None:

@@ -7,30 +7,69 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+from typing_extensions import TypedDict
 
 from jetfire.core import schema
 from jetfire.core.files import MIB
-from jetfire.core.schema import (
-    Count,
-    Fields,
-    Line,
-    Name,
-    NotNegative,
-    Plain,
-    Positive,
-    Ratios,
-    Text,
-)
+from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
 
 SCHEMA = 1
-MOST = 128 * MIB  # bytes of a file
+MOST = 8 * MIB  # bytes of a file: 2000 rows are 1 MiB
+MOST_ROWS = 20_000
 CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
+
+# What was measured stays well within what floats hold, so that no quotient of two overflows:
+# a time is from a femtosecond to thirty years.
+Milliseconds = Annotated[float, Field(ge=1e-12, le=1e12)]
+Measured = Annotated[float, Field(ge=0, le=1e15)]
+Ratio = Annotated[float, Field(ge=1e-15, le=1e15)]
+Decibels = Annotated[float, Field(ge=-1e4, le=1e4)]
+Gibibytes = Annotated[dict[Name, Measured | None], most(100)]
+
+
+class Peaks(TypedDict, total=False):
+    """What a device can do at best, as `jetfire.bench.peaks` measures it.
+
+    Attributes:
+        copy_gbps: 1e9 bytes per second, read and written.
+        int8_tops, bf16_tflops: 1e12 operations of the matrix unit per second.
+        how: what was measured for each.
+        busy: what disturbed it; absent where nothing did.
+    """
+
+    copy_gbps: Ratio
+    int8_tops: Ratio
+    bf16_tflops: Ratio
+    how: Annotated[dict[Name, Line], most(100)]
+    busy: Line
+
+
+class DeviceRecord(TypedDict, total=False):
+    """What is known of a results file's device, as `jetfire.bench.command.device_record` has it."""
+
+    name: Line | None
+    kind: Line | None
+    driver: Line | None
+    date: Line
+    timer: Count
+    peaks: Peaks | None
+
+
+class Extra(TypedDict, total=False):
+    """Fields of some rows alone: times of stages in milliseconds, and memory in GiB."""
+
+    stages: Annotated[dict[Name, Milliseconds], most(100)]
+    peak_gib: Measured | None
+    activation_gib: Measured | None
+    peer_peak_gib: Gibibytes
+    peer_activation_gib: Gibibytes
+    first_step_s: Measured | None
 
 
 @dataclass(frozen=True)
@@ -78,25 +117,25 @@ class Row:
     ok: bool | None = None
     rel_err: NotNegative | None = None
     error: Text = ""
-    ms: Positive | None = None
-    ms_p20: Positive | None = None
-    ms_p80: Positive | None = None
+    ms: Milliseconds | None = None
+    ms_p20: Milliseconds | None = None
+    ms_p80: Milliseconds | None = None
     samples: Count | None = None
-    tflops: NotNegative | None = None
-    gbps: NotNegative | None = None
-    roofline: NotNegative | None = None
-    vs_peer: Ratios | None = None
-    sm_mhz: NotNegative | None = None
-    watts: NotNegative | None = None
-    joules: NotNegative | None = None
-    throttled: list[Line] | None = None
+    tflops: Measured | None = None
+    gbps: Measured | None = None
+    roofline: Measured | None = None
+    vs_peer: Annotated[dict[Name, Ratio], most(100)] | None = None
+    sm_mhz: Measured | None = None
+    watts: Measured | None = None
+    joules: Measured | None = None
+    throttled: Annotated[list[Line], most(100)] | None = None
     graph: bool | None = None
     curve: Literal["promotion"] | None = None
-    sqnr_db: FiniteFloat | None = None
-    row_sqnr_db: FiniteFloat | None = None
+    sqnr_db: Decibels | None = None
+    row_sqnr_db: Decibels | None = None
     schedule_err: NotNegative | None = None
     export: Name | None = None
-    extra: dict[Name, Plain] = field(default_factory=dict)
+    extra: Annotated[dict[Name, Plain], most(100), also(Extra)] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it: extra fields beside the others, no NaN and no infinity.
@@ -112,18 +151,6 @@ class Row:
             del plain["export"]
         plain.update(plain.pop("extra"))
         return {name: _finite(value) for name, value in plain.items()}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any], path: Path) -> Row:
-        """Return the row that `as_dict` gave.
-
-        Raises:
-            Unreadable: it is none; names the file that it came from.
-        """
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
-        fields = {name: value for name, value in content.items() if name in known}
-        extra = {name: value for name, value in content.items() if name not in known}
-        return schema.convert({"role": "kernel", **fields, "extra": extra}, cls, path)
 
     def key(self, config: bool = True) -> str:
         """What makes two rows measurements of the same thing; a curve's point has any config."""
@@ -156,10 +183,32 @@ def _finite(value: Any) -> Any:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
+_FIELDS = {f.name for f in dataclasses.fields(Row)} - {"extra"}
+
+
+def _gathered(content: Any) -> Any:
+    """Return a row as `Row.as_dict` gave it, its further fields gathered as `extra`."""
+    if not isinstance(content, dict):
+        return content
+    fields = {name: value for name, value in content.items() if name in _FIELDS}
+    extra = {name: value for name, value in content.items() if name not in _FIELDS}
+    return {"role": "kernel", **fields, "extra": extra}
+
+
+def _ordered(row: Row) -> Row:
+    """Return a row whose median is between its percentiles."""
+    if row.ms is not None and not (row.ms_p20 or row.ms) <= row.ms <= (row.ms_p80 or row.ms):
+        raise ValueError("ms from ms_p20 to ms_p80")
+    return row
+
+
+SavedRow = Annotated[Row, BeforeValidator(_gathered), AfterValidator(_ordered)]
+
+
 @dataclass(frozen=True)
 class _File:
-    device: dict[Name, Plain] | None
-    rows: Annotated[list[dict[str, Any]], Field(max_length=200_000)]
+    device: Annotated[dict[Name, Plain], most(100), also(DeviceRecord)] | None
+    rows: Annotated[list[SavedRow], Field(max_length=MOST_ROWS), FailFast()]
 
 
 @dataclass
@@ -205,7 +254,7 @@ class Results:
             Unreadable: it cannot be read, is no results file, or is of another schema.
         """
         content = schema.load(path, _File, MOST, SCHEMA)
-        return cls(content.device or {}, [Row.from_dict(row, path) for row in content.rows])
+        return cls(content.device or {}, content.rows)
 
 
 def _flatten(row: Row) -> dict[str, Any]:

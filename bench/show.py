@@ -83,7 +83,8 @@ def data_text(data: str | None) -> str:
 def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
     """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
     sizes = "×".join(str(problem[dim]) for dim in ("m", "n", "k") if dim in problem)
-    rest = {name: problem[name] for name in fields if name not in ("m", "n", "k")}
+    named = [name for name in fields if name in problem and name not in ("m", "n", "k")]
+    rest = {name: problem[name] for name in named}
     return " ".join(text for text in (sizes, problem_text(rest)) if text)
 
 

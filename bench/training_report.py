@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
 from jetfire.bench.results import Results, Row
+from jetfire.core.schema import Size
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
 OPS = (STEP, BLOCK)
 EAGER, COMPILE = "eager", "compile"
 NAMES = {EAGER: "BF16 eager", COMPILE: "BF16 torch.compile"}
 _RATIOS = ["× eager", "× compile"]
+
+
+class Problem(TypedDict):
+    """The fields of a step's or a block's problem that the tables show."""
+
+    width: Size
+    batch: Size
+    context: Size
+    layers: NotRequired[Size]
+    accumulate: NotRequired[Size]
 
 
 def _rows(results: Results, ops: Sequence[str]) -> list[Row]:

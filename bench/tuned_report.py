@@ -12,14 +12,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import FailFast, Field
+from typing_extensions import TypedDict
 
 from jetfire import ops
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
+from jetfire.bench.results import Measured, Milliseconds
+from jetfire.core import schema
+from jetfire.core.files import Missing, Unreadable
+from jetfire.core.schema import Count, Fields, Line, Name
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 from jetfire.ops.profiles import Entry
 
 LOOKUPS_SCHEMA = 1
@@ -73,15 +79,15 @@ class Lookup:
         trials: what tuning it took.
     """
 
-    op: str
-    kernel: str
-    problem: Mapping[str, Any]
-    source: str
-    distance: float | None
-    lookup_ms: float
-    default_ms: float
-    tuned_ms: float
-    trials: int
+    op: Name
+    kernel: Name
+    problem: Fields
+    source: Literal["nearest", "default"]
+    distance: Measured | None
+    lookup_ms: Milliseconds
+    default_ms: Milliseconds
+    tuned_ms: Milliseconds
+    trials: Count
 
     @property
     def ratio(self) -> float:
@@ -90,6 +96,16 @@ class Lookup:
     @property
     def default_ratio(self) -> float:
         return self.default_ms / self.tuned_ms
+
+
+class _Device(TypedDict):
+    name: Line
+
+
+@dataclass(frozen=True)
+class _File:
+    device: _Device
+    rows: Annotated[list[Lookup], Field(max_length=10_000), FailFast()]
 
 
 def shipped(device: Mapping[str, Any]) -> list[Shipped]:
@@ -103,22 +119,18 @@ def shipped(device: Mapping[str, Any]) -> list[Shipped]:
 
 
 def lookups(file: Path, device: Mapping[str, Any]) -> list[Lookup]:
-    """The rows of a lookups file, op by op; none where there is no file.
+    """Return the rows of a lookups file, op by op; none where there is no file.
 
     Raises:
-        UsageError: it cannot be used, or is of another device.
+        Unreadable: it cannot be used, or is of another device.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["schema"] != LOOKUPS_SCHEMA:
-            raise UsageError(f"{file}: schema {content['schema']}, expected {LOOKUPS_SCHEMA}")
-        if content["device"]["name"] != device.get("name"):
-            raise UsageError(f"{file}: of {content['device']['name']}, not {device.get('name')}")
-        return sorted((Lookup(**row) for row in content["rows"]), key=lambda one: one.op)
-    except FileNotFoundError:
+        content = schema.load(file, _File, version=LOOKUPS_SCHEMA)
+    except Missing:
         return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file}: not a file of lookups: {error}") from None
+    if content.device["name"] != device.get("name"):
+        raise Unreadable(file, f"of {content.device['name']}, not {device.get('name')}")
+    return sorted(content.rows, key=lambda one: one.op)
 
 
 def records(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[Any]:

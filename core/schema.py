@@ -18,18 +18,21 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     FiniteFloat,
     StringConstraints,
     TypeAdapter,
     ValidationError,
 )
+from typing_extensions import TypedDict
 
 from jetfire.core import files
 from jetfire.core.files import MIB, Unreadable
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
+MOST_ENTRIES = 10_000  # of a list or an object without a type of its own
 
 # What a terminal obeys, what ends a comment's line in generated code, and what turns the direction
 # of text: each hides or forges what follows it.
@@ -72,13 +75,39 @@ def _plain(value: Any, depth: int = 4) -> Any:
     """Return what `_scalar` does, or lists and objects of it.
 
     Raises:
-        ValueError: it is anything else, or deeper.
+        ValueError: it is anything else, deeper, or longer.
     """
+    if isinstance(value, list | dict) and len(value) > MOST_ENTRIES:
+        raise ValueError(f"at most {MOST_ENTRIES} entries")
     if depth and isinstance(value, list):
         return [_plain(entry, depth - 1) for entry in value]
     if depth and isinstance(value, dict):
         return {_scalar(name): _plain(entry, depth - 1) for name, entry in value.items()}
     return _scalar(value)
+
+
+def most(count: int) -> BeforeValidator:
+    """Return what refuses a longer list or object before its entries are looked at.
+
+    Every wrong entry is kept for an error's text: those of half a million took 2 GiB.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"at most {count} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+def also(kind: Any) -> AfterValidator:
+    """Return what has a value be of a second type too, and keeps what that one does not name."""
+
+    def check(value: Any) -> Any:
+        _adapter(kind).validate_python(value, strict=True)
+        return value
+
+    return AfterValidator(check)
 
 
 Line = Annotated[str, StringConstraints(max_length=2000, pattern=_LINE)]
@@ -95,8 +124,14 @@ NotNegative = Annotated[FiniteFloat, Field(ge=0)]
 Scalar = Annotated[Any, AfterValidator(_scalar)]
 # A value without a type of its own, for what is kept and shown and not computed with.
 Plain = Annotated[Any, AfterValidator(_plain)]
-Fields = Annotated[dict[Name, Scalar], Field(max_length=100)]
-Ratios = Annotated[dict[Name, Positive], Field(max_length=100)]
+Fields = Annotated[dict[Name, Scalar], most(100)]
+Ratios = Annotated[dict[Name, Positive], most(100)]
+
+
+class _Versioned(TypedDict, total=False):
+    """What tells a file's version: the rest is not made into values yet."""
+
+    schema: Any
 
 
 def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = None) -> T:
@@ -115,7 +150,7 @@ def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = 
     """
     content = files.read(path, most)
     if version is not None:
-        found = decode(content, dict[str, Any], path).get("schema")
+        found = decode(content, _Versioned, path).get("schema")
         if type(found) is not int or found != version:
             reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
             raise Unreadable(path, reason)

@@ -144,9 +144,11 @@ def suite(asked: command.Asked) -> None:
             "--suite export: its kernels are for a GPU of sm_90, this is "
             f"{device.label}; jetfire-export writes and builds them"
         )
+    from jetfire.bench.load import Load
     from jetfire.bench.nvml import Nvml
     from jetfire.bench.peaks import cached
 
+    load = Load(device)
     nvml = Nvml.open(device.torch_device)
     driver = nvml.driver() if nvml else None
     peaks = cached(device, driver, asked.remeasure_peaks)
@@ -157,5 +159,5 @@ def suite(asked: command.Asked) -> None:
             done.exception()  # waits: nothing else is to run while one is timed
         command.collect(
             asked, wanted, lambda export: rows(export, *found[export], peaks), str, record,
-            existing, kind, "jetfire bench --suite export",
+            existing, kind, "jetfire bench --suite export", load,
         )  # fmt: skip

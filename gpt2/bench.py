@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from jetfire.bench import command, timer
+from jetfire.bench.load import Load
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Note
 from jetfire.bench.results import Row
@@ -319,6 +320,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     if device.kind == "cpu":
         _check_size(cases)
     command.note_cpu(device)
+    load = Load(device)
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
@@ -329,9 +331,9 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
     driver = made.monitor.driver() if made.monitor else None
-    if not peaks:
+    if not peaks or "busy" in peaks:
         from jetfire.bench.peaks import cached
 
         peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, peaks, driver)
-    command.collect(asked, cases, made.measure, str, record, existing, kind, again)
+    command.collect(asked, cases, made.measure, str, record, existing, kind, again, load)

@@ -6,11 +6,9 @@ Products are 6 for each weight that multiplies, the tied head's included, and fo
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-import jetfire
+from jetfire.bench import shipped_peaks
 from jetfire.gpt2.settings import Settings
 from jetfire.ops.device import Device
 
@@ -30,15 +28,10 @@ class Peak:
 
 
 def peak(device: Device) -> Peak | None:
-    """Measured on such a device where this checkout has results of one, else a datasheet's."""
-    files = (Path(jetfire.__file__).parent / "docs" / "results").glob("*.json")
-    for file in sorted(files, key=lambda path: (len(path.name), path.name)):
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))["device"]
-            if found["name"] == device.name:
-                return Peak(float(found["peaks"]["bf16_tflops"]), f"measured, {file.name}")
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    """Return what was measured on such a device for docs/results/, else a datasheet's figure."""
+    known = shipped_peaks.every().get(device.name)
+    if known is not None and "bf16_tflops" in known.peaks:
+        return Peak(known.peaks["bf16_tflops"], f"measured, {known.source}")
     for name, tflops in DATASHEET.items():
         if device.kind == "cuda" and name in device.name:
             return Peak(tflops, "datasheet")

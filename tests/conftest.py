@@ -7,19 +7,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# As the command line has it, before torch is loaded: spinning threads starve each other where
+# several test processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device"
+    if "quiet" not in config.option.markexpr:
+        reasons["quiet"] = "asserts times: ask for it with -m quiet where nothing else runs"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for marker, reason in reasons.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 SHIPPED = Path(__file__).parent.parent / "profiles"

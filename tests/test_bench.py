@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from jetfire import ops
 from jetfire.bench import peaks, runner, suite
-from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Case
 from jetfire.bench.plot import plot, series_of
 from jetfire.bench.results import Results, Row
@@ -103,10 +103,13 @@ def test_a_right_kernel_is_timed_and_rated():
     assert kernel.profile == "default"
     assert [row.kernel for row in others] == ["fp32_matmul", "bf16_matmul"]
     assert kernel.ms_p20 <= kernel.ms <= kernel.ms_p80
-    flops = 2 * 33 * 20 * 40
-    assert kernel.tflops == pytest.approx(flops / kernel.ms / 1e9)
-    floor_ms = max(flops / 0.1e12, kernel.gbps * kernel.ms * 1e6 / 10e9) * 1e3
-    assert kernel.roofline == pytest.approx(floor_ms / kernel.ms)
+    flops, seconds = 2 * 33 * 20 * 40, kernel.ms / 1e3
+    # Codes of both operands, their scales of 2×2 and 1×2 blocks, and BF16 out.
+    nbytes = 33 * 40 + 20 * 40 + 4 * (2 * 2 + 1 * 2) + 2 * 33 * 20
+    assert kernel.tflops == pytest.approx(flops / seconds / 1e12)
+    assert kernel.gbps == pytest.approx(nbytes / seconds / 1e9)
+    assert kernel.roofline == pytest.approx(max(flops / 0.1e12, nbytes / 10e9) / seconds)
+    assert kernel.vs_peer == {row.kernel: row.ms / kernel.ms for row in others}
     assert all(row.role == "peer" and row.ok is None and row.roofline is None for row in others)
     assert not notes
 
@@ -181,6 +184,33 @@ def test_memory_needed_covers_inputs_outputs_and_reference():
     assert needed > 2 * size**2 + 2 * size**2 + 8 * 3 * size**2
 
 
+def test_memory_needed_is_that_of_every_set_of_inputs():
+    large = case(m=1024, n=1024, k=1024)
+    one = runner.memory_needed(large, CPU)
+    cold = dataclasses.replace(CPU, l2_bytes=10 << 20)
+    assert runner.sets_of(large, CPU) == 1
+    assert runner.sets_of(large, cold) == 8  # of 4 MiB each, three times what the cache holds
+    codes_and_out, twice_as_bf16 = 4 << 20, 2 * 2 * (3 << 20)
+    assert runner.memory_needed(large, cold) - one > 7 * (codes_and_out + twice_as_bf16)
+
+
+def test_every_set_of_inputs_is_drawn_anew(monkeypatch):
+    drawn = []
+    op = ops.get("gemm")
+    inputs = type(op).inputs
+
+    def spy(problem, device, seed=0, data="normal"):
+        drawn.append((seed, data))
+        return inputs(op, problem, device, seed, data)
+
+    monkeypatch.setattr(op, "inputs", spy)
+    cold = dataclasses.replace(CPU, l2_bytes=4096)
+    options = dataclasses.replace(FAST, seed=5, data="heavy", peers=[])
+    Runner(cold, PEAKS, options, print).measure(case())
+    seeds = [seed for seed, data in drawn if data == "heavy"]
+    assert seeds == [5, 6, 7, 8]
+
+
 def test_a_peer_that_cannot_run_is_said(monkeypatch):
     def refuse() -> Any:
         raise peers.Unsupported("needs a moon")
@@ -228,32 +258,24 @@ def test_a_config_given_replaces_the_default():
     assert choice.profile is None
 
 
-def test_peaks_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
-    calls: list[Device] = []
-
-    def count(device: Device) -> dict[str, Any]:
-        calls.append(device)
-        return {"copy_gbps": float(len(calls))}
-
-    monkeypatch.setattr(peaks, "measure", count)
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 1
-    assert peaks.cached(CPU, "2")["copy_gbps"] == 2  # another driver
-    assert peaks.cached(CPU, "1", remeasure=True)["copy_gbps"] == 3
-    (tmp_path / "cache" / "peaks.json").write_text("{ broken")
-    assert peaks.cached(CPU, "1")["copy_gbps"] == 4
-
-
-def test_peaks_without_a_place_to_keep_them(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
-    monkeypatch.setattr(peaks, "measure", lambda _: PEAKS)
-    assert peaks.cached(CPU, None) == PEAKS
-
-
-def test_no_gpu_no_nvml():
-    assert Nvml.open(torch.device("cpu")) is None
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "7"}, (None, "7")),
+    ],
+)
+def test_every_command_has_threads_wait_asleep_unless_the_user_says(given, found, monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert execute(None, ["list"]) == 0
+    assert tuple(map(os.environ.get, names)) == found
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def test_suites_hold_what_they_promise():

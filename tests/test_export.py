@@ -280,7 +280,7 @@ def row(target, ratio, **changes):
                **fields)  # fmt: skip
 
 
-def test_a_target_is_part_of_what_a_row_measures():
+def test_a_target_is_part_of_what_a_row_measures(tmp_path):
     results = Results({"name": "x"})
     results.merge([row("cuda", 1.0), row("torch", 1.0), row("cuda", 0.5)])
     plain = dataclasses.replace(row("cuda", 1.0), export=None)
@@ -288,7 +288,8 @@ def test_a_target_is_part_of_what_a_row_measures():
     assert [r.export for r in results.rows] == ["cuda", "torch", None]
     assert results.rows[0].vs_peer == {"launch": 0.5}
     assert "export" not in plain.as_dict()
-    assert Row.from_dict(results.rows[1].as_dict(), Path("rows.json")) == results.rows[1]
+    (tmp_path / "r.json").write_text(results.to_json())
+    assert Results.load(tmp_path / "r.json").rows == results.rows
     assert results.rows[1].label == "wgmma as torch"
 
 

@@ -1,8 +1,8 @@
 """The promotion's curve: SQNR, the suite, its rows apart from others, its table and its plot."""
 
 import dataclasses
+import json
 import math
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -320,10 +320,12 @@ def test_the_plot_option_draws_the_curve(tmp_path):
 
 
 def test_files_from_before_the_curve_are_read(tmp_path):
-    content = Results(DEVICE, points()[:1]).rows[0].as_dict()
+    file = tmp_path / "r.json"
+    content = json.loads(Results(DEVICE, points()[:1]).to_json())
     for name in ("curve", "sqnr_db", "row_sqnr_db", "schedule_err"):
-        del content[name]
-    row = Row.from_dict(content, Path("rows.json"))
+        del content["rows"][0][name]
+    file.write_text(json.dumps(content))
+    (row,) = Results.load(file).rows
     assert (row.curve, row.sqnr_db, row.row_sqnr_db, row.schedule_err) == (None,) * 4
 
 

@@ -42,6 +42,12 @@ def test_round_trip(tmp_path):
     assert json.loads(file.read_text())["rows"][1]["peak_gib"] == 1.5
 
 
+def test_six_digits_are_kept(tmp_path):
+    (tmp_path / "r.json").write_text(Results({}, [row(ms=1.2345678, ms_p80=2.0)]).to_json())
+    (found,) = Results.load(tmp_path / "r.json").rows
+    assert found.ms == 1.23457
+
+
 def test_json_has_no_nan_and_a_row_a_line():
     text = Results({"peaks": {"x": math.nan}}, [row(rel_err=math.inf), row()]).to_json()
     assert json.loads(text, parse_constant=pytest.fail)["rows"][0]["rel_err"] is None

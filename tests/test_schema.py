@@ -3,15 +3,16 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import TypedDict
 
 from jetfire.core import schema
 from jetfire.core.files import Unreadable
-from jetfire.core.schema import Count, Fields, Line, Name, Plain, Positive, Ratios, Text
+from jetfire.core.schema import Count, Fields, Line, Name, Plain, Positive, Ratios, Text, also
 
 FILE = Path("some.json")
 
@@ -103,6 +104,29 @@ def test_lines_of_text():
 def test_bounds(value, kind):
     with pytest.raises(Unreadable):
         read(value, kind)
+
+
+def test_a_long_object_is_refused_before_each_of_its_entries():
+    """Each wrong entry would be kept for the error's text."""
+    many = {str(i): [] for i in range(2000)}
+    for kind in (Fields, Ratios):
+        with pytest.raises(Unreadable, match="expected at most 100 entries"):
+            read(many, kind)
+    for long in ([0] * 10_001, {"a": [0] * 10_001}, {str(i): 0 for i in range(10_001)}):
+        with pytest.raises(Unreadable, match="at most 10000 entries"):
+            read(long, Plain)
+
+
+def test_a_value_may_be_of_two_types_and_keep_what_one_does_not_name():
+    class Known(TypedDict, total=False):
+        ms: Positive
+
+    kind = Annotated[dict[Name, Plain], also(Known)]
+    assert read({"ms": 1, "other": [2]}, kind) == {"ms": 1, "other": [2]}
+    with pytest.raises(Unreadable, match="ms=0: expected greater than 0"):
+        read({"ms": 0, "other": [2]}, kind)
+    with pytest.raises(Unreadable, match=r"other='.*': expected text without"):
+        read({"ms": 1, "other": "\x1b"}, kind)
 
 
 def test_a_file_of_another_version_says_so(tmp_path):

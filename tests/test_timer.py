@@ -1,5 +1,6 @@
 """The timer: rotation, interleaving, percentiles, and what a GPU's graph must not hide."""
 
+import dataclasses
 import math
 import time
 
@@ -28,30 +29,77 @@ def test_timing_is_median_and_percentiles():
     assert (timing.ms_p20, timing.ms_p80) == tuple(np.percentile(samples, (20, 80)))
 
 
-def test_cpu_calls_rotate_and_interleave():
-    order: list[str] = []
+class Clock:
+    """Stands still but for the calls that it makes, which take the milliseconds of their names."""
 
-    def call(name: str):
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.order: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.ms / 1e3
+
+    def call(self, name: str, ms: float):
         def work() -> None:
-            order.append(name)
-            time.sleep(0.001)
+            self.order.append(name)
+            self.ms += ms
 
         return work
 
-    variants = {"a": [call("a0"), call("a1")], "b": [call("b0")]}
-    timings = time_calls(variants, CPU, rounds=3, sample_ms=0.5)
-    assert set(timings) == {"a", "b"}
-    assert abs(order.count("a0") - order.count("a1")) <= 4
-    rounds = "".join(name[0] for name in order[-6:])
-    assert "ab" in rounds
-    assert "ba" in rounds
-    assert all(1.0 <= timing.ms < 100 for timing in timings.values())
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timer, "time", made)
+    return made
+
+
+def test_cpu_calls_rotate_and_interleave(clock):
+    variants = {
+        "a": [clock.call("a0", 1.0), clock.call("a1", 3.0)],
+        "b": [clock.call("b0", 0.25)],
+    }
+    timings = time_calls(variants, CPU, rounds=3, sample_ms=8.0)
+    # Each is called twice over to learn how often a sample is: 8 ms are 4 of a's, 32 of b's.
+    assert clock.order[:6] == ["a0", "a1", "a0", "a1", "b0", "b0"]
+    assert clock.order[6:] == (["a0", "a1"] * 2 + ["b0"] * 32) * 3
+    assert [timings[name].ms for name in "ab"] == pytest.approx([2.0, 0.25])
+    assert [timings[name].values for name in "ab"] == [
+        pytest.approx((2.0,) * 3), pytest.approx((0.25,) * 3),
+    ]  # fmt: skip
     assert all(timing.samples == 3 and not timing.graph for timing in timings.values())
 
 
-def test_budget_ends_rounds_early_but_not_before_the_third():
-    timings = time_calls({"a": [lambda: time.sleep(0.02)]}, CPU, rounds=50, budget_s=0.0)
-    assert timings["a"].samples == timer.LEAST_ROUNDS
+def test_a_long_first_call_is_not_repeated_to_learn_its_time(clock):
+    timings = time_calls({"a": [clock.call("a", 100.0)]}, CPU, rounds=5, sample_ms=8.0)
+    assert len(clock.order) == 1 + 5
+    assert timings["a"].ms == pytest.approx(100)
+
+
+def test_budget_ends_rounds_early_but_not_before_the_least(clock):
+    def samples(**options) -> int:
+        variants = {"a": [clock.call("a", 20.0)]}
+        return time_calls(variants, CPU, rounds=50, sample_ms=1.0, **options)["a"].samples
+
+    assert samples(budget_s=0.0) == timer.LEAST_ROUNDS
+    assert samples(budget_s=0.0, least_rounds=7) == 7
+    assert samples(budget_s=0.19) == 10  # the tenth begins at 0.18 s
+    assert samples() == 50
+
+
+def test_runs_of_one_variant_are_joined():
+    runs = [Timing.of([1.0, 2.0, 3.0]), Timing.of([4.0, 5.0])]
+    joined = Timing.joined(runs)
+    assert (joined.ms, joined.samples, joined.watts, joined.joules) == (3.0, 5, None, None)
+    assert joined.values == (1.0, 2.0, 3.0, 4.0, 5.0)
+    powered = [dataclasses.replace(run, watts=watts, graph=False)
+               for run, watts in zip(runs, (100.0, 300.0), strict=True)]  # fmt: skip
+    joined = Timing.joined(powered)
+    assert joined.watts == 200.0
+    assert joined.joules == pytest.approx(200.0 * 3.0 / 1e3)
+    assert joined.energies == pytest.approx((100 * 2.0 / 1e3, 300 * 4.5 / 1e3))
+    assert not joined.graph
+    assert Timing.joined([powered[0], runs[1]]).watts is None
 
 
 def test_no_variants_no_timings():
@@ -85,6 +133,7 @@ class Meter:
 
 
 @pytest.mark.gpu
+@pytest.mark.quiet
 def test_cuda_times_agree_with_the_work():
     device = torch.device("cuda", 0)
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (2048, 4096))
@@ -107,4 +156,3 @@ def test_a_call_that_cannot_be_captured_says_so():
     )
     assert not timings["synchronises"].graph
     assert timings["captures"].graph
-    assert timings["synchronises"].ms > timings["captures"].ms

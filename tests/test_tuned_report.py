@@ -185,10 +185,15 @@ def test_another_device_has_none_of_it(place):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"schema": 2}, "schema 2, expected 1"),
+        ({"schema": 2}, "schema '2': this version reads schema 1"),
         ({"device": {"name": "NVIDIA B200"}}, "of NVIDIA B200, not NVIDIA H200"),
-        ({"rows": [{"op": "gemm"}]}, "not a file of lookups"),
-        ({"device": {}}, "not a file of lookups: 'name'"),
+        ({"rows": [{"op": "gemm"}]}, "rows.0.kernel is missing"),
+        ({"device": {}}, "device.name is missing"),
+        ({"rows": [{**LOOKUPS[0], "tuned_ms": 0}]}, "rows.0.tuned_ms=0: expected greater"),
+        ({"rows": [{**LOOKUPS[0], "lookup_ms": "1"}]}, "rows.0.lookup_ms='1': expected a number"),
+        ({"rows": [{**LOOKUPS[0], "op": "[red]"}]}, r"rows.0.op='\[red\]': expected letters"),
+        ({"rows": [{**LOOKUPS[0], "source": "x"}]}, "rows.0.source='x': expected 'nearest' or"),
+        ({"rows": [{**LOOKUPS[0], "problem": {"m": [1]}}]}, "rows.0.problem.m"),
     ],
 )
 def test_lookups_of_another_form_are_refused(tmp_path, change, reason):

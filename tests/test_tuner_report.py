@@ -253,6 +253,13 @@ def test_summary_and_provenance_say_the_final_figures():
     assert provenance["peaks"] == "copy 4000 GB/s, INT8 1000 TOPS"
 
 
+def test_peaks_of_a_busy_machine_say_so():
+    page = page_of(study_of(TRIALS, peaks={**PEAKS, "busy": "others did <b>much</b>"}))
+    assert page.pairs("provenance")["peaks"] == (
+        "copy 4000 GB/s, INT8 1000 TOPS; meanwhile others did <b>much</b>"
+    )
+
+
 def test_incumbent_that_was_kept_is_named():
     final = {**FINAL, "kept": True, "default_ms": None}
     result = page_of(study_of(TRIALS, final=final)).pairs("result")

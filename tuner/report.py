@@ -167,7 +167,8 @@ def _peaks(digest: Digest) -> str:
     peaks = digest.get("peaks") or {}
     units = {"copy_gbps": "copy {} GB/s", "int8_tops": "INT8 {} TOPS"}
     known = [form.format(_digits(peaks[name])) for name, form in units.items() if peaks.get(name)]
-    return ", ".join(known) or "not measured"
+    when = f"; meanwhile {peaks['busy']}" if known and peaks.get("busy") else ""
+    return f"{', '.join(known)}{when}" if known else "not measured"
 
 
 def _summary(digest: Digest) -> Pairs:

@@ -1,0 +1,108 @@
+"""What else a device does while it is measured, and what makes figures doubtful."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetfire.bench import show
+from jetfire.bench.nvml import Nvml
+from jetfire.bench.results import Row
+from jetfire.ops.device import Device
+
+BUSY = 0.1  # a device's share of work for others
+# The 80th percentile over the 20th: of 1912 rows on a quiet H200 the widest has 1.11.
+WIDE = 1.25
+# Of the roofline. A peak is a median too: of those rows one has 1.007.
+ABOVE = 1.02
+
+
+def _seconds() -> tuple[float, float] | None:
+    """Return how long the cores that this process may use have worked, and how long they have been.
+
+    None where the system does not say.
+    """
+    try:
+        wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        with open("/proc/stat") as file:
+            lines = [words for words in map(str.split, file) if words and words[0] in wanted]
+        # user, nice, system, idle, waiting for a disk, interrupts (2), stolen by other machines.
+        times = [[int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9]] for words in lines]
+    except (AttributeError, OSError, ValueError):
+        return None
+    total = sum(map(sum, times))
+    return total - sum(time[3] + time[4] for time in times), total
+
+
+def _own_seconds() -> float:
+    """Return how long this process, and those that it has waited for, have worked."""
+    spent = os.times()
+    return time.process_time() + spent.children_user + spent.children_system
+
+
+class Load:
+    """Watches what others do with a device from now on."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began, self._own = _seconds(), _own_seconds()
+        self._quiet = _crowd(device)
+
+    def text(self) -> str | None:
+        """Say what others did with the device, or None where it was little or cannot be read."""
+        now = _seconds()
+        if self._device.kind == "cuda" or now is None or self._began is None:
+            return self._quiet
+        passed = now[1] - self._began[1]
+        others = now[0] - self._began[0] - (_own_seconds() - self._own)
+        if passed <= 0:
+            return self._quiet
+        share = others / passed
+        return f"other processes used {share:.0%} of the CPU" if share > BUSY else None
+
+
+def _crowd(device: Device) -> str | None:
+    """Say what others do with a device just now, before this process uses it; None for little.
+
+    A CPU's load is an average over a minute, in which this process or one before it has its part.
+    """
+    if device.kind == "cuda":
+        monitor = Nvml.open(device.torch_device)
+        share = monitor.utilisation() if monitor else None
+        return f"the GPU was {share:.0%} busy beforehand" if share and share > BUSY else None
+    load = os.getloadavg()[0]
+    return f"the load was {load:.1f} on {device.sms} cores" if load > device.sms / 2 else None
+
+
+def is_quiet(device: Device) -> bool:
+    """Whether others seem to leave a device alone, before this process uses it."""
+    return _crowd(device) is None
+
+
+def doubts(rows: Sequence[Row], busy: str | None, peaks: Mapping[str, Any]) -> str | None:
+    """Say in a line why figures are doubtful; None where nothing speaks against them.
+
+    Args:
+        busy: what others did with the device meanwhile, as `Load.text` says it.
+        peaks: those that the rows' `roofline` is of.
+    """
+    reasons = [busy] if busy else []
+    if peaks.get("busy"):
+        reasons.append(f"when its peaks were measured {peaks['busy']}")
+    spreads = [(row.ms_p80 / row.ms_p20, row) for row in rows if row.ms_p20 and row.ms_p80]
+    if wide := [one for one in spreads if one[0] > WIDE]:
+        spread, row = max(wide, key=lambda one: one[0])
+        varying = f"{len(wide)} of {len(rows)} rows vary by more than {WIDE}× from p20 to p80"
+        reasons.append(f"{varying}, {_name(row)} by {spread:.2f}×")
+    highest = max(rows, key=lambda row: row.roofline or 0.0)
+    if (highest.roofline or 0.0) > ABOVE:
+        at = f"{_name(highest)} is at {highest.roofline:.0%} of the roofline"
+        remedy = "--remeasure-peaks where nothing else runs"
+        reasons.append(f"{at}, whose peaks were measured too low: {remedy}")
+    return f"doubtful figures: {'; '.join(reasons)}" if reasons else None
+
+
+def _name(row: Row) -> str:
+    return f"{row.op} {row.label} {show.shape_text(row.problem, ())}"

@@ -1,0 +1,77 @@
+"""The peaks that the package holds: those of docs/results/, in a checkout and in a wheel."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jetfire.bench import shipped_peaks
+from jetfire.bench.results import Results
+from jetfire.gpt2 import utilisation
+from jetfire.ops.device import Device
+from jetfire.ops.errors import UsageError
+
+ROOT = Path(__file__).parent.parent
+H200 = Device("cuda", name="NVIDIA H200")
+
+
+def test_they_are_those_of_the_committed_results():
+    assert shipped_peaks.FILE.read_text() == shipped_peaks.text_of(shipped_peaks.RESULTS), (
+        "run `make report`"
+    )
+    measured = Results.load(ROOT / "docs" / "results" / "h200.json").device["peaks"]
+    assert shipped_peaks.every()["NVIDIA H200"].peaks == measured
+
+
+def test_utilisation_is_of_them_and_needs_no_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(shipped_peaks, "RESULTS", tmp_path / "none")
+    measured = json.loads((ROOT / "docs/results/h200.json").read_text())["device"]["peaks"]
+    expected = utilisation.Peak(measured["bf16_tflops"], "measured, h200.json")
+    assert utilisation.peak(H200) == expected
+    assert utilisation.peak(Device("cuda", name="NVIDIA B200")).source == "datasheet"
+    assert utilisation.peak(Device("cpu", name="a CPU")) is None
+
+
+def test_a_wheel_holds_them(tmp_path):
+    pytest.importorskip("setuptools")
+    tree = tmp_path / "jetfire"
+    left_out = shutil.ignore_patterns(".*", "docs", "tests", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("jetfire/bench/peaks.json") == shipped_peaks.FILE.read_bytes()
+        assert not any("/docs/" in name for name in archive.namelist())
+
+
+def test_of_one_device_the_shortest_name_counts_and_lookups_do_not(tmp_path):
+    def save(name, device, rate):
+        peaks = {"peaks": {"bf16_tflops": rate}} if rate else {}
+        (tmp_path / name).write_text(Results({"name": device, **peaks}, []).to_json())
+
+    with pytest.raises(UsageError, match="expected results with peaks"):
+        shipped_peaks.text_of(tmp_path)
+    save("h200-again.json", "H200", 2.0)
+    save("h200.json", "H200", 1.0)
+    save("a.json", "A100", None)
+    (tmp_path / "h200-lookups.json").write_text("no results")
+    assert json.loads(shipped_peaks.text_of(tmp_path))["devices"] == [
+        {"name": "H200", "source": "h200.json", "peaks": {"bf16_tflops": 1.0}}
+    ]
+
+
+def test_the_command_writes_what_would_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shipped_peaks, "FILE", tmp_path / "peaks.json")
+    assert shipped_peaks.main() == 0
+    assert (tmp_path / "peaks.json").read_text() == shipped_peaks.text_of(shipped_peaks.RESULTS)
+    assert "written" in capsys.readouterr().out
+    assert shipped_peaks.main() == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(shipped_peaks, "RESULTS", tmp_path / "none")
+    assert shipped_peaks.main() == 2
+    assert capsys.readouterr().err.startswith("jetfire: ")
