@@ -273,11 +273,11 @@ class Int8Block(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
         self.width, self.heads, self.dropout, self.block = width, heads, dropout, block
-        self.norm1 = nn.LayerNorm(width, device=device)
-        self.norm2 = nn.LayerNorm(width, device=device)
+        fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
         def linear(inputs: int, outputs: int) -> Int8Linear:
-            return Int8Linear(inputs, outputs, block=block, device=device)
+            return Int8Linear(inputs, outputs, block=block, **fp32)
 
         self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
         self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)

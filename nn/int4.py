@@ -223,16 +223,16 @@ class _Int4Layer(nn.Module):
     calibration: Tensor
     transposed = False
 
-    def _begin(self, int4: Int4, device: Any) -> None:
+    def _begin(self, int4: Int4) -> None:
         """Make the steps, once the weight is there."""
         outputs, inputs = self._sizes()
         reason = why_not(inputs, outputs, int4)
         if reason is not None:
             raise UsageError(reason)
-        self.int4 = int4
-        self.step_x = nn.Parameter(torch.ones(1, device=device))
-        self.step_w = nn.Parameter(torch.ones(1, device=device))
-        self.register_buffer("calibration", torch.zeros(3, device=device))
+        self.int4, device = int4, self.weight.device
+        self.step_x = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
+        self.step_w = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
+        self.register_buffer("calibration", torch.zeros(3, dtype=torch.float32, device=device))
         self._group: Group | None = None  # None before the first batch
         self._codes: MadeOfWeight[Codes] = MadeOfWeight()
 
@@ -311,7 +311,7 @@ class _Int4Layer(nn.Module):
         wanted = self.int4.group
         group = as_group(search_group(x)) if wanted == "search" else wanted
         if together and wanted == "search":
-            choice = torch.tensor(group, device=x.device)
+            choice = torch.tensor(group, dtype=torch.int64, device=x.device)
             dist.broadcast(choice, 0)
             group = as_group(int(choice))
         steps = [
@@ -387,7 +387,7 @@ class Int4Linear(_Int4Layer, nn.Linear):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self._begin(int4, device)
+        self._begin(int4)
 
     @classmethod
     def over(cls, linear: nn.Linear, int4: Int4) -> Int4Linear:
@@ -396,7 +396,7 @@ class Int4Linear(_Int4Layer, nn.Linear):
             linear.in_features, linear.out_features, linear.bias is not None, int4, device="meta"
         )
         new.weight, new.bias = linear.weight, linear.bias
-        new._begin(int4, linear.weight.device)
+        new._begin(int4)
         return new
 
     def reset_parameters(self) -> None:
@@ -421,4 +421,4 @@ class Int4Conv1D(_Int4Layer):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, int4: Int4 = DEFAULT) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self._begin(int4, weight.device)
+        self._begin(int4)

@@ -162,7 +162,7 @@ class AdamW(torch.optim.AdamW):
         def there(x: Any) -> torch.Tensor:
             if isinstance(x, torch.Tensor):
                 return x.to(device, torch.float32, non_blocking=True)
-            return torch.full((), float(x), device=device)
+            return torch.full((), float(x), dtype=torch.float32, device=device)
 
         rate = there(group["lr"])
         grad_scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))

@@ -72,7 +72,7 @@ def product_of_transposes(
     rows, columns, device = at[0].shape[0], bt[0].shape[0], at[0].device
     c = None
     if dtype == torch.float32 and device.type == "cuda" and rows * columns <= _FEW:
-        c = torch.zeros((rows, columns), device=device)
+        c = torch.zeros((rows, columns), dtype=dtype, device=device)
     return int8_gemm(*at, *bt, block=block, out=FLOATS[dtype], c=c)
 
 

@@ -68,12 +68,12 @@ class Adamw(Op):
             "grad": source.floats(*shape),
             "exp_avg": source.floats(*shape) * 0.1,
             "exp_avg_sq": source.floats(*shape).square(),
-            "rate": torch.full((), 1e-3, device=device),
-            "step": 1.0 + source.integers(1000),
+            "rate": torch.full((), 1e-3, dtype=torch.float32, device=device),
+            "step": 1 + source.integers(1000).float(),
         }
         if problem.guarded:
             inputs["grad_scale"] = 1 + source.normal().abs()
-            inputs["found_inf"] = torch.zeros((), device=device)
+            inputs["found_inf"] = torch.zeros((), dtype=torch.float32, device=device)
         return inputs
 
     def outputs(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:

@@ -79,7 +79,7 @@ class Add(Op):
         quantised = quantised_outputs(problem, device, problem.layout, m, problem.n)
         if problem.mode == "bwd":
             return {"dx": total, **quantised}
-        mean, rstd = (torch.empty(m, device=device) for _ in range(2))
+        mean, rstd = (torch.empty(m, dtype=torch.float32, device=device) for _ in range(2))
         return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
 
     def reference(self, problem: AddProblem, inputs: Tensors) -> Tensors:

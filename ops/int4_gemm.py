@@ -225,7 +225,7 @@ def _codes(
     if x.is_meta:
         return (
             torch.empty((rows, problem.row_bytes), dtype=torch.int8, device=x.device),
-            torch.empty(1, device=x.device),
+            torch.empty(1, dtype=torch.float32, device=x.device),
         )
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     mean = finite.abs().mean(dtype=torch.float64)
@@ -247,7 +247,7 @@ def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
     if a.is_meta:
         inputs["counts"] = torch.empty(2, dtype=torch.int32, device=device)
         if problem.product == "dgrad":
-            inputs["weight"] = torch.empty(problem.m, device=device)
+            inputs["weight"] = torch.empty(problem.m, dtype=torch.float32, device=device)
         return
     high, end = sampled(problem)
     inputs["counts"] = torch.tensor([high, end], dtype=torch.int32, device=device)

@@ -43,7 +43,7 @@ def gemm(
     """
     m, k = a.shape
     n = b.shape[0]
-    c = torch.zeros((m, n), device=a.device)
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     for i in range(a_scale.shape[1]):
         part = slice(i * block, min(k, (i + 1) * block))
         inner = (a[:, part].double() @ b[:, part].double().t()).float()
@@ -136,9 +136,9 @@ def gemm_telescoped(
     """
     m, k = a.shape
     n, count = b.shape[0], a_scale.shape[1]
-    c = torch.zeros((m, n), device=a.device)
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     shift = telescoped_shift(a_scale, b_scale)
-    zero = torch.zeros(shift.shape, device=a.device)
+    zero = torch.zeros(shift.shape, dtype=torch.float32, device=a.device)
     scale = telescoped_scale(a_scale, b_scale, shift, 0)
     for i in range(count):
         part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block
