@@ -20,7 +20,7 @@ from jetfire.nn.products import (
     Both,
     Handoff,
     bias_gradient,
-    draw,
+    keys_for_backward,
     product_of_transposes,
     quantised_gradient,
 )
@@ -288,10 +288,9 @@ class Int8Block(nn.Module):
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
         setting = _Setting(self.block, batch, self.heads, self.norm1.eps, dropout, "tanh")
+        seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, self.training)
         enter = leave = None
-        # Reentrant checkpointing runs forward without gradients first, with the same masks.
-        if torch.is_grad_enabled() or dropout:
-            seeds = draw(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device)
+        if seeds is not None:
             enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
         x, query, key, value = _Enter.apply(
             stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,

@@ -21,7 +21,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, MadeOfWeight, checked_weight, draw
+from jetfire.nn.products import (
+    FLOATS,
+    MadeOfWeight,
+    backward_may_follow,
+    checked_weight,
+    draw,
+)
 from jetfire.nn.recipes import DEFAULT, GROUPS, Gradient, Int4, as_group
 from jetfire.ops.errors import UsageError
 from jetfire.ops.functional import (
@@ -265,13 +271,7 @@ class _Int4Layer(nn.Module):
         """(…, in) → (…, out), in the autocast dtype if there is one."""
         outputs, inputs = self._sizes()
         x = rows(input, inputs)
-        sample = seeds = None
-        if torch.is_grad_enabled():
-            if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
-                raise UsageError(
-                    f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
-                )
-            sample, seeds = _sampled(x.detach()), draw(3, x.device)
+        sample, seeds = self._drawn(x.detach())
         with torch.autocast(x.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
@@ -283,6 +283,19 @@ class _Int4Layer(nn.Module):
                 x, self.weight, self.bias, step_x, step_w, sample, seeds, setting, *codes
             )
         return y.reshape(*input.shape[:-1], outputs)
+
+    def _drawn(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The rows and the keys that backward needs of a batch; None where it will not run."""
+        sample = seeds = None
+        if backward_may_follow(self.training):
+            sample, seeds = _sampled(x), draw(3, x.device)
+        if not torch.is_grad_enabled():
+            return None, None
+        if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
+            raise UsageError(
+                f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
+            )
+        return sample, seeds
 
     def _codes_of(self, step: Tensor, group: Group) -> Codes:
         """The weight's codes, quantised once an optimizer step."""
@@ -322,6 +335,8 @@ class _Int4Layer(nn.Module):
         if together:
             dist.all_reduce(found)
             found /= dist.get_world_size()
+        # As it is kept, in a layer of BF16 say: checkpointing runs this batch again.
+        found = found.to(self.calibration.dtype)
         usable = (found > 0) & found.isfinite()
         if self.training and not _capturing(x) and bool(usable.all()):
             self.calibration.copy_(found)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, checked_block, draw
+from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import (
     int8_dequantize,
     int8_layernorm,
@@ -67,7 +67,7 @@ class Int8LayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, width) → the same, in the autocast dtype if there is one."""
         x = rows(input, self.normalized_shape[0])
-        seeds = draw(2, x.device) if torch.is_grad_enabled() else None
+        seeds = keys_for_backward(2, x.device, self.training)
         with torch.autocast(x.device.type, enabled=False):
             y = _Int8LayerNormFunction.apply(x, self.weight, self.bias, seeds, self.block, self.eps)
         return y.reshape(input.shape)

@@ -17,7 +17,7 @@ from jetfire.nn.products import (
     QuantisedWeight,
     bias_gradient,
     checked_block,
-    draw,
+    keys_for_backward,
     product_of_transposes,
     quantised_gradient,
 )
@@ -67,12 +67,12 @@ class _Int8LinearFunction(torch.autograd.Function):
 
 def _apply(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Both,
-    transposed: bool, block: int,
+    transposed: bool, block: int, training: bool,
 ) -> torch.Tensor:  # fmt: skip
     """(…, in features) → (…, out features), in the autocast dtype if there is one."""
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
-    seed = draw(1, x.device) if torch.is_grad_enabled() else None
+    seed = keys_for_backward(1, x.device, training)
     with torch.autocast(x.device.type, enabled=False):
         y = _Int8LinearFunction.apply(x, weight, bias, seed, block, transposed, *codes)
     return y.reshape(*input.shape[:-1], outputs)
@@ -97,7 +97,8 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) → (…, out_features), in the autocast dtype if there is one."""
-        return _apply(input, self.weight, self.bias, self.codes(), False, self.block)
+        codes = self.codes()
+        return _apply(input, self.weight, self.bias, codes, False, self.block, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"
@@ -120,7 +121,7 @@ class Int8Conv1D(nn.Module):
         """(…, in) → (…, out), in the autocast dtype if there is one."""
         q, scale, qt, scale_t = self._quantised.of(self.weight, self.block)
         codes = Both(qt, scale_t, q, scale)
-        return _apply(input, self.weight, self.bias, codes, True, self.block)
+        return _apply(input, self.weight, self.bias, codes, True, self.block, self.training)
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape

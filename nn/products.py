@@ -56,6 +56,21 @@ def draw(count: int, device: torch.device) -> torch.Tensor:
     return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
 
+def backward_may_follow(training: bool) -> bool:
+    """Whether a module draws what its backward will need.
+
+    In training it draws without gradients too. Reentrant checkpointing runs forward so first, and
+    again with gradients in backward, from one state of torch's generator: dropout draws from it
+    too, and must find it the same both times. Evaluation without gradients draws nothing.
+    """
+    return training or torch.is_grad_enabled()
+
+
+def keys_for_backward(count: int, device: torch.device, training: bool) -> torch.Tensor | None:
+    """Keys of what a module's backward rounds; None in evaluation without gradients."""
+    return draw(count, device) if backward_may_follow(training) else None
+
+
 def quantised_gradient(gradient: torch.Tensor, block: int, seed: torch.Tensor) -> Both:
     """An m×n gradient rounded stochastically, so that the products of its codes are unbiased."""
     codes = int8_quantize(

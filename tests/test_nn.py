@@ -446,24 +446,6 @@ def modules(device):
     }
 
 
-@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu", "block"])
-def test_draws_only_where_there_is_a_backward(device, name):
-    module = modules(device)[name]
-    x = torch.randn(16, 64, device=device)
-
-    def state():
-        return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
-
-    before = state()
-    with torch.no_grad():
-        y = module(x)
-    with torch.inference_mode():
-        module(x)
-    assert torch.equal(state(), before)
-    assert torch.equal(module(x), y)
-    assert not torch.equal(state(), before)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_seed_repeats_gradients(device, dropout):
     model = gpt2(device, dropout=dropout)
@@ -485,27 +467,6 @@ def test_eval_does_not_drop(device):
         assert torch.equal(model(batch(device)[0]), model(batch(device)[0]))
         model.train()
         assert not torch.equal(model(batch(device)[0]), model(batch(device)[0]))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpointing_gives_the_same_gradients(device, reentrant, dropout):
-    from torch.utils.checkpoint import checkpoint
-
-    module = Int8Block(64, 2, dropout, device=device)
-    x = torch.randn(32, 64, device=device).bfloat16().requires_grad_()
-
-    def gradients(run):
-        torch.manual_seed(1)
-        leaves = (x, *module.parameters())
-        for leaf in leaves:
-            leaf.grad = None
-        run(lambda x: module(Stream.of(x, 32), 2).x, x).sum().backward()
-        return [leaf.grad for leaf in leaves]
-
-    plain = gradients(lambda function, x: function(x))
-    kept = gradients(lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
 # Codes of a gradient that one block hands to another
