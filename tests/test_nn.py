@@ -175,6 +175,72 @@ def test_convert_refuses():
     refused("block=48: expected 32 or 64 or 128", convert, model, Recipe("odd", 48))
 
 
+@pytest.mark.parametrize("recipe", [INT8, "int4-hq-lss"])
+def test_converting_again_changes_nothing_and_says_so(recipe):
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    convert(model, recipe)
+    layers = list(model)
+    kind = "Int8Linear already, in blocks of 32"
+    if recipe != INT8:
+        kind = "Int4Linear already, group=32 sampled"
+    for other in (recipe, "int8-block64"):
+        report = convert(model, other)
+        assert report.converted == ()
+        assert report.left == {"0": kind, "2": kind}
+        assert all(a is b for a, b in zip(model, layers, strict=True))
+    message = f"convert: the model is itself a {type(model[0]).__name__}"
+    refused(f"{message}: expected a module that has it", convert, model[0], recipe)
+
+
+class Encoder(nn.Module):
+    """Torch's encoder layers, of which `skip` may name one, on a padded batch."""
+
+    def __init__(self, device):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            64, 2, 96, dropout=0.0, activation="gelu", batch_first=True, device=device
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x):
+        padding = torch.arange(x.shape[1], device=x.device) >= x.shape[1] - 3
+        return self.encoder(x, src_key_padding_mask=padding.expand(x.shape[:2]))
+
+
+@pytest.mark.parametrize("skip", [(), ("encoder.layers.0",)])
+@pytest.mark.parametrize("recipe", [INT8, "int4-hq-lss"])
+def test_torch_s_encoder_calls_its_converted_layers_in_evaluation(device, recipe, skip):
+    model = Encoder(device)
+    report = convert(model, recipe, skip=skip)
+    x = torch.randn(2, 12, 64, device=device)
+    model(x)
+    model.eval()
+    exact = model(x)  # with gradients torch fuses nothing
+    called = []
+    for name in report.converted:
+        # A hook would itself keep torch from fusing.
+        layer = model.get_submodule(name)
+        layer.forward = lambda x, name=name, of=layer.forward: (called.append(name), of(x))[1]
+    for context in (torch.no_grad(), torch.inference_mode()):
+        called.clear()
+        with context:
+            assert error_of(model(x), exact) < (0.05 if skip else 1e-12)
+        assert called == list(report.converted)
+    assert len(called) == 2 * (2 - len(skip))
+
+
+def test_attention_s_own_projections_are_left(device):
+    """Its output projection is a linear layer that nobody calls."""
+    model = nn.Sequential(nn.MultiheadAttention(64, 2, device=device))
+    model[0].out_proj = nn.Linear(64, 64, device=device)
+    report = convert(model, INT8)
+    assert report.converted == ()
+    assert report.left == {
+        "0": "MultiheadAttention, not a linear layer",
+        "0.out_proj": "MultiheadAttention multiplies by its weight itself and never calls it",
+    }
+
+
 def trains(model, loss):
     """A few steps lower the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
