@@ -19,6 +19,7 @@ from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (
     Both,
     Handoff,
+    Placed,
     bias_gradient,
     keys_for_backward,
     product_of_transposes,
@@ -37,6 +38,7 @@ from jetfire.ops import (
     int8_quantize,
     int8_quantize_qkv,
 )
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 Tensor = torch.Tensor
@@ -264,11 +266,12 @@ class Int8Block(nn.Module):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(
-        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Any = None
+        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Placed = None
     ) -> None:
         super().__init__()
-        if width % heads:
+        if heads < 1 or width % heads:
             raise UsageError(f"width={width}: expected a multiple of heads={heads}")
         if not 0.0 <= dropout < 1.0:
             raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
@@ -284,6 +287,10 @@ class Int8Block(nn.Module):
 
     def forward(self, stream: Stream, batch: int) -> Stream:
         """The stream of batch·length tokens × width after this block."""
+        if not isinstance(stream, Stream):
+            raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
+        if not isinstance(batch, int) or batch < 1:
+            raise UsageError(f"batch={batch}: expected an integer of at least 1")
         if stream.x.shape[0] % batch:
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0

@@ -13,6 +13,7 @@ from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
 from jetfire.nn.recipes import Recipe
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 # What linear layers are replaced by.
@@ -38,6 +39,7 @@ class Report:
         return "\n".join(lines)
 
 
+@checked
 def convert(
     model: nn.Module, recipe: str | Recipe, skip: tuple[str, ...] = (), head: bool = False
 ) -> Report:

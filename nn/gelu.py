@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 # torch's names of the two forms, and the op's.
@@ -49,6 +50,7 @@ class Int8GELU(nn.GELU):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(self, approximate: str = "tanh", block: int = 32) -> None:
         if approximate not in _FORMS:
             raise UsageError(f"approximate={approximate!r}: expected 'none' or 'tanh'")

@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from jetfire.nn.linear import rows
+from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.products import (
     FLOATS,
     MadeOfWeight,
+    Placed,
     backward_may_follow,
     checked_weight,
     draw,
 )
 from jetfire.nn.recipes import DEFAULT, GROUPS, Gradient, Int4, as_group
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 from jetfire.ops.functional import (
     int4_bit_split,
@@ -41,7 +43,7 @@ from jetfire.ops.functional import (
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.op import FloatName
-from jetfire.ops.sample_rows import capacity
+from jetfire.ops.sample_rows import Keep, Parts, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 
 Tensor = torch.Tensor
@@ -56,7 +58,7 @@ _CALIBRATING = 4096
 STATE = ("step_x", "step_w", "calibration")
 
 
-def _kept(gradient: str) -> tuple[int, str]:
+def _kept(gradient: str) -> tuple[Parts, Keep]:
     """Parts of a gradient, and which of their rows are kept."""
     return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
 
@@ -160,15 +162,15 @@ class _Split(NamedTuple):
     q: Tensor
     unit: Tensor
     squares: Tensor
-    parts: int
-    keep: str
+    parts: Parts
+    keep: Keep
     seeds: Tensor
 
     @classmethod
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
         """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
-        q, unit, squares = int4_bit_split(gradient, bits=4 * parts, seed=seeds[0:1])
+        q, unit, squares = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
         return cls(q, unit, squares, parts, keep, seeds)
 
     def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -397,9 +399,10 @@ class Int4Linear(_Int4Layer, nn.Linear):
         int4: the group of its transform, and how it treats gradients.
     """
 
+    @checked
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, int4: Int4 = DEFAULT,
-        device: Any = None, dtype: Any = None,
+        device: Placed = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self._begin(int4)
@@ -433,7 +436,9 @@ class Int4Conv1D(_Int4Layer):
 
     transposed = True
 
+    @checked
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, int4: Int4 = DEFAULT) -> None:
         super().__init__()
+        checked_conv1d(weight, bias)
         self.weight, self.bias = weight, bias
         self._begin(int4)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from jetfire.nn.products import (
     FLOATS,
     Both,
+    Placed,
     QuantisedWeight,
     bias_gradient,
     checked_block,
@@ -22,6 +23,7 @@ from jetfire.nn.products import (
     quantised_gradient,
 )
 from jetfire.ops import int8_gemm, int8_quantize
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 
@@ -85,8 +87,11 @@ class Int8Linear(nn.Linear):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
-                 device: Any = None, dtype: Any = None) -> None:  # fmt: skip
+    @checked
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
+        device: Placed = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block = checked_block(block)
         self._quantised = QuantisedWeight()
@@ -112,8 +117,10 @@ class Int8Conv1D(nn.Module):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, block: int = 32) -> None:
         super().__init__()
+        checked_conv1d(weight, bias)
         self.weight, self.bias, self.block = weight, bias, checked_block(block)
         self._quantised = QuantisedWeight()
 
@@ -128,6 +135,20 @@ class Int8Conv1D(nn.Module):
         return f"in_features={inputs}, out_features={outputs}, block={self.block}"
 
 
+def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:
+    """Look at the parameters of a linear layer whose weight is stored in×out.
+
+    Raises:
+        UsageError: their shapes do not belong together.
+    """
+    if weight.dim() != 2 or bias.shape != weight.shape[1:]:
+        raise UsageError(
+            f"weight of shape {tuple(weight.shape)}, bias of {tuple(bias.shape)}: "
+            "expected in×out and out"
+        )
+
+
+@checked
 def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, int]]:
     """The parameters that a model's INT8 linear layers multiply by, their codes and block.
 
@@ -145,13 +166,15 @@ def rows(input: torch.Tensor, width: int) -> torch.Tensor:
     """(…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
 
     Raises:
-        UsageError: it is of another dtype or width.
+        UsageError: it is no tensor, or of another dtype or width.
     """
-    kind = input.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    if not isinstance(input, torch.Tensor):
+        raise UsageError(f"input of type {type(input).__name__}: expected a tensor")
     if input.dtype not in FLOATS:
         raise UsageError(f"input of {input.dtype}: expected bfloat16, float16 or float32")
     if input.shape[-1:] != (width,):
         raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
     x = input.to(dtype).reshape(-1, width)
     return x if x.stride(1) == 1 else x.contiguous()

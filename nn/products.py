@@ -14,6 +14,8 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Block, FloatName
 
 Made = TypeVar("Made")
+# Where a module's parameters are to be, as torch's own modules take it.
+Placed = torch.device | str | int | None
 _BLOCKS = get_args(Block)
 FLOATS: dict[torch.dtype, FloatName] = {
     torch.bfloat16: "bf16",
@@ -32,7 +34,7 @@ def checked_block(block: int) -> int:
     Raises:
         UsageError: kernels have no such blocks.
     """
-    if block not in _BLOCKS:
+    if block not in _BLOCKS or not isinstance(block, int):
         raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
     return block
 

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 # What an op is made of, beside the ops themselves.
 _SHARED = {
+    "arguments",
     "atomic",
     "check",
     "data",
     "device",
     "errors",
     "functional",
+    "inplace",
     "library",
     "machine_code",
     "op",

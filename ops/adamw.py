@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Block, Check, Layout, Op, Problem, Tensors, quantised_outputs
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Op,
+    Problem,
+    Tensors,
+    at_least_zero,
+    quantised_outputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +51,7 @@ class AdamwProblem(Problem):
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}={value}: expected at least 0 and less than 1")
-        for name in ("eps", "decay"):
-            if not (value := getattr(self, name)) >= 0:
-                raise UsageError(f"{name}={value}: expected at least 0")
+        at_least_zero(self, "eps", "decay")
 
 
 class Adamw(Op):

@@ -17,6 +17,7 @@ from jetfire.ops.op import (
     Rounding,
     SameBits,
     Tensors,
+    at_least_zero,
     quantised_outputs,
 )
 
@@ -41,6 +42,10 @@ class AddProblem(Problem):
     rounding: Rounding = "nearest"
     layout: Layout = "q"
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_zero(self, "eps")
 
 
 class Add(Op):

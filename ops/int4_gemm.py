@@ -52,7 +52,7 @@ class Int4GemmProblem(Problem):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k % 2:
-            raise UsageError(f"k={self.k}: expected an even number, of two codes a byte")
+            raise UsageError(f"k={self.k}: expected an even number, for wide codes too")
         if self.bias and self.product != "fwd":
             raise UsageError(f"bias=true product={self.product}: expected product=fwd")
         if self.operands == "packed" and self.product == "wgrad":

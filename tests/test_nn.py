@@ -782,9 +782,7 @@ def test_refuses_in_one_line(device):
     refused(sides, Int8GELU, block=48)
     refused(sides, Int8Block, 8, 2, block=48)
     refused("approximate='relu': expected 'none' or 'tanh'", Int8GELU, "relu")
-    refused(
-        "Int8LayerNorm of (8, 8): expected one integer, the last dimension", Int8LayerNorm, (8, 8)
-    )
+    refused("width is of type tuple: expected an integer", Int8LayerNorm, (8, 8))
     refused("width=9: expected a multiple of heads=2", Int8Block, 9, 2)
     refused("dropout=1.0: expected at least 0 and less than 1", Int8Block, 8, 2, 1.0)
     stream = Stream.of(torch.zeros(9, 64, device=device).bfloat16(), 32)
