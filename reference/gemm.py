@@ -34,6 +34,8 @@ def gemm(
 ) -> torch.Tensor:
     """The product as the plain schedule rounds it: one fp32 FMA for each block of K, in order.
 
+    So do GPUs. On a CPU, in Triton's interpreter too, kernels round the product and the sum apart.
+
     Args:
         a: int8 m×k; a_scale: fp32 ⌈m/block⌉×⌈k/block⌉.
         b: int8 n×k; b_scale: fp32 ⌈n/block⌉×⌈k/block⌉.

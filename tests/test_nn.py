@@ -224,7 +224,7 @@ def test_torch_s_encoder_calls_its_converted_layers_in_evaluation(device, recipe
     for context in (torch.no_grad(), torch.inference_mode()):
         called.clear()
         with context:
-            assert error_of(model(x), exact) < (0.05 if skip else 1e-12)
+            assert error_of(model(x), exact) < 0.05  # attention itself is fused, or is not
         assert called == list(report.converted)
     assert len(called) == 2 * (2 - len(skip))
 
