@@ -63,7 +63,8 @@ def backward_may_follow(training: bool) -> bool:
 
     In training it draws without gradients too. Reentrant checkpointing runs forward so first, and
     again with gradients in backward, from one state of torch's generator: dropout draws from it
-    too, and must find it the same both times. Evaluation without gradients draws nothing.
+    too, and must find it the same both times. Evaluation without gradients draws nothing: a segment
+    in evaluation that drops all the same is not for reentrant checkpointing.
     """
     return training or torch.is_grad_enabled()
 
