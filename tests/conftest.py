@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What makes a test's own tensors.
 _OF_A_SHAPE = ("empty", "eye", "full", "ones", "rand", "randn", "zeros")
-_OF_VALUES = ("arange", "as_tensor", "linspace", "randint", "randperm", "tensor")
+_OF_VALUES = ("arange", "as_tensor", "linspace", "logspace", "randint", "randperm", "tensor")
 
 
 def _as_ever(make: Callable[..., Any]) -> Callable[..., Any]:
