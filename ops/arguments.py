@@ -42,11 +42,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **options: P.kwargs) -> R:
         try:
             return function(*args, **options)
-        except Exception:
+        except Exception as error:
             wrong = mistake(function, args, options)
             if wrong is None:
                 raise
-        raise UsageError(wrong)
+            raise UsageError(wrong) from error
 
     return call
 
