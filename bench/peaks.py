@@ -53,7 +53,7 @@ def _product_tflops(device: torch.device, name: str, size: int) -> float:
 
 def _cpu_int8_tops(size: int) -> float:
     device = torch.device("cpu")
-    a, b = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
+    a, b = torch.randint(-127, 128, (2, size, size), dtype=torch.int8, device=device)
     timing = timer.time_calls({"int8": [lambda: torch._int_mm(a, b.t())]}, device, 10, budget_s=5)
     return 2 * size**3 / timing["int8"].ms / 1e9
 

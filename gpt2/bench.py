@@ -178,7 +178,8 @@ class Bench:
             micros = self._micros(problem)
             return lambda name: partial(StepSubject, problem, name, micros, where, self.seed)
         size = (2, problem.batch, problem.context, problem.width)
-        x, dy = torch.randn(size, device=where, generator=self._generator()).bfloat16()
+        values = torch.randn(size, dtype=torch.float32, device=where, generator=self._generator())
+        x, dy = values.bfloat16()
         return lambda name: partial(BlockSubject, problem, name, x, dy, self.seed)
 
     def _generator(self) -> torch.Generator:

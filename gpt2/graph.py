@@ -56,7 +56,7 @@ class GraphedStep:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._inputs: list[Micro] = []
         self._gradients: list[torch.Tensor] = []
-        self._loss = self._norm = torch.empty(0)
+        self._loss = self._norm = torch.empty(0, dtype=torch.float32, device=step.device)
         self._eager = 0
 
     def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,13 +71,11 @@ class Block(nn.Module):
         linear: makes a linear layer of inputs and outputs.
     """
 
-    def __init__(
-        self, shape: Shape, linear: Callable[[int, int], nn.Linear] = nn.Linear
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: Shape, linear: Callable[[int, int], nn.Linear]) -> None:
         super().__init__()
         width = shape.width
         self.heads, self.dropout = shape.heads, shape.dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = (nn.LayerNorm(width, dtype=torch.float32) for _ in range(2))
         self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
         self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
 
@@ -102,15 +100,15 @@ def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
     if recipe.block is not None:
         return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block)
     if recipe.int4 is not None:
-        return Block(shape, partial(Int4Linear, int4=recipe.int4))
-    return Block(shape)
+        return Block(shape, partial(Int4Linear, int4=recipe.int4, dtype=torch.float32))
+    return Block(shape, partial(nn.Linear, dtype=torch.float32))
 
 
 class GPT2(nn.Module):
     """Token ids (batch×tokens) → logits, or with targets the mean loss.
 
-    Parameters have the same names and shapes in every recipe, so that any checkpoint loads in any;
-    INT4 recipes have those of their steps too.
+    Parameters are fp32 and have the same names and shapes in every recipe, so that any checkpoint
+    loads in any; INT4 recipes have those of their steps too.
 
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
@@ -124,10 +122,10 @@ class GPT2(nn.Module):
         self.recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
         if shape.width % shape.heads:
             raise UsageError(f"width={shape.width}: expected a multiple of heads={shape.heads}")
-        self.tokens = nn.Embedding(shape.rows, shape.width)
-        self.positions = nn.Embedding(shape.context, shape.width)
+        self.tokens = nn.Embedding(shape.rows, shape.width, dtype=torch.float32)
+        self.positions = nn.Embedding(shape.context, shape.width, dtype=torch.float32)
         self.blocks = nn.ModuleList(block_of(shape, self.recipe) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
+        self.norm = nn.LayerNorm(shape.width, dtype=torch.float32)
         self._initialise()
 
     def _initialise(self) -> None:

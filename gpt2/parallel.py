@@ -59,7 +59,7 @@ class Group:
         """Whether anyone's flag is set."""
         if self.host is None:
             return flag
-        flags = torch.tensor(int(flag))
+        flags = torch.tensor(int(flag), dtype=torch.int64, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host)
         return bool(flags)
 

@@ -92,6 +92,11 @@ def text(
         start = tokenizer.encode("\n").tolist() if newline else [tokenizer.separator]
         given = 0
     ids = generate(
-        model, torch.tensor([start]), count, temperature=temperature, top_k=top_k, seed=seed
+        model,
+        torch.tensor([start], dtype=torch.int64, device="cpu"),
+        count,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
     )[0].tolist()
     return tokenizer.decode(ids if given else ids[len(start) :])

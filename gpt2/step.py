@@ -61,8 +61,8 @@ class Step:
         self.clip = settings.clip or float("inf")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.forward = torch.compile(self.spread) if settings.compile else self.spread
-        self.rate = torch.zeros((), device=device)
-        self.failed = torch.zeros((), device=device)
+        self.rate = torch.zeros((), dtype=torch.float32, device=device)
+        self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer = self._optimizer(settings)
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
@@ -83,7 +83,7 @@ class Step:
         else:
             optimizer = AdamW(groups, model=self.model, **options)
         # What GradScaler would set: the fused update divides by the one and minds the other.
-        optimizer.grad_scale = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = torch.ones((), dtype=torch.float32, device=self.device)  # type: ignore[attr-defined]
         optimizer.found_inf = self.failed  # type: ignore[attr-defined]
         return optimizer
 
@@ -103,7 +103,7 @@ class Step:
     def gradients(self, micros: Sequence[Micro]) -> torch.Tensor:
         """Make the micro-batches' gradients; gives this process's share of the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, (ids, targets) in enumerate(micros, 1):
             more = number < len(micros)
             with parallel.unreduced(self.spread) if more else nullcontext():

@@ -109,7 +109,7 @@ class StepSubject(Subject):
 
     def first(self) -> Tensors:
         self.step.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.step.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.step.device)
         for ids, targets in self.micros:
             loss += self.step.gradient(ids, targets)
         # The update divides gradients by the clipping's factor: copy them before it.

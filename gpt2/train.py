@@ -278,8 +278,8 @@ class Training:
             self.tokens.validation, one.context, one.batch, one.evaluate_batches,
             device=self.device,
         )  # fmt: skip
-        losses = torch.zeros(one.evaluate_batches, device=self.device)
-        ids = targets = torch.empty(0)
+        losses = torch.zeros(one.evaluate_batches, dtype=torch.float32, device=self.device)
+        ids = targets = torch.empty(0, dtype=torch.int64, device=self.device)
         for number, (ids, targets) in enumerate(windows):
             if number % group.world == group.rank:
                 losses[number] = self._loss(ids, targets)

@@ -19,8 +19,9 @@ from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (
     Both,
     Handoff,
+    Placed,
     bias_gradient,
-    draw,
+    keys_for_backward,
     product_of_transposes,
     quantised_gradient,
 )
@@ -37,6 +38,7 @@ from jetfire.ops import (
     int8_quantize,
     int8_quantize_qkv,
 )
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 Tensor = torch.Tensor
@@ -264,34 +266,38 @@ class Int8Block(nn.Module):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(
-        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Any = None
+        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Placed = None
     ) -> None:
         super().__init__()
-        if width % heads:
+        if heads < 1 or width % heads:
             raise UsageError(f"width={width}: expected a multiple of heads={heads}")
         if not 0.0 <= dropout < 1.0:
             raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
         self.width, self.heads, self.dropout, self.block = width, heads, dropout, block
-        self.norm1 = nn.LayerNorm(width, device=device)
-        self.norm2 = nn.LayerNorm(width, device=device)
+        fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
         def linear(inputs: int, outputs: int) -> Int8Linear:
-            return Int8Linear(inputs, outputs, block=block, device=device)
+            return Int8Linear(inputs, outputs, block=block, **fp32)
 
         self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
         self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
 
     def forward(self, stream: Stream, batch: int) -> Stream:
         """The stream of batch·length tokens × width after this block."""
+        if not isinstance(stream, Stream):
+            raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
+        if not isinstance(batch, int) or batch < 1:
+            raise UsageError(f"batch={batch}: expected an integer of at least 1")
         if stream.x.shape[0] % batch:
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
         setting = _Setting(self.block, batch, self.heads, self.norm1.eps, dropout, "tanh")
+        seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, self.training)
         enter = leave = None
-        # Reentrant checkpointing runs forward without gradients first, with the same masks.
-        if torch.is_grad_enabled() or dropout:
-            seeds = draw(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device)
+        if seeds is not None:
             enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
         x, query, key, value = _Enter.apply(
             stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,

@@ -13,7 +13,11 @@ from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
 from jetfire.nn.recipes import Recipe
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
+
+# What linear layers are replaced by.
+CONVERTED = (Int8Linear, Int8Conv1D, Int4Linear, Int4Conv1D)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Report:
 
     Attributes:
         converted: names of the modules replaced.
-        left: name → why it stays as it is, for every other module that has a matrix of its own.
+        left: name → why it stays as it is, for every other module that has a matrix of its own,
+            layers that were converted before among them.
     """
 
     converted: tuple[str, ...]
@@ -34,6 +39,7 @@ class Report:
         return "\n".join(lines)
 
 
+@checked
 def convert(
     model: nn.Module, recipe: str | Recipe, skip: tuple[str, ...] = (), head: bool = False
 ) -> Report:
@@ -42,7 +48,11 @@ def convert(
     `torch.nn.Linear` and `transformers`' Conv1D are; names and shapes of parameters, and so state
     dicts and optimizers, stay as they are, but for the steps that an INT4 layer learns beside them:
     make optimizers afterwards, or leave the steps as the first batch sets them. A module that has
-    two names is replaced under both.
+    two names is replaced under both. Converting a model again changes nothing.
+
+    `torch.nn.MultiheadAttention` multiplies by its weights itself: its projections stay as they
+    are. A `torch.nn.TransformerEncoderLayer` no longer takes torch's fused path in evaluation,
+    which reads the weights of its linear layers and calls none of them.
 
     Args:
         skip: names of modules to leave, with all that is in them.
@@ -53,7 +63,7 @@ def convert(
         UsageError: there is no such recipe or module, or the model is itself a linear layer.
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    if _is_linear(model):
+    if _is_linear(model) or isinstance(model, CONVERTED):
         raise UsageError(
             f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
         )
@@ -63,12 +73,13 @@ def convert(
             raise UsageError(f"skip={name!r}: expected the name of a module")
     skipped = {name for name in named if any(f"{name}.".startswith(f"{s}.") for s in skip)}
     heads = set() if head else _heads(model)
+    unused = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     replaced: dict[nn.Module, nn.Module] = {}
     converted, left = [], {}
     for name, module in named.items():
         if not any(is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
             continue
-        reason = _why_not(module, recipe, name in skipped, module in heads)
+        reason = _why_not(module, recipe, name in skipped, module in heads, module in unused)
         if reason is not None:
             left[name] = reason
             continue
@@ -77,7 +88,24 @@ def convert(
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, replaced[module])
         converted.append(name)
+    _leave_fused_path(model)
     return Report(tuple(converted), left)
+
+
+def _leave_fused_path(model: nn.Module) -> None:
+    """Have torch's encoder layers call the converted layers in them.
+
+    In evaluation without gradients they call none, unless their activation is neither ReLU nor
+    GELU: which is what they are told here. Nor do they take nested tensors then, which an encoder
+    makes of padded batches.
+    """
+    for module in model.modules():
+        if not any(isinstance(part, CONVERTED) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -109,9 +137,17 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
 
 
-def _why_not(module: nn.Module, recipe: Recipe, skipped: bool, head: bool) -> str | None:
+def _why_not(
+    module: nn.Module, recipe: Recipe, skipped: bool, head: bool, unused: bool
+) -> str | None:
     """Why a module with a matrix is not replaced; None if it is."""
     kind = type(module)
+    if isinstance(module, Int8Linear | Int8Conv1D):
+        return f"{kind.__name__} already, in blocks of {module.block}"
+    if isinstance(module, Int4Linear | Int4Conv1D):
+        return f"{kind.__name__} already, group={module.int4.group} {module.int4.gradient}"
+    if unused:
+        return "MultiheadAttention multiplies by its weight itself and never calls it"
     if not _is_linear(module):
         linear = isinstance(module, nn.Linear)
         return f"{kind.__name__}, {'a kind of its own' if linear else 'not a linear layer'}"

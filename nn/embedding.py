@@ -8,6 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from jetfire.ops.arguments import checked, shown
+from jetfire.ops.errors import UsageError
+
 
 class TiedGradient:
     """The head's gradient of a table, on its way to the embedding's backward.
@@ -69,10 +72,13 @@ def add_rows(table: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> 
     return table.index_add_(0, rows, sums)
 
 
+@checked
 def tied_embedding(table: torch.Tensor, ids: torch.Tensor, tied: TiedGradient) -> torch.Tensor:
     """`torch.nn.functional.embedding`; backward adds to what the head left in `tied`, if anything.
 
     Args:
         table: rows × width; ids: int64, any shape.
     """
+    if not isinstance(tied, TiedGradient):
+        raise UsageError(f"tied{shown(tied)}: expected a TiedGradient")
     return _TiedEmbedding.apply(table, ids, tied)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, checked_block, draw
+from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 # torch's names of the two forms, and the op's.
@@ -49,6 +50,7 @@ class Int8GELU(nn.GELU):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(self, approximate: str = "tanh", block: int = 32) -> None:
         if approximate not in _FORMS:
             raise UsageError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
@@ -58,7 +60,7 @@ class Int8GELU(nn.GELU):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, n) → the same, in the autocast dtype if there is one."""
         x = rows(input, input.shape[-1] if input.dim() else 1)
-        seeds = draw(2, x.device) if torch.is_grad_enabled() else None
+        seeds = keys_for_backward(2, x.device, self.training)
         with torch.autocast(x.device.type, enabled=False):
             y = _Int8GELUFunction.apply(x, seeds, self.block, _FORMS[self.approximate])
         return y.reshape(input.shape)

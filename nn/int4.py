@@ -20,9 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, MadeOfWeight, checked_weight, draw
+from jetfire.nn.linear import checked_conv1d, rows
+from jetfire.nn.products import (
+    FLOATS,
+    MadeOfWeight,
+    Placed,
+    backward_may_follow,
+    checked_weight,
+    draw,
+)
 from jetfire.nn.recipes import DEFAULT, GROUPS, Gradient, Int4, as_group
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 from jetfire.ops.functional import (
     int4_bit_split,
@@ -35,7 +43,7 @@ from jetfire.ops.functional import (
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.op import FloatName
-from jetfire.ops.sample_rows import capacity
+from jetfire.ops.sample_rows import Keep, Parts, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 
 Tensor = torch.Tensor
@@ -50,7 +58,7 @@ _CALIBRATING = 4096
 STATE = ("step_x", "step_w", "calibration")
 
 
-def _kept(gradient: str) -> tuple[int, str]:
+def _kept(gradient: str) -> tuple[Parts, Keep]:
     """Parts of a gradient, and which of their rows are kept."""
     return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
 
@@ -154,15 +162,15 @@ class _Split(NamedTuple):
     q: Tensor
     unit: Tensor
     squares: Tensor
-    parts: int
-    keep: str
+    parts: Parts
+    keep: Keep
     seeds: Tensor
 
     @classmethod
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
         """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
-        q, unit, squares = int4_bit_split(gradient, bits=4 * parts, seed=seeds[0:1])
+        q, unit, squares = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
         return cls(q, unit, squares, parts, keep, seeds)
 
     def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -223,16 +231,16 @@ class _Int4Layer(nn.Module):
     calibration: Tensor
     transposed = False
 
-    def _begin(self, int4: Int4, device: Any) -> None:
+    def _begin(self, int4: Int4) -> None:
         """Make the steps, once the weight is there."""
         outputs, inputs = self._sizes()
         reason = why_not(inputs, outputs, int4)
         if reason is not None:
             raise UsageError(reason)
-        self.int4 = int4
-        self.step_x = nn.Parameter(torch.ones(1, device=device))
-        self.step_w = nn.Parameter(torch.ones(1, device=device))
-        self.register_buffer("calibration", torch.zeros(3, device=device))
+        self.int4, device = int4, self.weight.device
+        self.step_x = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
+        self.step_w = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
+        self.register_buffer("calibration", torch.zeros(3, dtype=torch.float32, device=device))
         self._group: Group | None = None  # None before the first batch
         self._codes: MadeOfWeight[Codes] = MadeOfWeight()
 
@@ -265,13 +273,7 @@ class _Int4Layer(nn.Module):
         """(…, in) → (…, out), in the autocast dtype if there is one."""
         outputs, inputs = self._sizes()
         x = rows(input, inputs)
-        sample = seeds = None
-        if torch.is_grad_enabled():
-            if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
-                raise UsageError(
-                    f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
-                )
-            sample, seeds = _sampled(x.detach()), draw(3, x.device)
+        sample, seeds = self._drawn(x.detach())
         with torch.autocast(x.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
@@ -283,6 +285,19 @@ class _Int4Layer(nn.Module):
                 x, self.weight, self.bias, step_x, step_w, sample, seeds, setting, *codes
             )
         return y.reshape(*input.shape[:-1], outputs)
+
+    def _drawn(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The rows and the keys that backward needs of a batch; None where it will not run."""
+        sample = seeds = None
+        if backward_may_follow(self.training):
+            sample, seeds = _sampled(x), draw(3, x.device)
+        if not torch.is_grad_enabled():
+            return None, None
+        if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
+            raise UsageError(
+                f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
+            )
+        return sample, seeds
 
     def _codes_of(self, step: Tensor, group: Group) -> Codes:
         """The weight's codes, quantised once an optimizer step."""
@@ -311,7 +326,7 @@ class _Int4Layer(nn.Module):
         wanted = self.int4.group
         group = as_group(search_group(x)) if wanted == "search" else wanted
         if together and wanted == "search":
-            choice = torch.tensor(group, device=x.device)
+            choice = torch.tensor(group, dtype=torch.int64, device=x.device)
             dist.broadcast(choice, 0)
             group = as_group(int(choice))
         steps = [
@@ -322,6 +337,8 @@ class _Int4Layer(nn.Module):
         if together:
             dist.all_reduce(found)
             found /= dist.get_world_size()
+        # As it is kept, in a layer of BF16 say: checkpointing runs this batch again.
+        found = found.to(self.calibration.dtype)
         usable = (found > 0) & found.isfinite()
         if self.training and not _capturing(x) and bool(usable.all()):
             self.calibration.copy_(found)
@@ -382,12 +399,13 @@ class Int4Linear(_Int4Layer, nn.Linear):
         int4: the group of its transform, and how it treats gradients.
     """
 
+    @checked
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, int4: Int4 = DEFAULT,
-        device: Any = None, dtype: Any = None,
+        device: Placed = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self._begin(int4, device)
+        self._begin(int4)
 
     @classmethod
     def over(cls, linear: nn.Linear, int4: Int4) -> Int4Linear:
@@ -396,7 +414,7 @@ class Int4Linear(_Int4Layer, nn.Linear):
             linear.in_features, linear.out_features, linear.bias is not None, int4, device="meta"
         )
         new.weight, new.bias = linear.weight, linear.bias
-        new._begin(int4, linear.weight.device)
+        new._begin(int4)
         return new
 
     def reset_parameters(self) -> None:
@@ -418,7 +436,9 @@ class Int4Conv1D(_Int4Layer):
 
     transposed = True
 
+    @checked
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, int4: Int4 = DEFAULT) -> None:
         super().__init__()
+        checked_conv1d(weight, bias)
         self.weight, self.bias = weight, bias
-        self._begin(int4, weight.device)
+        self._begin(int4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.nn.linear import rows
-from jetfire.nn.products import FLOATS, checked_block, draw
+from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
 from jetfire.ops import (
     int8_dequantize,
     int8_layernorm,
     int8_layernorm_backward,
     int8_quantize,
 )
-from jetfire.ops.errors import UsageError
+from jetfire.ops.arguments import checked
 
 
 class _Int8LayerNormFunction(torch.autograd.Function):
@@ -57,17 +58,18 @@ class Int8LayerNorm(nn.LayerNorm):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
-    def __init__(self, width: int, eps: float = 1e-5, block: int = 32, device: Any = None,
-                 dtype: Any = None) -> None:  # fmt: skip
-        if not isinstance(width, int):
-            raise UsageError(f"Int8LayerNorm of {width}: expected one integer, the last dimension")
-        super().__init__(width, eps=eps, device=device, dtype=dtype)
+    @checked
+    def __init__(
+        self, width: int, eps: float = 1e-5, block: int = 32, device: Placed = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(index(width), eps=eps, device=device, dtype=dtype)
         self.block = checked_block(block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, width) → the same, in the autocast dtype if there is one."""
         x = rows(input, self.normalized_shape[0])
-        seeds = draw(2, x.device) if torch.is_grad_enabled() else None
+        seeds = keys_for_backward(2, x.device, self.training)
         with torch.autocast(x.device.type, enabled=False):
             y = _Int8LayerNormFunction.apply(x, self.weight, self.bias, seeds, self.block, self.eps)
         return y.reshape(input.shape)

@@ -14,14 +14,16 @@ from torch.autograd.function import once_differentiable
 from jetfire.nn.products import (
     FLOATS,
     Both,
+    Placed,
     QuantisedWeight,
     bias_gradient,
     checked_block,
-    draw,
+    keys_for_backward,
     product_of_transposes,
     quantised_gradient,
 )
 from jetfire.ops import int8_gemm, int8_quantize
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
 
@@ -67,12 +69,12 @@ class _Int8LinearFunction(torch.autograd.Function):
 
 def _apply(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Both,
-    transposed: bool, block: int,
+    transposed: bool, block: int, training: bool,
 ) -> torch.Tensor:  # fmt: skip
     """(…, in features) → (…, out features), in the autocast dtype if there is one."""
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
-    seed = draw(1, x.device) if torch.is_grad_enabled() else None
+    seed = keys_for_backward(1, x.device, training)
     with torch.autocast(x.device.type, enabled=False):
         y = _Int8LinearFunction.apply(x, weight, bias, seed, block, transposed, *codes)
     return y.reshape(*input.shape[:-1], outputs)
@@ -85,8 +87,11 @@ class Int8Linear(nn.Linear):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
-                 device: Any = None, dtype: Any = None) -> None:  # fmt: skip
+    @checked
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
+        device: Placed = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block = checked_block(block)
         self._quantised = QuantisedWeight()
@@ -97,7 +102,8 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) → (…, out_features), in the autocast dtype if there is one."""
-        return _apply(input, self.weight, self.bias, self.codes(), False, self.block)
+        codes = self.codes()
+        return _apply(input, self.weight, self.bias, codes, False, self.block, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"
@@ -111,8 +117,10 @@ class Int8Conv1D(nn.Module):
         block: 32, 64 or 128, the side of a quantisation block.
     """
 
+    @checked
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, block: int = 32) -> None:
         super().__init__()
+        checked_conv1d(weight, bias)
         self.weight, self.bias, self.block = weight, bias, checked_block(block)
         self._quantised = QuantisedWeight()
 
@@ -120,13 +128,27 @@ class Int8Conv1D(nn.Module):
         """(…, in) → (…, out), in the autocast dtype if there is one."""
         q, scale, qt, scale_t = self._quantised.of(self.weight, self.block)
         codes = Both(qt, scale_t, q, scale)
-        return _apply(input, self.weight, self.bias, codes, True, self.block)
+        return _apply(input, self.weight, self.bias, codes, True, self.block, self.training)
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
         return f"in_features={inputs}, out_features={outputs}, block={self.block}"
 
 
+def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:
+    """Look at the parameters of a linear layer whose weight is stored in×out.
+
+    Raises:
+        UsageError: their shapes do not belong together.
+    """
+    if weight.dim() != 2 or bias.shape != weight.shape[1:]:
+        raise UsageError(
+            f"weight of shape {tuple(weight.shape)}, bias of {tuple(bias.shape)}: "
+            "expected in×out and out"
+        )
+
+
+@checked
 def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, int]]:
     """The parameters that a model's INT8 linear layers multiply by, their codes and block.
 
@@ -144,13 +166,15 @@ def rows(input: torch.Tensor, width: int) -> torch.Tensor:
     """(…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
 
     Raises:
-        UsageError: it is of another dtype or width.
+        UsageError: it is no tensor, or of another dtype or width.
     """
-    kind = input.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    if not isinstance(input, torch.Tensor):
+        raise UsageError(f"input of type {type(input).__name__}: expected a tensor")
     if input.dtype not in FLOATS:
         raise UsageError(f"input of {input.dtype}: expected bfloat16, float16 or float32")
     if input.shape[-1:] != (width,):
         raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
     x = input.to(dtype).reshape(-1, width)
     return x if x.stride(1) == 1 else x.contiguous()

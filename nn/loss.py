@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from jetfire.nn.embedding import TiedGradient
+from jetfire.ops.arguments import checked
 from jetfire.ops.functional import cross_entropy, cross_entropy_backward
 
 
@@ -46,6 +47,7 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
     return (dlogits.t() @ x).to(dtype)
 
 
+@checked
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int | None = None,
     tied: TiedGradient | None = None,

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.products import Both, QuantisedWeight, stamp, weights_changed
 from jetfire.ops import int8_adamw
+from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import blocks_of
 
@@ -74,6 +75,7 @@ class AdamW(torch.optim.AdamW):
         model: what has the INT8 layers.
     """
 
+    @checked
     def __init__(
         self, params: ParamsT, lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
@@ -162,7 +164,7 @@ class AdamW(torch.optim.AdamW):
         def there(x: Any) -> torch.Tensor:
             if isinstance(x, torch.Tensor):
                 return x.to(device, torch.float32, non_blocking=True)
-            return torch.full((), float(x), device=device)
+            return torch.full((), float(x), dtype=torch.float32, device=device)
 
         rate = there(group["lr"])
         grad_scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))

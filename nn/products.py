@@ -14,6 +14,8 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Block, FloatName
 
 Made = TypeVar("Made")
+# Where a module's parameters are to be, as torch's own modules take it.
+Placed = torch.device | str | int | None
 _BLOCKS = get_args(Block)
 FLOATS: dict[torch.dtype, FloatName] = {
     torch.bfloat16: "bf16",
@@ -32,7 +34,7 @@ def checked_block(block: int) -> int:
     Raises:
         UsageError: kernels have no such blocks.
     """
-    if block not in _BLOCKS:
+    if block not in _BLOCKS or not isinstance(block, int):
         raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
     return block
 
@@ -56,6 +58,22 @@ def draw(count: int, device: torch.device) -> torch.Tensor:
     return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
 
+def backward_may_follow(training: bool) -> bool:
+    """Whether a module draws what its backward will need.
+
+    In training it draws without gradients too. Reentrant checkpointing runs forward so first, and
+    again with gradients in backward, from one state of torch's generator: dropout draws from it
+    too, and must find it the same both times. Evaluation without gradients draws nothing: a segment
+    in evaluation that drops all the same is not for reentrant checkpointing.
+    """
+    return training or torch.is_grad_enabled()
+
+
+def keys_for_backward(count: int, device: torch.device, training: bool) -> torch.Tensor | None:
+    """Keys of what a module's backward rounds; None in evaluation without gradients."""
+    return draw(count, device) if backward_may_follow(training) else None
+
+
 def quantised_gradient(gradient: torch.Tensor, block: int, seed: torch.Tensor) -> Both:
     """An m×n gradient rounded stochastically, so that the products of its codes are unbiased."""
     codes = int8_quantize(
@@ -72,7 +90,7 @@ def product_of_transposes(
     rows, columns, device = at[0].shape[0], bt[0].shape[0], at[0].device
     c = None
     if dtype == torch.float32 and device.type == "cuda" and rows * columns <= _FEW:
-        c = torch.zeros((rows, columns), device=device)
+        c = torch.zeros((rows, columns), dtype=dtype, device=device)
     return int8_gemm(*at, *bt, block=block, out=FLOATS[dtype], c=c)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from jetfire.ops.arguments import shown
 from jetfire.ops.errors import UsageError
 from jetfire.ops.hadamard_quantize import Group
 
@@ -18,9 +19,10 @@ def as_group(number: int) -> Group:
     Raises:
         UsageError: there is no such transform.
     """
-    if number not in GROUPS:
+    if not isinstance(number, int) or number not in GROUPS:
+        given = shown(number, True)
         raise UsageError(
-            f"group={number}: expected a power of two from 1 to {GROUPS[-1]}, or 'search'"
+            f"group{given}: expected a power of two from 1 to {GROUPS[-1]}, or 'search'"
         )
     return cast(Group, number)
 
@@ -42,11 +44,11 @@ class Int4:
     gradient: Gradient = "sampled"
 
     def __post_init__(self) -> None:
-        if self.group != "search":
+        if not isinstance(self.group, str) or self.group != "search":
             as_group(self.group)
-        if self.gradient not in get_args(Gradient):
+        if not isinstance(self.gradient, str) or self.gradient not in get_args(Gradient):
             choices = " or ".join(get_args(Gradient))
-            raise UsageError(f"gradient={self.gradient}: expected {choices}")
+            raise UsageError(f"gradient{shown(self.gradient, True)}: expected {choices}")
 
 
 DEFAULT = Int4()

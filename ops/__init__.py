@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 # What an op is made of, beside the ops themselves.
 _SHARED = {
+    "arguments",
     "check",
     "data",
     "device",
     "errors",
     "functional",
+    "inplace",
     "library",
     "machine_code",
     "op",

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.ops.data import Source
 from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Block, Check, Layout, Op, Problem, Tensors, quantised_outputs
+from jetfire.ops.op import (
+    Block,
+    Check,
+    Layout,
+    Op,
+    Problem,
+    Tensors,
+    at_least_zero,
+    quantised_outputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +51,7 @@ class AdamwProblem(Problem):
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}={value}: expected at least 0 and less than 1")
-        for name in ("eps", "decay"):
-            if not (value := getattr(self, name)) >= 0:
-                raise UsageError(f"{name}={value}: expected at least 0")
+        at_least_zero(self, "eps", "decay")
 
 
 class Adamw(Op):
@@ -68,12 +75,12 @@ class Adamw(Op):
             "grad": source.floats(*shape),
             "exp_avg": source.floats(*shape) * 0.1,
             "exp_avg_sq": source.floats(*shape).square(),
-            "rate": torch.full((), 1e-3, device=device),
-            "step": 1.0 + source.integers(1000),
+            "rate": torch.full((), 1e-3, dtype=torch.float32, device=device),
+            "step": 1 + source.integers(1000).float(),
         }
         if problem.guarded:
             inputs["grad_scale"] = 1 + source.normal().abs()
-            inputs["found_inf"] = torch.zeros((), device=device)
+            inputs["found_inf"] = torch.zeros((), dtype=torch.float32, device=device)
         return inputs
 
     def outputs(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:

@@ -17,6 +17,7 @@ from jetfire.ops.op import (
     Rounding,
     SameBits,
     Tensors,
+    at_least_zero,
     quantised_outputs,
 )
 
@@ -41,6 +42,10 @@ class AddProblem(Problem):
     rounding: Rounding = "nearest"
     layout: Layout = "q"
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_zero(self, "eps")
 
 
 class Add(Op):
@@ -79,7 +84,7 @@ class Add(Op):
         quantised = quantised_outputs(problem, device, problem.layout, m, problem.n)
         if problem.mode == "bwd":
             return {"dx": total, **quantised}
-        mean, rstd = (torch.empty(m, device=device) for _ in range(2))
+        mean, rstd = (torch.empty(m, dtype=torch.float32, device=device) for _ in range(2))
         return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
 
     def reference(self, problem: AddProblem, inputs: Tensors) -> Tensors:

@@ -68,7 +68,7 @@ class BitSplit(Op):
         device = inputs["x"].device
         return {
             "q": torch.empty((problem.rows, problem.n // 2), dtype=torch.int8, device=device),
-            "unit": torch.empty(1, device=device),
+            "unit": torch.empty(1, dtype=torch.float32, device=device),
             "squares": torch.empty(problem.rows, dtype=torch.int32, device=device),
         }
 

@@ -48,7 +48,12 @@ def first(mask: torch.Tensor) -> tuple[int, ...]:
             passed += int(part.to(torch.uint8).argmax())
             break
         passed += part.numel()
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(passed), mask.shape))
+    return tuple(
+        int(i)
+        for i in torch.unravel_index(
+            torch.tensor(passed, dtype=torch.int64, device="cpu"), mask.shape
+        )
+    )
 
 
 def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
@@ -150,7 +155,7 @@ def _scales(
     bound = rtol * expected.double().nan_to_num(0.0)
     give = 127 * bound if noise is None else 127 * bound + noise
     either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
-    bound = give / 127 + either * (1 + rtol) * TINY / 127
+    bound = give / 127 + either.double() * (1 + rtol) * TINY / 127
     edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
     over = edge if over is None else over | edge
     scale = torch.where(over, expected, scale)

@@ -44,7 +44,7 @@ class ColumnSum(Op):
     def outputs(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
         import torch
 
-        return {"sums": torch.empty(problem.n, device=inputs["qt"].device)}
+        return {"sums": torch.empty(problem.n, dtype=torch.float32, device=inputs["qt"].device)}
 
     def reference(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
         """The sums in float64, and a bound on what summing in fp32 may add."""

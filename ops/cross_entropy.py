@@ -66,7 +66,7 @@ class CrossEntropy(Op):
         inputs = {"logits": logits, "targets": targets}
         if problem.mode == "bwd":
             if device.type == "meta":
-                inputs["lse"] = torch.empty(m, device=device)
+                inputs["lse"] = torch.empty(m, dtype=torch.float32, device=device)
             else:
                 inputs["lse"] = forward(logits, targets, problem.columns)[1].float()
             inputs["dloss"] = source.normal(m)
@@ -79,7 +79,9 @@ class CrossEntropy(Op):
         if problem.mode == "bwd":
             dtype = float_dtype(problem.dtype)
             return {"dlogits": torch.empty((m, problem.n), dtype=dtype, device=device)}
-        return {name: torch.empty(m, device=device) for name in ("loss", "lse")}
+        return {
+            name: torch.empty(m, dtype=torch.float32, device=device) for name in ("loss", "lse")
+        }
 
     def reference(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
         """The outputs in float64, and bounds on what evaluation in fp32 may add."""
@@ -126,7 +128,9 @@ class CrossEntropy(Op):
 
         dloss, dtype = inputs["dloss"], logits.dtype
         kept = torch.log_softmax(logits.float(), dim=1)
-        weight = torch.zeros((), device=logits.device)  # of what a mean would divide by
+        weight = torch.zeros(
+            (), dtype=torch.float32, device=logits.device
+        )  # of what a mean would divide by
 
         def backward() -> Any:
             aten = torch.ops.aten

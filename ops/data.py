@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     import torch
 
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def _outlier(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Normal, with one column in 64 fifty times larger (LLM.int8, §3)."""
-    import torch
 
-    columns = torch.rand(shape[-1], generator=generator, device=generator.device) < 1 / 64
+    columns = _uniform(shape[-1:], generator) < 1 / 64
     return _normal(shape, generator) * (1 + 49 * columns)
 
 
@@ -37,21 +36,20 @@ def _heavy(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 def _gradient(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Rows whose size is log-normal around 1e-6, a tenth of them exactly zero."""
-    import torch
 
-    rows = torch.randn((*shape[:-1], 1), generator=generator, device=generator.device)
-    alive = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) > 0.1
+    rows = _normal((*shape[:-1], 1), generator)
+    alive = _uniform((*shape[:-1], 1), generator) > 0.1
     return _normal(shape, generator) * (2 * rows).exp() * 1e-6 * alive
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     import torch
 
-    return torch.rand(shape, generator=generator, device=generator.device)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return 1.0 - 2.0 * (_uniform(shape, generator) < 0.5)
+    return 1.0 - 2.0 * (_uniform(shape, generator) < 0.5).float()
 
 
 def _one_hot(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -82,7 +80,7 @@ def _alternating(shape: tuple[int, ...], generator: torch.Generator) -> torch.Te
 def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     import torch
 
-    return torch.zeros(shape, device=generator.device)
+    return torch.zeros(shape, dtype=torch.float32, device=generator.device)
 
 
 def _subnormal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -91,7 +89,10 @@ def _subnormal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tens
     import torch
 
     tiles = tuple(-(-size // 32) for size in shape)
-    powers = torch.tensor([-96, -99, -100, -101, -125, -135, -146], device=generator.device)
+    # Floats, of which ldexp makes fp32 powers of two; of integers it makes the default dtype's.
+    powers = torch.tensor(
+        [-96, -99, -100, -101, -125, -135, -146], dtype=torch.float32, device=generator.device
+    )
     power = powers[(_uniform(tiles, generator) * len(powers)).long()]
     for axis, size in enumerate(shape):
         power = power.repeat_interleave(32, axis).narrow(axis, 0, size)
@@ -124,7 +125,7 @@ def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tens
     if 1 in places:
         x[tuple(corner)] = -torch.inf
     if 2 in places:
-        kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], device=generator.device)
+        kinds = x.new_tensor([torch.nan, torch.inf, -torch.inf])
         drawn = (_uniform(rows[:1].shape, generator) * len(kinds)).long()
         rows[len(rows) // 2] = kinds[drawn[0]]
     if 3 in places:
@@ -192,7 +193,7 @@ class Source:
         import torch
 
         if self._generator is None:
-            return torch.empty(shape, device=self.device)
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
         return _normal(shape, self._generator)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
@@ -215,7 +216,7 @@ class Source:
         if self._generator is None:
             return (
                 torch.empty((m, n), dtype=torch.int8, device=self.device),
-                torch.empty(blocks_of(m, n, block), device=self.device),
+                torch.empty(blocks_of(m, n, block), dtype=torch.float32, device=self.device),
             )
         return quantize(self.floats(m, n, operand=operand), block)
 

@@ -103,7 +103,7 @@ class Dropout(Op):
 
         if problem.mode == "fwd":
             return peers.elementwise(forward, self.bytes(problem), x.device)
-        mask = torch.rand(x.shape, device=x.device) >= problem.p
+        mask = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= problem.p
 
         def backward() -> torch.Tensor:
             return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - problem.p))

@@ -20,10 +20,14 @@ from typing import Any, get_args
 import torch
 
 from jetfire.ops import library
+from jetfire.ops.arguments import checked
+from jetfire.ops.bit_split import Bits
 from jetfire.ops.errors import UsageError
 from jetfire.ops.gelu import Approximate
 from jetfire.ops.hadamard_quantize import Codes, Group
+from jetfire.ops.inplace import refuse_in_place
 from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
+from jetfire.ops.sample_rows import Keep, Parts
 
 Tensor = torch.Tensor
 _BLOCKS = get_args(Block)
@@ -39,11 +43,6 @@ _FLOAT_NAMES = tuple(library.FLOAT_NAMES.values())
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name}={value}: expected {' or '.join(str(c) for c in choices)}")
-
-
-def _number(name: str, value: Any) -> None:
-    if not isinstance(value, float | int):
-        raise UsageError(f"{name}={value}: expected a number")
 
 
 def _matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -107,6 +106,7 @@ def _checked_seed(seed: Tensor | None, like: Tensor) -> Tensor:
     return seed
 
 
+@checked
 def int8_quantize(
     x: Tensor, *, block: Block = 32, rounding: Rounding = "nearest", seed: Tensor | None = None,
     layout: Layout = "q",
@@ -122,6 +122,7 @@ def int8_quantize(
     return tuple(library.quantize(x, seed, block, rounding, layout))
 
 
+@checked
 def int8_quantize_qkv(
     query: Tensor, key: Tensor, value: Tensor, *, block: Block = 32,
     rounding: Rounding = "nearest", seed: Tensor | None = None, layout: Layout = "q",
@@ -142,6 +143,7 @@ def int8_quantize_qkv(
     return tuple(library.quantize_qkv(query, key, value, seed, block, rounding, layout))
 
 
+@checked
 def int8_dequantize(
     q: Tensor, scale: Tensor, *, block: Block = 32, out: FloatName = "bf16"
 ) -> Tensor:
@@ -151,12 +153,14 @@ def int8_dequantize(
     return library.dequantize(q, scale, block, out)
 
 
+@checked
 def int8_transpose(q: Tensor, scale: Tensor, *, block: Block = 32) -> tuple[Tensor, Tensor]:
     """qt (int8 n×m) and scale_t, contiguous; nothing is requantised."""
     _codes("q", q, scale, block)
     return library.transpose(q, scale, block)
 
 
+@checked
 def int8_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, block: Block = 32,
     out: str = "bf16", bias: Tensor | None = None, c: Tensor | None = None,
@@ -167,7 +171,8 @@ def int8_gemm(
     Args:
         out: "bf16", "fp16", "fp32", or "int8" to requantise with `rounding` and `layout`.
         bias: fp32, n.
-        c: m×n contiguous of dtype `out`: the product is added to it, in place.
+        c: m×n contiguous of dtype `out`: the product is added to it, in place. It shares no memory
+            with another argument.
 
     Returns:
         C, m×n; for int8, q, scale and/or qt, scale_t.
@@ -183,6 +188,8 @@ def int8_gemm(
         bias = _vector("bias", bias, n, a)
     if c is not None:
         _accumulator(c, m, n, out, a)
+        read = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias}
+        refuse_in_place({"c": c}, read, adds=True)
         library.gemm_accumulate(c, *operands, bias, block)
         return c
     if out == "int8":
@@ -203,8 +210,9 @@ def _accumulator(c: Tensor, m: int, n: int, out: str, like: Tensor) -> None:
         raise UsageError(f"c has shape {tuple(c.shape)}: expected {(m, n)}, contiguous")
 
 
+@checked
 def int8_gelu(
-    x: Tensor, x_scale: Tensor, *, block: Block = 32, approximate: str = "tanh",
+    x: Tensor, x_scale: Tensor, *, block: Block = 32, approximate: Approximate = "tanh",
     rounding: Rounding = "nearest", seed: Tensor | None = None, layout: Layout = "q",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """gelu(x), quantised; `approximate` is "tanh" or "erf".
@@ -218,15 +226,16 @@ def int8_gelu(
     return tuple(library.gelu(x, x_scale, seed, block, approximate, rounding, layout))
 
 
+@checked
 def int8_gelu_backward(
     x: Tensor, x_scale: Tensor, dy: Tensor, dy_scale: Tensor, *, block: Block = 32,
-    approximate: str = "tanh", rounding: Rounding = "stochastic", seed: Tensor | None = None,
-    layout: Layout = "q", inplace: bool = False,
+    approximate: Approximate = "tanh", rounding: Rounding = "stochastic",
+    seed: Tensor | None = None, layout: Layout = "q", inplace: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`.
 
     Args:
-        inplace: write dx's codes over dy's (contiguous); `layout` is then "both".
+        inplace: write dx's codes over dy's (contiguous, apart from x's); `layout` is then "both".
     """
     _codes("x", x, x_scale, block)
     _codes("dy", dy, dy_scale, block, like=x)
@@ -241,6 +250,7 @@ def int8_gelu_backward(
     if layout != "both" or not dy.is_contiguous():
         raise UsageError(f"inplace with layout={layout}, strides {dy.stride()}: expected "
                          "layout=both and contiguous dy")  # fmt: skip
+    refuse_in_place({"dy": dy}, {"x": x})
     scale, qt = dy_scale.new_empty(dy_scale.shape), dy.new_empty(dy.shape[::-1])
     scale_t = scale.new_empty(scale.shape[::-1])
     library.gelu_backward_inplace(
@@ -249,6 +259,7 @@ def int8_gelu_backward(
     return dy, scale, qt, scale_t
 
 
+@checked
 def int8_layernorm(
     x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor, *, mean: Tensor | None = None,
     rstd: Tensor | None = None, block: Block = 32, eps: float = 1e-5,
@@ -270,13 +281,13 @@ def int8_layernorm(
         raise UsageError("mean and rstd: expected both or neither")
     if mean is not None and rstd is not None:
         mean, rstd = _vector("mean", mean, m, x), _vector("rstd", rstd, m, x)
-    _number("eps", eps)
     seed = _seed(rounding, seed, layout, x)
     return tuple(
         library.layernorm(x, x_scale, weight, bias, mean, rstd, seed, block, eps, rounding, layout)
     )
 
 
+@checked
 def int8_layernorm_backward(
     x: Tensor, x_scale: Tensor, dy: Tensor, dy_scale: Tensor, weight: Tensor, mean: Tensor,
     rstd: Tensor, *, block: Block = 32, rounding: Rounding = "stochastic",
@@ -305,6 +316,7 @@ def _addends(name: str, x: Tensor, y: Tensor, y_scale: Tensor, block: Block) -> 
     _codes(name, y, y_scale, block, like=x)
 
 
+@checked
 def int8_add(
     x: Tensor, y: Tensor, y_scale: Tensor, *, block: Block = 32, eps: float = 1e-5,
     rounding: Rounding = "nearest", seed: Tensor | None = None, layout: Layout = "q",
@@ -316,11 +328,11 @@ def int8_add(
         rstd (with `eps`) of its rows, fp32, m.
     """
     _addends("y", x, y, y_scale, block)
-    _number("eps", eps)
     seed = _seed(rounding, seed, layout, x)
     return tuple(library.add(x, y, y_scale, seed, block, eps, rounding, layout))
 
 
+@checked
 def int8_add_backward(
     dsum: Tensor, dq: Tensor, dq_scale: Tensor, *, block: Block = 32,
     rounding: Rounding = "stochastic", seed: Tensor | None = None, layout: Layout = "q",
@@ -335,15 +347,13 @@ def int8_add_backward(
     return tuple(library.add_backward(dsum, dq, dq_scale, seed, block, rounding, layout))
 
 
-def _droppable(
-    q: Tensor, scale: Tensor, seed: Tensor, p: float, block: Block, layout: Layout
-) -> None:
+def _droppable(q: Tensor, scale: Tensor, seed: Tensor, block: Block, layout: Layout) -> None:
     _codes("q", q, scale, block)
     _checked_seed(seed, q)
-    _number("p", p)
     _choice("layout", layout, _LAYOUTS)
 
 
+@checked
 def int8_dropout(
     q: Tensor, scale: Tensor, seed: Tensor, *, p: float = 0.1, block: Block = 32,
     layout: Layout = "q",
@@ -353,19 +363,21 @@ def int8_dropout(
     Returns:
         As `layout` says: q, scale and/or qt, scale_t.
     """
-    _droppable(q, scale, seed, p, block, layout)
+    _droppable(q, scale, seed, block, layout)
     return tuple(library.dropout(q, scale, seed, p, block, layout))
 
 
+@checked
 def int8_dropout_backward(
     q: Tensor, scale: Tensor, seed: Tensor, *, p: float = 0.1, block: Block = 32,
     layout: Layout = "q",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of `int8_dropout` with the same seed, from its output's gradient."""
-    _droppable(q, scale, seed, p, block, layout)
+    _droppable(q, scale, seed, block, layout)
     return tuple(library.dropout_backward(q, scale, seed, p, block, layout))
 
 
+@checked
 def int8_column_sum(qt: Tensor, scale_t: Tensor, *, block: Block = 32) -> Tensor:
     """The column sums (fp32, n) of an m×n tensor from its transposed copy: a bias's gradient."""
     _codes("qt", qt, scale_t, block)
@@ -385,6 +397,7 @@ def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
         raise UsageError(f"valid={valid}: expected 1 to {columns}, the columns of logits")
 
 
+@checked
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, valid: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -400,6 +413,7 @@ def cross_entropy(
     return library.cross_entropy(logits, targets.contiguous(), valid)
 
 
+@checked
 def cross_entropy_backward(
     logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, *, valid: int | None = None,
     inplace: bool = False,
@@ -409,7 +423,7 @@ def cross_entropy_backward(
     Args:
         lse: from `cross_entropy`.
         dloss: fp32, m.
-        inplace: overwrite the logits, and return them.
+        inplace: overwrite the logits, whose rows do not overlap, and return them.
     """
     _labelled(logits, targets, valid)
     m = logits.shape[0]
@@ -417,6 +431,7 @@ def cross_entropy_backward(
     operands = (logits, targets.contiguous(), lse, dloss, valid)
     if not inplace:
         return library.cross_entropy_backward(*operands)
+    refuse_in_place({"logits": logits}, {"targets": operands[1], "lse": lse, "dloss": dloss})
     library.cross_entropy_backward_inplace(*operands)
     return logits
 
@@ -460,6 +475,7 @@ def _room(
     return dict(zip(wanted, out, strict=True))
 
 
+@checked
 def int8_adamw(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rate: Tensor, step: Tensor,
     *, block: Block = 32, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
@@ -469,8 +485,10 @@ def int8_adamw(
     """A step of AdamW in place, and the codes of the new param, rounded to nearest.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: fp32 m×n, all but grad contiguous.
-        rate, step: fp32, one element; `step` counts this one too.
+        param, grad, exp_avg, exp_avg_sq: fp32 m×n, all but grad contiguous. What is written shares
+            no memory with another argument.
+        rate, step: fp32, one element; `step` counts this one too. Below 1 it is refused on a CPU;
+            on a GPU, which nothing waits for, what it gives is NaN.
         decay: decoupled: param is multiplied by 1 − rate·decay first.
         grad_scale, found_inf: fp32, one element; both or neither. The gradient is divided by the
             one; where the other is not 0 nothing changes, and the codes are those of param as it
@@ -480,21 +498,22 @@ def int8_adamw(
     Returns:
         As `layout` says: q, scale and/or qt, scale_t.
     """
-    for name, x in (("param", param), ("grad", grad), ("exp_avg", exp_avg),
-                    ("exp_avg_sq", exp_avg_sq)):  # fmt: skip
+    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
+    for name, x in {**state, "grad": grad}.items():
         _same_shape(name, x, param)
-        if x is not grad:
-            _contiguous(name, x)
+    for name, x in state.items():
+        _contiguous(name, x)
     if (grad_scale is None) != (found_inf is None):
         raise UsageError("grad_scale and found_inf: expected both or neither")
-    for name, scalar in (("rate", rate), ("step", step), ("grad_scale", grad_scale),
-                         ("found_inf", found_inf)):  # fmt: skip
+    for name, scalar in scalars.items():
         if scalar is not None:
             _scalar(name, scalar, param)
     _choice("block", block, _BLOCKS)
     _choice("layout", layout, _LAYOUTS)
     m, n = param.shape
     codes = _room(out, m, n, block, layout, param)
+    refuse_in_place({**state, **codes}, {"grad": grad, **scalars})
     library.adamw(
         param, exp_avg, exp_avg_sq, *(codes.get(k) for k in ("q", "scale", "qt", "scale_t")), grad,
         rate, step, grad_scale, found_inf, block, beta1, beta2, eps, decay,
@@ -512,8 +531,9 @@ def _kind(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like
     return x.contiguous()
 
 
+@checked
 def int4_quantize(
-    x: Tensor, step: Tensor, *, group: int = 32, layout: Codes = "packed"
+    x: Tensor, step: Tensor, *, group: Group = 32, layout: Codes = "packed"
 ) -> tuple[Tensor, ...]:
     """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
 
@@ -534,9 +554,10 @@ def int4_quantize(
     return tuple(library.hadamard_quantize(x, step.view(1), group, layout))
 
 
+@checked
 def int4_quantize_backward(
     dx_hat: Tensor, *, q: Tensor | None = None, x: Tensor | None = None,
-    step: Tensor | None = None, group: int = 32, slots: Tensor | None = None,
+    step: Tensor | None = None, group: Group = 32, slots: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
@@ -560,7 +581,7 @@ def int4_quantize_backward(
         raise UsageError("slots and unit: expected both or neither")
     rows, n = dx_hat.shape
     if slots is not None and unit is not None:
-        rows = slots.shape[0]
+        rows = len(slots) if slots.dim() else 0
         slots = _kind("slots", slots, torch.int32, (rows, 2), dx_hat)
         _scalar("unit", unit, dx_hat)
         unit = unit.view(1)
@@ -577,8 +598,9 @@ def int4_quantize_backward(
     return found[0] if x is None else tuple(found)
 
 
+@checked
 def int4_bit_split(
-    x: Tensor, *, bits: int = 8, seed: Tensor | None = None
+    x: Tensor, *, bits: Bits = 8, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A gradient (m×n bf16, fp16 or fp32) as unit·(14·hi + lo), lo rounded stochastically.
 
@@ -590,13 +612,14 @@ def int4_bit_split(
         one element) and the sum of the squares of each row's codes (int32, 2m or m).
     """
     _matrix("x", x, _FLOATS)
-    _choice("bits", bits, (8, 4))
+    _choice("bits", bits, get_args(Bits))
     seed = _checked_seed(seed, x) if bits == 8 else None
     return library.bit_split(x, seed, bits)
 
 
+@checked
 def int4_sample_rows(
-    squares: Tensor, *, x_squares: Tensor | None = None, parts: int = 2, keep: str = "half",
+    squares: Tensor, *, x_squares: Tensor | None = None, parts: Parts = 2, keep: Keep = "half",
     seed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Which rows of a split gradient to multiply, drawn with probabilities as their norms are.
@@ -613,8 +636,8 @@ def int4_sample_rows(
         weight (fp32, for each of the rows) and slots (int32, m×2: where a row's two parts are in
         rows); for the weight's repeat (int8, for each of the rows).
     """
-    _choice("parts", parts, (2, 1))
-    _choice("keep", keep, ("half", "all"))
+    _choice("parts", parts, get_args(Parts))
+    _choice("keep", keep, get_args(Keep))
     m = squares.shape[0] // parts if squares.dim() == 1 else 0
     squares = _kind("squares", squares, torch.int32, (parts * m,), squares)
     if x_squares is not None:
@@ -623,6 +646,7 @@ def int4_sample_rows(
     return tuple(library.sample_rows(squares, x_squares, seed, parts, keep))
 
 
+@checked
 def int4_gather_rows(
     q: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
     repeat: Tensor | None = None, transpose: bool = False, wide: bool = False,
@@ -652,6 +676,7 @@ def int4_gather_rows(
     return library.gather_rows(q, rows, counts, repeat, transpose, wide)
 
 
+@checked
 def int4_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, packed: bool = False,
     bias: Tensor | None = None, weight: Tensor | None = None, counts: Tensor | None = None,
@@ -661,7 +686,7 @@ def int4_gemm(
 
     Args:
         packed: codes are two a byte, m×k/2 and n×k/2; else one in a byte's high half, but for a
-            weight's gradient, whose bytes are the numbers that are meant.
+            weight's gradient, whose bytes are the numbers that are meant. k is even either way.
         bias: fp32, n.
         weight, counts: of `int4_sample_rows`, for an input's gradient: row i is multiplied by
             weight[i], and what rows from counts[1] on hold is not said.

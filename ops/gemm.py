@@ -187,7 +187,9 @@ class Gemm(Op):
         from jetfire.reference.transpose import transpose
 
         bias = inputs.get("bias")
-        value = torch.zeros(problem.n, device=inputs["a"].device) if bias is None else bias
+        value = bias
+        if value is None:
+            value = torch.zeros(problem.n, dtype=torch.float32, device=inputs["a"].device)
         if problem.accumulate:
             outputs["c"] += value
         elif problem.out != "int8":

@@ -196,7 +196,7 @@ def first_step(x: torch.Tensor, group: int) -> torch.Tensor:
     from jetfire.reference.hadamard import initial_step, transform
 
     if x.device.type == "meta":
-        return torch.empty(1, device=x.device)
+        return torch.empty(1, dtype=torch.float32, device=x.device)
     return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
 
 

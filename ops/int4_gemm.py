@@ -52,7 +52,7 @@ class Int4GemmProblem(Problem):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k % 2:
-            raise UsageError(f"k={self.k}: expected an even number, of two codes a byte")
+            raise UsageError(f"k={self.k}: expected an even number, for wide codes too")
         if self.bias and self.product != "fwd":
             raise UsageError(f"bias=true product={self.product}: expected product=fwd")
         if self.operands == "packed" and self.product == "wgrad":
@@ -225,7 +225,7 @@ def _codes(
     if x.is_meta:
         return (
             torch.empty((rows, problem.row_bytes), dtype=torch.int8, device=x.device),
-            torch.empty(1, device=x.device),
+            torch.empty(1, dtype=torch.float32, device=x.device),
         )
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     mean = finite.abs().mean(dtype=torch.float64)
@@ -247,7 +247,7 @@ def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
     if a.is_meta:
         inputs["counts"] = torch.empty(2, dtype=torch.int32, device=device)
         if problem.product == "dgrad":
-            inputs["weight"] = torch.empty(problem.m, device=device)
+            inputs["weight"] = torch.empty(problem.m, dtype=torch.float32, device=device)
         return
     high, end = sampled(problem)
     inputs["counts"] = torch.tensor([high, end], dtype=torch.int32, device=device)

@@ -17,6 +17,7 @@ from jetfire.ops.op import (
     Rounding,
     SameBits,
     Tensors,
+    at_least_zero,
     quantised_outputs,
 )
 
@@ -47,6 +48,10 @@ class LayerNormProblem(Problem):
     rounding: Rounding = "nearest"
     layout: Layout = "q"
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_zero(self, "eps")
 
 
 class LayerNorm(Op):
@@ -85,7 +90,7 @@ class LayerNorm(Op):
             inputs["bias"] = 0.2 * source.normal(n)
         if backward or problem.stats == "given":
             if device.type == "meta":
-                mean, rstd = (torch.empty(m, device=device) for _ in range(2))
+                mean, rstd = (torch.empty(m, dtype=torch.float32, device=device) for _ in range(2))
             else:
                 mean, rstd = statistics(dequantize(x, x_scale, block), problem.eps)
             inputs |= {"mean": mean, "rstd": rstd}
@@ -99,9 +104,15 @@ class LayerNorm(Op):
         m, n, device = problem.m, problem.n, inputs["x"].device
         outputs = quantised_outputs(problem, device, problem.layout, m, n)
         if problem.mode == "bwd":
-            outputs |= {name: torch.empty(n, device=device) for name in ("dweight", "dbias")}
+            outputs |= {
+                name: torch.empty(n, dtype=torch.float32, device=device)
+                for name in ("dweight", "dbias")
+            }
         elif problem.stats == "row":
-            outputs |= {name: torch.empty(m, device=device) for name in ("mean", "rstd")}
+            outputs |= {
+                name: torch.empty(m, dtype=torch.float32, device=device)
+                for name in ("mean", "rstd")
+            }
         return outputs
 
     def reference(self, problem: LayerNormProblem, inputs: Tensors) -> Tensors:

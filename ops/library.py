@@ -74,7 +74,7 @@ def _plan(
     problem, empty = _problem(op, dict(fields))
     if empty:
         return op, problem, None, None
-    kernel, config = choose(op, problem, Device.of(torch.empty(0, device=device)))
+    kernel, config = choose(op, problem, Device.of(torch.empty(0, dtype=torch.int8, device=device)))
     _planned()[name, problem] = kernel
     return op, problem, kernel, config
 

@@ -107,6 +107,18 @@ class Problem:
         return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
 
 
+def at_least_zero(problem: Problem, *fields: str) -> None:
+    """Have fields of a problem be finite numbers of at least 0.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name in fields:
+        value = getattr(problem, name)
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name}={value}: expected a finite number of at least 0")
+
+
 @dataclass(frozen=True)
 class Check:
     """The outcome of comparing a kernel's outputs with the reference's.

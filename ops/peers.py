@@ -124,11 +124,11 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
         return [x.to(torch.float8_e4m3fn) for x in drawn(torch.bfloat16)]
 
     def scales(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, device=device) + 0.5
+        return torch.rand(shape, dtype=torch.float32, device=device) + 0.5
 
     def fp8() -> Thunk:
         _require_fp8(n, k, device)
-        one = torch.ones((), device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
         a, b = codes()
         return _fp8(a, b, one, one)
 

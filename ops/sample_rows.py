@@ -130,7 +130,7 @@ class SampleRows(Op):
         m, parts = problem.m, problem.parts
         scores = inputs["squares"].float().view(parts, m)
         if parts == 2:
-            scores = scores * torch.tensor([[196.0], [1.0]], device=scores.device)
+            scores = scores * scores.new_tensor([[196.0], [1.0]])
         if problem.product == "wgrad":
             scores = scores * inputs["x_squares"].float()
         p = (scores > 0).float().flatten()
@@ -143,7 +143,7 @@ class SampleRows(Op):
             level = left[some] / rest[some].clamp(min=1e-30)
             filled = torch.empty_like(p).scatter_(0, order, (w * level).clamp(max=1).float())
             p = torch.where(p.sum() <= m, p, filled)
-        ends = p.double().cumsum(0) + torch.rand((), device=p.device)
+        ends = p.double().cumsum(0) + torch.rand((), dtype=torch.float32, device=p.device)
         kept = ends.floor() > (ends - p.double()).floor()
         rows = (~kept).to(torch.int8).argsort(stable=True)
         return rows, kept.sum(), 1 / p[rows]

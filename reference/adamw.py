@@ -10,7 +10,7 @@ import torch
 
 def rounded(number: float) -> float:
     """A host's number as kernels get it: the nearest fp32."""
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def adamw(

@@ -39,7 +39,7 @@ def split(v: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         v: fp32 in [-98, 98], or up to two units in the last place beyond.
         draws: u·2^16, integers in [0, 65536).
     """
-    factor = torch.tensor(1 / HIGH).double()
+    factor = torch.tensor(1 / HIGH, dtype=torch.float32, device="cpu").double()
     high = (v.double() * factor).round().float()
     low = v + (128.0 + draws.float() * 2.0**-16 - HIGH * high)
     return high, low.floor() - 128.0

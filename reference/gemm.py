@@ -34,6 +34,8 @@ def gemm(
 ) -> torch.Tensor:
     """The product as the plain schedule rounds it: one fp32 FMA for each block of K, in order.
 
+    So do GPUs. On a CPU, in Triton's interpreter too, kernels round the product and the sum apart.
+
     Args:
         a: int8 m×k; a_scale: fp32 ⌈m/block⌉×⌈k/block⌉.
         b: int8 n×k; b_scale: fp32 ⌈n/block⌉×⌈k/block⌉.
@@ -43,7 +45,7 @@ def gemm(
     """
     m, k = a.shape
     n = b.shape[0]
-    c = torch.zeros((m, n), device=a.device)
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     for i in range(a_scale.shape[1]):
         part = slice(i * block, min(k, (i + 1) * block))
         inner = (a[:, part].double() @ b[:, part].double().t()).float()
@@ -136,9 +138,9 @@ def gemm_telescoped(
     """
     m, k = a.shape
     n, count = b.shape[0], a_scale.shape[1]
-    c = torch.zeros((m, n), device=a.device)
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     shift = telescoped_shift(a_scale, b_scale)
-    zero = torch.zeros(shift.shape, device=a.device)
+    zero = torch.zeros(shift.shape, dtype=torch.float32, device=a.device)
     scale = telescoped_scale(a_scale, b_scale, shift, 0)
     for i in range(count):
         part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block

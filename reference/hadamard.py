@@ -21,7 +21,7 @@ def floats(x: torch.Tensor) -> torch.Tensor:
 
 def factor(group: int) -> float:
     """1/√group, rounded to fp32."""
-    return torch.tensor(group**-0.5, dtype=torch.float32).item()
+    return torch.tensor(group**-0.5, dtype=torch.float32, device="cpu").item()
 
 
 def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def matrix(group: int) -> torch.Tensor:
 
     By Sylvester's construction, H_2g = [[H_g, H_g], [H_g, −H_g]].
     """
-    h = torch.ones((1, 1), dtype=torch.float64)
+    h = torch.ones((1, 1), dtype=torch.float64, device="cpu")
     while len(h) < group:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h * group**-0.5

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -144,17 +145,18 @@ def drawn(
         if at >= 0:
             rows[at], repeat[at] = i, times[i]
             weight[at] = factor * 2.0**32 / float(chances[i])
-    found = {
-        "rows": torch.tensor(rows, dtype=torch.int32),
-        "counts": torch.tensor([high, end], dtype=torch.int32),
-    }
+
+    def made(values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device="cpu")
+
+    found = {"rows": made(rows, torch.int32), "counts": made([high, end], torch.int32)}
     if product == "wgrad":
-        return {**found, "repeat": torch.tensor(repeat, dtype=torch.int8)}
+        return {**found, "repeat": made(repeat, torch.int8)}
     slots = [place[:m], place[m:] if parts == 2 else [-1] * m]
     return {
         **found,
-        "weight": torch.tensor(weight, dtype=torch.float64).float(),
-        "slots": torch.tensor(slots, dtype=torch.int32).t().contiguous(),
+        "weight": made(weight, torch.float64).float(),
+        "slots": made(slots, torch.int32).t().contiguous(),
     }
 
 

@@ -4,7 +4,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,51 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    dtypes = ["bfloat16", "float16", "float64"]
+    parser.addoption("--default-dtype", choices=dtypes, help="under which our own code is run")
+    parser.addoption("--default-device", choices=["meta", "cuda"], help="the same of devices")
+
+
+# What makes a test's own tensors.
+_OF_A_SHAPE = ("empty", "eye", "full", "ones", "rand", "randn", "zeros")
+_OF_VALUES = ("arange", "as_tensor", "linspace", "logspace", "randint", "randperm", "tensor")
+
+
+def _as_ever(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, under torch's own defaults."""
+
+    @wraps(make)
+    def call(*args: Any, **options: Any) -> Any:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return make(*args, **{"device": "cpu", **options})
+        finally:
+            torch.set_default_dtype(dtype)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Change the defaults that the command line names: our code must not mind them.
+
+    A test makes its tensors as ever, for it says what they are by what it asserts.
+    """
+    dtype, device = (request.config.getoption(f"--default-{name}") for name in ("dtype", "device"))
+    if dtype is None and device is None:
+        yield
+        return
+    makers = {name: _as_ever(getattr(torch, name)) for name in _OF_A_SHAPE + _OF_VALUES}
+    monkeypatch.setattr(request.module, "torch", SimpleNamespace(**{**vars(torch), **makers}))
+    torch.set_default_dtype(getattr(torch, dtype or "float32"))
+    torch.set_default_device(device)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

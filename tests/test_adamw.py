@@ -190,7 +190,7 @@ def test_bad_inputs(device):
         ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
          {"layout": "q", "out": (param, grad)}),
         ("beta1=1.0: expected at least 0 and less than 1", tensors, {"beta1": 1.0}),
-        ("decay=-1.0: expected at least 0", tensors, {"decay": -1}),
+        ("decay=-1.0: expected a finite number of at least 0", tensors, {"decay": -1}),
         ("layout=none: expected q or qt or both", tensors, {"layout": "none"}),
     ]  # fmt: skip
     for message, given, options in refused:

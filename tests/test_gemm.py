@@ -362,6 +362,25 @@ def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
     assert torch.equal(outputs["scale"], scale)
 
 
+@pytest.mark.parametrize("name", ["int_mm", "triton"])
+def test_a_cpu_rounds_the_product_and_the_sum_apart(name):
+    """What README says: not the FMA of a GPU, which differs by 1e-7."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is not chosen")
+    problem = ops.get("gemm").Problem(40, 33, 512, out="fp32")
+    inputs = ops.get("gemm").inputs(problem, torch.device("cpu"))
+    a, a_scale, b, b_scale = (inputs[x] for x in ("a", "a_scale", "b", "b_scale"))
+    expected = torch.zeros(40, 33)
+    for i in range(16):
+        part = slice(32 * i, 32 * i + 32)
+        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        expected += spread(a_scale[:, i, None] * b_scale[None, :, i], 32, 40, 33) * inner
+    c = launch(name, problem, inputs)["c"]
+    assert torch.equal(c, expected)
+    fused = gemm(a, a_scale, b, b_scale, 32)
+    assert 2e-8 < float((c - fused).norm() / fused.norm()) < 5e-7
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EXACT_KERNELS)
 @pytest.mark.parametrize("block", BLOCKS)

@@ -581,22 +581,6 @@ def test_reset():
     assert layer.steps is not None
 
 
-def test_draws_only_where_there_is_a_backward(device):
-    layer, x = layer_of(64, 48, Int4(), device), torch.randn(16, 64, device=device)
-
-    def state():
-        return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
-
-    before = state()
-    with torch.no_grad():
-        y = layer(x)
-    with torch.inference_mode():
-        layer(x)
-    assert torch.equal(state(), before)
-    assert torch.equal(layer(x), y)
-    assert not torch.equal(state(), before)
-
-
 def test_seed_repeats_gradients(device):
     layer = layer_of(64, 48, Int4(), device)
     x = torch.randn(80, 64, device=device, requires_grad=True)
@@ -610,25 +594,6 @@ def test_seed_repeats_gradients(device):
     first, again, other = gradients(1), gradients(1), gradients(2)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(first[i], other[i]) for i in (0, 1))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_gives_the_same_gradients(reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    layer, x = layer_of(64, 48, Int4()), outlying(80, 64)
-    layer(x)
-
-    def gradients(run):
-        torch.manual_seed(1)
-        x.grad = None
-        layer.zero_grad()
-        run(layer, x).square().sum().backward()
-        return [leaf.grad.clone() for leaf in (x, *layer.parameters())]
-
-    plain = gradients(lambda function, x: function(x))
-    kept = gradients(lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
 def test_refuses_to_be_differentiated_twice():

@@ -351,7 +351,7 @@ def test_refuses_in_one_line(device):
     refused("rounding=up: expected nearest or stochastic", int8.int8_quantize, x, rounding="up")
     refused("layout=None: expected q or qt or both", int8.int8_quantize, x, layout=None)
     refused("p=1.5: expected a probability in [0, 1)", int8.int8_dropout, q, scale, seed, p=1.5)
-    refused("p=half: expected a number", int8.int8_dropout, q, scale, seed, p="half")
+    refused("p='half': expected a number", int8.int8_dropout, q, scale, seed, p="half")
     refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, q, scale, out="int4")
     refused("out=int4: expected bf16 or fp16 or fp32 or int8",
             int8.int8_gemm, q, scale, q, scale, out="int4")  # fmt: skip

@@ -29,6 +29,7 @@ from jetfire.nn import (
     Int8Linear,
     Stream,
     linear_cross_entropy,
+    products,
 )
 from jetfire.nn import block as block_module
 from jetfire.ops.device import Device
@@ -486,7 +487,7 @@ def masks(monkeypatch):
         torch.manual_seed(7)  # attention draws next
         return seeds
 
-    monkeypatch.setattr(block_module, "draw", draw)
+    monkeypatch.setattr(products, "draw", draw)
     torch.manual_seed(7)
     weights = functional.dropout(torch.ones(BATCH, 2, TOKENS, TOKENS), DROPOUT) > 0
     threshold = drop_threshold(DROPOUT)

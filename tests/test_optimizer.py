@@ -253,7 +253,7 @@ def test_backward_through_overwritten_codes_is_refused(device):
 
 def test_parameters_without_gradient_and_of_other_kinds(device, quantised):
     """The one is skipped; a BF16 weight is torch's, and quantised when it has changed."""
-    layers = [Int8Linear(32, 32, device=device) for _ in range(3)]
+    layers = [Int8Linear(32, 32, device=device, dtype=torch.float32) for _ in range(3)]
     layers[1].to(torch.bfloat16)
     model = torch.nn.Sequential(*layers)
     optimizer = AdamW(model.parameters(), model=model)

@@ -56,7 +56,7 @@ class Scheduled(Kernel):
     def launch(self, problem, config, inputs, outputs):
         c = GEMM.reference(problem, inputs)["c"]
         if config.schedule == "telescoped":
-            c = c * (1 + self.size * torch.sign(torch.arange(c.shape[1]) % 2 - 0.5))
+            c = c * (1 + self.size * torch.sign(torch.arange(c.shape[1]).double() % 2 - 0.5))
         outputs["c"].copy_(c)
 
     def noise(self, problem, config, inputs):

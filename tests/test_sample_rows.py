@@ -208,7 +208,7 @@ def test_special_scores(device, product, case):
         squares[m:] = 196
         squares[:m] = 1
     elif case == "steep":  # round after round of water-filling
-        squares[:] = (most * 0.75 ** torch.arange(2 * m)).int()
+        squares[:] = (most * 0.75 ** torch.arange(2 * m).float()).int()
         x_squares = x_squares.flip(0) // torch.arange(1, m + 1, dtype=torch.int32)
     elif case == "largest":
         squares[:] = most

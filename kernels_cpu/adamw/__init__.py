@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel, with_transpose
+from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Tensors
 from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize
@@ -31,9 +32,15 @@ class TorchAdamw(TorchKernel):
 def _updated(
     problem: Any, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, inputs: Tensors
 ) -> tuple[torch.Tensor, ...]:
-    """The parameter and its moments after the step, fp32."""
+    """The parameter and its moments after the step, fp32.
+
+    Raises:
+        UsageError: the step is below 1. Where a GPU holds it nobody looks, and the result is NaN.
+    """
     beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
     g, rate, step = inputs["grad"], float(inputs["rate"]), float(inputs["step"])
+    if not step >= 1:
+        raise UsageError(f"step={step:g}: expected at least 1, for it counts this step too")
     if problem.guarded:
         g = g / inputs["grad_scale"]
     m = (m * beta1).add_(g, alpha=1 - beta1)

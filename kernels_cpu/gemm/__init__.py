@@ -17,7 +17,7 @@ def product(
     """A (m×k)·Bᵀ (n×k) in fp32, m×n: int32 products of each block of K, scaled and summed."""
     m, k = a.shape
     n = b.shape[0]
-    c = torch.zeros((m, n))
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     for i in range(a_scale.shape[1]):
         part = slice(i * block, min(k, (i + 1) * block))
         inner = integers(a[:, part], b[:, part]).float()

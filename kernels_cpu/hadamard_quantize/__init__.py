@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from jetfire.kernels_cpu.common import TorchKernel
+from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Tensors
 from jetfire.reference.hadamard import factor
 from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier
@@ -46,11 +47,24 @@ def slabs(problem: Any) -> Iterator[slice]:
     return (slice(top, top + rows) for top in range(0, problem.m, rows))
 
 
+def _check_slots(slots: torch.Tensor, rows: int) -> None:
+    """Have slots name rows that there are, or none.
+
+    Raises:
+        UsageError: one does not. Where a GPU holds them nobody looks.
+    """
+    last = int(slots.max())
+    if last >= rows:
+        raise UsageError(f"slots name row {last}: expected rows of dx_hat, which has {rows}")
+
+
 class TorchHadamardQuantize(TorchKernel):
     op = "hadamard_quantize"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
         part = self._forward if problem.mode == "fwd" else self._backward
+        if problem.mode == "bwd" and problem.gathered:
+            _check_slots(inputs["slots"], len(inputs["dx_hat"]))
         found = [part(problem, inputs, slab) for slab in slabs(problem)]
         results = {name: torch.cat([slab[name] for slab in found]) for name in found[0]}
         if problem.mode == "fwd":

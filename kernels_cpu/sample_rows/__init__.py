@@ -51,12 +51,12 @@ class TorchSampleRows(TorchKernel):
         unit = 2.0**30 / roots.max() if bool(roots.any()) else 0.0
         budget = m if problem.keep == "half" else parts * m
         chance = chances((roots * unit).ceil().long(), budget, LEAST[problem.product])
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), chance.cumsum(0)]) + offset(seed)
+        ends = torch.cat([chance.new_zeros(1), chance.cumsum(0)]) + offset(seed)
         counted = ends >> 32  # kept rows before each row
         kept = (counted[1:] > counted[:-1]).nonzero().flatten()
         high = int(counted[m]) if parts == 2 else 0
         start = -(-high // SEGMENT) * SEGMENT
-        number = torch.arange(len(kept))
+        number = torch.arange(len(kept), device=kept.device)
         place = number + (number >= high) * (start - high)
         end = start + -(-(len(kept) - high) // SEGMENT) * SEGMENT
         room = capacity(m, parts, problem.product, problem.keep)
@@ -64,13 +64,13 @@ class TorchSampleRows(TorchKernel):
         def placed(values: torch.Tensor, padding: int = 0) -> torch.Tensor:
             return values.new_full((room,), padding).index_copy_(0, place, values)
 
-        results = {"rows": placed(kept, -1), "counts": torch.tensor([start, end])}
+        results = {"rows": placed(kept, -1), "counts": kept.new_tensor([start, end])}
         chance = chance[kept].double()
         if problem.product == "wgrad":
             bits = random_u16(seed, 1, parts * m, STREAM_SAMPLING, row0=1).flatten()[kept]
-            return {**results, "repeat": placed((2.0**32 / chance + bits / 65536).floor())}
-        slots = torch.full((2 * m,), -1).index_copy_(0, kept, place)
-        weight = placed(factor[kept] * 2.0**32 / chance)
+            return {**results, "repeat": placed((2.0**32 / chance + bits.double() / 65536).floor())}
+        slots = kept.new_full((2 * m,), -1).index_copy_(0, kept, place)
+        weight = placed(factor[kept].double() * 2.0**32 / chance)
         return {**results, "weight": weight, "slots": slots.view(2, m).t()}
 
 

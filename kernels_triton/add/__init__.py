@@ -195,7 +195,7 @@ class TritonAdd(TritonKernel):
             )  # fmt: skip
             return
         x, y, y_scale = (inputs[name] for name in ("x", "y", "y_scale"))
-        partial = torch.empty((2, across, m), device=x.device)
+        partial = torch.empty((2, across, m), dtype=torch.float32, device=x.device)
         add_forward_kernel[(bands * across,)](
             x, y, y_scale, outputs["sum"], *quantised, outputs["mean"], outputs["rstd"], partial,
             counters(x.device, bands), inputs.get("seed"), m, n, x.stride(0), y.stride(0),

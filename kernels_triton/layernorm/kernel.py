@@ -133,9 +133,9 @@ def _backward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: T
     sizes = (m, n, x.stride(0), x_scale.stride(0), dy.stride(0), dy_scale.stride(0))
     across = ceil_div(n, STEP_RUNS * RUN)
     down = ceil_div(m, STEP_ROWS * config.steps)
-    by_row = torch.empty((2, across, m), device=x.device)
-    by_column = torch.empty((2, down, n), device=x.device)
-    slope_offset = torch.empty((2, m), device=x.device)
+    by_row = torch.empty((2, across, m), dtype=torch.float32, device=x.device)
+    by_column = torch.empty((2, down, n), dtype=torch.float32, device=x.device)
+    slope_offset = torch.empty((2, m), dtype=torch.float32, device=x.device)
     gluon.sums_kernel[(across, down)](
         x, x_scale, dy, dy_scale, inputs["weight"], mean, rstd, *by_row, *by_column, *sizes,
         R=STEP_ROWS, STEPS=config.steps, RUNS=STEP_RUNS, BLOCK=problem.block,

@@ -224,8 +224,8 @@ def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensor
     m, n = problem.m, problem.n
     given = (x, x_scale, dy, dy_scale, inputs["weight"], inputs["mean"], inputs["rstd"])
     sizes = (m, n, x.stride(0), x_scale.stride(0), dy.stride(0), dy_scale.stride(0))
-    means = torch.empty((2, m), device=x.device)
-    parts = torch.empty((2, ceil_div(m, config.tile_m), n), device=x.device)
+    means = torch.empty((2, m), dtype=torch.float32, device=x.device)
+    parts = torch.empty((2, ceil_div(m, config.tile_m), n), dtype=torch.float32, device=x.device)
     grid, options = _by_rows(problem)
     row_sums_kernel[grid](*given, *means, *sizes, **options)
     grid, options = _by_tile(problem, config)

@@ -1,0 +1,138 @@
+"""Say which argument of a call is of another type than its function's annotations ask for.
+
+Types are looked at where a call has failed: a model calls these functions some hundred times per
+step, and a call that succeeds pays 0.2 µs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import cache, wraps
+from numbers import Integral, Real
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jetfire.ops.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What annotations ask for, by the names of their types.
+_NAMES = {
+    "Tensor": "a tensor",
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "NoneType": "None",
+}
+_SHOWN = (bool, int, float, str, type(None))
+_LONGEST = 40  # characters of a value in a message
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a call that fails name the first argument that its annotation does not allow.
+
+    Raises:
+        UsageError: in place of whatever such an argument led to.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            wrong = mistake(function, args, options)
+            if wrong is None:
+                raise
+            raise UsageError(wrong) from error
+
+    return call
+
+
+def mistake(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> str | None:
+    """The first argument of another type than its annotation, in one line; None if there is none.
+
+    None too where they do not fit the function's parameters, of which Python has told.
+    """
+    signature, hints = _parameters(function)
+    try:
+        given = signature.bind(*args, **options).arguments
+    except TypeError:
+        return None
+    for name, value in given.items():
+        if name in hints and not fits(value, hints[name]):
+            named = any(get_origin(choice) is Literal for choice in _choices(hints[name]))
+            return f"{name}{shown(value, named)}: expected {_described(hints[name])}"
+    return None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    """A function's signature, and the annotations of its parameters, but for ``*`` and ``**``."""
+    signature, hints = inspect.signature(function), get_type_hints(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in several:
+            hints.pop(name, None)
+    return signature, hints
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of anything else itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether an annotation allows a value; one that is not understood allows all."""
+    return any(_fits(value, choice) for choice in _choices(hint))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(hint))
+    if origin is tuple:
+        parts = [part for part in get_args(hint) if part is not ...]
+        return isinstance(value, tuple | list) and all(fits(one, parts[0]) for one in value)
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint in (int, float):
+        kind: Any = Integral if hint is int else Real
+        number = isinstance(value, kind) or type(value).__name__ in ("SymInt", "SymFloat")
+        return number and not isinstance(value, bool)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _described(hint: Any) -> str:
+    """What an annotation allows, for a message."""
+    return " or ".join(dict.fromkeys(_name(choice) for choice in _choices(hint)))
+
+
+def _name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a tuple, each {_described(get_args(hint)[0])}"
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
+    return _NAMES.get(name, f"a {name}")
+
+
+def shown(value: Any, named: bool = False) -> str:
+    """A value for a message: itself if it is a number or text, else its type.
+
+    Args:
+        named: it was to be one of some names, which messages have without quotes.
+    """
+    if isinstance(value, _SHOWN):
+        text = str(value) if named and str(value).isprintable() else repr(value)
+        return f"={text if len(text) <= _LONGEST else f'{text[: _LONGEST - 1]}…'}"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f" is of type {module}{kind.__qualname__}"

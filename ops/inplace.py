@@ -1,0 +1,67 @@
+"""Refuse what a function cannot write in place: torch refuses it of its own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from jetfire.ops.errors import UsageError
+
+Tensor = torch.Tensor
+
+
+def refuse_in_place(
+    written: Mapping[str, Tensor], read: Mapping[str, Tensor | None], adds: bool = False
+) -> None:
+    """Look at the tensors that a call writes, and at those that it reads beside them.
+
+    Args:
+        written: matrices with contiguous rows.
+        adds: a constant is added to what is written: its gradient is then right as it is, and it
+            may require grad if it is no leaf.
+
+    Raises:
+        UsageError: one that is written requires grad while gradients are recorded, or shares
+            memory with itself or another tensor of the call.
+    """
+    if torch.is_grad_enabled():
+        for name, x in written.items():
+            if x.requires_grad and not (adds and not _is_of_a_leaf(x)):
+                kind = "is a leaf that requires" if adds else "requires"
+                raise UsageError(f"{name} {kind} grad: expected torch.no_grad() to write it")
+    for name, x in written.items():
+        if not x.is_contiguous() and x.stride(0) < x.shape[1]:
+            raise UsageError(f"{name} has strides {x.stride()}: expected rows that do not overlap")
+    if not torch.compiler.is_compiling():  # what is traced has no memory
+        _refuse_shared(written, read)
+
+
+def _is_of_a_leaf(x: Tensor) -> bool:
+    base = x._base if x._is_view() else x
+    return base is not None and base.is_leaf
+
+
+def _refuse_shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor | None]) -> None:
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, x in (*written.items(), *read.items()):
+        if x is not None:
+            by_storage.setdefault(x.untyped_storage()._cdata, []).append((name, x))
+    for held in by_storage.values():
+        for i, (name, x) in enumerate(held):
+            for other, y in held[:i]:
+                if other in written and _meet(x, y):
+                    raise UsageError(f"{name} and {other} share memory: expected another {other}, "
+                                     "which is written")  # fmt: skip
+
+
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """Whether the stretches of one storage from first to last element have bytes in common."""
+    (first, end), (other_first, other_end) = _span(x), _span(y)
+    return first < other_end and other_first < end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    first, size = int(x.storage_offset()), x.element_size()
+    last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return first * size, (last + 1) * size

@@ -1,0 +1,332 @@
+"""Arguments of wrong types and values, and tensors that cannot be written: one true line."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jetfire.nn import (
+    AdamW,
+    Int4,
+    Int4Conv1D,
+    Int4Linear,
+    Int8Block,
+    Int8Conv1D,
+    Int8GELU,
+    Int8LayerNorm,
+    Int8Linear,
+    convert,
+    linear_cross_entropy,
+    quantised_weights,
+    tied_embedding,
+)
+from jetfire.ops import functional
+from jetfire.ops.arguments import checked, mistake
+from jetfire.ops.errors import UsageError
+from jetfire.tests import functions
+
+WRONG = {
+    "none": None,
+    "text": "text",
+    "array": np.ones((40, 64), np.float32),
+    "list": [1.0, 2.0],
+    "float": 1.5,
+    "nan": math.nan,
+    "integer": 3,
+    "negative": -1,
+    "bool": True,
+    "object": object(),
+    "dtype": torch.float32,
+    "module": nn.ReLU(),
+    "complex": torch.ones(40, 64) * 1j,
+    "integers": torch.ones(40, 64, dtype=torch.int64),
+    "floats": torch.ones(40, 64),
+    "scalar": torch.ones(()),
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.ones(1).to("meta"),
+}
+
+
+def told(function, keywords, allowed=()):
+    """None where a call works, else the one line in which it was refused."""
+    try:
+        function(**keywords)
+    except (UsageError, *allowed) as error:
+        message, ours = str(error), isinstance(error, UsageError)
+    else:
+        return None
+    assert message == message.strip() != ""
+    assert message.isprintable()
+    assert len(message) < 200 or not ours
+    return message
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    return functions.arguments()
+
+
+@pytest.mark.parametrize("name", functions.names())
+def test_functions(arguments, name):
+    """Whatever an argument is: it works, or it is refused, and where its type is wrong by name."""
+    function = getattr(functional, name)
+    for good in arguments[name]:
+        for key in good:
+            for wrong in WRONG.values():
+                keywords = {**good, key: wrong}
+                mistaken = mistake(function, (), keywords)
+                message = told(function, keywords)
+                assert message is None or mistaken is None or message == mistaken
+                assert mistaken is None or mistaken.startswith(key)
+
+
+CONSTRUCTORS = {
+    Int8Linear: {
+        "in_features": 64,
+        "out_features": 32,
+        "bias": True,
+        "block": 32,
+        "device": None,
+        "dtype": None,
+    },
+    Int8LayerNorm: {"width": 64, "eps": 1e-5, "block": 32, "device": None, "dtype": None},
+    Int8GELU: {"approximate": "tanh", "block": 32},
+    Int8Block: {"width": 64, "heads": 2, "dropout": 0.1, "block": 32, "device": None},
+    Int8Conv1D: {
+        "weight": nn.Parameter(torch.ones(64, 32)),
+        "bias": nn.Parameter(torch.ones(32)),
+        "block": 32,
+    },
+    Int4Linear: {
+        "in_features": 64,
+        "out_features": 32,
+        "bias": True,
+        "int4": Int4(),
+        "device": None,
+        "dtype": None,
+    },
+    Int4Conv1D: {
+        "weight": nn.Parameter(torch.ones(64, 32)),
+        "bias": nn.Parameter(torch.ones(32)),
+        "int4": Int4(),
+    },
+    Int4: {"group": 32, "gradient": "sampled"},
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRUCTORS)
+def test_constructors(kind):
+    """A layer that was given nonsense says so at once, in our words or, of sizes, in torch's."""
+    x = torch.ones(4, 64)
+    for key in CONSTRUCTORS[kind]:
+        for name, wrong in WRONG.items():
+            keywords = {**CONSTRUCTORS[kind], key: wrong}
+            if key == "device" and isinstance(wrong, int):
+                continue  # the number of a GPU
+
+            def build(keywords=keywords):
+                layer = kind(**keywords)
+                if isinstance(layer, nn.Module) and not isinstance(layer, Int8Block):
+                    layer(x[:, : getattr(layer, "in_features", 64)])
+
+            message = told(build, {}, allowed=(RuntimeError,))
+            if key == "eps" and name in ("nan", "negative"):
+                assert "eps=" in message
+
+
+MODEL = nn.Sequential(nn.Linear(32, 32))
+
+
+def refused(function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: functional.int8_quantize(x.numpy()),
+            "x is of type numpy.ndarray: expected a tensor",
+        ),
+        (lambda x: functional.int8_quantize(x.tolist()), "x is of type list: expected a tensor"),
+        (
+            lambda x: functional.int8_quantize(x, rounding="stochastic", seed=3),
+            "seed=3: expected a tensor or None",
+        ),
+        (lambda x: functional.int8_quantize(x, block=32.0), "block=32.0: expected 32 or 64 or 128"),
+        (
+            lambda x: functional.int8_quantize(x, rounding="up" * 99),
+            f"rounding={'up' * 19}u…: expected nearest or stochastic",
+        ),
+        (lambda x: functional.int4_quantize(x, 0.5), "step=0.5: expected a tensor"),
+        (lambda x: convert(MODEL, None), "recipe=None: expected text or a Recipe"),
+        (lambda x: convert(None, "bf16"), "model=None: expected a Module"),
+        (lambda x: convert(MODEL, "bf16", skip="head"), "skip='head': expected a tuple, each text"),
+        (lambda x: linear_cross_entropy(x, None, x), "weight=None: expected a tensor"),
+        (lambda x: tied_embedding(x, x.long(), None), "tied=None: expected a TiedGradient"),
+        (lambda x: quantised_weights(x), "model is of type torch.Tensor: expected a Module"),
+        (lambda x: AdamW(MODEL.parameters(), model=None), "model=None: expected a Module"),
+        (
+            lambda x: AdamW(MODEL.parameters(), lr="3", model=MODEL),
+            "lr='3': expected a number or a tensor",
+        ),
+        (lambda x: Int8Linear(32, 32)(x.numpy()), "input of type ndarray: expected a tensor"),
+        (lambda x: Int8Block(32, 2)(x, 1), "stream of type Tensor: expected a Stream"),
+        (lambda x: Int8Block(32, 0), "width=32: expected a multiple of heads=0"),
+        (
+            lambda x: Int4(group=32.0),
+            "group=32.0: expected a power of two from 1 to 1024, or 'search'",
+        ),
+        (
+            lambda x: Int8Conv1D(nn.Parameter(x), nn.Parameter(x)),
+            "weight of shape (32, 32), bias of (32, 32): expected in×out and out",
+        ),
+    ],
+)
+def test_messages(call, message):
+    assert refused(call, torch.ones(32, 32)) == message
+
+
+@pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["int8_layernorm", "int8_add", "int8_adamw"])
+def test_eps(arguments, name, eps):
+    message = refused(getattr(functional, name), **{**arguments[name][0], "eps": eps})
+    assert message == f"eps={eps}: expected a finite number of at least 0"
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
+def test_probability(arguments, p):
+    keywords = {**arguments["int8_dropout"][0], "p": p}
+    assert refused(functional.int8_dropout, **keywords).startswith(f"p={p}: expected")
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, math.nan])
+def test_a_step_of_adamw_is_counted_from_one(arguments, step):
+    keywords = {**arguments["int8_adamw"][0], "step": torch.tensor([step])}
+    before = keywords["param"].clone()
+    message = f"step={step:g}: expected at least 1, for it counts this step too"
+    assert refused(functional.int8_adamw, **keywords) == message
+    assert torch.equal(keywords["param"], before)
+
+
+def test_odd_k_of_wide_codes(arguments):
+    a, one = torch.ones(4, 33, dtype=torch.int8), torch.ones(1)
+    message = "k=33: expected an even number, for wide codes too"
+    assert refused(functional.int4_gemm, a, one, a, one) == message
+
+
+def test_slots_that_name_no_row(arguments):
+    keywords = arguments["int4_quantize_backward"][1]
+    few = {**keywords, "dx_hat": keywords["dx_hat"][:3]}
+    assert "expected rows of dx_hat, which has 3" in refused(
+        functional.int4_quantize_backward, **few
+    )
+
+
+def test_other_errors_are_left_as_they_are():
+    @checked
+    def fails(number: int) -> None:
+        raise ZeroDivisionError(number)
+
+    with pytest.raises(ZeroDivisionError, match="3"):
+        fails(3)
+    with pytest.raises(UsageError, match=r"^number='3': expected an integer$") as error:
+        fails("3")
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'number'"):
+        fails()
+
+
+def test_a_call_that_succeeds_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr("jetfire.ops.arguments.mistake", None)
+    functional.int8_quantize(torch.ones(32, 32))
+
+
+# What is written in place
+
+
+def leaf(x):
+    return x.clone().requires_grad_()
+
+
+def written(name, call):
+    """The arguments that a call writes, by name: a function of their tensors."""
+    keywords = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    return keywords, {
+        "int8_gemm": ("c",), "int8_gelu_backward": ("dy",),
+        "cross_entropy_backward": ("logits",), "int8_adamw": ("param", "exp_avg", "exp_avg_sq"),
+    }[name]  # fmt: skip
+
+
+IN_PLACE = {"int8_gemm": 2, "int8_gelu_backward": 1, "cross_entropy_backward": 1, "int8_adamw": 0}
+
+
+@pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw"])
+def test_a_leaf_that_requires_grad_is_not_written(arguments, name):
+    function = getattr(functional, name)
+    for key in written(name, arguments[name][IN_PLACE[name]])[1]:
+        keywords, _ = written(name, arguments[name][IN_PLACE[name]])
+        whole = leaf(keywords[key])
+        for x in (whole, whole.view_as(whole)):
+            before = x.detach().clone()
+            message = refused(function, **{**keywords, key: x})
+            assert message.startswith(key)
+            assert "requires grad: expected torch.no_grad()" in message
+            assert torch.equal(x, before)
+        with torch.no_grad():
+            function(**{**keywords, key: whole})
+        assert not torch.equal(whole, before)
+
+
+def test_what_is_no_leaf_is_added_to_with_its_gradient(arguments):
+    keywords = arguments["int8_gemm"][2]
+    x = leaf(keywords["c"])
+    y = functional.int8_gemm(**{**keywords, "c": 3 * x})
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_rows_that_overlap_are_not_written(arguments):
+    keywords, _ = written("cross_entropy_backward", arguments["cross_entropy_backward"][1])
+    for wide in (
+        keywords["logits"][:1].expand(functions.M, -1),
+        torch.zeros(9999).as_strided((functions.M, functions.N), (functions.N - 1, 1)),
+    ):
+        message = refused(functional.cross_entropy_backward, **{**keywords, "logits": wide})
+        strides = f"({wide.stride(0)}, 1)"
+        assert message == f"logits has strides {strides}: expected rows that do not overlap"
+    padded = torch.zeros(functions.M, functions.N + 8)[:, : functions.N]
+    found = functional.cross_entropy_backward(**{**keywords, "logits": padded})
+    assert found is padded
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("int8_gemm", "bias", "c"), ("int8_gelu_backward", "x", "dy"),
+        ("cross_entropy_backward", "lse", "logits"), ("cross_entropy_backward", "dloss", "logits"),
+        ("int8_adamw", "exp_avg_sq", "exp_avg"), ("int8_adamw", "grad", "param"),
+        ("int8_adamw", "rate", "exp_avg"),
+    ],
+)  # fmt: skip
+def test_what_is_written_shares_no_memory_with_another_argument(arguments, name, one, other):
+    keywords, _ = written(name, arguments[name][IN_PLACE[name]])
+    x = keywords[other]
+    shape = keywords[one].shape if one in keywords else (functions.N,)
+    keywords[one] = x.flatten()[: math.prod(shape)].view(shape)
+    message = refused(getattr(functional, name), **keywords)
+    assert message == f"{one} and {other} share memory: expected another {other}, which is written"
+
+
+def test_codes_are_written_apart(arguments):
+    keywords = arguments["int8_adamw"][0]
+    q, scale, _, scale_t = functional.int8_adamw(**keywords)
+    message = refused(functional.int8_adamw, **keywords, out=(q, scale, q, scale_t))
+    assert message == "qt and q share memory: expected another q, which is written"
+    whole = torch.zeros(2, *q.shape, dtype=torch.int8)
+    functional.int8_adamw(**keywords, out=(whole[0], scale, whole[1], scale_t))
+    assert torch.equal(whole[1], whole[0].t())
