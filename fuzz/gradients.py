@@ -152,18 +152,22 @@ def _cross_entropy(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Grad
 
 
 def _hadamard_quantize(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
-    """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not."""
+    """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not.
+
+    With a step that is not usable nothing is quantised: there is no gradient to compare with.
+    """
     from jetfire.reference.hadamard import matrix
+    from jetfire.reference.hadamard_quantize import multiplier
     from jetfire.reference.nibbles import unpack
 
     group, device = problem.group, inputs["dx_hat"].device
     h = matrix(group).to(device)
     upstream = _dense(inputs) if problem.gathered else inputs["dx_hat"].double()
     given = problem.given == "x"
+    if given and not bool(multiplier(inputs["step"], group)):
+        return []
     step = inputs["step"].double() if given else torch.ones(1, dtype=torch.float64, device=device)
     x = inputs["x"].double() if given else _transformed(unpack(inputs["q"]).double(), h)
-    if not bool((step > 0) & torch.isfinite(step)):
-        return []
     steps = step.expand(len(x)).clone().requires_grad_()  # its gradient comes by rows
     v = _transformed(x.requires_grad_(), h) / steps[:, None]
     q = v.detach().round().clamp(-8, 7)

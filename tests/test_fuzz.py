@@ -66,6 +66,14 @@ def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     assert run_case(Case.from_json(case.as_json()), here).kind is None
 
 
+def test_a_step_that_is_not_usable_has_no_gradient_to_compare_with():
+    """The example that failed on a right tree: (1/√group)/step overflows in fp32."""
+    fields = {"m": 2, "n": 32, "dtype": "fp32", "mode": "bwd", "given": "x", "gathered": True}
+    problem = ops.get("hadamard_quantize").Problem.parse(fields)
+    case = Case("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
+    assert run_case(case, Device.parse("cpu")) == Outcome()
+
+
 def test_a_kernel_for_another_device_is_passed_over():
     old, op = Device(kind="cuda", capability=(7, 0)), ops.get("quantize")
     report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), old, examples=10)
