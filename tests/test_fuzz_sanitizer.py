@@ -11,7 +11,9 @@ import pytest
 
 from jetfire import ops
 from jetfire.fuzz import Case, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
-from jetfire.fuzz.run import Mode, run_case
+from jetfire.fuzz.draw import Extent
+from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.run import run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
 
@@ -191,7 +193,8 @@ def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
     folder, pids = hanging
     load(file)
     pairs = [("transpose", "torch"), ("transpose", "odd")]
-    plan = jobs.Plan(pairs, [CPU], 5, 0, 40, jobs=2, loaded=(file,), sanitizer="memcheck")
+    extents = dict.fromkeys(pairs, Extent(5, 40))
+    plan = jobs.Plan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
     try:
         reports = jobs.run(plan, jobs.Results(plan))
         assert next(reports).kernel == "torch"
