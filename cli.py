@@ -385,7 +385,7 @@ def fuzz(
         int | None,
         typer.Option(
             parser=_integer("--examples"), metavar="INT",
-            help="Of each kernel (200; on the CPU 400, interpreted 40).",
+            help="Of each kernel (200; on the CPU 400, interpreted 60).",
         ),
     ] = None,
     budget: Annotated[

@@ -37,7 +37,7 @@ FRACTIONS = (1e-5, 0.1, 0.5, 0.9)  # of others
 PADDINGS = (0, 1, 3, 8, 16, 40)
 OFFSETS = (0, 1, 2, 4, 8, 16)
 MULTIPLES = (16, 32, 64, 128, 256)
-SHAPES = (*["any"] * 5, *["whole"] * 3, "near", "skinny")
+SHAPES = (*["any"] * 3, *["whole"] * 3, "near", "skinny", *["tiles"] * 2)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
 # Of tall problems: what counts of rows, of programs in a grid and of 16 bits end at.
@@ -82,7 +82,7 @@ class Extent:
 
 ON_A_GPU = Extent(examples=200, largest=2048)
 # A program costs some milliseconds there, an example a third of a second, 2^16 rows minutes.
-INTERPRETED = Extent(examples=40, largest=130, batch=10, tall=False)
+INTERPRETED = Extent(examples=60, largest=130, batch=10, tall=False)
 
 
 @dataclass(frozen=True)
@@ -283,17 +283,35 @@ def _whole(largest: int, rng: random.Random) -> int:
     return unit * rng.randint(1, largest // unit)
 
 
-def _sizes(op: Op, largest: int, rng: random.Random) -> dict[str, int]:
+def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, int]:
     """Of every dimension: any; all whole; all about the same; or one large and the others small."""
-    shape = rng.choice(SHAPES)
     if shape == "skinny":
-        return _long(op, rng.choice(op.dims), _size(SKINNY * largest, rng), rng)
+        unit, long = rng.choice((1, *MULTIPLES)), rng.randint(largest, SKINNY * largest)
+        size = max(1, long // unit * unit + rng.choice((-1, 0, 1)))
+        return _long(op, rng.choice(op.dims), size, rng)
     if shape == "whole":
         return _with_others(op, {name: _whole(largest, rng) for name in op.dims}, rng)
     if shape == "near":
         size = _size(largest, rng)
         return _with_others(op, {name: max(1, size + rng.randint(-2, 2)) for name in op.dims}, rng)
     return _with_others(op, {name: _size(largest, rng) for name in op.dims}, rng)
+
+
+def _about_tiles(
+    op: Op, tiles: Mapping[str, int], largest: int, rng: random.Random
+) -> dict[str, int]:  # fmt: skip
+    """Of each dimension some tiles, or nearly so; those without are small."""
+    sizes = {name: _size(THIN, rng) for name in op.dims}
+    for name, tile in tiles.items():
+        about = tile * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((-1, 0, 1, 5))
+        sizes[name] = min(max(1, about), SKINNY * largest)
+    return _with_others(op, sizes, rng)
+
+
+def _tiles(op: Op, config: Mapping[str, Any]) -> dict[str, int]:
+    """The tile of each dimension that a config has one for."""
+    found = {name: config.get(f"tile_{name}", config.get("tile")) for name in op.dims}
+    return {name: tile for name, tile in found.items() if tile is not None}
 
 
 def _long(op: Op, long: str, size: int, rng: random.Random) -> dict[str, int]:
@@ -386,9 +404,13 @@ class Batch:
         return Variant(flags, other=_other(self._target, problem, self._rng))
 
     def _any(self) -> Case | None:
+        op, largest, rng = self._target.op, self._target.largest, self._rng
         for _ in range(TRIES):
-            sizes = _sizes(self._target.op, self._target.largest, self._rng)
-            if (case := self._case(self._variant(), sizes)) is not None:
+            variant, shape = self._variant(), rng.choice(SHAPES)
+            case = self._case(variant, _sizes(op, shape, largest, rng))
+            if case is not None and shape == "tiles" and (tiles := _tiles(op, case.config)):
+                case = self._case(variant, _about_tiles(op, tiles, largest, rng))
+            if case is not None:
                 return case
         return None
 

@@ -127,10 +127,12 @@ LARGEST = (2 - 2.0**-7) * 2.0**127  # of bf16
 
 
 def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Within a factor of 16 of bf16's largest finite number, every eighth the number itself."""
+    """Within a factor of 16 of bf16's largest finite number; every eighth the number itself, every
+    eighth 0."""
     size = LARGEST * (-4 * _uniform(shape, generator)).exp2()
-    most = _uniform(shape, generator) < 1 / 8
-    return size.masked_fill(most, LARGEST) * _signs(shape, generator)
+    kind = _uniform(shape, generator)
+    size = size.masked_fill(kind < 1 / 8, LARGEST).masked_fill(kind > 7 / 8, 0.0)
+    return size * _signs(shape, generator)
 
 
 def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

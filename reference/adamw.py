@@ -1,11 +1,16 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) with a device's scalars, in float64.
 
-As torch's fused update has it: decay first, and scalars of the host rounded to fp32.
+As torch's fused update has it: decay first, and scalars of the host rounded to fp32. A second
+moment beyond fp32, in which it is kept, is infinite: with it the parameter does not move.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def rounded(number: float) -> float:
@@ -35,6 +40,7 @@ def adamw(
         g = g / float(grad_scale)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g.square()
+    v = v.masked_fill(v > LARGEST, math.inf)
     denominator = (v / (1 - beta2**t)).sqrt() + eps
     p = p * (1 - lr * decay) - lr / (1 - beta1**t) * m / denominator
     return p, m, v
