@@ -385,18 +385,18 @@ def fuzz(
         int | None,
         typer.Option(
             parser=_integer("--examples"), metavar="INT",
-            help="Of each kernel (200; on the CPU 400, interpreted 60).",
+            help="Of each kernel (200; on the CPU 500, interpreted 60).",
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h. (15m)"),
+        typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h. (30m)"),
     ] = None,
     largest: Annotated[
         int | None,
         typer.Option(
             parser=_integer("--largest"), metavar="INT",
-            help="Largest size drawn (2048; on the CPU 300, interpreted 130).",
+            help="Largest size drawn (2048; on the CPU 400, interpreted 130).",
         ),
     ] = None,
     jobs: Annotated[

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MOST_JOBS = 8  # for a GPU
-USUAL_S = 900.0  # in all, where neither examples nor a budget is asked for
+USUAL_S = 1800.0  # in all, where neither examples nor a budget is asked for
 # Of a case that may have been a race, which shows in some; and seconds after which none is begun.
 RACY_RUNS, RACY_S = 50, 60.0
 ENDED = ("timeout", "crash", "raised")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.fuzz.draw import TALL, UNCOUNTED, elements
+from jetfire.fuzz.draw import TALL, UNCOUNTED
 
 
 def is_huge(case: Case) -> bool:
     """Whether two of its sizes make a matrix of more elements than 32 bits count."""
-    return elements(ops.get(case.op), case.problem) > UNCOUNTED
+    dims = [case.problem[name] for name in ops.get(case.op).dims]
+    return any(a * b > UNCOUNTED for i, a in enumerate(dims) for b in dims[i + 1 :])
 
 
 def traits(case: Case, outcome: Outcome) -> list[str]:

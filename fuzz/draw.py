@@ -42,7 +42,7 @@ SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
 # Of tall problems: what counts of rows, of programs in a grid and of 16 bits end at.
 TALL = (2**16, 2**17, 2**15)
-MOST_OF_TALL = 2**22  # elements of a matrix
+MOST_OF_TALL = 2**26  # bytes that they move at the least
 UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
 _FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
@@ -60,8 +60,8 @@ class Extent:
         tall: some problems have 2^16 rows.
     """
 
-    examples: int | None = 400
-    largest: int = 300
+    examples: int | None = 500
+    largest: int = 400
     batch: int = 25
     tall: bool = True
 
@@ -97,7 +97,7 @@ class Target:
     op: Op
     kernel: Kernel
     device: Device
-    largest: int = 300
+    largest: int = 400
     tall: bool = True
     against: Kernel | None = None
 
@@ -348,12 +348,6 @@ def _taken(target: Target, flags: Mapping[str, Any], sizes: Mapping[str, int]) -
     return None
 
 
-def elements(op: Op, problem: Mapping[str, Any]) -> int:
-    """Of the largest matrix that two of the sizes make."""
-    sizes = sorted((problem[name] for name in op.dims), reverse=True)
-    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
-
-
 class Batch:
     """The cases of one batch, the same for the same target, number and state of the generator."""
 
@@ -421,13 +415,15 @@ class Batch:
             long, size = op.dims[turn % len(op.dims)], TALL[turn // len(op.dims) % len(TALL)]
             sizes = _long(op, long, size + rng.choice((-1, 0, 1, 33, 300)), rng)
             case = self._case(self._variant(), sizes)
-            if case is not None and elements(op, case.problem) <= MOST_OF_TALL:
+            if case and op.bytes(op.Problem.parse(case.problem)) <= MOST_OF_TALL:
                 return case
         return None
 
     def _data(self) -> str:
-        """A distribution, or one time in four two of them."""
+        """A distribution, or one time in four two of them; one time in 16 NaN and ±∞ for sure."""
         first, second = (self._rng.choice(list(DISTRIBUTIONS)) for _ in range(2))
+        if self._rng.random() < 1 / 16:
+            return "nonfinite"
         return f"{first}/{second}" if self._rng.random() < 0.25 else first
 
     def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Case | None:

@@ -202,7 +202,7 @@ def run_batch(
     search = _Search(target, executor, known or {}, most)
     try:
         for case in Batch(target, number, rng).cases(examples):
-            search.report.cut = time.monotonic() > deadline
+            search.report.cut = time.monotonic() >= deadline
             if search.report.cut or search.report.ended:
                 break
             search.try_case(case)
@@ -221,7 +221,7 @@ def run_huge(
     batch, search = Batch(target, 0, rng), _Search(target, executor, {})
     for _ in range(HUGE_TRIES):
         case = batch.huge()
-        if case is None or time.monotonic() > deadline or search.try_case(case).checked:
+        if case is None or time.monotonic() >= deadline or search.try_case(case).checked:
             break
     return search.done()
 
@@ -248,7 +248,7 @@ def fuzz_kernel(
     target = Target(op, kernel, device, extent.largest, extent.tall, against)
     executor = executor or InProcess(device)
     for number, wanted in extent.batches():
-        if report.ended or time.monotonic() > deadline:
+        if report.ended or time.monotonic() >= deadline:
             break
         batch = run_batch(
             target, number, wanted, seed, executor, deadline, report.failing, failures

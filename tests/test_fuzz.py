@@ -3,17 +3,21 @@
 import dataclasses
 
 import pytest
+import torch
 
 from jetfire import ops
-from jetfire.fuzz import Case, InProcess, Outcome, fuzz_kernel
+from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
+from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.search import ENDED, run_huge
 from jetfire.fuzz.simplify import simplify
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -340,3 +344,30 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
     assert not [case for case in seen if case.other and case.problem["n"] % 2]
     assert small.problem["n"] == 12
     assert small.other == Other("even", {})
+
+
+@pytest.mark.parametrize("name", ops.names())
+def test_edges_are_inputs_like_the_others(name):
+    """Of the same shapes and dtypes, the same for the same seed; matrices stay as they are."""
+    op, cpu = ops.get(name), torch.device("cpu")
+    flags = {"accumulate": True, "bias": True, "guarded": True, "rows": 40, "repeat": True}
+    flags |= {"given": "x", "gathered": True, "stats": "given", "rounding": "stochastic"}
+    known = op.Problem.__dataclass_fields__
+    for mode in op.modes:
+        for product in ("dgrad", "wgrad") if "product" in known else (None,):
+            drawn = {**flags, "mode": mode, "product": product, "operands": "wide", "out": "fp32"}
+            fields = {k: v for k, v in drawn.items() if k in known and v is not None}
+            if name in ("gemm", "int4_gemm"):
+                fields |= {"rounding": "nearest"} if name == "gemm" else {"bias": product is None}
+            problem = op.Problem.parse({**dict.fromkeys(op.dims, 256), **fields})
+            inputs, changed = op.inputs(problem, cpu), set()
+            for seed in range(8):
+                found = edges.apply(op, problem, inputs, seed)
+                again = edges.apply(op, problem, inputs, seed)
+                for key, was in inputs.items():
+                    assert (found[key].shape, found[key].dtype) == (was.shape, was.dtype), key
+                    assert torch.equal(bits(found[key]), bits(again[key]))
+                    changed |= set() if torch.equal(bits(found[key]), bits(was)) else {key}
+            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param", "logits"}
+            assert all(key in changed for key in inputs if key.startswith("seed"))
+            assert changed or name in ("column_sum", "dequantize", "transpose")
