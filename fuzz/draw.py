@@ -30,7 +30,7 @@ FLOATS: dict[str, tuple[float, ...]] = {
     "beta1": (0.0, 0.5, 0.9, 0.99),
     "beta2": (0.0, 0.9, 0.95, 0.99, 0.999, 0.9999),
     "decay": (0.0, 0.01, 0.1, 1.0),
-    "eps": (1e-12, 1e-8, 1e-5, 1e-3, 0.1, 1.0),
+    "eps": (0.0, 1e-12, 1e-8, 1e-5, 1e-3, 0.1, 1.0),
     "p": (0.0, 2.0**-18, 2.0**-16, 0.1, 0.5, 0.9, 1 - 2.0**-15, 1 - 2.0**-16, 1 - 2.0**-18),
 }
 FRACTIONS = (1e-5, 0.1, 0.5, 0.9)  # of others
@@ -413,7 +413,7 @@ class Batch:
         op, rng, turn = self._target.op, self._rng, self._number
         for _ in range(TRIES):
             long, size = op.dims[turn % len(op.dims)], TALL[turn // len(op.dims) % len(TALL)]
-            sizes = _long(op, long, size + rng.choice((-1, 0, 1, 33, 300)), rng)
+            sizes = _long(op, long, size + rng.choice((-2, -1, 0, 1, 33, 300)), rng)
             case = self._case(self._variant(), sizes)
             if case and op.bytes(op.Problem.parse(case.problem)) <= MOST_OF_TALL:
                 return case
