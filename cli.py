@@ -386,16 +386,20 @@ def fuzz(
     ] = None,
     examples: Annotated[
         int | None,
-        typer.Option(parser=_integer("--examples"), metavar="INT", help="A kernel (1000)."),
+        typer.Option(
+            parser=_integer("--examples"), metavar="INT",
+            help="Of each kernel (200; on the CPU 500, interpreted 60).",
+        ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
-    ] = "5m",
+        str | None,
+        typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h. (30m)"),
+    ] = None,
     largest: Annotated[
         int | None,
         typer.Option(
             parser=_integer("--largest"), metavar="INT",
-            help="Largest size drawn (2048; on the CPU 300).",
+            help="Largest size drawn (2048; on the CPU 400, interpreted 130).",
         ),
     ] = None,
     jobs: Annotated[
@@ -444,8 +448,9 @@ def fuzz(
         command.Asked(
             ops=() if not op or "all" in op else op, kernels=kernel or (), against=against,
             examples=examples, largest=largest, seed=seed,
-            budget_s=_duration("--budget", budget), jobs=jobs, device=device, load=load or (),
-            sanitizer=sanitizer, format=format_, output=output,
+            budget_s=None if budget is None else _duration("--budget", budget), jobs=jobs,
+            device=device, load=load or (), sanitizer=sanitizer, format=format_,
+            output=output,
         )
     )  # fmt: skip
 

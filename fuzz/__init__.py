@@ -1,10 +1,29 @@
-"""Random problems, configs, layouts and values against the reference; failures are made small."""
+"""Random problems, configs, layouts and values against the reference; failures are made small.
 
-from jetfire.fuzz.case import Case, Failure, Outcome
-from jetfire.fuzz.search import Report, fuzz_kernel
-from jetfire.fuzz.worker import Executor, InProcess, Isolated, load
+What runs cases is imported when it is asked for: importing this package imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetfire.fuzz.case import Case, Failure, Outcome
+    from jetfire.fuzz.search import Report, fuzz_kernel
+    from jetfire.fuzz.worker import Executor, InProcess, Isolated, load
 
 __all__ = [
     "Case", "Executor", "Failure", "InProcess", "Isolated", "Outcome", "Report", "fuzz_kernel",
     "load",
 ]  # fmt: skip
+_IN = {
+    "case": ("Case", "Failure", "Outcome"),
+    "search": ("Report", "fuzz_kernel"),
+    "worker": ("Executor", "InProcess", "Isolated", "load"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _IN.items():
+        if name in names:
+            return getattr(importlib.import_module(f"jetfire.fuzz.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,6 +39,7 @@ class Case:
             how many its first one is moved from an aligned address; none where not named.
         offset: by how many elements outputs that are updated are moved from an aligned address;
             others by 16 times as many.
+        edges: scalars, lists and parameters are at the ends of what they may be (`fuzz.edges`).
     """
 
     op: str
@@ -50,6 +51,7 @@ class Case:
     layout: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     offset: int = 0
     other: Other | None = None
+    edges: bool = False
 
     @property
     def id(self) -> str:

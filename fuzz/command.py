@@ -9,35 +9,42 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import platformdirs
+from typing import TYPE_CHECKING, Any
 
 from jetfire import ops
 from jetfire.core.files import check_writable, write
-from jetfire.fuzz import jobs, sanitize, store
+from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.case import Case, Failure
-from jetfire.fuzz.jobs import Pair, Plan, Results
-from jetfire.fuzz.search import Report
-from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, UsageError, WrongResultError
+from jetfire.ops.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
+
+if TYPE_CHECKING:
+    from jetfire.fuzz.draw import Extent
+    from jetfire.fuzz.jobs import Pair, Plan, Results
+    from jetfire.fuzz.search import Report
 
 SCHEMA = 1
-EXAMPLES, CPU_LARGEST, GPU_LARGEST, MOST_JOBS = 1000, 300, 2048, 8
+MOST_JOBS = 8  # for a GPU
+USUAL_S = 1800.0  # in all, where neither examples nor a budget is asked for
 # Of a case that may have been a race, which shows in some; and seconds after which none is begun.
 RACY_RUNS, RACY_S = 50, 60.0
 ENDED = ("timeout", "crash", "raised")
-SANITIZED_EXAMPLES, SANITIZED_S = 25, 300.0
-COUNTED = ("ragged", "one", "empty", "huge", "strided", "compared", "backward", "skipped")
+SANITIZED_EXAMPLES, SANITIZED_LARGEST, SANITIZED_USUAL_S = 25, 300, 3600.0
+SLOW_S = 300.0  # for a case, under a sanitizer or Triton's interpreter
+COUNTED = ("ragged", "one", "empty", "tall", "huge", "strided", "edges", "compared", "skipped")
 MESSAGE = 300  # characters of a failure's that its line has
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line's options; None where the device decides."""
+    """The command line's options; None where the device decides.
+
+    Attributes:
+        examples: of each kernel; budget_s: seconds in all. Where both are None, the usual examples
+            in `USUAL_S` at most; where one is, as much of it as the other allows.
+    """
 
     ops: Sequence[str] = ()
     kernels: Sequence[str] = ()
@@ -45,7 +52,7 @@ class Asked:
     examples: int | None = None
     largest: int | None = None
     seed: int = 0
-    budget_s: float = math.inf
+    budget_s: float | None = None
     jobs: int | None = None
     device: str = "auto"
     load: Sequence[Path] = ()
@@ -59,40 +66,71 @@ def fuzz(asked: Asked) -> None:
 
     Raises:
         WrongResultError: a kernel was wrong; each case that shows it has been printed and saved.
+        TimedOutError: time ended it before every kernel had its examples; or, of a budget without
+            a number of examples, before every kernel had one.
         UsageError: no such op, kernel or option; or none of the kernels runs on the device.
     """
-    for option in ("examples", "largest", "jobs"):
-        if (value := getattr(asked, option)) is not None and value < 1:
-            raise UsageError(f"--{option} {value}: expected at least 1")
-    if asked.format not in ("table", "json"):
-        raise UsageError(f"--format {asked.format}: expected table or json")
-    if asked.output is not None:
-        check_writable(asked.output)
+    _check(asked)
+    from jetfire.fuzz import jobs
+    from jetfire.fuzz.worker import load
+
     for file in asked.load:
         load(file)
-    # Hypothesis keeps what it knows of our sources there, else in the current folder.
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY",
-                          str(platformdirs.user_cache_path("jetfire") / "hypothesis"))  # fmt: skip
-    plan = _plan(asked)
-    results = Results(plan)
+    pairs = _pairs(asked)
+    plan = _plan(asked, pairs)
+    results = jobs.Results(plan)
+    elsewhere = [pair for pair in pairs if pair not in plan.extents]
     try:
         with _progress(plan) as step:
             for report in jobs.run(plan, results):
                 step(report.examples)
                 _say(report, plan, asked.format)
     finally:  # after Ctrl-C too
-        summary = _summary(plan, results)
+        summary = _summary(plan, results, elsewhere)
         _show(summary, asked.format)
         if asked.output is not None:
             write(asked.output, json.dumps(summary, indent=1) + "\n")
-    if not any(pair["examples"] for pair in summary["pairs"]):
-        raise UsageError(f"none of these kernels runs on {plan.devices[0].label}")
-    wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])
-    if wrong:
+    _judge(plan, summary)
+
+
+def _check(asked: Asked) -> None:
+    """What can be known of a request before torch is imported.
+
+    Raises:
+        UsageError: an option, op or file is not what it should be.
+    """
+    for option in ("examples", "largest", "jobs"):
+        if (value := getattr(asked, option)) is not None and value < 1:
+            raise UsageError(f"--{option} {value}: expected at least 1")
+    if asked.format not in ("table", "json"):
+        raise UsageError(f"--format {asked.format}: expected table or json")
+    for name in asked.ops:
+        ops.get(name)
+    for file in asked.load:
+        if not file.is_file():
+            raise UsageError(f"--load {file}: expected a Python file")
+    if asked.sanitizer is not None:
+        sanitize.parse(asked.sanitizer)
+    if asked.output is not None:
+        check_writable(asked.output)
+
+
+def _judge(plan: Plan, summary: dict[str, Any]) -> None:
+    """What a run ends with.
+
+    Raises:
+        JetfireError: as `fuzz` says.
+    """
+    label, pairs = plan.devices[0].label, summary["pairs"]
+    if not plan.extents:
+        raise UsageError(f"none of these kernels runs on {label}")
+    if wrong := sum(bool(pair["failures"]) for pair in pairs):
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
-    if plan.against is not None and not any(pair["compared"] for pair in summary["pairs"]):
-        raise UsageError(f"--against {plan.against}: nothing was compared on "
-                         f"{plan.devices[0].label}")  # fmt: skip
+    if summary["short"]:
+        raise TimedOutError(f"time ended before {len(summary['short'])} of {len(pairs)} kernels "
+                            "had their examples: raise --budget, or lower --examples")  # fmt: skip
+    if plan.against is not None and not any(pair["compared"] for pair in pairs):
+        raise UsageError(f"--against {plan.against}: nothing was compared on {label}")
 
 
 @contextlib.contextmanager
@@ -104,32 +142,61 @@ def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
+    counts = [extent.examples for extent in plan.extents.values()]
+    total = None if None in counts else sum(filter(None, counts))
     with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False,
                   redirect_stderr=False) as progress:  # fmt: skip
-        task = progress.add_task("examples", total=plan.examples * len(plan.pairs))
+        task = progress.add_task("examples", total=total)
         yield lambda examples: progress.update(task, advance=examples)
 
 
-def _plan(asked: Asked) -> Plan:
+def _plan(asked: Asked, pairs: Sequence[Pair]) -> Plan:
+    from jetfire.fuzz.jobs import Plan
+
     device = Device.parse(asked.device)
     tool = None if asked.sanitizer is None else _tool(asked.sanitizer, device)
     devices = _alike(device) if asked.device == "auto" else [device]
     on_gpu = device.kind == "cuda"
     count = min(MOST_JOBS * len(devices), (os.cpu_count() or 1) // 2) if on_gpu else 1
+    plain = asked.examples is None and asked.budget_s is None
+    usual_s = (SANITIZED_USUAL_S if tool else USUAL_S) if plain else math.inf
+    limit = usual_s if asked.budget_s is None else asked.budget_s
     return Plan(
-        pairs=_pairs(asked),
+        extents=_extents(asked, pairs, device),
         devices=devices,
-        examples=asked.examples or (SANITIZED_EXAMPLES if tool else EXAMPLES),
         seed=asked.seed,
-        largest=asked.largest or (GPU_LARGEST if on_gpu and not tool else CPU_LARGEST),
         jobs=asked.jobs or max(1, count),
-        deadline=time.monotonic() + asked.budget_s,
+        deadline=time.monotonic() + limit,
         against=asked.against,
         loaded=tuple(file.resolve() for file in asked.load),
-        case_s=SANITIZED_S if tool else CASE_S,
+        case_s=_case_s(device, tool),
         sanitizer=tool,
         device=asked.device,
     )
+
+
+def _extents(asked: Asked, pairs: Sequence[Pair], device: Device) -> dict[Pair, Extent]:
+    """How much of each pair that runs here; under a sanitizer less, as it makes all slow."""
+    from jetfire.fuzz.draw import usual
+
+    found = {}
+    for name, kernel in pairs:
+        extent = usual(ops.get(name), ops.get_kernel(name, kernel), device)
+        if extent is None:
+            continue
+        if asked.sanitizer is not None:
+            extent = replace(extent, examples=SANITIZED_EXAMPLES, largest=SANITIZED_LARGEST)
+        if asked.budget_s is not None:
+            extent = replace(extent, examples=None)
+        found[name, kernel] = extent.given(asked.examples, asked.largest)
+    return found
+
+
+def _case_s(device: Device, tool: sanitize.Tool | None) -> float:
+    """Seconds that a case may take."""
+    from jetfire.fuzz.worker import CASE_S
+
+    return SLOW_S if tool or device.interpreted else CASE_S
 
 
 def _tool(name: str, device: Device) -> sanitize.Tool:
@@ -201,32 +268,43 @@ def _say(report: Report, plan: Plan, form: str) -> None:
         store.save(failure, plan.devices[0], plan.loaded)
 
 
-def _summary(plan: Plan, results: Results) -> dict[str, Any]:
+def _summary(plan: Plan, results: Results, elsewhere: Sequence[Pair]) -> dict[str, Any]:
+    """What a run has come to, as its JSON has it.
+
+    Args:
+        elsewhere: the pairs that were asked for and that the device does not run.
+    """
     return {
         "schema": SCHEMA,
         "device": plan.devices[0].label,
         "devices": len(plan.devices),
         "jobs": plan.jobs,
         "seed": plan.seed,
-        "largest": plan.largest,
         "against": plan.against,
         "sanitizer": plan.sanitizer,
-        "out_of_time": time.monotonic() > plan.deadline,
-        "pairs": [
-            {
-                "op": report.op,
-                "kernel": report.kernel,
-                "examples": report.examples,
-                "seconds": round(report.seconds, 1),
-                "configs": len(report.configs),
-                "variants": len(report.variants),
-                "coverage": dict(sorted(report.coverage.items())),
-                "differing": report.differing,
-                "compared": report.compared,
-                "failures": [store.as_dict(failure) for failure in report.failures],
-            }
-            for report in results.pairs.values()
-        ],
+        "out_of_time": results.out_of_time,
+        "short": [" ".join(pair) for pair in results.short()],
+        "elsewhere": [" ".join(pair) for pair in elsewhere],
+        "pairs": [_row(report, plan) for report in results.pairs.values()],
+    }
+
+
+def _row(report: Report, plan: Plan) -> dict[str, Any]:
+    extent = plan.extents[report.op, report.kernel]
+    return {
+        "op": report.op,
+        "kernel": report.kernel,
+        "asked": extent.examples,
+        "largest": extent.largest,
+        "examples": report.examples,
+        "failing": dict(sorted(report.failing.items())),
+        "seconds": round(report.seconds, 1),
+        "configs": len(report.configs),
+        "variants": len(report.variants),
+        "coverage": dict(sorted(report.coverage.items())),
+        "differing": report.differing,
+        "compared": report.compared,
+        "failures": [store.as_dict(failure) for failure in report.failures],
     }
 
 
@@ -244,26 +322,40 @@ def _show(summary: dict[str, Any], form: str) -> None:
     for name in (*columns, *(["differing"] if against else []), "result"):
         table.add_column(name, justify="left" if name in ("op", "kernel", "result") else "right")
     for pair in summary["pairs"]:
-        if not pair["examples"]:
-            continue
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
-        right = "nothing compared" if against and not pair["compared"] else "ok"
-        result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else right
-        if known := pair["coverage"].get("known reports", 0):
-            result += f", known reports in {known}"
+        examples = str(pair["examples"])
+        if f"{pair['op']} {pair['kernel']}" in summary["short"] and pair["asked"]:
+            examples += f" of {pair['asked']}"
         table.add_row(
-            pair["op"], pair["kernel"], str(pair["examples"]), f"{pair['seconds']:.0f}",
-            str(pair["configs"]), *counts, *share, result,
+            pair["op"], pair["kernel"], examples, f"{pair['seconds']:.0f}",
+            str(pair["configs"]), *counts, *share, _result(pair, summary),
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    idle = [f"{pair['op']} {pair['kernel']}" for pair in summary["pairs"] if not pair["examples"]]
+    print(f"jetfire: {'; '.join(_notes(summary))}", file=sys.stderr)
+
+
+def _result(pair: dict[str, Any], summary: dict[str, Any]) -> str:
+    """A pair's last column."""
+    if pair["failures"]:
+        kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
+        result = f"[red]{', '.join(kinds)}[/red]"
+    elif f"{pair['op']} {pair['kernel']}" in summary["short"]:
+        result = "[red]out of time[/red]"
+    else:
+        result = "nothing compared" if summary["against"] and not pair["compared"] else "ok"
+    known = pair["coverage"].get("known reports", 0)
+    return f"{result}, known reports in {known}" if known else result
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    """What a run was, and what of it was left out."""
     notes = [f"seed {summary['seed']}, {summary['device']}"]
-    if idle:
-        notes.append(f"not run: {', '.join(idle)}")
     if summary["out_of_time"]:
         notes.append("the budget ended it")
-    print(f"jetfire: {'; '.join(notes)}", file=sys.stderr)
+    if elsewhere := summary["elsewhere"]:
+        notes.append(f"{len(elsewhere)} kernels do not run here: {', '.join(elsewhere)}")
+    return notes
 
 
 def reproduce(
@@ -279,6 +371,14 @@ def reproduce(
         UsageError: its kernel, or the one that it is compared with, does not run it here.
     """
     saved = store.find(name)
+    if saved.loaded and not saved.own and not loaded:
+        listed = ", ".join(ascii(str(file)) for file in saved.loaded)
+        raise UsageError(
+            f"--reproduce {name}: its kernels are those of {listed}, which are not run because a "
+            "file lists them: expected --load FILE for each"
+        )
+    from jetfire.fuzz.worker import Isolated, load
+
     runs = 1 if saved.kind in ENDED else RACY_RUNS
     files = [file.resolve() for file in loaded] or saved.loaded
     device = Device.parse(device_name)
@@ -287,7 +387,7 @@ def reproduce(
         load(file)
     if reason := _illegal(saved.case, device):
         raise UsageError(f"--reproduce {name}: {reason}")
-    limit, end = SANITIZED_S if tool else CASE_S, time.monotonic() + RACY_S
+    limit, end = _case_s(device, tool), time.monotonic() + RACY_S
     with contextlib.closing(Isolated(device, tuple(files), limit, tool)) as executor:
         outcome, run = executor.run(saved.case), 1
         while outcome.kind is None and run < runs and time.monotonic() < end:
@@ -298,7 +398,8 @@ def reproduce(
         raise UsageError(f"{name}: {outcome.message} on {device.label}")
     if outcome.failed:
         raise WrongResultError(f"{saved.case.id}: {outcome.kind}{after}: {outcome.message}")
-    print(f"ok on {device.label}{after} (it was {saved.kind}: {saved.message.splitlines()[0]})")
+    was = (saved.message.splitlines() or [""])[0]
+    print(f"ok on {device.label}{after} (it was {saved.kind}: {was})")
 
 
 def _illegal(case: Case, device: Device) -> str | None:

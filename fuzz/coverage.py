@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jetfire import ops
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.fuzz.draw import UNCOUNTED
+from jetfire.fuzz.draw import TALL, UNCOUNTED
 
 
 def is_huge(case: Case) -> bool:
@@ -24,7 +24,9 @@ def traits(case: Case, outcome: Outcome) -> list[str]:
         "ragged": any(size % max(block, 2) for size in dims),
         "whole": not any(size % 16 for size in dims),
         "one": 1 in dims,
+        "tall": max(dims) >= min(TALL) - 1,
         "huge": is_huge(case) and outcome.checked,
+        "edges": case.edges,
         "strided": any(padding for padding, _ in case.layout.values()),
         "moved": any(offset for _, offset in case.layout.values()) or case.offset > 0,
         "compared": case.other is not None,

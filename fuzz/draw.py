@@ -1,22 +1,20 @@
 """What is drawn: variants of a kernel that a batch shares, and the cases of each.
 
-To compile costs a second and more, to run some milliseconds. So a batch of examples has a few
-variants, each of flags, a config and a layout, all of which a kernel may be compiled for; sizes,
-values and seeds are drawn for every example.
+To compile costs a second and more, to run some milliseconds. So where kernels are compiled a batch
+of examples has a few variants, each of flags, a config and a layout, all of which a kernel may be
+compiled for; sizes, values and seeds are drawn for every example. Elsewhere all is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-from hypothesis import assume
-from hypothesis import strategies as st
 
 from jetfire.fuzz.case import Case, Other
 from jetfire.ops.data import DISTRIBUTIONS
@@ -25,19 +23,88 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Kernel, Op
 from jetfire.ops.workloads import RAGGED
 
-VARIANTS = 4  # of a batch
-TRIES = 60  # at flags that the op and the kernel take together, at a legal config
-FRACTIONS = (1e-5, 0.1, 0.5, 0.9)
+VARIANTS = 4  # of a batch, where kernels are compiled
+TRIES = 60  # at flags that the op and the kernel take together, at a legal config or problem
+# Of fields that are no integers, by name: where arithmetic changes, and between.
+FLOATS: dict[str, tuple[float, ...]] = {
+    "beta1": (0.0, 0.5, 0.9, 0.99),
+    "beta2": (0.0, 0.9, 0.95, 0.99, 0.999, 0.9999),
+    "decay": (0.0, 0.01, 0.1, 1.0),
+    "eps": (0.0, 1e-12, 1e-8, 1e-5, 1e-3, 0.1, 1.0),
+    "p": (0.0, 2.0**-18, 2.0**-16, 0.1, 0.5, 0.9, 1 - 2.0**-15, 1 - 2.0**-16, 1 - 2.0**-18),
+}
+FRACTIONS = (1e-5, 0.1, 0.5, 0.9)  # of others
 PADDINGS = (0, 1, 3, 8, 16, 40)
 OFFSETS = (0, 1, 2, 4, 8, 16)
 MULTIPLES = (16, 32, 64, 128, 256)
+SHAPES = (*["any"] * 3, *["whole"] * 3, "near", "skinny", *["tiles"] * 2)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
-_FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
-_NO_FUNCTION = ("hadamard_gemm",)
-SHAPES = (*["any"] * 6, *["whole"] * 3, "skinny")
+# Of tall problems: what counts of rows, of programs in a grid and of 16 bits end at.
+TALL = (2**16, 2**17, 2**15)
+MOST_OF_TALL = 2**26  # bytes that they move at the least
 UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
+_FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
+_NO_FUNCTION = ("hadamard_gemm",)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is drawn for a kernel.
+
+    Attributes:
+        examples: in all; None for as many as there is time for.
+        largest: the largest size, but for skinny, tall and huge problems.
+        batch: examples that are drawn together.
+        tall: some problems have 2^16 rows.
+    """
+
+    examples: int | None = 500
+    largest: int = 400
+    batch: int = 25
+    tall: bool = True
+
+    def given(self, examples: int | None, largest: int | None) -> Extent:
+        """This one with what is not None in place of its own."""
+        return dataclasses.replace(
+            self, examples=examples or self.examples, largest=largest or self.largest
+        )
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """Each batch's number and how many examples it has."""
+        for number in itertools.count():
+            left = self.batch if self.examples is None else self.examples - number * self.batch
+            if left <= 0:
+                return
+            yield number, min(self.batch, left)
+
+
+ON_A_GPU = Extent(examples=200, largest=2048)
+# A program costs some milliseconds there, an example a third of a second, 2^16 rows minutes.
+INTERPRETED = Extent(examples=60, largest=130, batch=10, tall=False)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What examples are drawn for.
+
+    Attributes:
+        largest, tall: an Extent's.
+        against: the kernel that its outputs are compared with.
+    """
+
+    op: Op
+    kernel: Kernel
+    device: Device
+    largest: int = 400
+    tall: bool = True
+    against: Kernel | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a variant of a kernel costs a compilation."""
+        return self.device.kind == "cuda"
 
 
 @dataclass(frozen=True)
@@ -66,18 +133,18 @@ def _is_size(annotation: Any) -> bool:
     return annotation is int or isinstance(annotation, UnionType)
 
 
-def _flag(annotation: Any, rng: random.Random) -> Any:
+def _flag(name: str, annotation: Any, rng: random.Random) -> Any:
     if isinstance(annotation, UnionType):  # `int | None`: whether there is one
         return rng.choice((None, 1))
     if get_origin(annotation) is Literal:
         return rng.choice(get_args(annotation))
     if annotation is bool:
         return rng.random() < 0.5
-    return rng.choice(FRACTIONS)
+    return rng.choice(FLOATS.get(name, FRACTIONS))
 
 
 def _flags(op: Op, rng: random.Random) -> dict[str, Any]:
-    drawn = {k: _flag(hint, rng) for k, hint in _fields(op).items() if hint is not int}
+    drawn = {k: _flag(k, hint, rng) for k, hint in _fields(op).items() if hint is not int}
     return {k: v for k, v in drawn.items() if not (_is_size(_fields(op)[k]) and v is not None)}
 
 
@@ -94,35 +161,46 @@ def sizes_of(op: Op) -> list[str]:
     return [name for name, hint in _fields(op).items() if _is_size(hint)]
 
 
-def variants(
-    op: Op, kernel: Kernel, device: Device, rng: random.Random, against: Kernel | None = None
-) -> list[Variant]:
+def usual(op: Op, kernel: Kernel, device: Device) -> Extent | None:
+    """How much is drawn where nothing else is asked for; None where the kernel does not run."""
+    if not _runs(op, kernel, device):
+        return None
+    if device.kind == "cuda":
+        return ON_A_GPU
+    plain = dataclasses.replace(device, interpreted=False)
+    return Extent() if plain == device or _runs(op, kernel, plain) else INTERPRETED
+
+
+def _runs(op: Op, kernel: Kernel, device: Device) -> bool:
+    """Whether a kernel takes any problem of some that are tried."""
+    return _typical(Target(op, kernel, device), random.Random(0)) is not None
+
+
+def variants(target: Target, rng: random.Random) -> list[Variant]:
     """A batch's: defaults in a plain layout first, then configs and layouts of two sets of flags.
 
     Empty where the kernel takes none of what was tried: it is for another device.
     """
     found: list[Variant] = []
-    for _ in range(TRIES):
-        flags = _flags(op, rng)
-        problem = _typical(op, kernel, flags, device)
-        if problem is None:
-            continue
-        first = Variant(flags, other=_other(kernel, problem, device, rng, against))
-        found += [first] + [
-            _variant(op, kernel, problem, flags, device, rng, against)
-            for _ in range(VARIANTS // 2 - 1)
-        ]
-        if len(found) >= VARIANTS:
+    while len(found) < VARIANTS:
+        typical = _typical(target, rng)
+        if typical is None:
             break
+        flags, problem = typical
+        found.append(Variant(flags, other=_other(target, problem, rng)))
+        found += [_variant(target, typical, rng) for _ in range(VARIANTS // 2 - 1)]
     return found
 
 
-def _typical(op: Op, kernel: Kernel, flags: Mapping[str, Any], device: Device) -> Any:
-    """A problem of some flags that the kernel takes, of a size that any should; None if none."""
-    for size in (128, 256, 1024):
-        problem = problem_of(op, flags, dict.fromkeys(sizes_of(op), size))
-        if problem is not None and _legal(kernel, problem, {}, device) is not None:
-            return problem
+def _typical(target: Target, rng: random.Random) -> tuple[dict[str, Any], Any] | None:
+    """Flags, and a problem of them that the kernel takes, of a size that any should."""
+    op = target.op
+    for _ in range(TRIES):
+        flags = _flags(op, rng)
+        for size in (128, 256, 1024):
+            problem = problem_of(op, flags, dict.fromkeys(sizes_of(op), size))
+            if problem is not None and _legal(target.kernel, problem, {}, target.device):
+                return flags, problem
     return None
 
 
@@ -142,16 +220,14 @@ def _config(kernel: Kernel, problem: Any, device: Device, rng: random.Random) ->
     return {}
 
 
-def _variant(
-    op: Op, kernel: Kernel, problem: Any, flags: Mapping[str, Any], device: Device,
-    rng: random.Random, against: Kernel | None,
-) -> Variant:  # fmt: skip
+def _variant(target: Target, typical: tuple[dict[str, Any], Any], rng: random.Random) -> Variant:
+    flags, problem = typical
     return Variant(
         flags,
-        _config(kernel, problem, device, rng),
-        _layout(op, problem, rng),
+        _config(target.kernel, problem, target.device, rng),
+        _layout(target.op, problem, rng),
         rng.choice(OFFSETS),
-        _other(kernel, problem, device, rng, against),
+        _other(target, problem, rng),
     )
 
 
@@ -169,61 +245,89 @@ def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, in
     }
 
 
-def _other(
-    kernel: Kernel, problem: Any, device: Device, rng: random.Random, against: Kernel | None
-) -> Other | None:
+def _other(target: Target, problem: Any, rng: random.Random) -> Other | None:
     """What to compare with: the kernel that is asked for, else half the time another config."""
+    kernel, against = target.kernel, target.against
     if against is not None:
-        return Other(against.name, _config(against, problem, device, rng))
+        return Other(against.name, _config(against, problem, target.device, rng))
     if rng.random() < 0.5:
         return None
-    fields = _config(kernel, problem, device, rng)
+    fields = _config(kernel, problem, target.device, rng)
     return Other(kernel.name, fields) if fields else None
 
 
+@cache
 def _primes(largest: int) -> list[int]:
     return [n for n in range(2, largest + 1) if all(n % i for i in range(2, int(n**0.5) + 1))]
 
 
-@cache
-def _size(largest: int) -> st.SearchStrategy[int]:
-    """Sizes around multiples of tiles, small ones, primes, 1, and any."""
-    near = [
-        size
-        for unit in MULTIPLES
-        for count in range(1, max(1, largest // unit) + 1)
-        for size in (unit * count, unit * count - 1, unit * count + 1)
-        if size <= largest
-    ]
-    parts = [
-        st.integers(1, min(largest, THIN)),
-        st.sampled_from(sorted(set(near)) or [1]),
-        st.sampled_from(_primes(largest) or [1]),
-        st.sampled_from([size for size in RAGGED if size <= largest]),
-        st.integers(1, largest),
-    ]
-    return st.one_of(parts)
+def _size(largest: int, rng: random.Random) -> int:
+    """One around a multiple of a tile, a small one, a prime, or any."""
+    kind = rng.randrange(5)
+    if kind == 0:
+        return rng.randint(1, min(largest, THIN))
+    if kind == 1:
+        unit = rng.choice(MULTIPLES)
+        near = unit * rng.randint(1, largest // unit + 1) + rng.choice((-1, 0, 1))
+        return max(1, min(largest, near))
+    if kind == 2:
+        return rng.choice(_primes(largest) or [1])
+    if kind == 3:
+        return rng.choice([size for size in RAGGED if size <= largest])
+    return rng.randint(1, largest)
 
 
-@cache
-def _whole(largest: int) -> st.SearchStrategy[int]:
-    """Multiples of 16 and of tiles: what kernels have faster ways for."""
-    units = [unit for unit in MULTIPLES if unit <= largest] or [1]
-    return st.sampled_from(units).flatmap(
-        lambda unit: st.integers(1, largest // unit).map(lambda count: unit * count)
-    )
+def _whole(largest: int, rng: random.Random) -> int:
+    """A multiple of 16 and of tiles: what kernels have faster ways for."""
+    unit = rng.choice([unit for unit in MULTIPLES if unit <= largest] or [1])
+    return unit * rng.randint(1, largest // unit)
 
 
-def _sizes(data: st.DataObject, op: Op, largest: int) -> dict[str, int]:
-    """Of every dimension: any; or all whole; or skinny, one large and the others small."""
-    names = sizes_of(op)
-    shape = data.draw(st.sampled_from(SHAPES), label="shape")
+def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, int]:
+    """Of every dimension: any; all whole; all about the same; or one large and the others small."""
     if shape == "skinny":
-        long = data.draw(st.sampled_from(names), label="long")
-        limits = {name: SKINNY * largest if name == long else THIN for name in names}
-        return {name: data.draw(_size(limits[name]), label=name) for name in names}
-    strategy = _whole(largest) if shape == "whole" else _size(largest)
-    return {name: data.draw(strategy, label=name) for name in names}
+        unit, long = rng.choice((1, *MULTIPLES)), rng.randint(largest, SKINNY * largest)
+        size = max(1, long // unit * unit + rng.choice((-1, 0, 1)))
+        return _long(op, rng.choice(op.dims), size, rng)
+    if shape == "whole":
+        return _with_others(op, {name: _whole(largest, rng) for name in op.dims}, rng)
+    if shape == "near":
+        size = _size(largest, rng)
+        return _with_others(op, {name: max(1, size + rng.randint(-2, 2)) for name in op.dims}, rng)
+    return _with_others(op, {name: _size(largest, rng) for name in op.dims}, rng)
+
+
+def _about_tiles(
+    op: Op, tiles: Mapping[str, int], largest: int, rng: random.Random
+) -> dict[str, int]:  # fmt: skip
+    """Of each dimension some tiles, or nearly so; those without are small."""
+    sizes = {name: _size(THIN, rng) for name in op.dims}
+    for name, tile in tiles.items():
+        about = tile * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((-1, 0, 1, 5))
+        sizes[name] = min(max(1, about), SKINNY * largest)
+    return _with_others(op, sizes, rng)
+
+
+def _tiles(op: Op, config: Mapping[str, Any]) -> dict[str, int]:
+    """The tile of each dimension that a config has one for."""
+    found = {name: config.get(f"tile_{name}", config.get("tile")) for name in op.dims}
+    return {name: tile for name, tile in found.items() if tile is not None}
+
+
+def _long(op: Op, long: str, size: int, rng: random.Random) -> dict[str, int]:
+    """One size as it is, the others small."""
+    small = {name: _size(THIN, rng) for name in op.dims}
+    return _with_others(op, {**small, long: size}, rng)
+
+
+def _with_others(op: Op, sizes: dict[str, int], rng: random.Random) -> dict[str, int]:
+    """Sizes that a problem may do without, too: about one of its own, or any up to that."""
+    for name in sizes_of(op):
+        if name not in sizes:
+            size = sizes[rng.choice(op.dims)]
+            near = max(1, size + rng.randint(-2, 2))
+            sizes[name] = near if rng.random() < 0.5 else rng.randint(1, size)
+    return sizes
 
 
 def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -235,83 +339,128 @@ def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield {name: -(-size // unit) * unit for name, size in sizes.items()}
 
 
-def _taken(
-    op: Op, kernel: Kernel, device: Device, flags: Mapping[str, Any], sizes: Mapping[str, int]
-) -> Any:
+def _taken(target: Target, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     """The first problem of those sizes, or of them rounded up, that the kernel takes."""
     for rounded in _rounded(sizes):
-        problem = problem_of(op, flags, rounded)
-        if problem is not None and _legal(kernel, problem, {}, device) is not None:
+        problem = problem_of(target.op, flags, rounded)
+        if problem is not None and _legal(target.kernel, problem, {}, target.device) is not None:
             return problem
     return None
 
 
-def draw_case(
-    data: st.DataObject, op: Op, kernel: Kernel, device: Device, pool: list[Variant], largest: int
-) -> Case:
-    """One example of a batch's variants."""
-    variant = data.draw(st.sampled_from(pool), label="variant")
-    problem = _taken(op, kernel, device, variant.flags, _sizes(data, op, largest))
-    assume(problem is not None)
-    config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
-    return Case(
-        op.name, kernel.name, problem.as_dict(), config.as_dict(), _distribution(data),
-        data.draw(st.integers(0, 2**31), label="data_seed"), variant.layout, variant.offset,
-        other_of(variant.other, op, kernel, problem, config, device),
-    )  # fmt: skip
+class Batch:
+    """The cases of one batch, the same for the same target, number and state of the generator."""
 
+    def __init__(self, target: Target, number: int, rng: random.Random) -> None:
+        self._target, self._number, self._rng = target, number, rng
+        self._pool = variants(target, rng)
 
-def empty_case(
-    op: Op, kernel: Kernel, device: Device, pool: list[Variant], rng: random.Random
-) -> Case | None:
-    """A call of the op's public function with one size of 0, or more; None where there is none."""
-    names = [
-        name for name in op.dims if name in sizes_of(op) and name not in _FULL.get(op.name, ())
-    ]
-    for _ in range(0 if op.name in _NO_FUNCTION else TRIES):
-        flags = rng.choice(pool).flags
-        problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
-        if problem is None:
-            continue
-        fields = problem.as_dict()
-        if fields.get("valid") is not None:
-            fields["valid"] = min(fields["valid"], fields["n"])
-        # A list of rows is one of rows that there are.
-        open_names = [n for n in names if n != "m" or fields.get("rows") is None]
-        empty = rng.sample(open_names, rng.randint(1, len(open_names)))
-        config = kernel.default(problem, device)
-        return Case(op.name, kernel.name, {**fields, **dict.fromkeys(empty, 0)}, config.as_dict(),
-                    data_seed=rng.getrandbits(31))  # fmt: skip
-    return None
+    def cases(self, count: int) -> Iterator[Case]:
+        """So many, or none where the kernel takes no problem on the device.
 
+        The first is a call with empty tensors where there is one, the second a tall problem.
+        """
+        if not self._pool:
+            return
+        empty = [self._empty] if self._target.against is None else []
+        firsts = empty + ([self._tall] if self._target.tall else [])
+        drawn = 0
+        for draw in firsts[: count - 1]:
+            if (case := draw()) is not None:
+                drawn += 1
+                yield case
+        for _ in range(drawn, count):
+            if (case := self._any()) is not None:
+                yield case
 
-def huge_case(
-    op: Op, kernel: Kernel, device: Device, pool: list[Variant], rng: random.Random
-) -> Case | None:
-    """An example with a matrix of more elements than 32 bits count; None where none is taken."""
-    dims = [name for name in op.dims if name in sizes_of(op)]
-    if len(dims) < 2:
+    def huge(self) -> Case | None:
+        """One with a matrix of more elements than 32 bits count; None where none is taken."""
+        rng, op = self._rng, self._target.op
+        dims = [name for name in op.dims if name in sizes_of(op)]
+        for _ in range(TRIES if self._pool and len(dims) > 1 else 0):
+            long, wide = rng.sample(dims, 2)
+            width = rng.choice(WIDTHS)
+            sizes = dict.fromkeys(sizes_of(op), rng.choice((2, 16, 64)))
+            sizes |= {wide: width, long: UNCOUNTED // width + rng.choice((1, 16, 100))}
+            variant = rng.choice(self._pool)
+            case = self._case(Variant(variant.flags, variant.config), sizes)
+            if case is not None:
+                return dataclasses.replace(case, data="normal", edges=False)
         return None
-    for _ in range(TRIES):
-        variant, (long, wide) = rng.choice(pool), rng.sample(dims, 2)
-        width = rng.choice(WIDTHS)
-        sizes = dict.fromkeys(sizes_of(op), rng.choice((2, 16, 64)))
-        sizes |= {wide: width, long: UNCOUNTED // width + rng.choice((1, 16, 100))}
-        problem = _taken(op, kernel, device, variant.flags, sizes)
+
+    def _variant(self) -> Variant:
+        """One of the batch's; where nothing is compiled, another one."""
+        if self._target.compiled or (typical := _typical(self._target, self._rng)) is None:
+            return self._rng.choice(self._pool)
+        if self._rng.random() < 0.5:
+            return _variant(self._target, typical, self._rng)
+        flags, problem = typical
+        return Variant(flags, other=_other(self._target, problem, self._rng))
+
+    def _any(self) -> Case | None:
+        op, largest, rng = self._target.op, self._target.largest, self._rng
+        for _ in range(TRIES):
+            variant, shape = self._variant(), rng.choice(SHAPES)
+            case = self._case(variant, _sizes(op, shape, largest, rng))
+            if case is not None and shape == "tiles" and (tiles := _tiles(op, case.config)):
+                case = self._case(variant, _about_tiles(op, tiles, largest, rng))
+            if case is not None:
+                return case
+        return None
+
+    def _tall(self) -> Case | None:
+        """One size about 2^16, 2^17 or 2^15, each dimension's in turn; the others small."""
+        op, rng, turn = self._target.op, self._rng, self._number
+        for _ in range(TRIES):
+            long, size = op.dims[turn % len(op.dims)], TALL[turn // len(op.dims) % len(TALL)]
+            sizes = _long(op, long, size + rng.choice((-2, -1, 0, 1, 33, 300)), rng)
+            case = self._case(self._variant(), sizes)
+            if case and op.bytes(op.Problem.parse(case.problem)) <= MOST_OF_TALL:
+                return case
+        return None
+
+    def _data(self) -> str:
+        """A distribution, or one time in four two of them; one time in 16 NaN and ±∞ for sure."""
+        first, second = (self._rng.choice(list(DISTRIBUTIONS)) for _ in range(2))
+        if self._rng.random() < 1 / 16:
+            return "nonfinite"
+        return f"{first}/{second}" if self._rng.random() < 0.25 else first
+
+    def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Case | None:
+        """One of a variant and sizes; None where the kernel takes no such problem."""
+        problem = _taken(self._target, variant.flags, sizes)
         if problem is None:
-            continue
+            return None
+        op, kernel, device = self._target.op, self._target.kernel, self._target.device
         config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
-        return Case(op.name, kernel.name, problem.as_dict(), config.as_dict(),
-                    data_seed=rng.getrandbits(31))  # fmt: skip
-    return None
+        return Case(
+            op.name, kernel.name, problem.as_dict(), config.as_dict(), self._data(),
+            self._rng.getrandbits(31), variant.layout, variant.offset,
+            other_of(variant.other, op, kernel, problem, config, device),
+            edges=self._rng.random() < 0.25,
+        )  # fmt: skip
 
-
-def _distribution(data: st.DataObject) -> str:
-    names = st.sampled_from(list(DISTRIBUTIONS))
-    drawn = data.draw(names, label="data")
-    if data.draw(st.integers(0, 3), label="two") < 3:
-        return drawn
-    return f"{drawn}/{data.draw(names, label='second')}"
+    def _empty(self) -> Case | None:
+        """A call of the op's public function with one size of 0, or more."""
+        op, rng = self._target.op, self._rng
+        names = [
+            name for name in op.dims if name in sizes_of(op) and name not in _FULL.get(op.name, ())
+        ]
+        for _ in range(0 if op.name in _NO_FUNCTION else TRIES):
+            flags = rng.choice(self._pool).flags
+            problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
+            if problem is None:
+                continue
+            fields = problem.as_dict()
+            if fields.get("valid") is not None:
+                fields["valid"] = min(fields["valid"], fields["n"])
+            # A list of rows is one of rows that there are.
+            open_names = [n for n in names if n != "m" or fields.get("rows") is None]
+            empty = rng.sample(open_names, rng.randint(1, len(open_names)))
+            config = self._target.kernel.default(problem, self._target.device)
+            return Case(op.name, self._target.kernel.name, {**fields, **dict.fromkeys(empty, 0)},
+                        config.as_dict(), data_seed=rng.getrandbits(31))  # fmt: skip
+        return None
 
 
 def other_of(

@@ -91,6 +91,8 @@ def _gelu(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
 def _layernorm(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
     x = _values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
     dy = _values(inputs["dy"], inputs["dy_scale"], problem.block)
+    if not _has_statistics(x.detach(), inputs["mean"], inputs["rstd"], problem.eps):
+        return []
     weight = inputs["weight"].double().requires_grad_()
     bias = torch.zeros_like(weight, requires_grad=True)
     y = functional.layer_norm(x, weight.shape, weight, bias, problem.eps)
@@ -103,6 +105,13 @@ def _layernorm(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient
     of_weight = 10 * FP32 * (dy.abs() * (1 + normal)).sum(0)
     found.append(Gradient("dweight", outputs["dweight"], dweight, of_weight))
     return [*found, Gradient("dbias", outputs["dbias"], dbias, 10 * FP32 * dy.abs().sum(0))]
+
+
+def _has_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps: float) -> bool:
+    """Whether the statistics of a backward are those of its rows, as autograd takes them."""
+    variance, own = torch.var_mean(x, dim=1, correction=0)
+    given = torch.stack([mean.double(), rstd.double()])
+    return torch.allclose(given, torch.stack([own, (variance + eps).rsqrt()]), 1e-3, 1e-3)
 
 
 def _add(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
@@ -152,18 +161,22 @@ def _cross_entropy(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Grad
 
 
 def _hadamard_quantize(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
-    """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not."""
+    """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not.
+
+    With a step that is not usable nothing is quantised: there is no gradient to compare with.
+    """
     from jetfire.reference.hadamard import matrix
+    from jetfire.reference.hadamard_quantize import multiplier
     from jetfire.reference.nibbles import unpack
 
     group, device = problem.group, inputs["dx_hat"].device
     h = matrix(group).to(device)
     upstream = _dense(inputs) if problem.gathered else inputs["dx_hat"].double()
     given = problem.given == "x"
+    if given and not bool(multiplier(inputs["step"], group)):
+        return []
     step = inputs["step"].double() if given else torch.ones(1, dtype=torch.float64, device=device)
     x = inputs["x"].double() if given else _transformed(unpack(inputs["q"]).double(), h)
-    if not bool((step > 0) & torch.isfinite(step)):
-        return []
     steps = step.expand(len(x)).clone().requires_grad_()  # its gradient comes by rows
     v = _transformed(x.requires_grad_(), h) / steps[:, None]
     q = v.detach().round().clamp(-8, 7)

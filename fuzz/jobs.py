@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,18 +19,35 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from jetfire import ops
+from jetfire.fuzz.draw import Extent, Target
 from jetfire.fuzz.sanitize import Tool
-from jetfire.fuzz.search import BATCH, Report, run_batch, run_huge
+from jetfire.fuzz.search import Report, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError
-from jetfire.ops.op import Kernel, Op
 from jetfire.tuner import interrupts
 from jetfire.tuner.process import Worker
 
 Pair = tuple[str, str]
 END_S = 3.0  # for jobs to end by themselves, with their workers
 ALONE = -1  # the number of a batch of one huge example, alone on its device
+HUGE_ROUND = 8  # the round before which huge examples come, or after the last
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of a pair: its number, how many examples it has, and what is known by then.
+
+    Attributes:
+        deadline: of `time.monotonic`, after which it begins none.
+        known: examples of the pair that have failed, by how.
+    """
+
+    pair: Pair
+    number: int
+    examples: int = 1
+    deadline: float = math.inf
+    known: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,10 @@ class Plan:
     """What to fuzz, and how.
 
     Attributes:
-        pairs: of op and kernel.
+        extents: how much of each pair of op and kernel.
         devices: of one model; job i runs on the i-th, over and over.
-        examples: of each pair, at most.
-        deadline: of `time.monotonic`, after which no case is begun.
+        deadline: of `time.monotonic`, after which no case is begun; but for the time that making
+            failures small takes, by which it is later.
         against: the kernel of each op that outputs are compared with.
         loaded: files with kernels of their own.
         case_s: seconds that a case may take.
@@ -48,11 +66,9 @@ class Plan:
         device: as it was asked for.
     """
 
-    pairs: Sequence[Pair]
+    extents: Mapping[Pair, Extent]
     devices: Sequence[Device]
-    examples: int
     seed: int
-    largest: int
     jobs: int = 1
     deadline: float = math.inf
     against: str | None = None
@@ -64,62 +80,98 @@ class Plan:
     def executor(self, device: Device) -> Isolated:
         return Isolated(device, self.loaded, self.case_s, self.sanitizer)
 
-    def units(self) -> Iterator[tuple[Pair, int]]:
-        """Batches, those of the same number of all pairs together; huge ones come last."""
-        for number in range(-(-self.examples // BATCH)):
-            for pair in self.pairs:
-                yield pair, number
-        if self.devices[0].kind == "cuda" and self.sanitizer is None and self.against is None:
-            for pair in self.pairs:
-                yield pair, ALONE
+    def rounds(self) -> Iterator[list[Unit]]:
+        """A batch of each pair that has one left, all together; huge ones among them once."""
+        left = {pair: extent.batches() for pair, extent in self.extents.items()}
+        for turn in itertools.count():
+            found = {pair: next(batches, None) for pair, batches in left.items()}
+            units = [Unit(pair, *batch) for pair, batch in found.items() if batch is not None]
+            if turn == HUGE_ROUND or (turn < HUGE_ROUND and not units):
+                yield self._huge()
+            if not units:
+                return
+            yield units
 
-    def run(self, unit: tuple[Pair, int], device: Device, executor: Isolated) -> Report:
-        (name, kernel), number = unit
-        op = ops.get(name)
-        if number == ALONE:
-            return self._run_huge(op, ops.get_kernel(name, kernel), device, executor)
-        other = None if self.against is None else ops.get_kernel(name, self.against)
-        wanted = min(BATCH, self.examples - number * BATCH)
-        return run_batch(
-            op, ops.get_kernel(name, kernel), device, number, wanted, self.seed, self.largest,
-            executor, other, self.deadline,
+    def _huge(self) -> list[Unit]:
+        """Where a GPU's memory is plenty, and nothing makes a case slow."""
+        plain = self.sanitizer is None and self.against is None
+        on_gpu = self.devices[0].kind == "cuda"
+        return [Unit(pair, ALONE) for pair in self.extents] if plain and on_gpu else []
+
+    def run(self, unit: Unit, device: Device, executor: Isolated) -> Report:
+        name, kernel = unit.pair
+        extent = self.extents[unit.pair]
+        target = Target(
+            ops.get(name), ops.get_kernel(name, kernel), device, extent.largest, extent.tall,
+            None if self.against is None else ops.get_kernel(name, self.against),
         )  # fmt: skip
+        if unit.number == ALONE:
+            return self._run_huge(target, executor, unit.deadline)
+        return run_batch(target, unit.number, unit.examples, self.seed, executor, unit.deadline,
+                         unit.known)  # fmt: skip
 
-    def _run_huge(self, op: Op, kernel: Kernel, device: Device, executor: Isolated) -> Report:
+    def _run_huge(self, target: Target, executor: Isolated, deadline: float) -> Report:
         """One example, once no other job of this user's has such a one on the device."""
         folder = platformdirs.user_cache_path("jetfire", ensure_exists=True)
-        lock = FileLock(folder / f"fuzz-{device.index}.lock")
+        lock = FileLock(folder / f"fuzz-{target.device.index}.lock")
         try:
-            held = lock.acquire(timeout=max(0.0, self.deadline - time.monotonic()))
+            held = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
         except Timeout:
-            return Report(op.name, kernel.name)
+            return Report(target.op.name, target.kernel.name)
         with held:
-            return run_huge(op, kernel, device, self.seed, executor, self.deadline)
+            return run_huge(target, self.seed, executor, deadline)
 
 
 @dataclass
 class Results:
-    """Reports so far, by pair."""
+    """Reports so far, by pair, and what is still to be run.
+
+    Attributes:
+        out_of_time: the deadline ended it.
+    """
 
     plan: Plan
     pairs: dict[Pair, Report] = field(default_factory=dict)
-    closed: set[Pair] = field(default_factory=set)
+    out_of_time: bool = False
 
     def __post_init__(self) -> None:
-        self.pairs |= {pair: Report(*pair) for pair in self.plan.pairs}
+        self.pairs |= {pair: Report(*pair) for pair in self.plan.extents}
+
+    @property
+    def deadline(self) -> float:
+        shrinking_s = sum(report.shrinking_s for report in self.pairs.values())
+        return self.plan.deadline + shrinking_s / self.plan.jobs
 
     def add(self, report: Report) -> Report:
-        """A batch's, without the failure of a pair that has one already, from another job."""
-        whole = self.pairs[report.op, report.kernel]
-        if whole.failures:
-            report.failures.clear()
-        whole.merge(report)
-        if whole.failures or not whole.examples:
-            self.closed.add((report.op, report.kernel))  # one is enough; or nothing is legal here
+        """A batch's, with those of its failures alone that are new."""
+        report.failures[:] = self.pairs[report.op, report.kernel].merge(report)
         return report
 
-    def wanted(self, unit: tuple[Pair, int]) -> bool:
-        return unit[0] not in self.closed and time.monotonic() < self.plan.deadline
+    def units(self) -> Iterator[Unit]:
+        """What is to be run next: each has an equal share of the time that is left."""
+        for units in self.plan.rounds():
+            for i, unit in enumerate(units):
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    self.out_of_time = True
+                    return
+                report = self.pairs[unit.pair]
+                if not report.ended:
+                    share = left * min(1.0, self.plan.jobs / (len(units) - i))
+                    end = time.monotonic() + share
+                    yield replace(unit, deadline=end, known=dict(report.failing))
+            if all(report.ended for report in self.pairs.values()):
+                return
+
+    def short(self) -> list[Pair]:
+        """Pairs that time has left without the examples that were asked for, or without any."""
+        return [
+            pair
+            for pair, report in self.pairs.items()
+            if (report.cut or self.out_of_time)
+            and not report.ended
+            and report.examples < (self.plan.extents[pair].examples or 1)
+        ]
 
 
 def run(plan: Plan, results: Results) -> Iterator[Report]:
@@ -130,12 +182,12 @@ def run(plan: Plan, results: Results) -> Iterator[Report]:
 def _run_here(plan: Plan, results: Results) -> Iterator[Report]:
     device = plan.devices[0]
     with contextlib.closing(plan.executor(device)) as executor:
-        for unit in filter(results.wanted, plan.units()):
+        for unit in results.units():
             yield results.add(plan.run(unit, device, executor))
 
 
 def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
-    units = plan.units()
+    units = results.units()
     idle: list[Worker] = []
     busy: dict[Any, Worker] = {}
     folder = tempfile.TemporaryDirectory(prefix="jetfire-fuzz-", ignore_cleanup_errors=True)
@@ -145,7 +197,7 @@ def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
             with interrupts.deferred():
                 idle.append(Worker(drive, plan, device, folder.name, parent=True))
         while True:
-            while idle and (unit := next(filter(results.wanted, units), None)):
+            while idle and (unit := next(units, None)):
                 job = idle.pop()
                 job.ask(unit)
                 busy[job.connection] = job

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from jetfire.fuzz.mode import GUARD
 from jetfire.ops.check import first as first
 
-GUARD = 4096  # bytes on either side
 # Of bytes around inputs: NaN in every float type. And around outputs.
 INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

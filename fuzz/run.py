@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from jetfire import ops
-from jetfire.fuzz import gradients
+from jetfire.fuzz import edges, gradients
 from jetfire.fuzz.case import Case, Kind, Outcome
 from jetfire.fuzz.memory import (
-    GUARD,
     INPUT_FILL,
     OUTPUT_FILL,
     Placed,
@@ -21,6 +20,7 @@ from jetfire.fuzz.memory import (
     place,
     shown,
 )
+from jetfire.fuzz.mode import Mode
 from jetfire.ops.device import Device
 from jetfire.ops.op import Kernel, Op, Tensors
 from jetfire.ops.op import poison as op_poison
@@ -34,22 +34,6 @@ REFERENCE_BYTES = 12
 _IN_PLACE = {"gelu": ("q", "dy", True), "cross_entropy": ("dlogits", "logits", False)}
 ALIGNED = 16  # bytes, as a new output is: and so elements enough
 LARGE = 2**30  # bytes to move, from which on it is asked whether they fit
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How a case is run.
-
-    Attributes:
-        host: inputs, poison, reference and checks are the CPU's, and copied: no other kernel than
-            the one that is tested runs on the device.
-        guard: bytes around tensors.
-        initialised: outputs are filled before a launch, and read after it.
-    """
-
-    host: bool = False
-    guard: int = GUARD
-    initialised: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,6 +89,8 @@ def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
             return None
     source = torch.device("cpu") if mode.host else device.torch_device
     made = op.inputs(problem, source, case.data_seed, case.data)
+    if case.edges:
+        made = edges.apply(op, problem, made, case.data_seed)
     placed = {}
     for name, tensor in made.items():
         padding, offset = case.layout.get(name, (0, 0))

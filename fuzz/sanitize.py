@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from jetfire.fuzz.run import Mode
+from jetfire.fuzz.mode import Mode
 from jetfire.ops.errors import NoDeviceError, UsageError
 
 Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
-from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from jetfire import ops
-from jetfire.fuzz import draw
 from jetfire.fuzz.case import Case, Failure, Outcome
 from jetfire.fuzz.coverage import traits
+from jetfire.fuzz.draw import Batch, Target, sizes_of, usual
 from jetfire.fuzz.simplify import simplify
 from jetfire.fuzz.worker import Executor, InProcess
 from jetfire.ops.device import Device
 from jetfire.ops.op import Kernel, Op
 
-BATCH = 25
-SPARE = BATCH // 2  # Hypothesis counts a case that it draws twice as two
 HUGE_TRIES = 4  # at a problem that fits
-SHRINK_S = 60.0  # to make one failing case smaller
+SHRINK_S = 30.0  # to make one failing case smaller
+# One fault hides no other and does not take all the time: of examples that fail alike so many are
+# made small, and a kernel has its further ones until so many failures differ once they are small,
+# or so many examples have ended the worker.
+ALIKE, FAILURES, ENDED = 2, 4, 3
 
 
 @dataclass
@@ -35,26 +32,43 @@ class Report:
 
     Attributes:
         examples: cases run, but for those that shrinking ran.
+        failing: those of them that failed, by how.
+        seconds: that all took; shrinking_s: that making failures small did.
         configs: the different ones; variants: those of config and flags.
         coverage: examples by what they are a case of.
         differing, compared: elements of comparisons with another kernel or config.
+        cut: a batch ended before its examples, for time; broken: as there was no worker for more.
+        failures: those that differ, once they are small; most: after so many there is no example.
     """
 
     op: str
     kernel: str
+    most: int = FAILURES
     examples: int = 0
+    failing: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    shrinking_s: float = 0.0
     configs: set[str] = field(default_factory=set)
     variants: set[str] = field(default_factory=set)
     coverage: Counter[str] = field(default_factory=Counter)
     differing: int = 0
     compared: int = 0
+    cut: bool = False
+    broken: bool = False
     failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether so much is wrong that it has no further examples."""
+        lost = sum(count for how, count in self.failing.items() if how in ("crash", "timeout"))
+        return len(self.failures) >= self.most or lost >= ENDED or self.broken
 
     def add(self, case: Case, outcome: Outcome) -> None:
         self.examples += 1
+        if outcome.failed:
+            self.failing[_how(outcome)] += 1
         config = str(sorted(case.config.items()))
-        sizes = draw.sizes_of(ops.get(case.op))
+        sizes = sizes_of(ops.get(case.op))
         flags = sorted((k, str(v)) for k, v in case.problem.items() if k not in sizes)
         self.configs.add(config)
         self.variants.add(f"{config} {flags}")
@@ -62,156 +76,182 @@ class Report:
         self.differing += outcome.differing
         self.compared += outcome.compared
 
-    def merge(self, other: Report) -> None:
+    def add_failure(self, failure: Failure) -> bool:
+        """Whether there was none like it, of the same kind and small problem."""
+        new = all(_likeness(failure) != _likeness(other) for other in self.failures)
+        if new and len(self.failures) < self.most:
+            self.failures.append(failure)
+            return True
+        return False
+
+    def merge(self, other: Report) -> list[Failure]:
+        """Add another's; the failures that are new are returned."""
         self.examples += other.examples
+        self.failing.update(other.failing)
         self.seconds += other.seconds
+        self.shrinking_s += other.shrinking_s
         self.configs |= other.configs
         self.variants |= other.variants
         self.coverage.update(other.coverage)
         self.differing += other.differing
         self.compared += other.compared
-        self.failures += other.failures
+        self.cut |= other.cut
+        self.broken |= other.broken
+        return [failure for failure in other.failures if self.add_failure(failure)]
 
 
-class _Wrong(AssertionError):
-    """What Hypothesis shrinks."""
+def _how(outcome: Outcome) -> str:
+    """The kind of a failure, and the output or exception that its message begins with."""
+    what, colon, _ = outcome.message.partition(":")
+    told = colon and outcome.kind not in ("crash", "timeout") and what.isidentifier()
+    return f"{outcome.kind} {what}" if told else str(outcome.kind)
+
+
+def _likeness(failure: Failure) -> tuple[str, str]:
+    return failure.kind, str(sorted(failure.case.problem.items(), key=str))
+
+
+class _Shrinking:
+    """Runs what is simpler than a failing case; the simplest that fails alike is its failure.
+
+    A case has one answer, whatever the kernel does when it is run again.
+    """
+
+    def __init__(self, executor: Executor, failure: Failure) -> None:
+        self.failure = failure
+        self._executor = executor
+        self._deadline = time.monotonic() + SHRINK_S
+        self._known: dict[str, bool] = {}
+
+    def fails(self, case: Case) -> bool:
+        key = case.as_json()
+        if key not in self._known:
+            if time.monotonic() > self._deadline:
+                return False
+            self._known[key] = self._runs_wrong(case)
+        return self._known[key]
+
+    def _runs_wrong(self, case: Case) -> bool:
+        try:
+            outcome = self._executor.run(case)
+        except Exception:  # of the executor, not of the case: what is small by now stays so
+            self._deadline = -math.inf
+            return False
+        if outcome.kind != self.failure.kind:
+            return False
+        self.failure = replace(self.failure, case=outcome.case or case, message=outcome.message)
+        return True
 
 
 class _Search:
-    """Runs a batch's cases, and once one has failed only what fails alike.
+    """Runs a batch's cases, and makes those that fail small.
 
-    Hypothesis may run a case again: the answer is then what it was, whatever the kernel does.
+    Args:
+        known: examples of other batches that failed, by how.
     """
 
-    def __init__(self, executor: Executor, report: Report, examples: int, deadline: float) -> None:
-        self._executor, self._report, self._examples = executor, report, examples
-        self._deadline = deadline
-        self._known: dict[str, Outcome] = {}
-        self._error: Exception | None = None
-        self.failure: Failure | None = None
+    def __init__(
+        self, target: Target, executor: Executor, known: Mapping[str, int], most: int = FAILURES
+    ) -> None:  # fmt: skip
+        self.report = Report(target.op.name, target.kernel.name, most)
+        self._device, self._executor, self._known = target.device, executor, known
+        self._began = time.monotonic()
 
-    def try_case(self, case: Case) -> bool:
-        """Whether it is right, or was not run; a wrong one is kept.
+    def try_case(self, case: Case) -> Outcome:
+        outcome = self._executor.run(case)
+        self.report.add(case, outcome)
+        how = _how(outcome)
+        if outcome.failed and self._known.get(how, 0) + self.report.failing[how] <= ALIKE:
+            self._found(outcome.case or case, outcome)
+        return outcome
 
-        An error of the executor, which Hypothesis would shrink, is the last of what is run.
-        """
-        key = case.as_json()
-        if key not in self._known:
-            enough = self.failure is None and self._report.examples >= self._examples
-            if enough or self._error is not None or time.monotonic() > self._deadline:
-                return True
-            try:
-                self._known[key] = outcome = self._executor.run(case)
-            except Exception as error:
-                self._error = error
-                return True
-            if self.failure is None:
-                self._report.add(case, outcome)
-        outcome = self._known[key]
-        if not outcome.failed or (self.failure and outcome.kind != self.failure.kind):
-            return True
-        if self.failure is None:
-            self._deadline = time.monotonic() + SHRINK_S
-        self._fail(case, outcome)
-        return False
-
-    def _fail(self, case: Case, outcome: Outcome) -> None:
+    def _found(self, case: Case, outcome: Outcome) -> None:
         assert outcome.kind is not None
         assert outcome.kind != "skipped"
-        self.failure = Failure(outcome.case or case, outcome.message, outcome.kind)
+        began = time.monotonic()
+        shrinking = _Shrinking(self._executor, Failure(case, outcome.message, outcome.kind))
+        simplify(case, self._device, shrinking.fails)
+        self.report.add_failure(shrinking.failure)
+        self.report.shrinking_s += time.monotonic() - began
 
-    def still_fails(self, case: Case) -> bool:
-        return not self.try_case(case)
-
-    def skipped(self, case: Case) -> bool:
-        return case.as_json() in self._known and not self._known[case.as_json()].checked
-
-    def done(self, device: Device, began: float) -> Report:
-        """The report of what was run, with the failure made small.
-
-        Raises:
-            Exception: the executor's, where no failure was found before it.
-        """
-        if self._error is not None and self.failure is None:
-            raise self._error
-        if self.failure is None and (late := self._executor.late()) is not None:
+    def done(self) -> Report:
+        """The report, with what the executor found out last."""
+        if not self.report.failures and (late := self._executor.late()) is not None:
             assert late.case is not None
-            self._fail(late.case, late)
-        if self.failure is not None:
-            self._deadline = time.monotonic() + SHRINK_S
-            simplify(self.failure.case, device, self.still_fails)
-            self._report.failures.append(self.failure)
-        self._report.seconds = time.monotonic() - began
-        return self._report
+            self._found(late.case, late)
+        self.report.seconds = time.monotonic() - self._began
+        return self.report
 
 
 def run_batch(
-    op: Op, kernel: Kernel, device: Device, number: int, examples: int, seed: int, largest: int,
-    executor: Executor, against: Kernel | None = None, deadline: float = math.inf,
+    target: Target, number: int, examples: int, seed: int, executor: Executor,
+    deadline: float = math.inf, known: Mapping[str, int] | None = None, most: int = FAILURES,
 ) -> Report:  # fmt: skip
-    """Examples of one batch, the same for the same seed and number; ends at the first failure."""
-    began = time.monotonic()
-    rng = random.Random(f"{seed}:{op.name}:{kernel.name}:{number}")
-    search = _Search(executor, Report(op.name, kernel.name), examples, deadline)
-    pool = draw.variants(op, kernel, device, rng, against)
-    if not pool:
-        return search.done(device, began)
-    empty = draw.empty_case(op, kernel, device, pool, rng)
-    if empty is not None and against is None and examples > 1 and not search.try_case(empty):
-        return search.done(device, began)
+    """Examples of one batch, the same for the same seed and number.
 
-    def one(data: st.DataObject) -> None:
-        if not search.try_case(draw.draw_case(data, op, kernel, device, pool, largest)):
-            raise _Wrong
+    Args:
+        known: examples of other batches that failed, as a Report has them: those that fail alike
+            need not all be made small.
+        most: failures, after which there are no further examples.
+        deadline: of `time.monotonic`, after which no example is begun.
 
-    test = settings(
-        max_examples=examples + SPARE, deadline=None, database=None, print_blob=False,
-        phases=(Phase.generate, Phase.shrink),
-        report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
-    )(given(st.data())(one))  # fmt: skip
-    with contextlib.suppress(Unsatisfiable, _Wrong):  # the one where nothing drawn was legal
-        hypothesis_seed(rng.getrandbits(64))(test)()
-    return search.done(device, began)
+    Raises:
+        Exception: the executor's, where no failure was found before it.
+    """
+    rng = random.Random(f"{seed}:{target.op.name}:{target.kernel.name}:{number}")
+    search = _Search(target, executor, known or {}, most)
+    try:
+        for case in Batch(target, number, rng).cases(examples):
+            search.report.cut = time.monotonic() >= deadline
+            if search.report.cut or search.report.ended:
+                break
+            search.try_case(case)
+    except Exception:
+        if not search.report.failures:
+            raise
+        search.report.broken = True
+    return search.done()
 
 
 def run_huge(
-    op: Op, kernel: Kernel, device: Device, seed: int, executor: Executor,
-    deadline: float = math.inf,
+    target: Target, seed: int, executor: Executor, deadline: float = math.inf
 ) -> Report:  # fmt: skip
     """One example beyond 2^31 elements, of the few drawn the first that fits in memory."""
-    began = time.monotonic()
-    rng = random.Random(f"{seed}:{op.name}:{kernel.name}:huge")
-    search = _Search(executor, Report(op.name, kernel.name), HUGE_TRIES, deadline)
-    pool = draw.variants(op, kernel, device, rng)
-    for _ in range(HUGE_TRIES if pool else 0):
-        case = draw.huge_case(op, kernel, device, pool, rng)
-        if case is None or not search.try_case(case) or not search.skipped(case):
+    rng = random.Random(f"{seed}:{target.op.name}:{target.kernel.name}:huge")
+    batch, search = Batch(target, 0, rng), _Search(target, executor, {})
+    for _ in range(HUGE_TRIES):
+        case = batch.huge()
+        if case is None or time.monotonic() >= deadline or search.try_case(case).checked:
             break
-    return search.done(device, began)
+    return search.done()
 
 
 def fuzz_kernel(
-    op: Op, kernel: Kernel, device: Device, *, examples: int = 1000, seed: int = 0,
-    largest: int = 300, executor: Executor | None = None, deadline: float = math.inf,
-    against: Kernel | None = None,
+    op: Op, kernel: Kernel, device: Device, *, examples: int | None = None, seed: int = 0,
+    largest: int | None = None, executor: Executor | None = None, deadline: float = math.inf,
+    against: Kernel | None = None, failures: int = FAILURES,
 ) -> Report:  # fmt: skip
-    """Fuzz one kernel of an op until it fails, or has been right so often.
+    """Fuzz one kernel of an op until it has had its examples, or has failed too often.
 
     Args:
-        examples: at most so many.
-        largest: the largest dimension drawn, but for skinny problems.
+        failures: that differ, after which there are no further examples.
+        examples, largest: an Extent's; by default as many and as large as `draw.usual` has them.
         executor: where cases run; by default here.
         deadline: of `time.monotonic`, after which no case is begun.
         against: a kernel whose outputs are compared with this one's.
     """
+    report = Report(op.name, kernel.name, failures)
+    extent = usual(op, kernel, device)
+    if extent is None:
+        return report
+    extent = extent.given(examples, largest)
+    target = Target(op, kernel, device, extent.largest, extent.tall, against)
     executor = executor or InProcess(device)
-    report = Report(op.name, kernel.name)
-    for number in range(math.ceil(examples / BATCH)):
-        if report.failures or time.monotonic() > deadline:
+    for number, wanted in extent.batches():
+        if report.ended or time.monotonic() >= deadline:
             break
-        wanted = min(BATCH, examples - number * BATCH)
         batch = run_batch(
-            op, kernel, device, number, wanted, seed, largest, executor, against, deadline
+            target, number, wanted, seed, executor, deadline, report.failing, failures
         )
         if not batch.examples:
             break

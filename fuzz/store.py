@@ -24,12 +24,14 @@ class Saved:
 
     Attributes:
         loaded: the files that its kernels came from, but for those in the tree.
+        own: it was found by its ID in one's own folder, so that those files are one's own too.
     """
 
     case: Case
     kind: str
     message: str
     loaded: tuple[Path, ...]
+    own: bool
 
 
 def folder() -> Path:
@@ -72,18 +74,19 @@ def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
 
 
 def find(name: str) -> Saved:
-    """What was saved under an ID, or in a file.
+    """What was saved under an ID in one's own folder, or in a file (a path, or ``….json``).
 
     Raises:
         UsageError: there is none, or it is none of ours.
     """
-    path = Path(name) if name.endswith(".json") else folder() / f"{name}.json"
+    own = not name.endswith(".json") and Path(name).name == name
+    path = folder() / f"{name}.json" if own else Path(name)
     try:
         content = json.loads(path.read_text())
         if content.get("schema") != SCHEMA:
             raise UsageError(f"{path}: expected a failure of schema {SCHEMA}")
         loaded = tuple(Path(file) for file in content["load"])
-        return Saved(Case.parse(content["case"]), content["kind"], content["message"], loaded)
+        return Saved(Case.parse(content["case"]), content["kind"], content["message"], loaded, own)
     except OSError as error:
         raise UsageError(f"--reproduce {name}: {path}: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:

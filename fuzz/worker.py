@@ -16,7 +16,8 @@ from jetfire import ops
 from jetfire.fuzz import sanitize
 from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.coverage import is_huge
-from jetfire.fuzz.run import Mode, run_case
+from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.run import run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.process import Worker
@@ -204,6 +205,8 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     except UsageError as error:
         connection.send(str(error))
         return
+    if device.kind == "cpu":
+        _alone()
     connection.send(None)
     while True:
         (case,) = connection.recv()
@@ -214,6 +217,13 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
         if outcome.kind == "raised" and not usable:  # an illegal address, say
             outcome = replace(outcome, kind="crash")
         connection.send((outcome, usable))
+
+
+def _alone() -> None:
+    """One thread: on a machine that is busy the others are waited for, for ten times as long."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _usable(device: Device) -> bool:

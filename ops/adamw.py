@@ -28,6 +28,7 @@ UPDATED = ("param", "exp_avg", "exp_avg_sq")
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # Of the bias corrections and of sqrt.approx and div.full, which are off by 2^-22 and less.
 UPDATE = 2.0**-19
+OVER = 2.0**127  # beyond this a product in fp32 may overflow
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,10 @@ class Adamw(Op):
             problem.decay, inputs.get("grad_scale"), inputs.get("found_inf"),
         )  # fmt: skip
         expected = dict(zip(UPDATED, new, strict=True))
+        bounds = _bounds(problem, inputs, expected)
         # Decay by subtraction makes a NaN of it, by a factor none: either shows.
-        expected["over"] = torch.isinf(inputs["param"])
-        return expected | _bounds(problem, inputs, expected)
+        bounds["over"] |= torch.isinf(inputs["param"])
+        return expected | bounds
 
     def check(
         self,
@@ -170,15 +172,20 @@ class Adamw(Op):
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
     """A few roundings of the terms of each sum; the update's besides as `UPDATE` says.
 
+    ``over``: where the update may overflow on its way.
+
     The gradient has been scaled with two roundings, its square has five. What is below 2^-126 is
     rounded to 2^-149: of v that moves the denominator by up to the root, and of the rate times m
     it is divided by the denominator.
     """
+    import torch
+
     from jetfire.reference.adamw import rounded
 
     names = [f"{name}_bound" for name in UPDATED]
     if "found_inf" in inputs and float(inputs["found_inf"]) != 0:
-        return {f"{name}_bound": 0 * expected[name] for name in UPDATED}
+        none = {f"{name}_bound": 0 * expected[name] for name in UPDATED}
+        return none | {"over": torch.zeros_like(expected["param"], dtype=torch.bool)}
     beta1, beta2, eps = map(rounded, (problem.beta1, problem.beta2, problem.eps))
     p, g, m = (inputs[name].double().abs() for name in ("param", "grad", "exp_avg"))
     if problem.guarded:
@@ -193,7 +200,10 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
     moved = UPDATE + root * ((v + least).sqrt() - v.sqrt()).nan_to_num(0.0) / denominator
     of_p = (step * (of_m + moved * expected["exp_avg"].abs()) + least) / denominator
     bounds = (of_p + 3 * ROUNDING * p + least, of_m, of_v)
-    return {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
+    found = {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
+    # The quotient alone, or the rate times the moment, may come first.
+    largest = expected["exp_avg"].abs() * (1 / denominator).clamp(min=step)
+    return found | {"over": largest >= OVER}
 
 
 OP = Adamw()

@@ -77,6 +77,31 @@ def _alternating(shape: tuple[int, ...], generator: torch.Generator) -> torch.Te
     return torch.where(white, value, -value).reshape(shape)
 
 
+def _shifted(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Tiles of 128×128, each within some percent of a value of its own between −20 and 20: means
+    far larger than deviations, and blocks that lie in one tail of a function."""
+    tiles = tuple(-(-size // 128) for size in shape)
+    center = 40 * _uniform(tiles, generator) - 20
+    for axis, size in enumerate(shape):
+        center = center.repeat_interleave(128, axis).narrow(axis, 0, size)
+    return center * (1 + 0.05 * _normal(shape, generator))
+
+
+def _halves(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Multiples of half a code's step, which quantise to ties: of 127, of 98 or of 7 steps.
+
+    Every tile of 32×32 begins with the largest.
+    """
+    import torch
+
+    most = torch.tensor([127.0, 98.0, 7.0], device=generator.device)
+    halves = 2 * most[(_uniform((1,), generator) * 3).long()].reshape((1,) * len(shape))
+    x = ((2 * _uniform(shape, generator) - 1) * halves).round()
+    x[tuple(slice(None, None, 32) for _ in shape)] = halves
+    power = (16 * _uniform((1,) * len(shape), generator)).floor() - 9
+    return torch.ldexp(x, power)
+
+
 def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     import torch
 
@@ -103,10 +128,12 @@ LARGEST = (2 - 2.0**-7) * 2.0**127  # of bf16
 
 
 def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Within a factor of 16 of bf16's largest finite number, every eighth the number itself."""
+    """Within a factor of 16 of bf16's largest finite number; every eighth the number itself, every
+    eighth 0."""
     size = LARGEST * (-4 * _uniform(shape, generator)).exp2()
-    most = _uniform(shape, generator) < 1 / 8
-    return size.masked_fill(most, LARGEST) * _signs(shape, generator)
+    kind = _uniform(shape, generator)
+    size = size.masked_fill(kind < 1 / 8, LARGEST).masked_fill(kind > 7 / 8, 0.0)
+    return size * _signs(shape, generator)
 
 
 def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -141,6 +168,8 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
     "one_hot": _one_hot,
     "constant": _constant,
     "alternating": _alternating,
+    "shifted": _shifted,
+    "halves": _halves,
     "zeros": _zeros,
     "subnormal": _subnormal,
     "largest": _largest,
@@ -227,5 +256,5 @@ class Source:
         if self._generator is None:
             return torch.empty(1, dtype=torch.int64, device=self.device)
         return torch.randint(
-            2**62, (1,), dtype=torch.int64, device=self.device, generator=self._generator
+            -(2**63), 2**63 - 1, (1,), device=self.device, generator=self._generator
         )

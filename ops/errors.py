@@ -33,3 +33,9 @@ class NoDeviceError(JetfireError):
     """The device or architecture that was asked for is not here."""
 
     exit_code = 5
+
+
+class TimedOutError(JetfireError):
+    """All that was tried took longer than it was given."""
+
+    exit_code = 6

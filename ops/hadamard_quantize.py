@@ -47,6 +47,10 @@ class HadamardQuantizeProblem(Problem):
     ``given=x``: with x and step, and then dstep (m,) is the step's gradient by rows. ``gathered``:
     dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
     sum to a row, −1 for one that is not there, which counts as 0·unit (1,).
+
+    A step is usable where (1/√group)/step, rounded in fp32, is finite and above 0. With another one
+    (NaN, ±Inf, 0, negative, or below about 2⁻¹²⁸/√group) scale is NaN, and where x is finite codes
+    are 0: so backward clips nothing, and dstep is 0.
     """
 
     group: Group = 32

@@ -1,16 +1,26 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) with a device's scalars, in float64.
 
-As torch's fused update has it: decay first, and scalars of the host rounded to fp32.
+As torch's fused update has it: decay first, and scalars of the host rounded to fp32. What is beyond
+fp32, in which it is kept, is infinite: with a second moment that is the parameter does not move.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def rounded(number: float) -> float:
     """A host's number as kernels get it: the nearest fp32."""
     return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """Infinite where it is beyond fp32."""
+    return torch.where(x.abs() > LARGEST, math.inf * x.sign(), x)
 
 
 def adamw(
@@ -32,9 +42,9 @@ def adamw(
     beta1, beta2, eps, decay = map(rounded, (beta1, beta2, eps, decay))
     lr, t = float(rate), float(step)
     if grad_scale is not None:
-        g = g / float(grad_scale)
+        g = _kept(g / float(grad_scale))
     m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g.square()
+    v = _kept(beta2 * v + (1 - beta2) * g.square())
     denominator = (v / (1 - beta2**t)).sqrt() + eps
     p = p * (1 - lr * decay) - lr / (1 - beta1**t) * m / denominator
     return p, m, v

@@ -133,6 +133,15 @@ unload = pytest.fixture(_unload, name="unload")
 unload_after_all = pytest.fixture(_unload, scope="module", name="unload_after_all")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors on a busy machine: two threads wait for each other ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with encoder.json and vocab.bpe as GPT-2's, of 11 merges."""

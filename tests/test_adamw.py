@@ -81,6 +81,24 @@ def test_a_bias_correction_is_accurate(device, beta, step):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # 0/0, in the padding
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_a_second_moment_beyond_fp32_is_infinite_and_moves_nothing(device, name):
+    """As it is kept: the gradient's square overflows, with which float64 would divide."""
+    kernel = ops.get_kernel("adamw", name)
+    problem = OP.Problem(2, 40, guarded=True)
+    inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
+    inputs["grad"][0, 3], inputs["exp_avg_sq"][0, 3] = 3e36, 0.0
+    inputs["grad"][1, 3] = 1e38  # once it is scaled, it is beyond fp32 itself
+    inputs["grad_scale"].fill_(2.0**-3)
+    config = kernel.default(problem, Device.of(inputs["param"]))
+    check(problem, inputs, config, kernel)
+    moved = OP.reference(problem, inputs)
+    assert moved["exp_avg_sq"][0, 3] == math.inf
+    assert torch.isinf(moved["exp_avg"][1, 3])
+    decayed = inputs["param"][0, 3].double() * (1 - rounded(problem.decay) * float(inputs["rate"]))
+    assert moved["param"][0, 3] == decayed
+
+
 def test_without_eps_the_padding_stays_out_of_the_scales(device):
     problem = OP.Problem(5, 7, eps=0.0)
     check(problem, OP.inputs(problem, device))

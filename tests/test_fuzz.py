@@ -3,17 +3,21 @@
 import dataclasses
 
 import pytest
+import torch
 
 from jetfire import ops
-from jetfire.fuzz import Case, InProcess, Outcome, fuzz_kernel
+from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
-from jetfire.fuzz.draw import VARIANTS
+from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
+from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
-from jetfire.fuzz.search import run_huge
+from jetfire.fuzz.search import ENDED, run_huge
 from jetfire.fuzz.simplify import simplify
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ class _LastColumnUnwritten:
 def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     mutant = _LastColumnUnwritten(right)
     monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
-    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=500, seed=1)
+    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=500, seed=1, failures=1)
     (failure,) = report.failures
     assert failure.kind == "unwritten"
     case = failure.case
@@ -64,6 +68,60 @@ def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     assert run_case(case, here).kind == "unwritten"
     monkeypatch.undo()
     assert run_case(Case.from_json(case.as_json()), here).kind is None
+
+
+class _Wrong:
+    """The named kernel of quantize, but for what `spoil` does to the outputs of a problem."""
+
+    def __init__(self, kernel, spoil):
+        self._kernel, self._spoil = kernel, spoil
+
+    def __getattr__(self, name):
+        return getattr(self._kernel, name)
+
+    def launch(self, problem, config, inputs, outputs):
+        self._kernel.launch(problem, config, inputs, outputs)
+        self._spoil(problem, outputs)
+
+
+def test_one_fault_hides_no_other(here, right, monkeypatch):
+    """Of any problem with 9 rows; and of those in blocks of 128, which few others show."""
+
+    def spoil(problem, outputs):
+        if problem.m > 8:
+            next(iter(outputs.values()))[-1] = 5
+        elif problem.block == 128 and "scale" in outputs:
+            outputs["scale"] *= 2
+
+    mutant = _Wrong(right, spoil)
+    monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
+    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=200, largest=70)
+    small = [
+        (failure.case.problem["m"], failure.case.problem["block"]) for failure in report.failures
+    ]
+    assert sorted(small) == [(1, 128), (9, 32)]
+    assert set(report.failing) >= {"wrong q", "wrong scale"}
+
+
+def test_of_examples_that_fail_alike_some_are_made_small():
+    """And of those that end a worker there are few."""
+    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    wrong = Recorder(lambda case: Outcome(None if case.empty else "wrong", "q: 1 of 2 differ"))
+    report = fuzz_kernel(op, kernel, H200, examples=100, executor=wrong)
+    assert (report.examples, report.failing) == (100, {"wrong q": 96})
+    assert len(wrong.cases) < 200
+    assert len(report.failures) == 1
+    lost = Recorder(lambda case: Outcome("crash", "Segmentation fault: 11"))
+    report = fuzz_kernel(op, kernel, H200, examples=100, executor=lost)
+    assert report.failing == {"crash": ENDED}
+
+
+def test_a_step_that_is_not_usable_has_no_gradient_to_compare_with():
+    """The example that failed on a right tree: (1/√group)/step overflows in fp32."""
+    fields = {"m": 2, "n": 32, "dtype": "fp32", "mode": "bwd", "given": "x", "gathered": True}
+    problem = ops.get("hadamard_quantize").Problem.parse(fields)
+    case = Case("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
+    assert run_case(case, Device.parse("cpu")) == Outcome()
 
 
 def test_a_kernel_for_another_device_is_passed_over():
@@ -117,7 +175,8 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
     report = fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=seen)
     assert report.examples == len(seen.cases) == 30
     assert len(report.variants) <= 3 * (2 * VARIANTS)  # sizes may have defaults of their own
-    for kind in ("ragged", "whole", "moved", *([] if op.name == "hadamard_gemm" else ["empty"])):
+    drawn = ("ragged", "whole", "moved", "tall", "edges")
+    for kind in (*drawn, *([] if op.name == "hadamard_gemm" else ["empty"])):
         assert report.coverage[kind], kind
     for case in seen.cases:
         if not case.empty:
@@ -129,15 +188,51 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
     assert again.cases == seen.cases
 
     huge = Recorder()
-    run_huge(op, kernel, H200, 0, huge)
+    run_huge(Target(op, kernel, H200, 512), 0, huge)
     assert all(is_huge(case) for case in huge.cases)
     assert len(huge.cases) == (0 if op.name == "sample_rows" else 1)
+
+
+def test_what_is_drawn_for_a_cpu():
+    """Nothing is compiled: flags are drawn for each example, and each kind of size in turn."""
+    op, seen = ops.get("gemm"), Recorder()
+    fuzz_kernel(op, ops.get_kernel("gemm", "int_mm"), Device(kind="cpu"), executor=seen)
+    problems = [case.problem for case in seen.cases if not case.empty]
+    flags = {(p["out"], p["block"], p["bias"], p["accumulate"]) for p in problems}
+    assert len(flags) > 30  # of 42
+    assert {(out, True, True) for out in ("bf16", "fp16", "fp32")} <= {
+        (p["out"], p["bias"], p["accumulate"]) for p in problems
+    }
+    for dim in op.dims:
+        assert sum(p[dim] > 2**16 for p in problems) >= 2, dim
+    assert any(case.data_seed for case in seen.cases)
+
+
+def test_another_seed_draws_other_examples():
+    op, kernel, drawn = ops.get("quantize"), ops.get_kernel("quantize", "triton"), []
+    for seed in (0, 0, 1):
+        seen = Recorder()
+        fuzz_kernel(op, kernel, H200, examples=30, seed=seed, executor=seen)
+        drawn.append([case.as_json() for case in seen.cases])
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
+
+
+def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
+    op, plain = ops.get("quantize"), Device(kind="cpu")
+    triton, torch = (ops.get_kernel("quantize", name) for name in ("triton", "torch"))
+    interpreting = dataclasses.replace(plain, interpreted=True)
+    assert usual(op, triton, plain) is None
+    assert usual(op, triton, interpreting) == INTERPRETED
+    assert usual(op, torch, interpreting) == usual(op, torch, plain) == Extent()
+    assert usual(op, triton, H200).largest > Extent().largest
+    assert list(Extent(examples=60, batch=25).batches()) == [(0, 25), (1, 25), (2, 10)]
 
 
 def test_what_does_not_fit_in_memory_is_another_huge_problem_s_turn():
     seen = Recorder(lambda case: Outcome("skipped", "too little memory"))
     op = ops.get("quantize")
-    report = run_huge(op, ops.get_kernel("quantize", "triton"), H200, 0, seen)
+    report = run_huge(Target(op, ops.get_kernel("quantize", "triton"), H200), 0, seen)
     assert len({case.id for case in seen.cases}) > 1
     assert report.failures == []
     assert report.coverage["skipped"] == len(seen.cases)
@@ -166,7 +261,7 @@ def test_a_failure_keeps_its_kind_while_it_shrinks():
     seen = Seen(first)
     op = ops.get("quantize")
     report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), H200, examples=200,
-                         executor=seen)  # fmt: skip
+                         executor=seen, failures=1)  # fmt: skip
     (failure,) = report.failures
     assert (failure.kind, failure.case.problem["n"]) == ("guard", 41)
 
@@ -207,7 +302,7 @@ def test_an_executor_that_fails_first_is_an_error():
         fuzz_kernel(op, kernel, H200, examples=50, executor=ends)
     assert len(ends.cases) == 10
     with pytest.raises(UsageError, match="no worker started in 120 s"):
-        run_huge(op, kernel, H200, 0, _Ends(lambda case: Outcome(), 0))
+        run_huge(Target(op, kernel, H200), 0, _Ends(lambda case: Outcome(), 0))
 
 
 class _Named:
@@ -249,3 +344,30 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
     assert not [case for case in seen if case.other and case.problem["n"] % 2]
     assert small.problem["n"] == 12
     assert small.other == Other("even", {})
+
+
+@pytest.mark.parametrize("name", ops.names())
+def test_edges_are_inputs_like_the_others(name):
+    """Of the same shapes and dtypes, the same for the same seed; matrices stay as they are."""
+    op, cpu = ops.get(name), torch.device("cpu")
+    flags = {"accumulate": True, "bias": True, "guarded": True, "rows": 40, "repeat": True}
+    flags |= {"given": "x", "gathered": True, "stats": "given", "rounding": "stochastic"}
+    known = op.Problem.__dataclass_fields__
+    for mode in op.modes:
+        for product in ("dgrad", "wgrad") if "product" in known else (None,):
+            drawn = {**flags, "mode": mode, "product": product, "operands": "wide", "out": "fp32"}
+            fields = {k: v for k, v in drawn.items() if k in known and v is not None}
+            if name in ("gemm", "int4_gemm"):
+                fields |= {"rounding": "nearest"} if name == "gemm" else {"bias": product is None}
+            problem = op.Problem.parse({**dict.fromkeys(op.dims, 256), **fields})
+            inputs, changed = op.inputs(problem, cpu), set()
+            for seed in range(8):
+                found = edges.apply(op, problem, inputs, seed)
+                again = edges.apply(op, problem, inputs, seed)
+                for key, was in inputs.items():
+                    assert (found[key].shape, found[key].dtype) == (was.shape, was.dtype), key
+                    assert torch.equal(bits(found[key]), bits(again[key]))
+                    changed |= set() if torch.equal(bits(found[key]), bits(was)) else {key}
+            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param", "logits"}
+            assert all(key in changed for key in inputs if key.startswith("seed"))
+            assert changed or name in ("column_sum", "dequantize", "transpose")

@@ -14,11 +14,23 @@ from filelock import FileLock
 
 from jetfire import ops
 from jetfire.cli import execute
-from jetfire.fuzz import Case, Failure, InProcess, Isolated, fuzz_kernel, jobs, store
+from jetfire.fuzz import (
+    Case,
+    Failure,
+    InProcess,
+    Isolated,
+    command,
+    fuzz_kernel,
+    jobs,
+    search,
+    store,
+)
 from jetfire.fuzz.case import Other, Outcome
+from jetfire.fuzz.draw import Extent
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
 CPU = Device.parse("cpu")
 
@@ -62,9 +74,10 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     unload()
     assert fuzz("--reproduce", failure["id"]) == 3
     assert f"{failure['id']}: unwritten: " in capsys.readouterr().err
-    found = store.find(str(folder / f"{failure['id']}.json"))
-    assert found == store.find(failure["id"])
-    assert (found.case.as_dict(), found.loaded) == (failure["case"], (FILE,))
+    found = store.find(failure["id"])
+    path = store.find(str(folder / f"{failure['id']}.json"))
+    assert (found.case.as_dict(), found.loaded, found.own) == (failure["case"], (FILE,), True)
+    assert (path.case, path.loaded, path.own) == (found.case, found.loaded, False)
 
 
 def interpreter():
@@ -116,10 +129,121 @@ def test_another_kernel_s_outputs_are_compared(here, tmp_path):
     assert pair["compared"] > 1000
 
 
-def test_the_budget_ends_it(here, capsys):
-    assert fuzz("gemm", "--kernel", "int_mm", "--examples", "100000", "--budget", "2s") == 0
-    err = capsys.readouterr().err
+class Clock:
+    """Time that passes where cases take it: a second, but for kernels that are said to be slow."""
+
+    def __init__(self, slow=None):
+        self.now, self._slow = 1000.0, slow or {}
+
+    def monotonic(self):
+        return self.now
+
+    def run(self, case):
+        self.now += self._slow.get(case.op, 1.0)
+        return Outcome()
+
+    def late(self):
+        return None
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Makes a clock that runs the cases; nothing else takes time."""
+
+    def use(slow=None):
+        clock = Clock(slow)
+        for module in (command, jobs, search):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(jobs.Plan, "executor", lambda plan, device: clock)
+        return clock
+
+    return use
+
+
+def test_the_budget_ends_it(clock, tmp_path, capsys):
+    """Alone it is how long to go on; of examples that were asked for some are missing."""
+    clock()
+    words = ["gemm", "--kernel", "int_mm", "--budget", "60s", "-o", str(tmp_path / "o")]
+    assert fuzz(*words) == 0
+    assert "the budget ended it" in capsys.readouterr().err
+    assert json.loads((tmp_path / "o").read_text())["pairs"][0]["examples"] == 60
+    assert fuzz(*words, "--examples", "100") == 6
+    out, err = capsys.readouterr()
     assert "the budget ended it" in err
+    assert "time ended before 1 of 1 kernels had their examples" in err
+    assert " 60 of 100 " in out
+    assert "out of time" in out
+    assert json.loads((tmp_path / "o").read_text())["short"] == ["gemm int_mm"]
+    assert fuzz(*words, "--examples", "30") == 0
+
+
+def finished(plan):
+    """The results of a plan that has been run."""
+    results = jobs.Results(plan)
+    assert all(report.examples for report in jobs.run(plan, results))
+    return results
+
+
+def test_time_is_shared_out(clock):
+    """A slow kernel leaves as much to the others as it takes; and says that it had too little."""
+    pairs = [("gelu", "torch"), ("transpose", "torch"), ("quantize", "torch")]
+    clock = clock({"gelu": 10.0})
+    plan = jobs.Plan(dict.fromkeys(pairs, Extent(20)), [CPU], 0, deadline=clock.now + 100.0)
+    results = finished(plan)
+    slow, *others = (results.pairs[pair].examples for pair in pairs)
+    assert slow == 4  # begun within its third
+    assert others == [20, 20]
+    assert results.short() == pairs[:1]
+    assert not results.out_of_time
+
+
+def test_every_kernel_has_its_turn_before_one_has_two(clock):
+    pairs = [(name, "torch") for name in ("gelu", "transpose", "quantize", "add", "dropout")]
+    clock = clock()
+    plan = jobs.Plan(dict.fromkeys(pairs, Extent(None)), [CPU], 0, deadline=clock.now + 300.0)
+    results = finished(plan)
+    examples = [results.pairs[pair].examples for pair in pairs]
+    assert max(examples) - min(examples) <= plan.extents[pairs[0]].batch
+    assert (results.out_of_time, results.short()) == (True, [])
+
+
+def test_a_kernel_without_an_example_is_short_whatever_was_asked_for(clock):
+    pairs = [("gelu", "torch"), ("transpose", "torch")]
+    clock = clock({"gelu": 100.0})
+    plan = jobs.Plan(dict.fromkeys(pairs, Extent(None)), [CPU], 0, deadline=clock.now + 50.0)
+    assert finished(plan).short() == pairs[1:]
+
+
+def test_what_ran_elsewhere_is_said(here, tmp_path, capsys):
+    words = ["transpose", "gemm", "--examples", "2", "-o", str(tmp_path / "o")]
+    assert fuzz(*words) == 0
+    summary = json.loads((tmp_path / "o").read_text())
+    elsewhere = ["gemm wgmma", "gemm mma", "gemm gluon"]
+    assert [name for name in summary["elsewhere"] if "triton" not in name] == elsewhere
+    count = len(summary["elsewhere"])
+    assert f"{count} kernels do not run here: " in capsys.readouterr().err
+
+
+def test_the_seed_is_the_one_that_was_given(here, tmp_path, monkeypatch):
+    """Of the command: other seeds draw other examples, the same the same."""
+    drawn = []
+
+    def run(self, case):
+        drawn[-1].append(case.as_json())
+        return Outcome()
+
+    monkeypatch.setattr(InProcess, "run", run)
+    for seed in ("7", "7", "8"):
+        drawn.append([])
+        words = ["transpose", "--kernel", "torch", "--examples", "30", "--seed", seed]
+        assert fuzz(*words, "-o", str(tmp_path / "o")) == 0
+        assert json.loads((tmp_path / "o").read_text())["seed"] == int(seed)
+    assert len(drawn[0]) == 30
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
 
 
 def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
@@ -131,7 +255,7 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
     )  # fmt: skip
     assert "gelu wrong: wrong: " in child.stdout.readline()
     os.killpg(child.pid, signal.SIGINT)
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=300)  # or it hangs
     assert child.returncode == 130, err
     torch, _ = json.loads((tmp_path / "o").read_text())["pairs"]
     assert torch["examples"] >= 25
@@ -193,6 +317,44 @@ def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload)
     assert fuzz("--reproduce", case.id, "--load", str(moved)) == 3
 
 
+def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
+    """Under whatever name: only an ID of one's own folder may load what was saved with it."""
+    ran, code = tmp_path / "ran", tmp_path / "code.py"
+    code.write_text(f"open({str(ran)!r}, 'w').close()\n" + FILE.read_text())
+    problem = ops.get("gelu").Problem(3, 11)
+    case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
+    store.save(Failure(case, "was wrong", "wrong"), CPU, (code,))
+    given = tmp_path / "given"
+    given.mkdir()
+    (store.folder() / f"{case.id}.json").rename(given / "it.json")
+    for name in (given / "it.json", given / "it", "../given/it", given / "." / "it.json"):
+        assert fuzz("--reproduce", str(name)) == 2
+        assert not ran.exists()
+    assert fuzz("--reproduce", str(given / "it.json")) == 2
+    err = capsys.readouterr().err
+    assert f"its kernels are those of '{code}', which are not run" in err
+    assert "expected --load FILE" in err
+    assert fuzz("--reproduce", str(given / "it.json"), "--load", str(code)) == 3
+    assert ran.exists()
+
+
+def test_bad_requests_are_told_before_torch_is_imported(tmp_path):
+    """Where torch cannot be imported at all."""
+    requests = [
+        ["--examples", "0"], ["--largest", "0"], ["--jobs", "-1"], ["nope"], ["--format", "csv"],
+        ["--budget", "soon"], ["--load", str(tmp_path / "none.py")], ["--sanitizer", "valgrind"],
+        ["-o", str(tmp_path / "none" / "o.json")], ["--reproduce", "gelu-torch-00000000"],
+        ["--reproduce", str(tmp_path / "none.json")],
+    ]  # fmt: skip
+    code = (
+        "import sys; sys.modules.update(torch=None, triton=None, numpy=None)\n"
+        "from jetfire.cli import execute\n"
+        f"print([execute('fuzz', words) for words in {requests!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str([2] * len(requests)), done.stderr
+
+
 def test_nothing_compared_is_said(here, tmp_path, capsys):
     file = tmp_path / "narrow.py"
     file.write_text(NARROW)
@@ -234,7 +396,7 @@ def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys,
     file = tmp_path / "failure.json"
     file.write_text(lines[0].partition("it would hold ")[2])
     unload()
-    assert fuzz("--reproduce", str(file)) == 3
+    assert fuzz("--reproduce", str(file), "--load", str(FILE)) == 3
 
 
 def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
@@ -265,7 +427,8 @@ def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
 def test_a_huge_example_waits_for_another_until_the_deadline(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device, pair = target_device((9, 0)), ("quantize", "triton")
-    plan = jobs.Plan([pair], [device], 1, 0, 300, deadline=time.monotonic() + 0.3)
+    plan = jobs.Plan({pair: Extent()}, [device], 0)
     with FileLock(platformdirs.user_cache_path("jetfire", ensure_exists=True) / "fuzz-0.lock"):
-        report = plan.run((pair, jobs.ALONE), device, None)
+        unit = jobs.Unit(pair, jobs.ALONE, deadline=time.monotonic() + 0.3)
+        report = plan.run(unit, device, None)
     assert (report.kernel, report.examples) == ("triton", 0)

@@ -11,6 +11,7 @@ from jetfire.fuzz.run import run_case
 from jetfire.ops import functional
 from jetfire.ops.device import Device
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Device.parse("cpu")
 CASES = {
     "dequantize": ("int8_dequantize", {"m": 0, "n": 40, "out": "fp16"}),

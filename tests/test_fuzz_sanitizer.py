@@ -11,10 +11,13 @@ import pytest
 
 from jetfire import ops
 from jetfire.fuzz import Case, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
-from jetfire.fuzz.run import Mode, run_case
+from jetfire.fuzz.draw import Extent
+from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.run import run_case
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAULTS = Path(__file__).parent / "faults" / "fuzzed.py"
 CPU = Device.parse("cpu")
 SCRIPT = """\
@@ -33,7 +36,7 @@ SCRIPT = """\
     exit $?
     """
 KERNELS = """
-import os, threading, time
+import os, pathlib, threading, time
 from jetfire import ops
 from jetfire.ops.op import Kernel
 
@@ -49,8 +52,17 @@ class Odd(Kernel):
             with open(os.environ["FAKE_PIDS"], "a") as pids:
                 pids.write(f"{os.getpid()} {os.getppid()}\\n")
             time.sleep(1000)
-        if problem.n % 2:
-            threading.Timer(0.5, self.report).start() if problem.n == 19 else self.report()
+        if problem.n == 19:
+            threading.Thread(target=self.report_late).start()
+        elif problem.n % 2:
+            self.report()
+
+    def report_late(self):
+        late = pathlib.Path(os.environ["FAKE_LATE"])
+        while not late.exists():
+            time.sleep(0.01)
+        self.report()
+        late.with_suffix(".said").touch()
 
     def report(self):
         with open(os.environ["FAKE_LOG"], "a") as log:
@@ -96,15 +108,22 @@ def test_what_it_says_is_the_case_s(fake, file):
     assert fake.read_text().startswith("--tool memcheck --log-file ")
 
 
-def test_what_it_says_late_is_of_the_case_before(fake, file):
+def test_what_it_says_late_is_of_the_case_before(fake, file, tmp_path, monkeypatch):
+    late, said = tmp_path / "late", tmp_path / "late.said"
+    monkeypatch.setenv("FAKE_LATE", str(late))
     with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
         assert executor.run(case(8)).kind is None
         assert executor.late() is None
         assert executor.run(case(19)).kind is None
-        late = executor.late()
-        assert (late.kind, late.case) == ("sanitizer", case(19))
+        late.touch()
+        until(said.exists)
+        found = executor.late()
+        assert (found.kind, found.case) == ("sanitizer", case(19))
+        late.unlink()
+        said.unlink()
         assert executor.run(case(19)).kind is None
-        time.sleep(0.6)
+        late.touch()
+        until(said.exists)
         found = executor.run(case(10))
         assert (found.kind, found.case) == ("sanitizer", case(19))
 
@@ -143,9 +162,10 @@ def hanging(fake, tmp_path, monkeypatch):
 
 
 def until(true):
-    end = time.monotonic() + 60.0
+    """Wait for it; a test that hangs ends after some minutes."""
+    end = time.monotonic() + 300.0
     while not true():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "hangs"
         time.sleep(0.05)
 
 
@@ -191,7 +211,8 @@ def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
     folder, pids = hanging
     load(file)
     pairs = [("transpose", "torch"), ("transpose", "odd")]
-    plan = jobs.Plan(pairs, [CPU], 5, 0, 40, jobs=2, loaded=(file,), sanitizer="memcheck")
+    extents = dict.fromkeys(pairs, Extent(5, 40))
+    plan = jobs.Plan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
     try:
         reports = jobs.run(plan, jobs.Results(plan))
         assert next(reports).kernel == "torch"

@@ -19,7 +19,7 @@ from jetfire.ops.errors import UsageError
 from jetfire.ops.machine_code import audit
 from jetfire.ops.op import float_dtype
 from jetfire.ops.run import launch, verify
-from jetfire.reference.hadamard import GROUPS
+from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
 
 OP = ops.get("hadamard_quantize")
@@ -132,6 +132,17 @@ def test_faults_show_in_the_scale_and_the_next_launch_is_clean(device, kernel, g
         bad = {**inputs, "step": torch.full((1,), value, device=device)}
         check(kernel, problem, bad)
         assert math.isnan(run(kernel, problem, bad)["scale"].item())
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, math.nan, math.inf, 1e-42, 2.0**-131])
+def test_a_step_that_is_not_usable_clips_nothing_and_has_no_gradient(device, kernel, step):
+    """2^-131 is one: in fp32 (1/√32)/step is infinite."""
+    problem = OP.Problem(3, 64, mode="bwd", given="x", dtype="fp32")
+    inputs = {**OP.inputs(problem, device), "step": torch.full((1,), step, device=device)}
+    check(kernel, problem, inputs)
+    outputs = run(kernel, problem, inputs)
+    assert torch.equal(outputs["dstep"], torch.zeros_like(outputs["dstep"]))
+    assert torch.equal(outputs["dx"], transform(inputs["dx_hat"], 32))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -131,6 +131,16 @@ def test_distributions_have_the_character_of_their_name(data):
         assert (x[1:] == -x[:-1]).all()
         assert (x[:, 1:] == -x[:, :-1]).all()
         assert (x != 0).all()
+    if data == "shifted":
+        tiles = x.view(4, 128, 4, 128)
+        mean, deviation = tiles.mean(dim=(1, 3)).abs(), tiles.std(dim=(1, 3))
+        assert (mean > 10 * deviation).all()
+        assert mean.max() > 5
+        assert x.min() < 0 < x.max()
+    if data == "halves":
+        halves = [2 * most * x.double() / x.abs().max() for most in (127, 98, 7)]
+        assert any((steps - steps.round()).abs().max() < 1e-9 for steps in halves)
+        assert (x.view(16, 32, 16, 32).abs().amax(dim=(1, 3)) == x.abs().max()).all()
     if data == "zeros":
         assert not x.any()
     if data == "subnormal":
@@ -140,7 +150,8 @@ def test_distributions_have_the_character_of_their_name(data):
     if data == "largest":
         most = torch.finfo(torch.bfloat16).max
         assert 0.1 < (x.abs() == most).float().mean() < 0.15
-        assert x.abs().min() > most / 20
+        assert 0.1 < (x == 0).float().mean() < 0.15
+        assert x[x != 0].abs().min() > most / 20
         assert torch.isfinite(x.bfloat16()).all()
 
 

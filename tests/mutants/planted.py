@@ -37,7 +37,7 @@ ANYWHERE = (
     Mutant(
         "bounds-exchanged", "bound", "dequantize", "triton", f"{TRITON}/dequantize/__init__.py",
         "store_tile(x_ptr, x, row0, col0, M, N, N)", "store_tile(x_ptr, x, row0, col0, N, M, N)",
-        {"m": 2, "n": 2}, STRAY | MISSING,
+        {"m": 3, "n": 2}, STRAY | MISSING,
     ),
     Mutant(
         "share-of-kept-missing", "scale", "dropout", "triton", f"{TRITON}/dropout/__init__.py",
@@ -223,7 +223,7 @@ ON_THE_CPU = (
         if problem.out == "bf16":
             c = (c.view(torch.int32) & -65536).view(torch.float32)
         return {"c": c}""",
-        {"m": 1, "n": 2, "k": 1}, largest=300,
+        {"m": 1, "n": 4, "k": 1}, largest=300,
     ),
 )  # fmt: skip
 
