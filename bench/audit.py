@@ -19,7 +19,7 @@ from rich.table import Table
 from jetfire import ops
 from jetfire.bench.plan import Case
 from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 from jetfire.ops.machine_code import audit
 from jetfire.ops.op import Kernel
 
@@ -45,9 +45,7 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Seque
     known = {name for case in cases for name in ops.kernels(case.op.name)}
     for name in kernel_names:
         if name not in known:
-            raise UsageError(
-                f"no kernel {name!r} in these ops: expected {', '.join(sorted(known))}"
-            )
+            raise unknown(f"no kernel {name!r} in these ops", name, sorted(known))
     console = Console(width=None if sys.stdout.isatty() else 160)
     found = False
     for case in cases:

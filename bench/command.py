@@ -14,7 +14,7 @@ from jetfire import ops
 from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.results import Results, Row, check_writable, write_text
-from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError
+from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError, unknown
 
 if TYPE_CHECKING:
     from jetfire.bench.runner import Options, Runner
@@ -139,9 +139,7 @@ def request_of(asked: Asked) -> Request:
         from jetfire.ops import workloads
 
         if asked.workload not in workloads.names():
-            raise UsageError(
-                f"no workload {asked.workload!r}: expected one of {', '.join(workloads.names())}"
-            )
+            raise unknown(f"no workload {asked.workload!r}", asked.workload, workloads.names())
         if sizes:
             raise UsageError(
                 f"--workload {asked.workload} has its own sizes: leave out --m --n --k"
@@ -167,7 +165,7 @@ def request_of(asked: Asked) -> Request:
 def file_format(asked: Asked) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
     if asked.format is not None and asked.format not in FORMATS:
-        raise UsageError(f"--format {asked.format}: expected {', '.join(FORMATS)}")
+        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
     if asked.rounds is not None and asked.rounds < 1:
         raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
     if asked.plot is not None:
@@ -201,7 +199,7 @@ def _options(asked: Asked, device: Device) -> Options:
     from jetfire.ops.data import DISTRIBUTIONS
 
     if asked.data not in DISTRIBUTIONS:
-        raise UsageError(f"--data {asked.data}: expected one of {', '.join(DISTRIBUTIONS)}")
+        raise unknown(f"--data {asked.data}", asked.data, DISTRIBUTIONS)
     settings = plan.parse_settings("--config", asked.config)
     for name, values in settings.items():
         if len(values) > 1:

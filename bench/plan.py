@@ -10,7 +10,7 @@ from typing import Any
 
 from jetfire import ops
 from jetfire.ops import workloads
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 from jetfire.ops.op import Op
 
 BLOCKS = ("32", "64", "128")
@@ -105,7 +105,7 @@ def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
         lacking = [op.name for op in chosen if name not in _fields(op)]
         if len(lacking) == len(chosen):
             known = list(dict.fromkeys(n for op in chosen for n in _fields(op)))
-            raise UsageError(f"no problem field {name!r}: expected one of {', '.join(known)}")
+            raise unknown(f"no problem field {name!r}", name, known)
         if lacking:
             note(f"{', '.join(lacking)}: no field {name!r}, measured without it")
     for dim in request.sizes:

@@ -18,7 +18,7 @@ from jetfire.bench.timer import Timing
 from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
 from jetfire.ops.op import Kernel, Tensors
 from jetfire.ops.run import interpreted, report, verify
 
@@ -137,19 +137,15 @@ def check_options(cases: Sequence[Case], options: Options) -> None:
     kernels = {kernel.name: kernel for op in names for kernel in ops.kernels(op).values()}
     for name in options.kernels or ():
         if name not in kernels:
-            raise UsageError(
-                f"{', '.join(names)}: no kernel {name!r}: expected one of {', '.join(kernels)}"
-            )
+            raise unknown(f"{', '.join(names)}: no kernel {name!r}", name, kernels)
     for name in options.peers or ():
         if name not in peer_ops.NAMES:
-            raise UsageError(
-                f"no peer {name!r}: expected one of {', '.join(peer_ops.NAMES)}, or none"
-            )
+            raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
     chosen = [k for name, k in kernels.items() if name in (options.kernels or kernels)]
     fields = list(dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__))
     for name in options.config:
         if name not in fields:
-            raise UsageError(f"no config field {name!r}: expected one of {', '.join(fields)}")
+            raise unknown(f"no config field {name!r}", name, fields)
 
 
 def sample_ms_of(case: Case, device: Device) -> float:

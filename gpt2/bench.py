@@ -45,10 +45,10 @@ from jetfire.gpt2.subjects import (
     Tensors,
     probe,
 )
-from jetfire.nn import RECIPES
 from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, UsageError
+from jetfire.ops.errors import NoDeviceError, UsageError, unknown
 from jetfire.ops.peers import forget_compiled
+from jetfire.recipes import RECIPES
 
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
@@ -290,7 +290,7 @@ def _peers(texts: Sequence[str]) -> list[str]:
     chosen = [part for text in texts for part in text.split(",")]
     for name in chosen:
         if name not in PEERS:
-            raise UsageError(f"--peer {name}: expected {' or '.join(PEERS)}")
+            raise unknown(f"--peer {name}", name, PEERS)
     return chosen or list(PEERS)
 
 

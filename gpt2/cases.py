@@ -9,8 +9,8 @@ from typing import Any
 
 from jetfire.gpt2 import settings
 from jetfire.gpt2.utilisation import flops_per_token
-from jetfire.nn import RECIPES
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
+from jetfire.recipes import RECIPES
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
 INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
@@ -116,7 +116,7 @@ def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
         UsageError: there is no such problem or size, or a size is below 1.
     """
     if name not in names():
-        raise UsageError(f"no case {name!r}: expected one of {', '.join(names())}")
+        raise unknown(f"no case {name!r}", name, names())
     if name == "block":
         return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
     found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
@@ -134,7 +134,7 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
     known = [field.name for field in dataclasses.fields(problem)]
     for name, text in changes.items():
         if name not in known:
-            raise UsageError(f"--set {name}={text}: expected one of {', '.join(known)}")
+            raise unknown(f"--set {name}={text}", name, known)
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
     return {name: int(text) for name, text in changes.items()}
@@ -149,5 +149,5 @@ def recipes_of(texts: Sequence[str]) -> list[str]:
     chosen = [part for text in texts for part in text.split(",")] or list(INT8)
     for name in chosen:
         if name not in MEASURED:
-            raise UsageError(f"--recipe {name}: expected {', '.join(MEASURED)}")
+            raise unknown(f"--recipe {name}", name, MEASURED)
     return list(dict.fromkeys(chosen))

@@ -28,7 +28,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 PIECE = 1 << 20
 SHAKESPEARE = (
@@ -155,9 +155,7 @@ def _local(name: str, path: Path) -> Corpus:
     if path.is_file():
         return Corpus(name, ((path.name, path),))
     if not path.is_dir():
-        raise UsageError(
-            f"{name}: no such file, folder or corpus: expected a path or one of {', '.join(NAMED)}"
-        )
+        raise unknown(f"{name}: no such file, folder or corpus", name, NAMED, ", or a path")
     files = sorted((file.relative_to(path).as_posix(), file) for file in _walk(path) if kind(file))
     if not files:
         known = " ".join(sorted(_TEXT | _HTML | _ROWS | _ARCHIVES))

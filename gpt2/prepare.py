@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
 from jetfire.gpt2.tokenizers import Tokenizer
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 FORMAT = 1
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
@@ -90,9 +90,7 @@ def prepare(
     if not given:
         raise UsageError(f"expected a corpus ({', '.join(corpora.NAMED)}) or text files or folders")
     if tokenizer is not None and tokenizer not in tokenizers.NAMES:
-        raise UsageError(
-            f"no tokenizer {tokenizer!r}: expected one of {', '.join(tokenizers.NAMES)}"
-        )
+        raise unknown(f"no tokenizer {tokenizer!r}", tokenizer, tokenizers.NAMES)
     if copy is not None and len(given) > 1:
         raise UsageError(f"--from {copy}: expected with one corpus, {len(given)} are given")
     say = _say if show else _quiet

@@ -21,8 +21,8 @@ from jetfire.bench.report import Addition, Chart
 from jetfire.bench.results import Results
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import Curve, Group, image
-from jetfire.nn import RECIPES
 from jetfire.ops.errors import UsageError
+from jetfire.recipes import RECIPES
 
 FOLDER, BASE = "training", "bf16"
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jetfire.ops.errors import UsageError
-
-if TYPE_CHECKING:
-    from jetfire.nn import Recipe
+from jetfire import recipes
+from jetfire.ops.errors import UsageError, unknown
 
 _LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
          "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
@@ -55,7 +52,7 @@ class Settings:
     """One run. A step is `accumulate` micro-batches a process of `batch` sequences each.
 
     Attributes:
-        recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        recipe: a name of `jetfire.recipes.RECIPES`.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
@@ -110,14 +107,12 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def precision(self) -> Recipe:
+    def precision(self) -> recipes.Recipe:
         """The recipe, with the group that was asked for.
 
         Raises:
             UsageError: there is no such recipe, or it has no groups, or no such one.
         """
-        from jetfire.nn import recipes
-
         if self.group == "recipe":
             return recipes.get(self.recipe)
         if self.group == "search":
@@ -155,7 +150,7 @@ def _value(name: str, annotation: Any, text: Any) -> Any:
         if isinstance(text, bool):  # as checkpoints had what was yes or no once
             text = str(text).lower()
         if text not in choices:
-            raise UsageError(f"{given}: expected {' or '.join(choices)}")
+            raise unknown(given, str(text), choices)
         return text
     if annotation is bool:
         low = str(text).lower()
@@ -191,9 +186,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(Settings)
     for name in values:
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UsageError(f"no setting {name!r}{hint}: expected one of {', '.join(hints)}")
+            raise unknown(f"no setting {name!r}", name, hints)
     return {name: _value(name, hints[name], value) for name, value in values.items()}
 
 
@@ -204,7 +197,7 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
         UsageError: there is no such preset, recipe or setting, or a value is out of bounds.
     """
     if preset not in PRESETS:
-        raise UsageError(f"no preset {preset!r}: expected one of {', '.join(PRESETS)}")
+        raise unknown(f"no preset {preset!r}", preset, PRESETS)
     fields = {"preset": preset, **PRESETS[preset], **checked(values)}
     if "warmup" not in values and "steps" in values:  # a short run warms up for a twentieth of it
         fields["warmup"] = min(fields["warmup"], max(1, fields["steps"] // 20))
@@ -212,12 +205,10 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
 
 
 def _settings(fields: Mapping[str, Any]) -> Settings:
-    from jetfire.nn import int4
-
     settings = Settings(**fields)
     precision = settings.precision()
     if precision.int4 is not None:
-        reason = int4.why_not(settings.width, settings.width, precision.int4)
+        reason = precision.int4.why_not(settings.width, settings.width)
         if reason is not None:
             raise UsageError(f"width={settings.width}: {reason}")
     return settings

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from jetfire import recipes
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import BlockProblem, StepProblem
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Stream, recipes, weights_changed
+from jetfire.nn import Stream, weights_changed
 
 EAGER, COMPILE = "eager", "compile"
 PEERS = (EAGER, COMPILE)

@@ -10,8 +10,7 @@ from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
 from jetfire.nn.loss import linear_cross_entropy
 from jetfire.nn.optimizer import AdamW, replaying
 from jetfire.nn.products import weights_changed
-from jetfire.nn.recipes import RECIPES, Int4, Recipe
-from jetfire.ops import profiles
+from jetfire.recipes import RECIPES, Int4, Recipe
 
 __all__ = [
     "RECIPES",
@@ -36,5 +35,3 @@ __all__ = [
     "tied_embedding",
     "weights_changed",
 ]
-
-profiles.preload()

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from jetfire.ops.op import Kernel, Op
@@ -56,7 +56,7 @@ def get(name: str) -> Op:
     """
     stem = name.replace("-", "_")
     if stem not in names():
-        raise UsageError(f"no op {name!r}: expected one of {', '.join(names())}")
+        raise unknown(f"no op {name!r}", name, names())
     return importlib.import_module(f"jetfire.ops.{stem}").OP
 
 
@@ -92,7 +92,7 @@ def get_kernel(op: str, name: str) -> Kernel:
     """
     known = kernels(op)
     if name not in known:
-        raise UsageError(f"{op} has no kernel {name!r}: expected one of {', '.join(known)}")
+        raise unknown(f"{op} has no kernel {name!r}", name, known)
     return known[name]
 
 

@@ -99,7 +99,7 @@ def refused(capsys, code=2):
         ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
          "CUDA C++: expected one of cubin, torch, wheel, hf"),
         (("hadamard_gemm", "--m", "4096"), 2, "hadamard_gemm: it has nothing to tune: it launches"),
-        (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5': expected one of"),
+        (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5' (did you mean gpt2-350m?)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said_in_a_line(shipped, tmp_path, capsys, words, code, says):

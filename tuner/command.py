@@ -16,7 +16,7 @@ from jetfire.bench.results import check_writable
 from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError, UsageError, unknown
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner import summary, unseen
 from jetfire.tuner.display import Display
@@ -102,7 +102,7 @@ def _check_kernels(cases: Sequence[Case], names: Sequence[str]) -> None:
     known = {name for op in {case.op.name for case in cases} for name in ops.kernels(op)}
     for name in names:
         if name not in known:
-            raise UsageError(f"no kernel {name!r}: expected one of {', '.join(sorted(known))}")
+            raise unknown(f"no kernel {name!r}", name, sorted(known))
 
 
 @contextmanager
@@ -191,21 +191,20 @@ def _check(asked: Asked) -> Objective:
     from jetfire.ops.data import DISTRIBUTIONS
 
     if asked.data not in DISTRIBUTIONS:
-        raise UsageError(f"--data {asked.data}: expected one of {', '.join(DISTRIBUTIONS)}")
+        raise unknown(f"--data {asked.data}", asked.data, DISTRIBUTIONS)
     if asked.effort not in EFFORTS:
-        raise UsageError(f"--effort {asked.effort}: expected {' or '.join(EFFORTS)}")
+        raise unknown(f"--effort {asked.effort}", asked.effort, EFFORTS)
     strategy_of(asked.strategy, Space({}, Config(), lambda _: None), 0, ())
     for name in asked.peers or ():
         if name not in peer_ops.NAMES:
-            known = ", ".join(peer_ops.NAMES)
-            raise UsageError(f"no peer {name!r}: expected one of {known}, or none")
+            raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
     for file in (asked.report, asked.record, asked.output):
         if file is not None:
             check_writable(file)
     for objective in OBJECTIVES:
         if objective == asked.objective:
             return objective
-    raise UsageError(f"--objective {asked.objective}: expected {', '.join(OBJECTIVES)}")
+    raise unknown(f"--objective {asked.objective}", asked.objective, OBJECTIVES)
 
 
 def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
