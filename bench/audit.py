@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from jetfire import ops
+from jetfire import ops, terminal
 from jetfire.bench.plan import Case
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.ops.device import Device, capability_of, target_device
+from jetfire.ops.errors import UsageError
 from jetfire.ops.machine_code import audit
 from jetfire.ops.op import Kernel
 
@@ -27,26 +26,13 @@ from jetfire.ops.op import Kernel
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
 
 
-def capability_of(text: str) -> tuple[int, int]:
-    """``90``, ``9.0``, ``9.0a`` or ``sm_90`` as (9, 0).
+def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[Device]) -> None:
+    """Print a table a problem: a row for every function that a kernel's default config launches.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: no kernel has machine code for any of it.
     """
-    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
-    if not digits.isdigit() or len(digits) < 2:
-        raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
-    return int(digits[:-1]), int(digits[-1])
-
-
-def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Sequence[str]) -> None:
-    """A table a problem: one row for every function that a kernel's default config launches."""
-    devices = [target_device(capability_of(text)) for text in architectures]
-    known = {name for case in cases for name in ops.kernels(case.op.name)}
-    for name in kernel_names:
-        if name not in known:
-            raise unknown(f"no kernel {name!r} in these ops", name, sorted(known))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = terminal.console(width=160)
     found = False
     for case in cases:
         table = Table(title=str(case), title_justify="left")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jetfire import terminal
 from jetfire.bench import show
 from jetfire.bench.results import Results, Row
 from jetfire.ops.errors import RegressionError, UsageError
@@ -130,9 +130,7 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     pairs, alone = match(before, after, config)
     if not pairs:
         raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = terminal.console(width=160)
     names = [str(r.device.get("name")) for r in (before, after)]
     title = f"{a} → {b} on {' → '.join(dict.fromkeys(names))}; ratio above 1 is slower"
     for op in dict.fromkeys(pair.after.op for pair in pairs):

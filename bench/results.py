@@ -226,6 +226,8 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path}: is a folder: expected a file to write")
     try:
+        if path.is_fifo():
+            return  # opening it would wait for who reads it
         if path.exists() and not path.is_file():
             path.open("a").close()
             return
@@ -236,6 +238,25 @@ def check_writable(path: Path) -> None:
         os.unlink(name)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def check_output(option: str, path: Path | None, *suffixes: str) -> None:
+    """Fail before an hour of measuring where an option's file is of no such kind or not writable.
+
+    Args:
+        path: None where the option was not given.
+        suffixes: those that a name may have; a device or a pipe may have any.
+
+    Raises:
+        UsageError: it says what is expected.
+    """
+    if path is None:
+        return
+    special = path.exists() and not path.is_file() and not path.is_dir()
+    if not special and not path.name.lower().endswith(suffixes):
+        kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise UsageError(f"{option} {path}: expected a file named {kinds}")
+    check_writable(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -127,22 +127,16 @@ def _config(
     return kernel.Config.parse({**known, **given}), None
 
 
-def check_options(cases: Sequence[Case], options: Options) -> None:
-    """Names of kernels, peers and config fields must exist for one of the ops at least.
+def check_config(cases: Sequence[Case], options: Options) -> None:
+    """Refuse a config field that none of the kernels has.
 
     Raises:
-        UsageError: one does not; the message lists those that do.
+        UsageError: it lists those that they have.
     """
-    names = list(dict.fromkeys(case.op.name for case in cases))
-    kernels = {kernel.name: kernel for op in names for kernel in ops.kernels(op).values()}
-    for name in options.kernels or ():
-        if name not in kernels:
-            raise unknown(f"{', '.join(names)}: no kernel {name!r}", name, kernels)
-    for name in options.peers or ():
-        if name not in peer_ops.NAMES:
-            raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
-    chosen = [k for name, k in kernels.items() if name in (options.kernels or kernels)]
-    fields = list(dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__))
+    names = dict.fromkeys(case.op.name for case in cases)
+    kernels = [kernel for op in names for kernel in ops.kernels(op).values()]
+    chosen = [k for k in kernels if options.kernels is None or k.name in options.kernels]
+    fields = dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__)
     for name in options.config:
         if name not in fields:
             raise unknown(f"no config field {name!r}", name, fields)

@@ -13,6 +13,9 @@ from jetfire.ops.errors import UsageError, unknown
 from jetfire.recipes import RECIPES
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
+# What recipes are measured against, as rows name it.
+EAGER, COMPILE = "eager", "compile"
+PEERS = (EAGER, COMPILE)
 INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
 # All but the one that the peers have.
 MEASURED = tuple(recipe.name for recipe in RECIPES.values() if not recipe.plain)
@@ -138,6 +141,37 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
     return {name: int(text) for name, text in changes.items()}
+
+
+def peers_of(texts: Sequence[str]) -> list[str]:
+    """Peers by name; both where none is given.
+
+    Raises:
+        UsageError: one is none.
+    """
+    chosen = [part for text in texts for part in text.split(",")]
+    for name in chosen:
+        if name not in PEERS:
+            raise unknown(f"--peer {name}", name, PEERS)
+    return chosen or list(PEERS)
+
+
+def runs_of(
+    preset: str, recipes: Sequence[str], given: Sequence[str], data: str | None
+) -> list[settings.Settings]:
+    """The settings of a run with each recipe; with the preset's own where none is named.
+
+    Args:
+        given: further settings, ``key=value``.
+
+    Raises:
+        UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
+    """
+    values = settings.split(given)
+    if data is not None:
+        values["data"] = data
+    chosen = recipes_of(recipes or [settings.make(preset, values).recipe])
+    return [settings.make(preset, {**values, "recipe": recipe}) for recipe in chosen]
 
 
 def recipes_of(texts: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,44 +31,19 @@ from jetfire.gpt2 import (
     weights,
 )
 from jetfire.gpt2 import sample as sampling
+from jetfire.gpt2.asked import Asked, no_run
 from jetfire.gpt2.checkpoint import Checkpoint
-from jetfire.gpt2.display import Display, note
+from jetfire.gpt2.display import Display
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.settings import PRESETS, Settings, make, resumed, split
+from jetfire.gpt2.settings import Settings, resumed
 from jetfire.gpt2.step import autocast
 from jetfire.gpt2.train import Training, algorithms
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
+from jetfire.terminal import note
 
 SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as they were given; None where one was not."""
-
-    preset: str | None = None
-    recipe: str | None = None
-    settings: Sequence[str] = ()
-    steps: int | None = None
-    data: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    init: Path | None = None
-    device: str = "auto"
-    seed: int | None = None
-    sample: int = 0
-
-    def given(self) -> dict[str, Any]:
-        """The settings that were asked for, an option's before `--set`'s."""
-        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
-                   "data": self.data, "seed": self.seed}  # fmt: skip
-        found: dict[str, Any] = dict(split(self.settings))
-        found.update({name: value for name, value in options.items() if value is not None})
-        if "data" in found and found["data"] not in corpora.NAMED:
-            found["data"] = str(Path(found["data"]).absolute())
-        return found
 
 
 class Stop:
@@ -165,12 +140,9 @@ def run_of(asked: Asked, group: Group) -> Run:
     Raises:
         UsageError: they name none, or one that cannot go on so.
     """
-    given = asked.given()
     if asked.resume:
-        return _resumed(asked, given, group)
-    if asked.preset is None:
-        raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
-    settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
+        return _resumed(asked, asked.given(), group)
+    settings = asked.begun()
     parallel.check(settings, group)
     folder = asked.output or _free_folder(settings)
     if _begun(folder) is not None or checkpoint.listed(folder):
@@ -370,7 +342,7 @@ def _trained(path: Path) -> Checkpoint:
     """The newest checkpoint of a run, or the one in the folder."""
     saved = checkpoint.find(path)
     if saved is None:
-        raise UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")
+        raise no_run(path)
     return saved
 
 

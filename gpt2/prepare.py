@@ -24,6 +24,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jetfire import terminal
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
 from jetfire.gpt2.tokenizers import Tokenizer
@@ -324,11 +325,10 @@ def _progress(show: bool) -> Iterator[Callable[[int, int], None]]:
     if not show or not sys.stderr.isatty():
         yield lambda characters, tokens: None
         return
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=terminal.console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading")
         done = [0, 0]
 

@@ -23,6 +23,7 @@ _SHARED = {
     "atomic",
     "check",
     "data",
+    "declared",
     "device",
     "errors",
     "functional",
@@ -70,6 +71,19 @@ def kernels(op: str) -> dict[str, Kernel]:
             module = importlib.import_module(f"jetfire.{backend}.{op}")
             found.update({kernel.name: kernel for kernel in module.KERNELS})
     return found
+
+
+@cache
+def kernel_names(op: str) -> tuple[str, ...]:
+    """Return the names that `kernels` has of an op, mostly without importing the kernels."""
+    from jetfire.ops import declared
+
+    root = Path(__file__).parent.parent
+    folders = [root / backend / op for backend in _BACKENDS]
+    found = [declared.names(folder) for folder in folders if (folder / "__init__.py").exists()]
+    if any(some is None for some in found):
+        return tuple(kernels(op))
+    return tuple(dict.fromkeys(name for some in found for name in some or ()))
 
 
 def register(kernel: Kernel) -> None:

@@ -61,19 +61,26 @@ class Device:
             UsageError: the text names no kind of device.
             NoDeviceError: that device is not on this machine.
         """
+        check_name(text)
+        kind, _, index = text.partition(":")
+        if kind == "cpu":
+            return _cpu()
         import torch
 
-        kind, _, index = text.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (
-            index and not (kind == "cuda" and index.isdigit())
-        ):
-            raise UsageError(f"device {text!r}: expected auto, cpu, cuda or cuda:N")
-        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        if kind == "auto" and not torch.cuda.is_available():
             return _cpu()
         count = torch.cuda.device_count()
         if int(index or 0) >= count:
             raise NoDeviceError(f"device {text!r}: this machine has {count} CUDA devices")
         return _cuda(int(index or 0))
+
+
+def check_name(text: str) -> None:
+    """Raise UsageError where a text names no kind of device, whether or not it is here."""
+    kind, _, index = text.partition(":")
+    numbered = kind == "cuda" and index.isdecimal() and len(index) < 5
+    if kind not in ("auto", "cpu", "cuda") or (text != kind and not numbered):
+        raise UsageError(f"device {text!r}: expected auto, cpu, cuda or cuda:N")
 
 
 def _cpu_name() -> str:
@@ -111,6 +118,18 @@ def _cuda(index: int) -> Device:
         shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         l2_bytes=properties.L2_cache_size,
     )
+
+
+def capability_of(text: str) -> tuple[int, int]:
+    """Return ``90``, ``9.0``, ``9.0a`` or ``sm_90`` as (9, 0).
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
+    if not digits.isdigit() or len(digits) < 2:
+        raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
+    return int(digits[:-1]), int(digits[-1])
 
 
 def target_device(capability: tuple[int, int]) -> Device:

@@ -70,11 +70,16 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     # A wrong number is no slip of the finger, nor is a text that long, which is slow to compare.
     if len(name) > 60 or not any(map(str.isalpha, name)):
         return None
-    spelling = name.lower().replace("_", "-")
-    by_spelling = {other.lower().replace("_", "-"): other for other in known}
+    spelling = _spelling(name)
+    by_spelling = {_spelling(other): other for other in known}
     found = difflib.get_close_matches(spelling, by_spelling, 1)
     found += [other for other in by_spelling if len(spelling) > 1 and other.startswith(spelling)]
     return by_spelling[found[0]] if found else None
+
+
+def _spelling(name: str) -> str:
+    """Return what of a name counts for likeness: an option's dashes are all options'."""
+    return name.lower().replace("_", "-").strip("-")
 
 
 @contextmanager

@@ -41,6 +41,8 @@ def float_dtype(name: FloatName) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
+# Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
+MOST_ELEMENTS = 2**40
 # 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
@@ -69,6 +71,8 @@ def _parse_field(name: str, annotation: Any, value: Any) -> Any:
         raise UsageError(f"{name}={value}: expected {kind}") from None
     if annotation is int and number < 1:
         raise UsageError(f"{name}={value}: expected an integer of at least 1")
+    if annotation is int and number > MOST_ELEMENTS:
+        raise UsageError(f"{name}={value}: expected an integer of at most {MOST_ELEMENTS}")
     return number
 
 

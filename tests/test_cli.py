@@ -126,23 +126,6 @@ def test_an_unexpected_error_is_one_line_and_exits_1(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_broken_pipe_is_quiet(capsys, monkeypatch):
-    class Closed:
-        def write(self, _):
-            raise BrokenPipeError
-
-        def flush(self):
-            raise BrokenPipeError
-
-        def fileno(self):
-            return 99
-
-    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
-    monkeypatch.setattr(sys, "stdout", Closed())
-    assert execute(None, ["list"]) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_list_names_everything(capsys):
     assert bench("--list") == 0
     text = capsys.readouterr().out

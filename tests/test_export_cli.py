@@ -95,7 +95,7 @@ def refused(capsys, code=2):
          "out; give --set out="),
         (("gemm", "quantize", "--m", "4096"), 2, "export takes one op, given gemm, quantize"),
         ((*GEMM, "--kernel", "int_mm"), 2, "gemm/int_mm runs on the CPU: expected a GPU kernel"),
-        ((*GEMM, "--kernel", "nope"), 2, "gemm has no kernel 'nope': expected one of"),
+        ((*GEMM, "--kernel", "nope"), 2, "no kernel 'nope': expected one of"),
         ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
          "CUDA C++: expected one of cubin, torch, wheel, hf"),
         (("hadamard_gemm", "--m", "4096"), 2, "hadamard_gemm: it has nothing to tune: it launches"),

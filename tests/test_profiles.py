@@ -605,10 +605,11 @@ def test_the_command_tunes_just_the_problem(problem):
     op = next(op for op in map(ops.get, ops.names()) if op.Problem is type(problem))
     script, *words = command_for(op, problem).split()
     assert script == "jetfire-tune"
-    command = typer.main.get_command(cli.app).commands["tune"]
+    command = typer.main.get_command(cli.app).commands["tune"].commands["run"]
     given = command.make_context("tune", words).params
     names = ("op", "m", "n", "k", "workload", "block", "mode", "set_")
-    assert cli._asked(*(given[name] for name in names), "4096") == [Case(op, problem)]
+    request = cli._request(*(given[name] for name in names), kernels=())
+    assert cli._cases(request, 4096) == [Case(op, problem)]
 
 
 def test_the_bench_says_where_a_config_comes_from(toy):
@@ -756,3 +757,42 @@ def test_provenance_names_what_times_depend_on():
     assert (made["gpu"], made["capability"], made["driver"]) == ("NVIDIA H200", [9, 0], "580.1")
     assert made["source"] == kernel.source_hash()
     assert json.loads(json.dumps(made)) == made
+
+
+def shown(capsys, *words):
+    """The profiles that `tune show` lists with some options: kernel, m, block and out of each."""
+    assert cli.execute("tune", ["show", "gemm", *words, "--json"]) == 0
+    return [
+        (record["kernel"], *(record["problem"][name] for name in ("m", "block", "out")))
+        for record in json.loads(capsys.readouterr().out)
+    ]
+
+
+def test_show_lists_what_the_options_leave(folder, capsys):
+    kept = [
+        entry(gemm(m, n, k, block=block, out=out), kernel=kernel,
+              config=ops.get_kernel("gemm", kernel).default(gemm(), H200).as_dict())
+        for m, n, k, block, out, kernel in (
+            (64, 64, 64, 32, "bf16", "gluon"),
+            (64, 64, 64, 64, "int8", "gluon"),
+            (8192, 3072, 1024, 32, "bf16", "gluon"),
+            (96, 64, 64, 32, "bf16", "triton"),
+        )
+    ]  # fmt: skip
+    save(*kept)
+    assert len(shown(capsys)) == 4
+    assert shown(capsys, "--m", "64") == [("gluon", 64, 32, "bf16"), ("gluon", 64, 64, "int8")]
+    assert shown(capsys, "--m", "64,96", "--block", "32") == [
+        ("gluon", 64, 32, "bf16"), ("triton", 96, 32, "bf16"),
+    ]  # fmt: skip
+    assert shown(capsys, "--m", "64", "--m", "96", "--kernel", "triton") == [
+        ("triton", 96, 32, "bf16")
+    ]
+    assert shown(capsys, "--set", "out=int8") == [("gluon", 64, 64, "int8")]
+    assert shown(capsys, "--set", "bias=TRUE") == []
+    assert shown(capsys, "--workload", "gpt2-350m") == [("gluon", 8192, 32, "bf16")]
+    assert shown(capsys, "--n", "3072") == [("gluon", 8192, 32, "bf16")]
+    assert cli.execute("tune", ["show", "gemm", "--m", "65"]) == 0
+    assert "no profile of gemm that the options leave in" in capsys.readouterr().err
+    assert cli.execute("tune", ["show", "gemm", "--budget", "5m"]) == 2
+    assert "no option --budget: expected one of --m" in capsys.readouterr().err

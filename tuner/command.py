@@ -11,19 +11,18 @@ from pathlib import Path
 
 from jetfire import ops
 from jetfire.bench import command as bench_command
+from jetfire.bench import plan
 from jetfire.bench.plan import Case
-from jetfire.bench.results import check_writable
-from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError, unknown
-from jetfire.ops.op import Config, Kernel
+from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.op import Kernel
 from jetfire.tuner import summary, unseen
+from jetfire.tuner.asked import Asked, check
 from jetfire.tuner.display import Display
 from jetfire.tuner.recording import Recording
-from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned, is_current
+from jetfire.tuner.session import Session, Stopped, Target, Tuned, is_current
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
 
@@ -53,7 +52,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     Raises:
         UsageError: there is none otherwise.
     """
-    _check_kernels(asked.cases, asked.kernels)
+    plan.check_kernels([case.op.name for case in asked.cases], asked.kernels)
     index, count = asked.shard
     pairs = [(case, k) for case in asked.cases[index::count] for k in _kernels(case, asked.kernels)]
     found = [_target(asked, case, kernel, device) for case, kernel in pairs]
@@ -98,13 +97,6 @@ def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
     return [known[name] for name in dict.fromkeys(names or known) if name in known]
 
 
-def _check_kernels(cases: Sequence[Case], names: Sequence[str]) -> None:
-    known = {name for op in {case.op.name for case in cases} for name in ops.kernels(op)}
-    for name in names:
-        if name not in known:
-            raise unknown(f"no kernel {name!r}", name, sorted(known))
-
-
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, as batch systems send it, ends the command as Ctrl-C does."""
@@ -129,7 +121,8 @@ def tune(asked: Asked) -> None:
         JetfireError: nothing can be tuned, or the study or the profile cannot be written; with exit
             code 130 after Ctrl-C, when the best so far has been saved.
     """
-    objective = _check(asked)
+    check(asked)
+    objective: Objective = next(name for name in OBJECTIVES if name == asked.objective)
     devices = devices_of(asked.device)
     work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
     if not work:
@@ -184,27 +177,6 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
                 session.display.note(f"{target}: {error}")
             failed.append(error)
     return failed
-
-
-def _check(asked: Asked) -> Objective:
-    """The objective; whatever can be refused before a device is touched is."""
-    from jetfire.ops.data import DISTRIBUTIONS
-
-    if asked.data not in DISTRIBUTIONS:
-        raise unknown(f"--data {asked.data}", asked.data, DISTRIBUTIONS)
-    if asked.effort not in EFFORTS:
-        raise unknown(f"--effort {asked.effort}", asked.effort, EFFORTS)
-    strategy_of(asked.strategy, Space({}, Config(), lambda _: None), 0, ())
-    for name in asked.peers or ():
-        if name not in peer_ops.NAMES:
-            raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
-    for file in (asked.report, asked.record, asked.output):
-        if file is not None:
-            check_writable(file)
-    for objective in OBJECTIVES:
-        if objective == asked.objective:
-            return objective
-    raise unknown(f"--objective {asked.objective}", asked.objective, OBJECTIVES)
 
 
 def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:

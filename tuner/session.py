@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from optuna.storages import InMemoryStorage
@@ -19,6 +19,7 @@ from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.op import Kernel
 from jetfire.ops.profiles import Entry, Found
 from jetfire.tuner import summary
+from jetfire.tuner.asked import EFFORTS, Asked
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, decide
@@ -36,59 +37,6 @@ NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 FINAL_S, LEAST_S = 3.0, 2.0
 # Outcomes that another run would not change; a crash may have come from outside.
 HOPELESS = ("wrong", "illegal", "compile", "timeout")
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is worth spending on a search.
-
-    Attributes:
-        trials: configs.
-        finalists: those that are measured again.
-        rounds, rounds_s: samples of each in that comparison, and seconds that they may take.
-    """
-
-    trials: int
-    finalists: int
-    rounds: int
-    rounds_s: float
-
-
-EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as they were given.
-
-    Attributes:
-        keep: the studies, and in the user's profiles the winners.
-        unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
-        output: where what they show is written.
-    """
-
-    cases: Sequence[Case]
-    kernels: Sequence[str]
-    device: str
-    budget_s: float
-    trials: int | None = None
-    effort: str = "quick"
-    strategy: str = "tpe"
-    objective: str = "time"
-    seed: int = 0
-    data: str = "normal"
-    space: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    storage: str | None = None
-    trial_s: float = 30.0
-    peers: Sequence[str] | None = None
-    report: Path | None = None
-    record: Path | None = None
-    missing: bool = False
-    shard: tuple[int, int] = (0, 1)
-    keep: bool = True
-    unseen: int = 0
-    output: Path | None = None
-    dry_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from typing import TYPE_CHECKING
 
-from jetfire.export.target import Target
 from jetfire.ops.errors import unknown
+
+if TYPE_CHECKING:
+    from jetfire.export.target import Target
 
 _MODULES = {
     "cuda": "c_library",

@@ -1,0 +1,85 @@
+"""What a training run is asked for, and all of it that can be refused before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetfire.gpt2 import corpora
+from jetfire.gpt2.settings import PRESETS, Settings, checked, make, split
+from jetfire.ops import device as devices
+from jetfire.ops.errors import UsageError, unknown
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; None where one was not."""
+
+    preset: str | None = None
+    recipe: str | None = None
+    settings: Sequence[str] = ()
+    steps: int | None = None
+    data: str | None = None
+    output: Path | None = None
+    resume: bool = False
+    init: Path | None = None
+    device: str = "auto"
+    seed: int | None = None
+    sample: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for, an option's before `--set`'s."""
+        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
+                   "data": self.data, "seed": self.seed}  # fmt: skip
+        found: dict[str, Any] = dict(split(self.settings))
+        found.update({name: value for name, value in options.items() if value is not None})
+        if "data" in found and found["data"] not in corpora.NAMED:
+            found["data"] = str(Path(found["data"]).absolute())
+        return found
+
+    def begun(self) -> Settings:
+        """Return the settings of a run that begins.
+
+        Raises:
+            UsageError: there is no such preset or setting, or a value is out of bounds.
+        """
+        if self.preset is None:
+            raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
+        return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
+
+
+def check(asked: Asked) -> None:
+    """Refuse what can be refused without a look into a run's folder.
+
+    Raises:
+        UsageError: it says what is accepted.
+    """
+    devices.check_name(asked.device)
+    if asked.resume:
+        values = checked(asked.given())
+        if asked.output is None or asked.init is not None:
+            wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
+            raise UsageError(f"--resume: expected {wanted}")
+        if not asked.output.is_dir():
+            raise UsageError(f"--resume: {asked.output} holds no run")
+    else:
+        values = asked.begun().as_dict()
+    if asked.output is not None and asked.output.exists() and not asked.output.is_dir():
+        raise UsageError(f"-o {asked.output}: expected a folder")
+    if asked.init is not None and not asked.init.is_dir():
+        raise UsageError(
+            f"--init {asked.init}: no such folder: expected a run's, a checkpoint's or one of "
+            "transformers' GPT-2"
+        )
+    data = values.get("data")
+    if data is not None and data not in corpora.NAMED and not Path(data).exists():
+        given = asked.data or dict(split(asked.settings)).get("data", data)
+        what = f"--data {given}: no such file, folder or corpus"
+        raise unknown(what, given, corpora.NAMED, ", or a path")
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error for a path at which there is no checkpoint."""
+    return UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")
