@@ -8,12 +8,14 @@ named in pyproject.toml. `execute` is where every command and every error ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from jetfire import __version__, terminal
 from jetfire import options as o
+from jetfire.ops import broken
 from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError, nearest, unknown
 
 HELP = ["-h", "--help"]
@@ -914,8 +917,12 @@ def _fail(message: str, code: int) -> int:
 
 def _failed(error: Exception) -> int:
     """Say in a line what went wrong, and return the exit code that README.md documents for it."""
+    if not isinstance(error, JetfireError):
+        error = broken.explained(error) or error
     if isinstance(error, JetfireError):
-        return _fail(str(error), error.exit_code)
+        code = _fail(str(error), error.exit_code)
+        terminal.details(error.details)
+        return code
     if _is_usage_error(error):
         return _fail(_parse_error(error), 2)
     if isinstance(error, OSError) and error.strerror:  # no disk, no rights, no such program
@@ -939,6 +946,29 @@ def _warn_in_a_line() -> None:
     warnings.showwarning = show
 
 
+@contextlib.contextmanager
+def _caches(keeps: bool) -> Iterator[None]:
+    """Where the home cannot be written, have what is compiled kept in a folder for this run alone.
+
+    Triton and CuPy fail without their caches, and so would kernels, as if they were wrong.
+
+    Args:
+        keeps: whether our own cache is asked to keep more than that: training's tokens.
+    """
+    if os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
+        yield
+        return
+    names = ["TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR", *([] if keeps else ["JETFIRE_CACHE"])]
+    with tempfile.TemporaryDirectory(prefix="jetfire-", ignore_cleanup_errors=True) as folder:
+        missing = {name: folder for name in names if name not in os.environ}
+        os.environ |= missing
+        try:
+            yield
+        finally:
+            for name in missing:
+                del os.environ[name]
+
+
 def execute(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run `jetfire` or one of its commands and return the exit code; every error ends here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -951,7 +981,8 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
         completion_init()
     elif command is None and not words:
         words = ["--help"]
-    with terminal.streams():
+    training = "train" in (command, *words[:1])
+    with terminal.streams(), _caches(keeps=training):
         try:
             with warnings.catch_warnings():
                 _warn_in_a_line()

@@ -42,6 +42,12 @@ def note(text: str) -> None:
     print(f"jetfire: {line(text)}", file=sys.stderr, flush=True)
 
 
+def details(text: str) -> None:
+    """Print on stderr the lines of a compiler, as they are, below a note."""
+    if text:
+        print(visible(text.rstrip("\n")), file=sys.stderr, flush=True)
+
+
 def styled(text: str, style: str = "") -> Text:
     """Return text for a table or a console in one style."""
     from rich.text import Text

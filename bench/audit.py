@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jetfire import ops, terminal
 from jetfire.bench.plan import Case
+from jetfire.ops import broken
 from jetfire.ops.device import Device, capability_of, target_device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.machine_code import audit
@@ -54,7 +55,9 @@ def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
     config = kernel.default(case.problem, device)
     if device.capability is None or kernel.legal(case.problem, config, device) is not None:
         return
-    for cubin in kernel.cubins(case.problem, config, device.capability) or ():
+    with broken.compiling(case.op.name, kernel.name, device.name):
+        cubins = kernel.cubins(case.problem, config, device.capability) or ()
+    for cubin in cubins:
         found = audit(cubin)
         matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
         table.add_row(

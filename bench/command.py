@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,14 @@ from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.results import Results, Row, check_output, check_writable, write_text
 from jetfire.ops import device as devices
-from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError, unknown
+from jetfire.ops.errors import (
+    JetfireError,
+    NoDeviceError,
+    UsageError,
+    WrongResultError,
+    unknown,
+    writing,
+)
 from jetfire.terminal import note
 
 if TYPE_CHECKING:
@@ -97,6 +105,8 @@ def bench(asked: Asked) -> None:
     if asked.dry_run:
         _dry_run(work, device)
         return
+    if request is not None:
+        runner.check_device(work, device)
     if asked.suite not in (None, "promotion") and device.kind == "cpu":
         raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     _measure(asked, work, device, existing, kind)
@@ -345,12 +355,10 @@ def collect(
         interrupted = True
     finally:
         if rows:
-            _save(asked, record, rows, existing, kind)
-            _print(asked, rows, record, again, kind)
-            if asked.plot is not None:
-                from jetfire.bench.plot import plot
-
-                plot(rows, record, asked.plot)
+            with ExitStack() as stack:  # each, the last one first, though another fails
+                stack.callback(_draw, asked, record, rows)
+                stack.callback(_print, asked, rows, record, again, kind)
+                stack.callback(_save, asked, record, rows, existing, kind)
     _finish(rows, interrupted)
 
 
@@ -385,7 +393,17 @@ def _save(
         return
     results = Results(record, list(existing.rows) if existing else [])
     results.merge(rows)
-    write_text(asked.output, render(results, kind))
+    with writing(asked.output):
+        write_text(asked.output, render(results, kind))
+
+
+def _draw(asked: Asked, record: dict[str, Any], rows: Sequence[Row]) -> None:
+    if asked.plot is None:
+        return
+    from jetfire.bench.plot import plot
+
+    with writing(asked.plot):
+        plot(rows, record, asked.plot)
 
 
 def render(results: Results, kind: str) -> str:

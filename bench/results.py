@@ -245,15 +245,14 @@ def check_output(option: str, path: Path | None, *suffixes: str) -> None:
 
     Args:
         path: None where the option was not given.
-        suffixes: those that a name may have; a device or a pipe may have any.
+        suffixes: those that its name may have.
 
     Raises:
         UsageError: it says what is expected.
     """
     if path is None:
         return
-    special = path.exists() and not path.is_file() and not path.is_dir()
-    if not special and not path.name.lower().endswith(suffixes):
+    if not path.name.lower().endswith(suffixes):
         kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise UsageError(f"{option} {path}: expected a file named {kinds}")
     check_writable(path)

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
+from jetfire import ops, terminal
 from jetfire.bench import timer
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Case, Note
 from jetfire.bench.results import Row
 from jetfire.bench.timer import Timing
+from jetfire.ops import broken, profiles
 from jetfire.ops import peers as peer_ops
-from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import unknown
+from jetfire.ops.errors import NoDeviceError, unknown
 from jetfire.ops.op import Kernel, Tensors
-from jetfire.ops.run import interpreted, report, verify
+from jetfire.ops.run import interpreted, needs_another_device, report, verify
 
 LONG_FLOPS = 1e11
 # A stage of a launch moves less than the whole: with so many sets of inputs the smallest that is
@@ -127,6 +127,22 @@ def _config(
     return kernel.Config.parse({**known, **given}), None
 
 
+def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
+    """Fail where all that is asked for wants another device.
+
+    Raises:
+        NoDeviceError: no kernel takes any of the problems here, and some architecture does.
+    """
+    found = [(case, choice) for case, options in work for choice in choices(case, device, options)]
+    if any(choice.reason is None for _, choice in found):
+        return
+    for case, choice in found:
+        if needs_another_device(choice.kernel, case.problem):
+            raise NoDeviceError(
+                f"{case.op.name}/{choice.label} does not run on {device.label}: {choice.reason}"
+            )
+
+
 def check_config(cases: Sequence[Case], options: Options) -> None:
     """Refuse a config field that none of the kernels has.
 
@@ -193,6 +209,10 @@ def memory_free(device: Device) -> int | None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _arch(device: Device) -> str:
+    return "interpreted" if device.capability is None else "sm_{}{}".format(*device.capability)
 
 
 class Runner:
@@ -319,6 +339,11 @@ class Runner:
         except Exception as error:
             if self.options.debug:
                 traceback.print_exc()
+            whose = f"{case.op.name} {choice.label} ({_arch(self.device)})"
+            if compiler := broken.explained(error, whose):
+                self.note(str(compiler))
+                terminal.details(compiler.details)
+                return replace(row, error=str(compiler))
             row = replace(row, error=_first_line(error) + when)
         else:
             row = replace(row, ok=check.ok, rel_err=check.rel_err)

@@ -8,6 +8,7 @@ from jetfire.export.asked import Asked, check
 from jetfire.export.check import runs_here
 from jetfire.export.folder import default_target, export
 from jetfire.export.plan import make
+from jetfire.ops import broken
 from jetfire.ops.errors import RegressionError
 from jetfire.terminal import note
 
@@ -28,7 +29,8 @@ def run(asked: Asked) -> None:
     check(asked)
     plan = make(asked.cases, asked.kernel, asked.capability, asked.name)
     target = asked.target or default_target(plan)
-    rows = export(plan, target, asked.folder, check=asked.check)
+    with broken.compiling(plan.op.name, plan.kernel.name, "sm_{}{}".format(*plan.capability)):
+        rows = export(plan, target, asked.folder, check=asked.check)
     for file in sorted(path for path in asked.folder.rglob("*") if path.is_file()):
         print(file)
     done = "written, not built"

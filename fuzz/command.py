@@ -86,7 +86,7 @@ def fuzz(asked: Asked) -> None:
         if asked.output is not None:
             write_text(asked.output, json.dumps(summary, indent=1) + "\n")
     if not any(pair["examples"] for pair in summary["pairs"]):
-        raise UsageError(f"none of these kernels runs on {plan.devices[0].label}")
+        raise NoDeviceError(f"none of these kernels runs on {plan.devices[0].label}")
     wrong = sum(bool(pair["failures"]) for pair in summary["pairs"])
     if wrong:
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")

@@ -17,6 +17,7 @@ from jetfire.fuzz import sanitize
 from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.run import Mode, run_case
+from jetfire.ops import broken
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.process import Worker
@@ -50,10 +51,8 @@ def load(path: Path) -> None:
         raise UsageError(f"--load {path}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
+    with broken.loading(f"--load {path}", path.parent):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"--load {path}: {type(error).__name__}: {error}") from error
     kernels = getattr(module, "KERNELS", None)
     if not kernels:
         raise UsageError(f"--load {path}: expected KERNELS, a tuple of Kernel objects")

@@ -19,7 +19,7 @@ from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Step
 from jetfire.ops import library, profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
+from jetfire.ops.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.tuner import command
 from jetfire.tuner.asked import Asked
 
@@ -85,7 +85,7 @@ def run(asked: Asked, runs: Sequence[Settings]) -> None:
     """
     device = Device.parse(asked.device)
     if device.kind == "cpu":
-        raise UsageError(f"nothing to tune for training on {device.label}: expected a GPU")
+        raise NoDeviceError(f"nothing to tune for training on {device.label}: expected a GPU")
     os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
     wanted: dict[str, dict[Case, None]] = {}
     for settings in runs:

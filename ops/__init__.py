@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetfire.ops import broken
 from jetfire.ops.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # What an op is made of, beside the ops themselves.
 _SHARED = {
     "atomic",
+    "broken",
     "check",
     "data",
     "declared",
@@ -63,12 +65,17 @@ def get(name: str) -> Op:
 
 @cache
 def kernels(op: str) -> dict[str, Kernel]:
-    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name."""
+    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name.
+
+    Raises:
+        UsageError: a module cannot be imported; its `details` show the line.
+    """
     root = Path(__file__).parent.parent
     found: dict[str, Kernel] = {}
     for backend in _BACKENDS:
         if (root / backend / op / "__init__.py").exists():
-            module = importlib.import_module(f"jetfire.{backend}.{op}")
+            with broken.loading(f"{op} of {backend}", root / backend):
+                module = importlib.import_module(f"jetfire.{backend}.{op}")
             found.update({kernel.name: kernel for kernel in module.KERNELS})
     return found
 

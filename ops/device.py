@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Shared memory of a block, by the architectures that kernels are compiled for.
+SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+
+
 @dataclass(frozen=True)
 class Device:
     """One processor and the limits that decide which configs are legal on it.
@@ -138,9 +142,8 @@ def target_device(capability: tuple[int, int]) -> Device:
     Shared memory is that of the architecture's data-centre part (CUDA C++ Programming Guide,
     "Technical Specifications per Compute Capability").
     """
-    shared_kib = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
-    if capability not in shared_kib:
-        known = ", ".join(f"sm_{a}{b}" for a, b in shared_kib)
+    if capability not in SHARED_KIB:
+        known = ", ".join(f"sm_{a}{b}" for a, b in SHARED_KIB)
         raise NoDeviceError(
             f"architecture sm_{capability[0]}{capability[1]}: expected one of {known}"
         )
@@ -149,6 +152,6 @@ def target_device(capability: tuple[int, int]) -> Device:
         name=f"sm_{capability[0]}{capability[1]}",
         capability=capability,
         sms=132,
-        shared_bytes=shared_kib[capability] * 1024,
+        shared_bytes=SHARED_KIB[capability] * 1024,
         l2_bytes=50 << 20,
     )

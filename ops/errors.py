@@ -8,9 +8,14 @@ from pathlib import Path
 
 
 class JetfireError(Exception):
-    """Base of every error shown to a user as one line."""
+    """Base of every error shown to a user as one line.
+
+    Attributes:
+        details: a compiler's own lines, shown below that one; mostly empty.
+    """
 
     exit_code = 1
+    details = ""
 
 
 class JetfireWarning(UserWarning):

@@ -150,7 +150,7 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
         (["gelu", "--reproduce", str(FILE.with_suffix(".json"))], 2, "No such file"),
         (["gelu", "--sanitizer", "valgrind"], 2, "expected one of memcheck, racecheck"),
         (["gelu", "--sanitizer", "memcheck"], 5, "needs a CUDA device"),
-        (["gemm", "--kernel", "wgmma"], 2, "none of these kernels runs on"),
+        (["gemm", "--kernel", "wgmma"], 5, "none of these kernels runs on"),
         (["gelu", "-o", "/no/such/folder/o.json"], 2, "cannot be written: No such file"),
         (["gelu", "-o", "/"], 2, "is a folder"),
     ],

@@ -15,8 +15,9 @@ from jetfire.bench import plan
 from jetfire.bench.plan import Case
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.ops.errors import JetfireError, NoDeviceError, TimedOutError, UsageError, writing
 from jetfire.ops.op import Kernel
+from jetfire.ops.run import needs_another_device
 from jetfire.tuner import summary, unseen
 from jetfire.tuner.asked import Asked, check
 from jetfire.tuner.display import Display
@@ -51,6 +52,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
 
     Raises:
         UsageError: there is none otherwise.
+        NoDeviceError: there is none on this device, and one on another.
     """
     plan.check_kernels([case.op.name for case in asked.cases], asked.kernels)
     index, count = asked.shard
@@ -59,7 +61,9 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     tunable = [target for target in found if isinstance(target, Target)]
     if pairs and not tunable:
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
-        raise UsageError(f"no kernel to tune for these problems on {device.label}: {why}")
+        elsewhere = any(needs_another_device(kernel, case.problem) for case, kernel in pairs)
+        kind = NoDeviceError if elsewhere else UsageError
+        raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
     return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
@@ -159,6 +163,11 @@ def tune(asked: Asked) -> None:
         raise type(failed[0])(text)
     if failed:
         raise failed[0]
+    if session.untried and not tuned:
+        raise TimedOutError(
+            f"no config was tried within the budget: {session.untried} of {len(work)} searches are "
+            "left; give a higher --budget"
+        )
 
 
 def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> list[JetfireError]:
@@ -166,6 +175,7 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
     failed: list[JetfireError] = []
     for i, target in enumerate(work):
         if session.runner.now() + session.final_s >= session.end:
+            session.untried += len(work) - i
             session.display.note(f"the budget is spent: {len(work) - i} of {len(work)} searches "
                                  "are left; the same command goes on")  # fmt: skip
             break
@@ -199,7 +209,8 @@ def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None
         print(unseen.conclusion(rows))
         if asked.output is not None:
             device = session.studies[0][1].optuna.user_attrs["device"]
-            unseen.write(rows, device, asked.seed, asked.output)
+            with writing(asked.output):
+                unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         _recording(*session.studies[0]).save(asked.record)
 
