@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jetfire import ops, terminal
 from jetfire.bench.plan import Case
+from jetfire.bench.progress import watch
 from jetfire.ops import broken
 from jetfire.ops.device import Device, capability_of, target_device
 from jetfire.ops.errors import UsageError
@@ -26,6 +27,8 @@ from jetfire.ops.op import Kernel
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
 
+PAUSE_S = 5.0  # between two lines of progress where there is no terminal
+
 
 def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[Device]) -> None:
     """Print a table a problem: a row for every function that a kernel's default config launches.
@@ -33,28 +36,46 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
     Raises:
         UsageError: no kernel has machine code for any of it.
     """
-    console = terminal.console(width=160)
-    found = False
-    for case in cases:
-        table = Table(title=str(case), title_justify="left")
-        for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps",
-                       "instrs", "matrix"):  # fmt: skip
-            table.add_column(column, no_wrap=True)
-        for device in devices:
-            for kernel in ops.kernels(case.op.name).values():
-                if not kernel_names or kernel.name in kernel_names:
-                    _add_rows(table, case, kernel, device)
-        if table.row_count:
-            console.print(table)
-            found = True
-    if not found:
+    tables = {case: _table(case) for case in cases}
+    work = [
+        (case, device, kernel)
+        for case in cases
+        for device in devices
+        for kernel in ops.kernels(case.op.name).values()
+        if _takes(kernel, case, device) and (not kernel_names or kernel.name in kernel_names)
+    ]
+    try:
+        for case, device, kernel in watch(work, _label, PAUSE_S):
+            _add_rows(tables[case], case, kernel, device)
+    finally:  # after Ctrl-C too
+        console = terminal.console(width=160)
+        for table in tables.values():
+            if table.row_count:
+                console.print(table)
+    if not any(table.row_count for table in tables.values()):
         raise UsageError("no kernel with machine code takes these problems on these architectures")
 
 
+def _label(item: tuple[Case, Device, Kernel]) -> str:
+    case, device, kernel = item
+    return f"{device.name} {kernel.name}: {case}"
+
+
+def _table(case: Case) -> Table:
+    table = Table(title=str(case), title_justify="left")
+    for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps", "instrs",
+                   "matrix"):  # fmt: skip
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _takes(kernel: Kernel, case: Case, device: Device) -> bool:
+    return kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
+
+
 def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
+    assert device.capability is not None
     config = kernel.default(case.problem, device)
-    if device.capability is None or kernel.legal(case.problem, config, device) is not None:
-        return
     with broken.compiling(case.op.name, kernel.name, device.name):
         cubins = kernel.cubins(case.problem, config, device.capability) or ()
     for cubin in cubins:

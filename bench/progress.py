@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -11,12 +13,21 @@ from jetfire import terminal
 T = TypeVar("T")
 
 
-def watch(items: Sequence[T], label: Callable[[T], object] = str) -> Iterator[T]:
-    """The items, each announced before it is worked on."""
+def watch(
+    items: Sequence[T], label: Callable[[T], object] = str, pause_s: float = 0.0
+) -> Iterator[T]:
+    """Yield the items, each announced before it is worked on.
+
+    Args:
+        pause_s: seconds between two lines at least, where there is no bar.
+    """
     if not sys.stderr.isatty():
+        last = -math.inf
         for i, item in enumerate(items, 1):
-            text = terminal.line(str(label(item)))
-            print(f"[{i}/{len(items)}] {text}", file=sys.stderr, flush=True)
+            if time.monotonic() - last >= pause_s:
+                text = terminal.line(str(label(item)))
+                print(f"[{i}/{len(items)}] {text}", file=sys.stderr, flush=True)
+                last = time.monotonic()
             yield item
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

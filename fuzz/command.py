@@ -15,7 +15,7 @@ from typing import Any
 
 import platformdirs
 
-from jetfire import ops
+from jetfire import ops, terminal
 from jetfire.bench.results import check_writable, write_text
 from jetfire.fuzz import jobs, sanitize, store
 from jetfire.fuzz.case import Case, Failure
@@ -101,10 +101,9 @@ def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda examples: None
         return
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False,
+    with Progress(console=terminal.console(stderr=True), transient=True, redirect_stdout=False,
                   redirect_stderr=False) as progress:  # fmt: skip
         task = progress.add_task("examples", total=plan.examples * len(plan.pairs))
         yield lambda examples: progress.update(task, advance=examples)
@@ -235,7 +234,6 @@ def _show(summary: dict[str, Any], form: str) -> None:
         print(json.dumps(summary, indent=1))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
@@ -249,14 +247,16 @@ def _show(summary: dict[str, Any], form: str) -> None:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
         right = "nothing compared" if against and not pair["compared"] else "ok"
-        result = f"[red]{pair['failures'][0]['kind']}[/red]" if pair["failures"] else right
+        result = terminal.styled(right)
+        if pair["failures"]:
+            result = terminal.styled("").append(pair["failures"][0]["kind"], "red")
         if known := pair["coverage"].get("known reports", 0):
-            result += f", known reports in {known}"
+            result.append(f", known reports in {known}", "")
         table.add_row(
             pair["op"], pair["kernel"], str(pair["examples"]), f"{pair['seconds']:.0f}",
             str(pair["configs"]), *counts, *share, result,
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    terminal.console(width=160).print(table)
     idle = [f"{pair['op']} {pair['kernel']}" for pair in summary["pairs"] if not pair["examples"]]
     notes = [f"seed {summary['seed']}, {summary['device']}"]
     if idle:

@@ -112,7 +112,7 @@ def _place(error: Any, trace: TracebackType | None) -> tuple[Path | None, int]:
         trace: of the whole error, which goes through the launch and so the kernel's own file.
     """
     source, node = getattr(error, "src", None), getattr(error, "node", None)
-    if not source or not hasattr(node, "lineno"):  # of Triton's interpreter, or of ptxas
+    if not source or node is None or not hasattr(node, "lineno"):  # the interpreter's, or ptxas's
         frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
         ours = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts]
         return (Path(ours[-1].filename), ours[-1].lineno or 0) if ours else (None, 0)

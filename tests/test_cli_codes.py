@@ -218,8 +218,6 @@ def test_a_name_that_something_else_has_is_refused_before_torch_loads(name, caps
     assert line.startswith(f"jetfire: --name {name}: {TAKEN[name]}")
 
 
-@pytest.mark.parametrize(
-    "name", ["gemm", "my_gemm", "linear", "Int8Gemm", "int8mm"]
-)
+@pytest.mark.parametrize("name", ["gemm", "my_gemm", "linear", "Int8Gemm", "int8mm"])
 def test_names_of_one_s_own_are_taken(name):
     naming.check(name)
