@@ -16,6 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,17 +55,31 @@ Version = Annotated[
 
 
 class _Command(TyperCommand):
-    """A command that says so where an option that counts once is given again."""
+    """A command that refuses empty words, and says so where an option's last word alone counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # nothing is run: words are being completed
             return super().parse_args(ctx, args)
-        given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        found: Any = self.make_parser(ctx).parse_args(args=list(args))
+        values, _, given = found
         for param in dict.fromkeys(given):
+            _refuse_empty(param, values.get(param.name))
             times = given.count(param)
             if times > 1 and not (getattr(param, "multiple", True) or param.is_flag):
                 terminal.note(f"{param.opts[0]} is given {times} times: the last one counts")
         return super().parse_args(ctx, args)
+
+
+def _refuse_empty(param: Any, value: Any) -> None:
+    """Refuse a word without anything in it: a variable of a script that is not set, mostly.
+
+    As a path it would be the current folder, as a name or a list of names the default.
+    """
+    texts = value if isinstance(value, list | tuple) else [value]
+    for text in texts:
+        if isinstance(text, str) and not text.strip() and param.name != "prompt":
+            name = next((o for o in param.opts if o.startswith("--")), param.metavar or param.name)
+            raise UsageError(f"{name} {text!r}: expected a value")
 
 
 class _Group(TyperGroup):
@@ -155,7 +170,7 @@ def bench(
     workload: o.Workload = None, block: o.Blocks = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(metavar="fwd|bwd", help="Direction (fwd).",
+        typer.Option(parser=o.some("--mode"), metavar="fwd|bwd", help="Direction (fwd).",
                      autocompletion=o.completing(("fwd", "bwd"))),
     ] = None,
     set_: o.Setting = None, kernel: o.Kernels = None,
@@ -344,6 +359,8 @@ def _tune(
     from jetfire.bench import plan
     from jetfire.tuner import asked as options
 
+    if "show" in (op or ()):
+        raise UsageError(f"tune {' '.join(op or ())}: expected show first: jetfire tune show OP")
     peers = plan.parse_list(peer or [])
     asked = options.Asked(
         cases=(), kernels=plan.parse_list(kernel or []), device=device,
@@ -380,6 +397,9 @@ def _tune(
         from jetfire.tuner.shipped import cases as shipped_cases
 
         cases = shipped_cases(request.ops, request.blocks or ())
+        if not cases:
+            names = ", ".join(request.ops)
+            raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
     else:
         cases = _cases(request, 4096 if Device.parse(device).kind == "cuda" else 256)
     command.tune(dataclasses.replace(asked, cases=cases))
@@ -475,6 +495,8 @@ def fuzz(
     if output is not None:
         check_writable(output)
     budget_s = o.duration("--budget", budget)
+    if interpreter and device not in ("auto", "cpu"):
+        raise UsageError(f"--interpreter --device {device}: expected cpu, where it interprets")
     if interpreter:
         os.environ["TRITON_INTERPRET"] = "1"
         device = "cpu"
@@ -534,9 +556,12 @@ def export(
         raise UsageError("export: expected -o DIR")
     asked = options.Asked(cases=(), kernel=kernel, target=target, capability=capability_of(arch),
                           folder=output, name=name, check=check)  # fmt: skip
+    chosen = plan.choose_ops(op or [])
+    if len(chosen) > 1:
+        raise UsageError(f"export takes one op, given {', '.join(one.name for one in chosen)}")
     options.check(asked)
-    known = {f for found in plan.choose_ops(op or []) for f in found.Problem.__dataclass_fields__}
-    blocks = block or (["32"] if "block" in known else None)
+    has_blocks = "block" in chosen[0].Problem.__dataclass_fields__
+    blocks = block or (["32"] if has_blocks else None)
     request = _request(op, m, n, k, workload, blocks, mode, set_, [kernel] if kernel else [])
     cases = _cases(request, 4096)
     from jetfire.export import command
@@ -735,7 +760,8 @@ def _bench_training(
     ],
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME,...", help="As for training, but bf16 (the INT8 ones).",
+        typer.Option(parser=o.some("--recipe"), metavar="NAME,...",
+                     help="As for training, but bf16 (the INT8 ones).",
                      autocompletion=o.completing(o.MEASURED)),
     ] = None,
     set_: Annotated[
@@ -745,7 +771,8 @@ def _bench_training(
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only these of eager (always there) and compile.",
+        typer.Option(parser=o.some("--peer"), metavar="NAME",
+                     help="Only these of eager (always there) and compile.",
                      autocompletion=o.completing(o.STEP_PEERS)),
     ] = None,
     device: o.Device = "auto", format_: o.Format = None, output: o.Rows = None,
@@ -786,7 +813,8 @@ def _tune_training(
     preset: o.Preset,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME,...", help="As for training, but bf16 (int8-block32).",
+        typer.Option(parser=o.some("--recipe"), metavar="NAME,...",
+                     help="As for training, but bf16 (int8-block32).",
                      autocompletion=o.completing(o.MEASURED)),
     ] = None,
     set_: Annotated[
@@ -829,7 +857,8 @@ def audit(
     block: o.Blocks = None, mode: o.Mode = "fwd", set_: o.Setting = None, kernel: o.Kernels = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option(metavar="SM,...", help="Architectures (80,89,90,100).",
+        typer.Option(parser=o.some("--arch"), metavar="SM,...",
+                     help="Architectures (80,89,90,100).",
                      autocompletion=o.completing(o.ARCHITECTURES)),
     ] = None,
     debug: o.Debug = False,
@@ -899,6 +928,9 @@ def _parse_error(error: Any) -> str:
         names = [name for p in known.params for name in p.opts if name.startswith("--")]
         return str(unknown(f"no option {option}", str(option), names))
     text = " ".join(str(error.format_message()).split())
+    if "unexpected extra argument" in text or text.startswith("Missing"):
+        usage = " ".join(known.get_usage(error.ctx).removeprefix("Usage: ").split())
+        return f"{text.rstrip('.')}: expected {usage}"
     if hasattr(known, "commands"):
         given = f"{text.rstrip('.')}: " if text else ""
         return f"{given}expected one of {', '.join(known.commands)}"
@@ -928,6 +960,8 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:  # no disk, no rights, no such program
         where = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"{where}{error.strerror}", 2)
+    if isinstance(error, RecursionError) and "JSON" in str(error):
+        return _fail("a JSON file is nested too deeply to be one of ours", 2)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return _fail("out of memory: expected smaller sizes", 2)
     return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows more)", 1)
@@ -969,10 +1003,16 @@ def _caches(keeps: bool) -> Iterator[None]:
                 del os.environ[name]
 
 
+@cache
+def _commands() -> Any:
+    """Return all commands, as Typer makes them of the functions above."""
+    return typer.main.get_command(app)
+
+
 def execute(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run `jetfire` or one of its commands and return the exit code; every error ends here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    group: Any = typer.main.get_command(app)
+    group = _commands()
     target = group if command is None else group.commands[command]
     name = "jetfire" if command is None else f"jetfire-{command}"
     if _completion_variable(name) in os.environ:

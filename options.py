@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +16,14 @@ Names = Callable[[], Iterable[str]]
 MOST = 2**62
 
 
-def integer(option: str, least: int = -MOST) -> Callable[[str], int]:
+def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
     """Return a parser of one option's integer, whose error names the option and the text."""
 
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise UsageError(f"{option} {text}: expected an integer") from None
+    def parse(text: str | int) -> int:
+        # Python's int takes the digits of every script, and underscores; Typer parses defaults too.
+        if not re.fullmatch(r"[+-]?[0-9]{1,99}", str(text).strip()):
+            raise UsageError(f"{option} {text}: expected an integer")
+        number = int(text)
         if not -MOST <= number < MOST:
             raise UsageError(f"{option} {text}: expected an integer of at most 62 bits")
         if number < least:
@@ -54,6 +55,17 @@ def number(option: str) -> Callable[[str], float]:
         if not 0 <= value < float("inf"):
             raise UsageError(f"{option} {text}: expected 0 or a positive number")
         return value
+
+    return parse
+
+
+def some(option: str) -> Callable[[str], str]:
+    """Return a parser of one option's list, which refuses one without anything in it."""
+
+    def parse(text: str) -> str:
+        if not text.strip(" ,"):
+            raise UsageError(f"{option} {text!r}: expected a name, or several with commas")
+        return text
 
     return parse
 
@@ -155,7 +167,7 @@ Ops = Annotated[
 Sizes = Annotated[list[str] | None, typer.Option(metavar="SIZES", help=f"As in bench: {SIZE}.")]
 Blocks = Annotated[
     list[str] | None,
-    typer.Option(metavar="B,...", help="Block sizes.",
+    typer.Option(parser=some("--block"), metavar="B,...", help="Block sizes.",
                  autocompletion=completing(("32", "64", "128"))),
 ]  # fmt: skip
 Setting = Annotated[
@@ -171,11 +183,12 @@ Mode = Annotated[
 ]
 Kernels = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Only these kernels.", autocompletion=complete_kernel),
-]
+    typer.Option(parser=some("--kernel"), metavar="NAME", help="Only these kernels.",
+                 autocompletion=complete_kernel),
+]  # fmt: skip
 Peers = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Only these peers; none for none.",
+    typer.Option(parser=some("--peer"), metavar="NAME", help="Only these peers; none for none.",
                  autocompletion=completing(PEERS)),
 ]  # fmt: skip
 Data = Annotated[

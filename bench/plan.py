@@ -63,10 +63,9 @@ def parse_sizes(option: str, text: str) -> list[int]:
     """
     sizes: list[int] = []
     for part in text.split(","):
-        try:
-            numbers = [int(number) for number in part.split(":")]
-        except ValueError:
-            numbers = []
+        texts = [number.strip() for number in part.split(":")]
+        digits = all(number.isascii() and number.isdecimal() for number in texts)
+        numbers = [int(number) for number in texts] if digits and len(part) < 100 else []
         if len(numbers) not in (1, 3) or min(numbers) < 1:
             raise UsageError(
                 f"{option} {text}: expected a size of at least 1, a list such as 512,1024 "

@@ -137,7 +137,7 @@ def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
     if any(choice.reason is None for _, choice in found):
         return
     for case, choice in found:
-        if needs_another_device(choice.kernel, case.problem):
+        if needs_another_device(choice.kernel, case.problem, device):
             raise NoDeviceError(
                 f"{case.op.name}/{choice.label} does not run on {device.label}: {choice.reason}"
             )

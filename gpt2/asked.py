@@ -34,6 +34,8 @@ class Asked:
         options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
                    "data": self.data, "seed": self.seed}  # fmt: skip
         found: dict[str, Any] = dict(split(self.settings))
+        if "preset" in found:
+            raise UsageError("--set preset=…: expected PRESET, as the first word")
         found.update({name: value for name, value in options.items() if value is not None})
         if "data" in found and found["data"] not in corpora.NAMED:
             found["data"] = str(Path(found["data"]).absolute())

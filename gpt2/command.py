@@ -131,6 +131,8 @@ def _begun(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder / SETTINGS}: cannot be read: {error}") from None
+    if not isinstance(found, dict) or "accumulate" not in found:
+        raise UsageError(f"{folder / SETTINGS}: is damaged: expected the settings of a run")
     return dict(found)
 
 

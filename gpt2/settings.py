@@ -100,9 +100,14 @@ class Settings:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise UsageError(f"{name}={value}: expected {_range(low, high)}")
+                raise UsageError(f"{name}={value}: expected {_range(low, high, value)}")
         if self.width % self.heads:
             raise UsageError(f"width={self.width}: expected a multiple of heads={self.heads}")
+        if (parameters := 12 * self.layers * self.width**2) > MOST_PARAMETERS:
+            raise UsageError(
+                f"layers={self.layers} width={self.width}: {parameters:.2g} parameters: expected "
+                f"at most {MOST_PARAMETERS:.2g}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -129,17 +134,23 @@ class Settings:
 
 
 _ANY = 1 << 62
+MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
 BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("layers", "heads", "width", "context", "batch", "accumulate", "steps",
-                     "evaluate_batches", "keep"), (1, _ANY)),
+    "layers": (1, 10_000),
+    **dict.fromkeys(("heads", "width", "context", "batch", "accumulate"), (1, 1 << 30)),
+    **dict.fromkeys(("steps", "evaluate_batches", "keep"), (1, _ANY)),
     **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every", "seed"), (0, _ANY)),
     **dict.fromkeys(("rate", "decay", "clip"), (0.0, 1e6)),
     "floor": (0.0, 1.0), "dropout": (0.0, 0.999), "beta1": (0.0, 0.99999), "beta2": (0.0, 0.99999),
 }  # fmt: skip
 
 
-def _range(low: float, high: float) -> str:
-    return f"at least {low:g}" if high >= 1e6 else f"{low:g} to {high:g}"
+def _range(low: float, high: float, value: float) -> str:
+    """Return the bounds as a text; the one that a value is beyond where the upper one is large."""
+    least, most = (f"{end:.19g}" if end == int(end) else f"{end:g}" for end in (low, high))
+    if high < 1e6:
+        return f"{least} to {most}"
+    return f"at least {least}" if value < low else f"at most {most}"
 
 
 def _value(name: str, annotation: Any, text: Any) -> Any:

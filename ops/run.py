@@ -137,8 +137,10 @@ def command_for(op: Op, problem: Any) -> str:
     return shlex.join(words)
 
 
-def needs_another_device(kernel: Kernel, problem: Any) -> bool:
-    """Return whether an architecture takes a problem that the device here does not."""
+def needs_another_device(kernel: Kernel, problem: Any, device: Device) -> bool:
+    """Return whether an architecture takes a problem that this device does not."""
+    if kernel.legal(problem, kernel.default(problem, device), device) is None:
+        return False
     devices = map(target_device, SHARED_KIB)
     return any(kernel.legal(problem, kernel.default(problem, d), d) is None for d in devices)
 

@@ -61,7 +61,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     tunable = [target for target in found if isinstance(target, Target)]
     if pairs and not tunable:
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
-        elsewhere = any(needs_another_device(kernel, case.problem) for case, kernel in pairs)
+        elsewhere = any(needs_another_device(k, case.problem, device) for case, k in pairs)
         kind = NoDeviceError if elsewhere else UsageError
         raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
