@@ -42,6 +42,11 @@ def note(text: str) -> None:
     print(f"jetfire: {line(text)}", file=sys.stderr, flush=True)
 
 
+def show(text: str) -> None:
+    """Print text from elsewhere on stdout: as it is into a file or a pipe, safely on a terminal."""
+    print(visible(text) if sys.stdout.isatty() else text)
+
+
 def details(text: str) -> None:
     """Print on stderr the lines of a compiler, as they are, below a note."""
     if text:

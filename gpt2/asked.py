@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,9 @@ def check(asked: Asked) -> None:
         if not asked.output.is_dir():
             raise UsageError(f"--resume: {asked.output} holds no run")
     else:
-        values = asked.begun().as_dict()
+        begun = asked.begun()
+        check_processes(begun, int(os.environ["WORLD_SIZE"]) if torchrun() else 1, torchrun())
+        values = begun.as_dict()
     if asked.output is not None and asked.output.exists() and not asked.output.is_dir():
         raise UsageError(f"-o {asked.output}: expected a folder")
     if asked.init is not None and not asked.init.is_dir():
@@ -80,6 +83,36 @@ def check(asked: Asked) -> None:
         given = asked.data or dict(split(asked.settings)).get("data", data)
         what = f"--data {given}: no such file, folder or corpus"
         raise unknown(what, given, corpora.NAMED, ", or a path")
+
+
+def torchrun() -> bool:
+    """Return whether torchrun started this process, which it tells by the environment."""
+    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in told)
+
+
+def check_processes(settings: Settings, world: int, told: bool) -> None:
+    """Refuse settings with which so many processes cannot train.
+
+    Args:
+        told: whether torchrun started them.
+
+    Raises:
+        UsageError: it says what is expected.
+    """
+    how = settings.parallel
+    if how == "none" and world > 1:
+        raise UsageError(f"parallel=none: expected ddp or fsdp with {world} processes")
+    if how == "none":
+        return
+    if not told:
+        raise UsageError(
+            f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
+        )
+    if settings.graph == "true" and how == "fsdp":
+        raise UsageError("graph=true: expected parallel=none or ddp, not fsdp")
+    if settings.compile and how == "fsdp":
+        raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
 
 
 def no_run(path: Path) -> UsageError:

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from jetfire import terminal
 from jetfire.bench.results import write_text
 from jetfire.gpt2 import (
     checkpoint,
@@ -367,12 +368,11 @@ def sample(
         model = GPT2(Shape(**saved.state["shape"]), "bf16")
     checkpoint.load_model(model, saved.model(), saved.path)
     with autocast(where.torch_device):
-        print(
-            sampling.text(
-                model, tokenizers.load(description, kept), prompt, count,
-                temperature=temperature, top_k=top_k, seed=seed,
-            )
+        text = sampling.text(
+            model, tokenizers.load(description, kept), prompt, count, temperature=temperature,
+            top_k=top_k, seed=seed,
         )  # fmt: skip
+    terminal.show(text)
 
 
 def export(path: Path, output: Path) -> None:

@@ -1,6 +1,9 @@
 """What is shown of names from elsewhere, which may hold markup or control characters; progress."""
 
 import io
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -43,6 +46,13 @@ def test_tables_and_headings_of_rows(capsys):
 def test_strings_are_printed_as_they_are(capsys):
     assert printed(EVIL, capsys) == SEEN + "\n"
     assert printed(terminal.styled(EVIL, "bold"), capsys) == SEEN + "\n"
+
+
+@pytest.mark.parametrize(("tty", "shown"), [(True, SEEN), (False, EVIL)])
+def test_a_model_s_text_cannot_drive_a_terminal(tty, shown, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: tty, raising=False)
+    terminal.show(EVIL)
+    assert capsys.readouterr().out == shown + "\n"
 
 
 def test_our_own_styles_still_reach_a_terminal():
@@ -145,3 +155,13 @@ def test_measurements_with_markup_are_lines_of_their_own(capsys):
     search.trial(config, Measurement("crash", message=f"{EVIL}\nmore"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(SEEN)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_says_what_it_installs_and_lets_pip_show_how_far_it_is(tmp_path):
+    root = Path(terminal.__file__).parent
+    words = ["make", "-n", "-C", str(root), f"VENV={tmp_path}/venv", "bench"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "Installing into" in done.stdout
+    (install,) = (line for line in done.stdout.splitlines() if "pip install" in line)
+    assert " -q" not in install

@@ -60,6 +60,8 @@ REFUSED = {
     "train tiny --set nope=1": "no setting 'nope'",
     "train tiny --recipe nope": "no recipe 'nope'",
     "train tiny --recipe int4-hq --set width=48,heads=2": "width=48: group=32",
+    "train tiny --set parallel=ddp": "parallel=ddp: expected to be started by torchrun",
+    "train tiny --set graph=true,parallel=fsdp": "parallel=fsdp: expected to be started by",
     "train tiny --sample -5": "--sample -5: expected at least 0",
     "train tiny --data /none": "no such file, folder or corpus",
     "train tiny --init /none": "--init /none: no such folder",
