@@ -78,7 +78,8 @@ def _refuse_empty(param: Any, value: Any) -> None:
     texts = value if isinstance(value, list | tuple) else [value]
     for text in texts:
         if isinstance(text, str) and not text.strip() and param.name != "prompt":
-            name = next((o for o in param.opts if o.startswith("--")), param.metavar or param.name)
+            long = (name for name in param.opts if name.startswith("--"))
+            name = next(long, param.metavar or param.name)
             raise UsageError(f"{name} {text!r}: expected a value")
 
 
@@ -928,7 +929,7 @@ def _parse_error(error: Any) -> str:
         names = [name for p in known.params for name in p.opts if name.startswith("--")]
         return str(unknown(f"no option {option}", str(option), names))
     text = " ".join(str(error.format_message()).split())
-    if "unexpected extra argument" in text or text.startswith("Missing"):
+    if known is not None and ("unexpected extra" in text or text.startswith("Missing")):
         usage = " ".join(known.get_usage(error.ctx).removeprefix("Usage: ").split())
         return f"{text.rstrip('.')}: expected {usage}"
     if hasattr(known, "commands"):
