@@ -16,8 +16,9 @@ help:  ## what each verb does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), once: PyTorch, Triton, CuPy and the tools for tests, 3 GB or more"
 	python3 -m venv $(VENV)
-	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 bench: $(INSTALLED)  ## check and time every kernel of OP (default gemm) against its peers; M sets the size

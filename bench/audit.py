@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jetfire import ops
 from jetfire.bench.plan import Case
-from jetfire.ops.device import Device, target_device
+from jetfire.bench.progress import watch
+from jetfire.core import terminal
+from jetfire.ops import broken
+from jetfire.ops.device import Device, capability_of, target_device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.machine_code import audit
 from jetfire.ops.op import Kernel
@@ -26,51 +28,58 @@ from jetfire.ops.op import Kernel
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
 
+PAUSE_S = 5.0  # between two lines of progress where there is no terminal
 
-def capability_of(text: str) -> tuple[int, int]:
-    """``90``, ``9.0``, ``9.0a`` or ``sm_90`` as (9, 0).
+
+def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[Device]) -> None:
+    """Print a table a problem: a row for every function that a kernel's default config launches.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: no kernel has machine code for any of it.
     """
-    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
-    if not digits.isdigit() or len(digits) < 2:
-        raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
-    return int(digits[:-1]), int(digits[-1])
-
-
-def run(cases: Sequence[Case], kernel_names: Sequence[str], architectures: Sequence[str]) -> None:
-    """A table a problem: one row for every function that a kernel's default config launches."""
-    devices = [target_device(capability_of(text)) for text in architectures]
-    known = {name for case in cases for name in ops.kernels(case.op.name)}
-    for name in kernel_names:
-        if name not in known:
-            raise UsageError(
-                f"no kernel {name!r} in these ops: expected {', '.join(sorted(known))}"
-            )
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    found = False
-    for case in cases:
-        table = Table(title=str(case), title_justify="left")
-        for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps",
-                       "instrs", "matrix"):  # fmt: skip
-            table.add_column(column, no_wrap=True)
-        for device in devices:
-            for kernel in ops.kernels(case.op.name).values():
-                if not kernel_names or kernel.name in kernel_names:
-                    _add_rows(table, case, kernel, device)
-        if table.row_count:
-            console.print(table)
-            found = True
-    if not found:
+    tables = {case: _table(case) for case in cases}
+    work = [
+        (case, device, kernel)
+        for case in cases
+        for device in devices
+        for kernel in ops.kernels(case.op.name).values()
+        if _takes(kernel, case, device) and (not kernel_names or kernel.name in kernel_names)
+    ]
+    try:
+        for case, device, kernel in watch(work, _label, PAUSE_S):
+            _add_rows(tables[case], case, kernel, device)
+    finally:  # after Ctrl-C too
+        console = terminal.console(width=160)
+        for table in tables.values():
+            if table.row_count:
+                console.print(table)
+    if not any(table.row_count for table in tables.values()):
         raise UsageError("no kernel with machine code takes these problems on these architectures")
 
 
+def _label(item: tuple[Case, Device, Kernel]) -> str:
+    case, device, kernel = item
+    return f"{device.name} {kernel.name}: {case}"
+
+
+def _table(case: Case) -> Table:
+    table = Table(title=str(case), title_justify="left")
+    for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps", "instrs",
+                   "matrix"):  # fmt: skip
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _takes(kernel: Kernel, case: Case, device: Device) -> bool:
+    return kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
+
+
 def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
+    assert device.capability is not None
     config = kernel.default(case.problem, device)
-    if device.capability is None or kernel.legal(case.problem, config, device) is not None:
-        return
-    for cubin in kernel.cubins(case.problem, config, device.capability) or ():
+    with broken.compiling(case.op.name, kernel.name, device.name):
+        cubins = kernel.cubins(case.problem, config, device.capability) or ()
+    for cubin in cubins:
         found = audit(cubin)
         matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
         table.add_row(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,8 +14,18 @@ from jetfire import ops
 from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.results import Results, Row
-from jetfire.core.files import check_writable, write
-from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError, WrongResultError
+from jetfire.core import terminal
+from jetfire.core.files import check_output, check_writable, write
+from jetfire.core.terminal import note
+from jetfire.ops import device as devices
+from jetfire.ops.errors import (
+    JetfireError,
+    NoDeviceError,
+    UsageError,
+    WrongResultError,
+    unknown,
+    writing,
+)
 
 if TYPE_CHECKING:
     from jetfire.bench.load import Load
@@ -59,11 +69,6 @@ class Asked:
     debug: bool = False
 
 
-def note(text: str) -> None:
-    """One line on stderr."""
-    print(f"jetfire: {text}", file=sys.stderr)
-
-
 class Interrupted(JetfireError):
     """Ctrl-C, after what was measured has been shown and saved."""
 
@@ -84,6 +89,7 @@ def bench(asked: Asked) -> None:
 
         kinds_of_data = any(entry.data is not None for entry in suite.entries(asked.suite))
         check_suite(asked, own_data=kinds_of_data)
+    _check(asked, request)
     from jetfire.ops.device import Device
 
     device = Device.parse(asked.device)
@@ -96,15 +102,42 @@ def bench(asked: Asked) -> None:
         request = _sized(request, device)
         asked = replace(asked, workload=request.workload)
         work = [(case, options) for case in plan.cases(request, note)]
-    runner.check_options([case for case, _ in work], options)
+    runner.check_config([case for case, _ in work], options)
     if asked.suite == "promotion":
         promotion.require([case for case, _ in work], device, work[0][1])
     if asked.dry_run:
         _dry_run(work, device)
         return
+    if request is not None:
+        runner.check_device(work, device)
     if asked.suite not in (None, "promotion") and device.kind == "cpu":
         raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     _measure(asked, work, device, existing, kind)
+
+
+def _check(asked: Asked, request: Request | None) -> None:
+    """Refuse, before torch is loaded, what can be refused without: all names but a config's fields.
+
+    Raises:
+        UsageError: it says what is accepted.
+    """
+    devices.check_name(asked.device)
+    plan.check_data(asked.data)
+    peers = plan.parse_list(asked.peers)
+    plan.check_peers([] if peers == ["none"] else peers)
+    _config(asked)
+    if request is not None:
+        plan.check_kernels(request.ops, plan.parse_list(asked.kernels))
+        plan.check(request)
+
+
+def _config(asked: Asked) -> dict[str, str]:
+    """The fields of `--config`, each with its one value."""
+    settings = plan.parse_settings("--config", asked.config)
+    for name, values in settings.items():
+        if len(values) > 1:
+            raise UsageError(f"--config {name}={','.join(values)}: expected one value")
+    return {name: values[0] for name, values in settings.items()}
 
 
 def _sized(request: Request, device: Device) -> Request:
@@ -141,9 +174,7 @@ def request_of(asked: Asked) -> Request:
         from jetfire.ops import workloads
 
         if asked.workload not in workloads.names():
-            raise UsageError(
-                f"no workload {asked.workload!r}: expected one of {', '.join(workloads.names())}"
-            )
+            raise unknown(f"no workload {asked.workload!r}", asked.workload, workloads.names())
         if sizes:
             raise UsageError(
                 f"--workload {asked.workload} has its own sizes: leave out --m --n --k"
@@ -169,13 +200,10 @@ def request_of(asked: Asked) -> Request:
 def file_format(asked: Asked) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
     if asked.format is not None and asked.format not in FORMATS:
-        raise UsageError(f"--format {asked.format}: expected {', '.join(FORMATS)}")
+        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
     if asked.rounds is not None and asked.rounds < 1:
         raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
-    if asked.plot is not None:
-        if asked.plot.suffix not in PLOTS:
-            raise UsageError(f"--plot {asked.plot}: expected a file named {', '.join(PLOTS)}")
-        check_writable(asked.plot)
+    check_output("--plot", asked.plot, *PLOTS)
     if asked.output is None:
         if asked.append:
             raise UsageError("--append: expected -o FILE.json to add to")
@@ -200,19 +228,12 @@ def existing_rows(asked: Asked) -> Results | None:
 
 def _options(asked: Asked, device: Device) -> Options:
     from jetfire.bench.runner import Options
-    from jetfire.ops.data import DISTRIBUTIONS
 
-    if asked.data not in DISTRIBUTIONS:
-        raise UsageError(f"--data {asked.data}: expected one of {', '.join(DISTRIBUTIONS)}")
-    settings = plan.parse_settings("--config", asked.config)
-    for name, values in settings.items():
-        if len(values) > 1:
-            raise UsageError(f"--config {name}={','.join(values)}: expected one value")
     peers = plan.parse_list(asked.peers)
     return Options(
         kernels=plan.parse_list(asked.kernels) or None,
         peers=[] if peers == ["none"] else (peers or None),
-        config={name: values[0] for name, values in settings.items()},
+        config=_config(asked),
         data=asked.data,
         seed=asked.seed,
         rounds=asked.rounds or (20 if device.kind == "cuda" else 7),
@@ -322,7 +343,6 @@ def collect(
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
-    from jetfire.bench.load import doubts
     from jetfire.bench.progress import watch
 
     name = record["name"]
@@ -344,14 +364,11 @@ def collect(
         interrupted = True
     finally:
         if rows:
-            _save(asked, record, rows, existing, kind)
-            _print(asked, rows, record, again, kind)
-            if asked.plot is not None:
-                from jetfire.bench.plot import plot
-
-                plot(rows, record, asked.plot)
-            if text := doubts(rows, load.text(), record.get("peaks") or {}):
-                note(text)
+            with ExitStack() as stack:  # each, the last one first, though another fails
+                stack.callback(_doubt, load, record, rows)
+                stack.callback(_draw, asked, record, rows)
+                stack.callback(_print, asked, rows, record, again, kind)
+                stack.callback(_save, asked, record, rows, existing, kind)
     _finish(rows, interrupted)
 
 
@@ -387,6 +404,22 @@ def _save(
     results = Results(record, list(existing.rows) if existing else [])
     results.merge(rows)
     write(asked.output, render(results, kind))
+
+
+def _draw(asked: Asked, record: dict[str, Any], rows: Sequence[Row]) -> None:
+    if asked.plot is None:
+        return
+    from jetfire.bench.plot import plot
+
+    with writing(asked.plot):
+        plot(rows, record, asked.plot)
+
+
+def _doubt(load: Load, record: dict[str, Any], rows: Sequence[Row]) -> None:
+    from jetfire.bench.load import doubts
+
+    if text := doubts(rows, load.text(), record.get("peaks") or {}):
+        note(text)
 
 
 def render(results: Results, kind: str) -> str:
@@ -428,9 +461,7 @@ def _print(
     if shown != "table":
         print(render(Results(record, list(rows)), shown), end="")
         return
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = terminal.console(width=160)
     for part in show.by_op(rows):
         console.print(show.heading(device_title(record), part), soft_wrap=True)
         console.print(show.table(part, narrow=console.width < 110))
@@ -438,7 +469,7 @@ def _print(
             console.print(split)
     for line in show.footnotes(rows):
         console.print(line)
-    console.print(command, soft_wrap=True, style="dim", markup=False)
+    console.print(command, soft_wrap=True, style="dim")
 
 
 def replay(asked: Asked, first: Case) -> str:
@@ -481,7 +512,7 @@ def listing() -> str:
             for f in dataclasses.fields(op.Problem)
         ]
         lines.append(f"  {name:<{width}} {op.summary}")
-        lines.append(f"  {'':<{width}} kernels: {', '.join(ops.kernels(name)) or 'none'}")
+        lines.append(f"  {'':<{width}} kernels: {', '.join(ops.kernel_names(name)) or 'none'}")
         lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
     lines.append("workloads")
     lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from jetfire.bench import show
 from jetfire.bench.command import note
 from jetfire.bench.results import Results, Row
+from jetfire.core import terminal
 from jetfire.ops.errors import RegressionError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
@@ -173,9 +173,7 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     found = match(before, after, config)
     if not found.pairs:
         raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = terminal.console(width=160)
     names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))
     title = f"{a} → {b} on {' → '.join(names)}; ratio above 1 is slower"
     for op in dict.fromkeys(pair.after.op for pair in found.pairs):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetfire import ops
+from jetfire.ops import peers as peer_ops
 from jetfire.ops import workloads
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Op
+from jetfire.ops.data import DISTRIBUTIONS
+from jetfire.ops.errors import UsageError, unknown
+from jetfire.ops.op import MOST_ELEMENTS, Op
 
 BLOCKS = ("32", "64", "128")
 EVERYWHERE = 1024  # a size that every op takes
+MOST_PROBLEMS = 10_000  # of one command: hours, at a second each
 Note = Callable[[str], None]
 
 
@@ -53,14 +58,14 @@ def parse_sizes(option: str, text: str) -> list[int]:
     """``512``, ``512,1024``, ``1024:8192:1024`` (the stop included), or a list of those.
 
     Raises:
-        UsageError: it is none of these, or a size is below 1.
+        UsageError: it is none of these, a size is below 1 or beyond what any device holds, or there
+            are more than `MOST_PROBLEMS`.
     """
     sizes: list[int] = []
     for part in text.split(","):
-        try:
-            numbers = [int(number) for number in part.split(":")]
-        except ValueError:
-            numbers = []
+        texts = [number.strip() for number in part.split(":")]
+        digits = all(number.isascii() and number.isdecimal() for number in texts)
+        numbers = [int(number) for number in texts] if digits and len(part) < 100 else []
         if len(numbers) not in (1, 3) or min(numbers) < 1:
             raise UsageError(
                 f"{option} {text}: expected a size of at least 1, a list such as 512,1024 "
@@ -69,7 +74,16 @@ def parse_sizes(option: str, text: str) -> list[int]:
         start, stop, step = numbers if len(numbers) == 3 else (numbers[0], numbers[0], 1)
         if stop < start:
             raise UsageError(f"{option} {text}: the sweep stops before it starts")
-        sizes.extend(range(start, stop + 1, step))
+        if stop > MOST_ELEMENTS:
+            raise UsageError(f"{option} {text}: expected a size of at most {MOST_ELEMENTS}")
+        swept = range(start, stop + 1, step)
+        if len(sizes) + len(swept) > MOST_PROBLEMS:
+            count = len(sizes) + len(swept)
+            raise UsageError(
+                f"{option} {text}: that is {count} sizes: expected at most {MOST_PROBLEMS}; "
+                "take a larger step"
+            )
+        sizes.extend(swept)
     return list(dict.fromkeys(sizes))
 
 
@@ -105,13 +119,38 @@ def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
         lacking = [op.name for op in chosen if name not in _fields(op)]
         if len(lacking) == len(chosen):
             known = list(dict.fromkeys(n for op in chosen for n in _fields(op)))
-            raise UsageError(f"no problem field {name!r}: expected one of {', '.join(known)}")
+            raise unknown(f"no problem field {name!r}", name, known)
         if lacking:
             note(f"{', '.join(lacking)}: no field {name!r}, measured without it")
     for dim in request.sizes:
         if all(dim not in op.dims for op in chosen):
             known = list(dict.fromkeys(d for op in chosen for d in op.dims))
             raise UsageError(f"--{dim}: {chosen[0].name} has only {' and '.join(known)}")
+
+
+def _check_count(request: Request, chosen: Sequence[Op]) -> None:
+    """Refuse what nobody waits for: every size with every other and with every value of a field."""
+    most = 0
+    for op in chosen:
+        sizes = [len(request.sizes.get(dim, (0,))) for dim in op.dims]
+        values = [len(v) for name, v in request.settings.items() if name in _fields(op)]
+        blocks = len(request.blocks or BLOCKS) if "block" in _fields(op) else 1
+        most += math.prod([*sizes, *values, blocks, len(request.modes)])
+    if most > MOST_PROBLEMS:
+        raise UsageError(
+            f"that is {most} problems: expected at most {MOST_PROBLEMS}; give fewer sizes or values"
+        )
+
+
+def _holdable(op: Op, problem: Any) -> Case:
+    """The case; UsageError where one of its matrices is larger than any device's memory."""
+    sides = sorted(getattr(problem, dim) for dim in op.dims)[-2:]
+    if math.prod(sides) > MOST_ELEMENTS:
+        shape = "×".join(map(str, sides))
+        raise UsageError(
+            f"{op.name} {shape}: expected at most {MOST_ELEMENTS} elements in a matrix"
+        )
+    return Case(op, problem)
 
 
 def _shapes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
@@ -146,6 +185,34 @@ def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[Usag
     return found, refused
 
 
+def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
+    """Refuse a name that no kernel of these ops has, without loading them where it is not needed.
+
+    Raises:
+        UsageError: there is such a name, or no such op.
+    """
+    chosen = [op.name for op in choose_ops(op_names)] if kernels else []
+    known = dict.fromkeys(kernel for op in chosen for kernel in ops.kernel_names(op))
+    if "torch" in sys.modules:  # they may be loaded, and some have been added since
+        known |= dict.fromkeys(kernel for op in chosen for kernel in ops.kernels(op))
+    for name in kernels:
+        if name not in known:
+            raise unknown(f"no kernel {name!r}", name, known)
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raise UsageError where a name is no peer's."""
+    for name in names:
+        if name not in peer_ops.NAMES:
+            raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
+
+
+def check_data(name: str) -> None:
+    """Raise UsageError where a name is no distribution's."""
+    if name not in DISTRIBUTIONS:
+        raise unknown(f"--data {name}", name, DISTRIBUTIONS)
+
+
 def choose_ops(names: Sequence[str]) -> list[Op]:
     """The ops of some names.
 
@@ -158,6 +225,21 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
     return [ops.get(name) for name in dict.fromkeys(every)]
 
 
+def check(request: Request) -> None:
+    """Refuse what is wrong with a request whatever the device, in `cases`' words.
+
+    Raises:
+        UsageError: a name, size or value means nothing to any of the ops.
+    """
+    if request.workload is None and "m" not in request.sizes:
+        request = replace(request, sizes={**request.sizes, "m": [EVERYWHERE]})
+    cases(request, _unsaid)
+
+
+def _unsaid(text: str) -> None:
+    """A note that is made again."""
+
+
 def cases(request: Request, note: Note) -> list[Case]:
     """The problems to measure, grouped by op and shape, each once.
 
@@ -168,6 +250,7 @@ def cases(request: Request, note: Note) -> list[Case]:
     """
     chosen = choose_ops(request.ops)
     _check_names(request, chosen, note)
+    _check_count(request, chosen)
     found = []
     refusals: list[UsageError] = []
     for op in chosen:
@@ -181,7 +264,7 @@ def cases(request: Request, note: Note) -> list[Case]:
             for text in dict.fromkeys(map(str, refused)):
                 note(f"{op.name}: {text}: left out")
             refusals += refused
-            found += [Case(op, problem) for problem in problems]
+            found += [_holdable(op, problem) for problem in problems]
     if refusals and not found:
         raise refusals[0]
     found = list(dict.fromkeys(found))

@@ -15,12 +15,13 @@ from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Case, Note
 from jetfire.bench.results import Row
 from jetfire.bench.timer import Timing
+from jetfire.core import terminal
+from jetfire.ops import broken, profiles
 from jetfire.ops import peers as peer_ops
-from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import NoDeviceError, unknown
 from jetfire.ops.op import Kernel, Tensors
-from jetfire.ops.run import interpreted, report, verify
+from jetfire.ops.run import interpreted, needs_another_device, report, verify
 
 LONG_FLOPS = 1e11
 # A stage of a launch moves less than the whole: with so many sets of inputs the smallest that is
@@ -127,29 +128,35 @@ def _config(
     return kernel.Config.parse({**known, **given}), None
 
 
-def check_options(cases: Sequence[Case], options: Options) -> None:
-    """Names of kernels, peers and config fields must exist for one of the ops at least.
+def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
+    """Fail where all that is asked for wants another device.
 
     Raises:
-        UsageError: one does not; the message lists those that do.
+        NoDeviceError: no kernel takes any of the problems here, and some architecture does.
     """
-    names = list(dict.fromkeys(case.op.name for case in cases))
-    kernels = {kernel.name: kernel for op in names for kernel in ops.kernels(op).values()}
-    for name in options.kernels or ():
-        if name not in kernels:
-            raise UsageError(
-                f"{', '.join(names)}: no kernel {name!r}: expected one of {', '.join(kernels)}"
+    found = [(case, choice) for case, options in work for choice in choices(case, device, options)]
+    if any(choice.reason is None for _, choice in found):
+        return
+    for case, choice in found:
+        if needs_another_device(choice.kernel, case.problem, device):
+            raise NoDeviceError(
+                f"{case.op.name}/{choice.label} does not run on {device.label}: {choice.reason}"
             )
-    for name in options.peers or ():
-        if name not in peer_ops.NAMES:
-            raise UsageError(
-                f"no peer {name!r}: expected one of {', '.join(peer_ops.NAMES)}, or none"
-            )
-    chosen = [k for name, k in kernels.items() if name in (options.kernels or kernels)]
-    fields = list(dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__))
+
+
+def check_config(cases: Sequence[Case], options: Options) -> None:
+    """Refuse a config field that none of the kernels has.
+
+    Raises:
+        UsageError: it lists those that they have.
+    """
+    names = dict.fromkeys(case.op.name for case in cases)
+    kernels = [kernel for op in names for kernel in ops.kernels(op).values()]
+    chosen = [k for k in kernels if options.kernels is None or k.name in options.kernels]
+    fields = dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__)
     for name in options.config:
         if name not in fields:
-            raise UsageError(f"no config field {name!r}: expected one of {', '.join(fields)}")
+            raise unknown(f"no config field {name!r}", name, fields)
 
 
 def sample_ms_of(case: Case, device: Device) -> float:
@@ -203,6 +210,10 @@ def memory_free(device: Device) -> int | None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _arch(device: Device) -> str:
+    return "interpreted" if device.capability is None else "sm_{}{}".format(*device.capability)
 
 
 class Runner:
@@ -329,6 +340,11 @@ class Runner:
         except Exception as error:
             if self.options.debug:
                 traceback.print_exc()
+            whose = f"{case.op.name} {choice.label} ({_arch(self.device)})"
+            if compiler := broken.explained(error, whose):
+                self.note(str(compiler))
+                terminal.details(compiler.details)
+                return replace(row, error=str(compiler))
             row = replace(row, error=_first_line(error) + when)
         else:
             row = replace(row, ok=check.ok, rel_err=check.rel_err)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.markdown import Table as Markdown
 from jetfire.bench.results import Row
+from jetfire.core import terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 # The peer that a kernel's time is first compared with: what training uses today.
 BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy",
@@ -172,10 +174,13 @@ def _titled(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     ]
 
 
-def heading(title: str, rows: Sequence[Row]) -> str:
+def heading(title: str, rows: Sequence[Row]) -> Text:
     """What stands above one op's table: what all its rows share, and the device."""
+    from rich.text import Text
+
     shared, _ = varying(rows)
-    return f"[bold]{rows[0].op} {problem_text(shared)}[/bold]\n{title}"
+    what = terminal.styled(f"{rows[0].op} {problem_text(shared)}", "bold")
+    return Text.assemble(what, terminal.styled(f"\n{title}"))
 
 
 def table(rows: Sequence[Row], narrow: bool = False) -> Table:
@@ -189,7 +194,7 @@ def table(rows: Sequence[Row], narrow: bool = False) -> Table:
         made.add_column(HEADERS[i], justify="left" if i == 0 else "right", no_wrap=True)
     for text, members in _titled(rows):
         made.add_section()
-        made.add_row(f"[cyan]{text}[/cyan]")
+        made.add_row(terminal.styled(text, "cyan"))
         fastest = best(members)
         for row in members:
             texts = cells(row)

@@ -25,7 +25,7 @@ from jetfire import ops
 from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.ops import workloads
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
 from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def entries(name: str) -> list[Entry]:
     if name == "results":
         return [entry for part in PARTS for entry in parts[part]()]
     if name not in parts:
-        raise UsageError(f"--suite {name}: expected one of {', '.join(NAMES)}")
+        raise unknown(f"--suite {name}", name, NAMES)
     return parts[name]()
 
 

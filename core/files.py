@@ -449,6 +449,8 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path}: is a folder: expected a file to write")
     try:
+        if path.is_fifo():
+            return  # opening it would wait for who reads it
         if path.exists() and not path.is_file():
             path.open("ab").close()
         elif path.exists() and not os.access(path, os.W_OK):
@@ -459,3 +461,21 @@ def check_writable(path: Path) -> None:
             os.unlink(name)
     except OSError as error:
         raise Unwritable(path, error) from None
+
+
+def check_output(option: str, path: Path | None, *suffixes: str) -> None:
+    """Fail before an hour of work where an option's file is of no such kind, or not writable.
+
+    Args:
+        path: None where the option was not given.
+        suffixes: those that its name may have.
+
+    Raises:
+        UsageError: it says what is expected.
+    """
+    if path is None:
+        return
+    if not path.name.lower().endswith(suffixes):
+        kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise UsageError(f"{option} {path}: expected a file named {kinds}")
+    check_writable(path)

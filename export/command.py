@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jetfire.bench.plan import Case
-from jetfire.export import default_target, export, targets
+from jetfire.core.terminal import note
+from jetfire.export.asked import Asked, check
 from jetfire.export.check import runs_here
+from jetfire.export.folder import default_target, export
 from jetfire.export.plan import make
+from jetfire.ops import broken
 from jetfire.ops.errors import RegressionError
 
 if TYPE_CHECKING:
@@ -21,19 +19,6 @@ if TYPE_CHECKING:
 LEAST_SPEED = 0.98
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for; None where it was not."""
-
-    cases: Sequence[Case]
-    kernel: str | None
-    target: str | None
-    capability: tuple[int, int]
-    folder: Path
-    name: str | None = None
-    check: bool = True
-
-
 def run(asked: Asked) -> None:
     """Export, and print the files.
 
@@ -41,11 +26,11 @@ def run(asked: Asked) -> None:
         UsageError, NoDeviceError, WrongResultError: see `plan.make` and `export`.
         RegressionError: it is slower than the workbench's own launch; it is there nonetheless.
     """
-    if asked.target is not None:
-        targets.get(asked.target)
+    check(asked)
     plan = make(asked.cases, asked.kernel, asked.capability, asked.name)
     target = asked.target or default_target(plan)
-    rows = export(plan, target, asked.folder, check=asked.check)
+    with broken.compiling(plan.op.name, plan.kernel.name, "sm_{}{}".format(*plan.capability)):
+        rows = export(plan, target, asked.folder, check=asked.check)
     for file in sorted(path for path in asked.folder.rglob("*") if path.is_file()):
         print(file)
     done = "written, not built"
@@ -53,9 +38,9 @@ def run(asked: Asked) -> None:
         done = "built; self-test passed" if runs_here(plan) else (
             f"built; not run: no GPU of sm_{plan.capability[0]}{plan.capability[1]} here"
         )  # fmt: skip
-    _note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
+    note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
     for row in rows:
-        _note(_speed(row))
+        note(_speed(row))
     slow = [f"{_sizes(row)} {_ratio(row):.3f}×" for row in rows if _ratio(row) < LEAST_SPEED]
     if slow:
         raise RegressionError(
@@ -79,7 +64,3 @@ def _speed(row: Row) -> str:
 
     time = show.time_text(row.ms)
     return f"{_sizes(row)}: {time}, {_ratio(row):.3f}× the speed of the workbench's launch"
-
-
-def _note(text: str) -> None:
-    print(f"jetfire: {text}", file=sys.stderr)

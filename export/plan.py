@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import keyword
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +10,7 @@ from typing import Any
 
 from jetfire import ops
 from jetfire.bench.plan import Case
+from jetfire.export import naming
 from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
 from jetfire.ops import profiles
@@ -23,16 +21,6 @@ from jetfire.ops.profiles import Entry, Found
 from jetfire.ops.run import command_for, report
 
 CPU = "jetfire.kernels_cpu"
-_C_WORDS = (  # and `main`, which the self-test has
-    "alignas alignof asm auto bool break case catch char class concept const consteval constexpr "
-    "constinit const_cast continue co_await co_return co_yield decltype default delete do double "
-    "dynamic_cast else enum explicit export extern false float for friend goto if inline int long "
-    "main mutable namespace new noexcept nullptr operator private protected public register "
-    "reinterpret_cast requires restrict return short signed sizeof static static_assert "
-    "static_cast struct switch template this thread_local throw true try typedef typeid typename "
-    "typeof typeof_unqual union unsigned using virtual void volatile wchar_t while"
-)
-_FILES = "benchmark build csrc dist samples selftest setup test tests"
 
 
 @dataclass(frozen=True)
@@ -191,17 +179,6 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
                 )
 
 
-def _taken(name: str) -> str:
-    """Why no function, library and package can have a name; empty where they can."""
-    if name in _C_WORDS.split():
-        return "C and C++ have it as a word of their own"
-    if keyword.iskeyword(name):
-        return "Python has it as a word of its own"
-    if name in sys.stdlib_module_names or name in ("jetfire", "torch"):
-        return "a Python module is called so"
-    return "an export has files called so" if name in _FILES.split() else ""
-
-
 def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int],
          name: str | None) -> Plan:  # fmt: skip
     """The plan for some problems of one op.
@@ -227,10 +204,7 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     if type(kernel).__module__.startswith(CPU):
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     name = name or f"jetfire_{op.name}"
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise UsageError(f"--name {name}: expected a C identifier")
-    if taken := _taken(name):
-        raise UsageError(f"--name {name}: {taken}; give another")
+    naming.check(name)
     tuned = []
     for problem in problems:
         choice = _found(op, kernel, problem, device)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from jetfire.ops import broken
 from jetfire.ops.errors import JetfireError, UsageError
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def record(requests: Sequence[Request]) -> list[Recording]:
 
     Raises:
         UsageError: a launch does what a C program could not do after it.
+        WrongResultError: the kernel does not compile.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -122,21 +124,27 @@ def record(requests: Sequence[Request]) -> list[Recording]:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"recording launches failed:\n{done.stderr.decode()[-2000:]}")
-    answer: list[Recording] | str = pickle.loads(done.stdout)
-    if isinstance(answer, str):
-        raise UsageError(answer)
+    answer: list[Recording] | JetfireError = pickle.loads(done.stdout)
+    if isinstance(answer, JetfireError):
+        raise answer
     return answer
 
 
 def main() -> None:
     """Answer `record` on standard output: recordings, or why there are none."""
     requests: list[Request] = pickle.load(sys.stdin.buffer)
-    answer: list[Recording] | str
+    answer: list[Recording] | JetfireError
     try:
-        answer = [_record(*request) for request in requests]
+        answer = [_compiled(request) for request in requests]
     except JetfireError as error:
-        answer = str(error)
+        answer = error
     sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+def _compiled(request: Request) -> Recording:
+    op, kernel, capability, *_ = request
+    with broken.compiling(op, kernel, "sm_{}{}".format(*capability)):
+        return _record(*request)
 
 
 class Memory:

@@ -20,7 +20,8 @@ from jetfire import ops
 from jetfire.bench import command
 from jetfire.bench.plan import Case
 from jetfire.bench.results import Row
-from jetfire.export import contents, measure, targets, write
+from jetfire.export import measure, targets
+from jetfire.export.folder import contents, write
 from jetfire.export.plan import Plan, make
 from jetfire.export.target import resume, stop
 from jetfire.ops.device import Device

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire import ops
+from jetfire.core import terminal
 from jetfire.core.files import check_writable, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.case import Case, Failure
@@ -21,6 +22,8 @@ from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from jetfire.fuzz.draw import Extent
     from jetfire.fuzz.jobs import Pair, Plan, Results
     from jetfire.fuzz.search import Report
@@ -94,23 +97,14 @@ def fuzz(asked: Asked) -> None:
 
 
 def _check(asked: Asked) -> None:
-    """What can be known of a request before torch is imported.
+    """Refuse a file that is none before torch is imported.
 
     Raises:
-        UsageError: an option, op or file is not what it should be.
+        UsageError: there is no such Python file, or the output cannot be written.
     """
-    for option in ("examples", "largest", "jobs"):
-        if (value := getattr(asked, option)) is not None and value < 1:
-            raise UsageError(f"--{option} {value}: expected at least 1")
-    if asked.format not in ("table", "json"):
-        raise UsageError(f"--format {asked.format}: expected table or json")
-    for name in asked.ops:
-        ops.get(name)
     for file in asked.load:
         if not file.is_file():
             raise UsageError(f"--load {file}: expected a Python file")
-    if asked.sanitizer is not None:
-        sanitize.parse(asked.sanitizer)
     if asked.output is not None:
         check_writable(asked.output)
 
@@ -123,7 +117,7 @@ def _judge(plan: Plan, summary: dict[str, Any]) -> None:
     """
     label, pairs = plan.devices[0].label, summary["pairs"]
     if not plan.extents:
-        raise UsageError(f"none of these kernels runs on {label}")
+        raise NoDeviceError(f"none of these kernels runs on {label}")
     if wrong := sum(bool(pair["failures"]) for pair in pairs):
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
     if summary["short"]:
@@ -139,12 +133,11 @@ def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda examples: None
         return
-    from rich.console import Console
     from rich.progress import Progress
 
     counts = [extent.examples for extent in plan.extents.values()]
     total = None if None in counts else sum(filter(None, counts))
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False,
+    with Progress(console=terminal.console(stderr=True), transient=True, redirect_stdout=False,
                   redirect_stderr=False) as progress:  # fmt: skip
         task = progress.add_task("examples", total=total)
         yield lambda examples: progress.update(task, advance=examples)
@@ -263,7 +256,7 @@ def _line(failure: Failure, plan: Plan) -> str:
 def _say(report: Report, plan: Plan, form: str) -> None:
     """Print and save a batch's failure."""
     for failure in report.failures:
-        print(_line(failure, plan), flush=True,
+        print(terminal.visible(_line(failure, plan)), flush=True,
               file=sys.stdout if form == "table" else sys.stderr)  # fmt: skip
         store.save(failure, plan.devices[0], plan.loaded)
 
@@ -313,7 +306,6 @@ def _show(summary: dict[str, Any], form: str) -> None:
         print(json.dumps(summary, indent=1))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
@@ -331,25 +323,27 @@ def _show(summary: dict[str, Any], form: str) -> None:
             pair["op"], pair["kernel"], examples, f"{pair['seconds']:.0f}",
             str(pair["configs"]), *counts, *share, _result(pair, summary),
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-    print(f"jetfire: {'; '.join(_notes(summary))}", file=sys.stderr)
+    terminal.console(width=160).print(table)
+    terminal.note("; ".join(_notes(summary)))
 
 
-def _result(pair: dict[str, Any], summary: dict[str, Any]) -> str:
-    """A pair's last column."""
+def _result(pair: dict[str, Any], summary: dict[str, Any]) -> Text:
+    """Return what the last column says of a pair."""
     if pair["failures"]:
         kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
-        result = f"[red]{', '.join(kinds)}[/red]"
+        result = terminal.styled(", ".join(kinds), "red")
     elif f"{pair['op']} {pair['kernel']}" in summary["short"]:
-        result = "[red]out of time[/red]"
+        result = terminal.styled("out of time", "red")
     else:
-        result = "nothing compared" if summary["against"] and not pair["compared"] else "ok"
-    known = pair["coverage"].get("known reports", 0)
-    return f"{result}, known reports in {known}" if known else result
+        nothing = summary["against"] and not pair["compared"]
+        result = terminal.styled("nothing compared" if nothing else "ok")
+    if known := pair["coverage"].get("known reports", 0):
+        result.append(f", known reports in {known}", "")
+    return result
 
 
 def _notes(summary: dict[str, Any]) -> list[str]:
-    """What a run was, and what of it was left out."""
+    """Return what a run was, and what of it was left out."""
     notes = [f"seed {summary['seed']}, {summary['device']}"]
     if summary["out_of_time"]:
         notes.append("the budget ended it")

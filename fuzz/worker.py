@@ -18,6 +18,7 @@ from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
+from jetfire.ops import broken
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.tuner.process import Worker
@@ -51,10 +52,8 @@ def load(path: Path) -> None:
         raise UsageError(f"--load {path}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
+    with broken.loading(f"--load {path}", path.parent):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"--load {path}: {type(error).__name__}: {error}") from error
     kernels = getattr(module, "KERNELS", None)
     if not kernels:
         raise UsageError(f"--load {path}: expected KERNELS, a tuple of Kernel objects")

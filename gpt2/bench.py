@@ -33,12 +33,20 @@ from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Note
 from jetfire.bench.results import Row
 from jetfire.bench.timer import Timing
+from jetfire.core.recipes import RECIPES
 from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import SUITE, Case, StepProblem, problem_of, recipes_of
-from jetfire.gpt2.step import Micro
-from jetfire.gpt2.subjects import (
+from jetfire.gpt2.cases import (
     EAGER,
     PEERS,
+    SUITE,
+    Case,
+    StepProblem,
+    peers_of,
+    problem_of,
+    recipes_of,
+)
+from jetfire.gpt2.step import Micro
+from jetfire.gpt2.subjects import (
     BlockSubject,
     Probe,
     StepSubject,
@@ -46,7 +54,6 @@ from jetfire.gpt2.subjects import (
     Tensors,
     probe,
 )
-from jetfire.nn import RECIPES
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, UsageError
 from jetfire.ops.peers import forget_compiled
@@ -287,15 +294,6 @@ def bench(asked: command.Asked, name: str, recipes: Sequence[str]) -> None:
     run(asked, [case], " ".join([*words, f"--seed {asked.seed}"]))
 
 
-def _peers(texts: Sequence[str]) -> list[str]:
-    """Peers by name; both where none is given."""
-    chosen = [part for text in texts for part in text.split(",")]
-    for name in chosen:
-        if name not in PEERS:
-            raise UsageError(f"--peer {name}: expected {' or '.join(PEERS)}")
-    return chosen or list(PEERS)
-
-
 def _check_size(cases: Sequence[Case]) -> None:
     for case in cases:
         if case.flops > CPU_FLOPS:
@@ -312,7 +310,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     """
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
-    peers = _peers(asked.peers)
+    peers = peers_of(asked.peers)
     kind, existing = command.file_format(asked), command.existing_rows(asked)
     device = Device.parse(asked.device)
     if asked.dry_run:

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jetfire.core.recipes import RECIPES
 from jetfire.gpt2 import settings
 from jetfire.gpt2.utilisation import flops_per_token
-from jetfire.nn import RECIPES
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
+# What recipes are measured against, as rows name it.
+EAGER, COMPILE = "eager", "compile"
+PEERS = (EAGER, COMPILE)
 INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
 # All but the one that the peers have.
 MEASURED = tuple(recipe.name for recipe in RECIPES.values() if not recipe.plain)
@@ -116,7 +119,7 @@ def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
         UsageError: there is no such problem or size, or a size is below 1.
     """
     if name not in names():
-        raise UsageError(f"no case {name!r}: expected one of {', '.join(names())}")
+        raise unknown(f"no case {name!r}", name, names())
     if name == "block":
         return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
     found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
@@ -134,10 +137,41 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
     known = [field.name for field in dataclasses.fields(problem)]
     for name, text in changes.items():
         if name not in known:
-            raise UsageError(f"--set {name}={text}: expected one of {', '.join(known)}")
+            raise unknown(f"--set {name}={text}", name, known)
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
     return {name: int(text) for name, text in changes.items()}
+
+
+def peers_of(texts: Sequence[str]) -> list[str]:
+    """Peers by name; both where none is given.
+
+    Raises:
+        UsageError: one is none.
+    """
+    chosen = [part for text in texts for part in text.split(",")]
+    for name in chosen:
+        if name not in PEERS:
+            raise unknown(f"--peer {name}", name, PEERS)
+    return chosen or list(PEERS)
+
+
+def runs_of(
+    preset: str, recipes: Sequence[str], given: Sequence[str], data: str | None
+) -> list[settings.Settings]:
+    """The settings of a run with each recipe; with the preset's own where none is named.
+
+    Args:
+        given: further settings, ``key=value``.
+
+    Raises:
+        UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
+    """
+    values = settings.split(given)
+    if data is not None:
+        values["data"] = data
+    chosen = recipes_of(recipes or [settings.make(preset, values).recipe])
+    return [settings.make(preset, {**values, "recipe": recipe}) for recipe in chosen]
 
 
 def recipes_of(texts: Sequence[str]) -> list[str]:
@@ -149,5 +183,5 @@ def recipes_of(texts: Sequence[str]) -> list[str]:
     chosen = [part for text in texts for part in text.split(",")] or list(INT8)
     for name in chosen:
         if name not in MEASURED:
-            raise UsageError(f"--recipe {name}: expected {', '.join(MEASURED)}")
+            raise unknown(f"--recipe {name}", name, MEASURED)
     return list(dict.fromkeys(chosen))

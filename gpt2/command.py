@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core import schema
+from jetfire.core import terminal
+from jetfire.core.terminal import note
 from jetfire.gpt2 import (
     checkpoint,
     corpora,
@@ -29,19 +29,18 @@ from jetfire.gpt2 import (
     weights,
 )
 from jetfire.gpt2 import sample as sampling
+from jetfire.gpt2.asked import Asked, no_run
 from jetfire.gpt2.checkpoint import MODEL, Checkpoint
-from jetfire.gpt2.display import Display, note
+from jetfire.gpt2.display import Display
 from jetfire.gpt2.model import GPT2
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.prepared import META
-from jetfire.gpt2.runs import TOKENIZER, Asked, Run, opened
+from jetfire.gpt2.runs import TOKENIZER, Run, opened
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import autocast
 from jetfire.gpt2.train import Training, algorithms, check_fits, shape_of
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
-
-__all__ = ["Asked", "Stop", "export", "sample", "train"]
 
 
 class Stop:
@@ -253,7 +252,7 @@ def _trained(path: Path) -> Checkpoint:
     """The newest checkpoint of a run, or the one in the folder."""
     saved = checkpoint.find(path, (MODEL,))
     if saved is None:
-        raise UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")
+        raise no_run(path)
     return saved
 
 
@@ -281,7 +280,7 @@ def sample(
         text = sampling.text(
             model, tokenizer, prompt, count, temperature=temperature, top_k=top_k, seed=seed
         )
-    print(schema.visible(text) if sys.stdout.isatty() else text)
+    terminal.show(text)
 
 
 def export(path: Path, output: Path) -> None:

@@ -37,7 +37,7 @@ from jetfire.core import schema
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Digest, Line
 from jetfire.gpt2.prepared import Source
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 PIECE = 1 << 20
 WHOLE = 64 * MIB
@@ -169,9 +169,7 @@ def _local(name: str, path: Path) -> Corpus:
     if path.is_file():
         return Corpus(name, ((path.name, path),))
     if not path.is_dir():
-        raise UsageError(
-            f"{name}: no such file, folder or corpus: expected a path or one of {', '.join(NAMED)}"
-        )
+        raise unknown(f"{name}: no such file, folder or corpus", name, NAMED, ", or a path")
     files = sorted((file.relative_to(path).as_posix(), file) for file in _walk(path) if kind(file))
     if not files:
         known = " ".join(sorted(_TEXT | _HTML | _ROWS | _ARCHIVES))

@@ -8,16 +8,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from jetfire.core import terminal
 
 Record = dict[str, Any]
 # Seconds between lines where there is no terminal.
 _PAUSE = 2.0
-
-
-def note(text: str) -> None:
-    print(f"jetfire: {text}", file=sys.stderr, flush=True)
 
 
 def _rate(value: float) -> str:
@@ -54,11 +51,11 @@ class Display:
         self._task = TaskID(0)
 
     def __enter__(self) -> Self:
-        console = Console(stderr=True)
+        console = terminal.console(stderr=True)
         if console.is_terminal:
             columns = (
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(12),
-                TimeRemainingColumn(compact=True), TextColumn("{task.description}"),
+                TimeRemainingColumn(compact=True), TextColumn("{task.description}", markup=False),
             )  # fmt: skip
             self._progress = self._stack.enter_context(
                 Progress(*columns, console=console, transient=True, refresh_per_second=4)
@@ -87,6 +84,6 @@ class Display:
 
     def _line(self, text: str) -> None:
         if self._progress is not None:
-            self._progress.console.print(text, highlight=False)
+            self._progress.console.print(text)
         else:
             print(text, file=sys.stderr, flush=True)

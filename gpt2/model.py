@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from jetfire.core import recipes
+from jetfire.core.recipes import Recipe
 from jetfire.nn import (
     Int4Linear,
     Int8Block,
-    Recipe,
     Stream,
     TiedGradient,
     linear_cross_entropy,
-    recipes,
     tied_embedding,
 )
 from jetfire.ops.errors import UsageError

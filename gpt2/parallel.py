@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jetfire.gpt2.asked import check_processes, torchrun
 from jetfire.gpt2.settings import Settings
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
 T = TypeVar("T")
-# What torchrun tells a process.
-_TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # The others wait while the first prepares data; torchrun ends them if it dies.
 _PATIENCE = timedelta(days=7)
 
@@ -139,7 +138,7 @@ def joined(device: str) -> Iterator[tuple[Device, Group]]:
         UsageError: torchrun gives each process its GPU, and one was named.
         NoDeviceError: there are more processes than GPUs.
     """
-    if not all(name in os.environ for name in _TOLD):
+    if not torchrun():
         own = Device.parse(device)
         if own.kind == "cuda":
             torch.cuda.set_device(own.torch_device)
@@ -181,19 +180,7 @@ def check(settings: Settings, group: Group) -> None:
     Raises:
         UsageError: the processes that there are cannot train with these settings.
     """
-    how = settings.parallel
-    if how == "none" and group.world > 1:
-        raise UsageError(f"parallel=none: expected ddp or fsdp with {group.world} processes")
-    if how == "none":
-        return
-    if group.host is None:
-        raise UsageError(
-            f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
-        )
-    if settings.graph == "true" and how == "fsdp":
-        raise UsageError("graph=true: expected parallel=none or ddp, not fsdp")
-    if settings.compile and how == "fsdp":
-        raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
+    check_processes(settings, group.world, group.host is not None)
 
 
 def spread(model: nn.Module, settings: Settings, group: Group, device: torch.device) -> nn.Module:

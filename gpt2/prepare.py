@@ -23,13 +23,13 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from jetfire.core import files
+from jetfire.core import files, terminal
 from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
 from jetfire.gpt2.prepared import META, Meta, Source, cache, check, read_meta
 from jetfire.gpt2.tokenizers import Tokenizer
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
 # above MOST. One text, or too few documents to choose from, gives its last TAIL instead.
@@ -84,9 +84,7 @@ def prepare(
     if not given:
         raise UsageError(f"expected a corpus ({', '.join(corpora.NAMED)}) or text files or folders")
     if tokenizer is not None and tokenizer not in tokenizers.NAMES:
-        raise UsageError(
-            f"no tokenizer {tokenizer!r}: expected one of {', '.join(tokenizers.NAMES)}"
-        )
+        raise unknown(f"no tokenizer {tokenizer!r}", tokenizer, tokenizers.NAMES)
     if copy is not None and len(given) > 1:
         raise UsageError(f"--from {copy}: expected with one corpus, {len(given)} are given")
     say = _say if show else _quiet
@@ -311,11 +309,10 @@ def _progress(show: bool) -> Iterator[Callable[[int, int], None]]:
     if not show or not sys.stderr.isatty():
         yield lambda characters, tokens: None
         return
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=terminal.console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading")
         done = [0, 0]
 

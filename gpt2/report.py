@@ -19,9 +19,9 @@ from jetfire.bench import report, show
 from jetfire.bench.markdown import Table
 from jetfire.bench.report import Addition, Chart
 from jetfire.bench.results import Results
+from jetfire.core.recipes import RECIPES
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import Curve, Group, image
-from jetfire.nn import RECIPES
 from jetfire.ops.errors import UsageError
 
 FOLDER, BASE = "training", "bf16"

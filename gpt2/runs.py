@@ -17,49 +17,15 @@ from typing import Any
 from jetfire.core import files, schema
 from jetfire.core.files import Missing, Unreadable, Unwritable
 from jetfire.core.schema import Fields
-from jetfire.gpt2 import checkpoint, corpora, data, log, parallel, tokenizers
+from jetfire.core.terminal import note
+from jetfire.gpt2 import checkpoint, data, log, parallel, tokenizers
+from jetfire.gpt2.asked import Asked
 from jetfire.gpt2.checkpoint import Checkpoint
-from jetfire.gpt2.display import note
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.settings import (
-    CHANGEABLE,
-    PRESETS,
-    Settings,
-    checked,
-    make,
-    resumed,
-    split,
-)
+from jetfire.gpt2.settings import CHANGEABLE, Settings, checked, resumed
 from jetfire.ops.errors import JetfireWarning, UsageError
 
 SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as they were given; None where one was not."""
-
-    preset: str | None = None
-    recipe: str | None = None
-    settings: Sequence[str] = ()
-    steps: int | None = None
-    data: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    init: Path | None = None
-    device: str = "auto"
-    seed: int | None = None
-    sample: int = 0
-
-    def given(self) -> dict[str, Any]:
-        """The settings that were asked for, an option's before `--set`'s."""
-        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
-                   "data": self.data, "seed": self.seed}  # fmt: skip
-        found: dict[str, Any] = dict(split(self.settings))
-        found.update({name: value for name, value in options.items() if value is not None})
-        if "data" in found and found["data"] not in corpora.NAMED:
-            found["data"] = str(Path(found["data"]).absolute())
-        return found
 
 
 @dataclass(frozen=True)
@@ -99,19 +65,12 @@ def opened(asked: Asked, group: Group) -> Iterator[Run]:
     Raises:
         UsageError: they name none, or one that cannot go on so; another process has the folder.
     """
-    given = asked.given()
     if asked.resume:
-        if asked.output is None or asked.init is not None:
-            wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
-            raise UsageError(f"--resume: expected {wanted}")
-        if not asked.output.is_dir():
-            raise UsageError(f"--resume: {asked.output} holds no run")
-        with _alone(asked.output):
-            yield _resumed(asked.output, given, group)
+        folder = asked.resumed()
+        with _alone(folder):
+            yield _resumed(folder, asked.given(), group)
         return
-    if asked.preset is None:
-        raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
-    settings = make(asked.preset, {k: v for k, v in given.items() if k != "preset"})
+    settings = asked.begun()
     parallel.check(settings, group)
     folder = asked.output or _free_folder(settings)
     with _alone(folder):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jetfire.core import schema
+from jetfire.core import recipes, schema
 from jetfire.core.files import Unreadable
-from jetfire.ops.errors import UsageError
-
-if TYPE_CHECKING:
-    from jetfire.nn import Recipe
+from jetfire.ops.errors import UsageError, unknown
 
 _LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
          "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
@@ -58,7 +54,7 @@ class Settings:
     """One run. A step is `accumulate` micro-batches a process of `batch` sequences each.
 
     Attributes:
-        recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        recipe: a name of `jetfire.core.recipes.RECIPES`.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
@@ -106,21 +102,24 @@ class Settings:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise _wrong(name, value, f"{low:g} to {high}")
+                raise _wrong(name, value, _range(low, high, value))
         if self.width % self.heads:
             raise UsageError(f"width={self.width}: expected a multiple of heads={self.heads}")
+        if (parameters := 12 * self.layers * self.width**2) > MOST_PARAMETERS:
+            raise UsageError(
+                f"layers={self.layers} width={self.width}: {parameters:.2g} parameters: expected "
+                f"at most {MOST_PARAMETERS:.2g}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def precision(self) -> Recipe:
+    def precision(self) -> recipes.Recipe:
         """The recipe, with the group that was asked for.
 
         Raises:
             UsageError: there is no such recipe, or it has no groups, or no such one.
         """
-        from jetfire.nn import recipes
-
         if self.group == "recipe":
             return recipes.get(self.recipe)
         if self.group == "search":
@@ -136,6 +135,7 @@ class Settings:
         return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
 
 
+MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
 # A checkpoint's folder has eight digits for its step.
 MOST_STEPS = 10**8 - 1
 # Far above what anyone trains, and far below what would take hours to refuse.
@@ -150,6 +150,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+def _range(low: float, high: float, value: float) -> str:
+    """Return the bounds as a text; the one that a value is beyond where the upper one is large."""
+    least, most = (f"{end:.19g}" if end == int(end) else f"{end:g}" for end in (low, high))
+    if high < 1e6:
+        return f"{least} to {most}"
+    return f"at least {least}" if value < low else f"at most {most}"
+
+
 def _value(name: str, annotation: Any, given: Any) -> Any:
     """One setting from text, or from itself as JSON has it.
 
@@ -161,7 +169,7 @@ def _value(name: str, annotation: Any, given: Any) -> Any:
         word = str(given).lower() if isinstance(given, bool) else given
         if word in get_args(annotation):
             return word
-        raise _wrong(name, given, " or ".join(get_args(annotation)))
+        raise unknown(f"{name}={_shown(given)}", str(given), get_args(annotation))
     if isinstance(given, str):
         return _parsed(name, annotation, given)
     if type(given) is annotation or (annotation is float and type(given) is int):
@@ -190,9 +198,12 @@ def _parsed(name: str, annotation: Any, text: str) -> Any:
 
 
 def _wrong(name: str, given: Any, expected: str) -> UsageError:
+    return UsageError(f"{name}={_shown(given)}: expected {expected}")
+
+
+def _shown(given: Any) -> str:
     text = str(given)
-    shown = text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
-    return UsageError(f"{name}={shown}: expected {expected}")
+    return text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
@@ -212,9 +223,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(Settings)
     for name in values:
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UsageError(f"no setting {name!r}{hint}: expected one of {', '.join(hints)}")
+            raise unknown(f"no setting {name!r}", name, hints)
     return {name: _value(name, hints[name], value) for name, value in values.items()}
 
 
@@ -225,7 +234,7 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
         UsageError: there is no such preset, recipe or setting, or a value is out of bounds.
     """
     if preset not in PRESETS:
-        raise UsageError(f"no preset {preset!r}: expected one of {', '.join(PRESETS)}")
+        raise unknown(f"no preset {preset!r}", preset, PRESETS)
     fields = {"preset": preset, **PRESETS[preset], **checked(values)}
     if "warmup" not in values and "steps" in values:  # a short run warms up for a twentieth of it
         fields["warmup"] = min(fields["warmup"], max(1, fields["steps"] // 20))
@@ -233,15 +242,13 @@ def make(preset: str, values: Mapping[str, Any]) -> Settings:
 
 
 def _settings(fields: Mapping[str, Any]) -> Settings:
-    from jetfire.nn import int4
-
     for one in dataclasses.fields(Settings):
         if one.default is dataclasses.MISSING and one.name not in fields:
             raise UsageError(f"the setting {one.name} is missing")
     settings = Settings(**fields)
     precision = settings.precision()
     if precision.int4 is not None:
-        reason = int4.why_not(settings.width, settings.width, precision.int4)
+        reason = precision.int4.why_not(settings.width, settings.width)
         if reason is not None:
             raise UsageError(f"width={settings.width}: {reason}")
     return settings

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from jetfire.core import recipes
 from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import BlockProblem, StepProblem
+from jetfire.gpt2.cases import COMPILE, PEERS, BlockProblem, StepProblem
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Stream, recipes, weights_changed
+from jetfire.nn import Stream, weights_changed
 
-EAGER, COMPILE = "eager", "compile"
-PEERS = (EAGER, COMPILE)
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _WARM = 3  # a GraphedStep captures itself on its third call
 _NEXT = 0.1  # from one step to the next a loss moves by less than this part of the first one

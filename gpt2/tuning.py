@@ -13,30 +13,14 @@ import torch
 
 from jetfire.bench.plan import Case
 from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
-from jetfire.gpt2.cases import recipes_of
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.gpt2.settings import Settings, make, split
+from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Step
 from jetfire.ops import library, profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
+from jetfire.ops.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.tuner import command
-from jetfire.tuner.session import Asked
-
-
-def runs_of(
-    preset: str, recipes: Sequence[str], settings: Sequence[str], data: str | None
-) -> list[Settings]:
-    """The settings of a run with each recipe; with the preset's own where none is named.
-
-    Raises:
-        UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
-    """
-    given = split(settings)
-    if data is not None:
-        given["data"] = data
-    chosen = recipes_of(recipes or [make(preset, given).recipe])
-    return [make(preset, {**given, "recipe": recipe}) for recipe in chosen]
+from jetfire.tuner.asked import Asked
 
 
 def vocabulary_of(settings: Settings) -> int:
@@ -99,7 +83,7 @@ def run(asked: Asked, runs: Sequence[Settings]) -> None:
     """
     device = Device.parse(asked.device)
     if device.kind == "cpu":
-        raise UsageError(f"nothing to tune for training on {device.label}: expected a GPU")
+        raise NoDeviceError(f"nothing to tune for training on {device.label}: expected a GPU")
     os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
     wanted: dict[str, dict[Case, None]] = {}
     for settings in runs:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from jetfire.nn import int4, recipes
+from jetfire.core import recipes
+from jetfire.core.recipes import Recipe
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
-from jetfire.nn.recipes import Recipe
 from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 
@@ -165,7 +165,7 @@ def _why_not(
         return f"weight of {str(dtype).removeprefix('torch.')}"
     if recipe.int4 is not None:
         outputs, inputs = matrix.shape[:: -1 if _is_conv1d(module) else 1]
-        return int4.why_not(inputs, outputs, recipe.int4)
+        return recipe.int4.why_not(inputs, outputs)
     return None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from jetfire.core.recipes import DEFAULT, Gradient, Int4, as_group
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.products import (
     FLOATS,
@@ -29,7 +30,6 @@ from jetfire.nn.products import (
     checked_weight,
     draw,
 )
-from jetfire.nn.recipes import DEFAULT, GROUPS, Gradient, Int4, as_group
 from jetfire.ops.arguments import checked
 from jetfire.ops.errors import UsageError
 from jetfire.ops.functional import (
@@ -234,7 +234,7 @@ class _Int4Layer(nn.Module):
     def _begin(self, int4: Int4) -> None:
         """Make the steps, once the weight is there."""
         outputs, inputs = self._sizes()
-        reason = why_not(inputs, outputs, int4)
+        reason = int4.why_not(inputs, outputs)
         if reason is not None:
             raise UsageError(reason)
         self.int4, device = int4, self.weight.device
@@ -277,7 +277,8 @@ class _Int4Layer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
-                group, first = self._first_batch(x.detach())
+                # As a decorator it would import torch._dynamo, 1.6 s of CPU, with this module.
+                group, first = torch.compiler.disable(self._first_batch)(x.detach())
             step_x, step_w = self._scaled(first)
             codes = self._codes_of(step_w, group)
             setting = _Setting(self.int4.gradient, group, self.transposed)
@@ -313,7 +314,6 @@ class _Int4Layer(nn.Module):
         key = (group, self._group, _capturing(weight))
         return self._codes.found(weight, key, make, self.step_w)
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _first_batch(self, x: Tensor) -> tuple[Group, Tensor]:
         """The group and calibration that a batch asks for, kept if this is training.
@@ -363,18 +363,6 @@ class _Int4Layer(nn.Module):
             f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
             f"group={self.int4.group}, gradient={self.int4.gradient}"
         )
-
-
-def why_not(inputs: int, outputs: int, int4: Int4) -> str | None:
-    """Why no layer has these sizes, in a line; None if one can."""
-    if outputs % 2 or inputs % 2:
-        return f"{inputs} inputs, {outputs} outputs: expected even numbers, two codes to a byte"
-    if max(outputs, inputs) > (most := MOST_K["fwd"]):
-        return f"{inputs} inputs, {outputs} outputs: expected at most {most} of each"
-    if int4.group != "search" and inputs % int4.group:
-        legal = " or ".join(str(group) for group in GROUPS if inputs % group == 0)
-        return f"group={int4.group} with {inputs} inputs: expected {legal}"
-    return None
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops import broken
+from jetfire.ops.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from jetfire.ops.op import Kernel, Op
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 # What an op is made of, beside the ops themselves.
 _SHARED = {
     "arguments",
+    "broken",
     "check",
     "data",
+    "declared",
     "device",
     "errors",
     "functional",
@@ -57,20 +60,38 @@ def get(name: str) -> Op:
     """
     stem = name.replace("-", "_")
     if stem not in names():
-        raise UsageError(f"no op {name!r}: expected one of {', '.join(names())}")
+        raise unknown(f"no op {name!r}", name, names())
     return importlib.import_module(f"jetfire.ops.{stem}").OP
 
 
 @cache
 def kernels(op: str) -> dict[str, Kernel]:
-    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name."""
+    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name.
+
+    Raises:
+        UsageError: a module cannot be imported; its `details` show the line.
+    """
     root = Path(__file__).parent.parent
     found: dict[str, Kernel] = {}
     for backend in _BACKENDS:
         if (root / backend / op / "__init__.py").exists():
-            module = importlib.import_module(f"jetfire.{backend}.{op}")
+            with broken.loading(f"{op} of {backend}", root / backend):
+                module = importlib.import_module(f"jetfire.{backend}.{op}")
             found.update({kernel.name: kernel for kernel in module.KERNELS})
     return found
+
+
+@cache
+def kernel_names(op: str) -> tuple[str, ...]:
+    """Return the names that `kernels` has of an op, mostly without importing the kernels."""
+    from jetfire.ops import declared
+
+    root = Path(__file__).parent.parent
+    folders = [root / backend / op for backend in _BACKENDS]
+    found = [declared.names(folder) for folder in folders if (folder / "__init__.py").exists()]
+    if any(some is None for some in found):
+        return tuple(kernels(op))
+    return tuple(dict.fromkeys(name for some in found for name in some or ()))
 
 
 def register(kernel: Kernel) -> None:
@@ -93,7 +114,7 @@ def get_kernel(op: str, name: str) -> Kernel:
     """
     known = kernels(op)
     if name not in known:
-        raise UsageError(f"{op} has no kernel {name!r}: expected one of {', '.join(known)}")
+        raise unknown(f"{op} has no kernel {name!r}", name, known)
     return known[name]
 
 

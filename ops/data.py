@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ class Source:
         first, slash, second = data.partition("/")
         for name in (first, second) if slash else (first,):
             if name not in DISTRIBUTIONS:
-                raise UsageError(f"data {data!r}: expected one of {', '.join(DISTRIBUTIONS)}")
+                raise unknown(f"data {data!r}", name, DISTRIBUTIONS)
         self.device = device
         self._draws = DISTRIBUTIONS[first], DISTRIBUTIONS[second or first]
         self._generator = None

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Shared memory of a block, by the architectures that kernels are compiled for.
+SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+
+
 @dataclass(frozen=True)
 class Device:
     """One processor and the limits that decide which configs are legal on it.
@@ -61,19 +65,26 @@ class Device:
             UsageError: the text names no kind of device.
             NoDeviceError: that device is not on this machine.
         """
+        check_name(text)
+        kind, _, index = text.partition(":")
+        if kind == "cpu":
+            return _cpu()
         import torch
 
-        kind, _, index = text.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (
-            index and not (kind == "cuda" and index.isdigit())
-        ):
-            raise UsageError(f"device {text!r}: expected auto, cpu, cuda or cuda:N")
-        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        if kind == "auto" and not torch.cuda.is_available():
             return _cpu()
         count = torch.cuda.device_count()
         if int(index or 0) >= count:
             raise NoDeviceError(f"device {text!r}: this machine has {count} CUDA devices")
         return _cuda(int(index or 0))
+
+
+def check_name(text: str) -> None:
+    """Raise UsageError where a text names no kind of device, whether or not it is here."""
+    kind, _, index = text.partition(":")
+    numbered = kind == "cuda" and index.isdecimal() and len(index) < 5
+    if kind not in ("auto", "cpu", "cuda") or (text != kind and not numbered):
+        raise UsageError(f"device {text!r}: expected auto, cpu, cuda or cuda:N")
 
 
 def _cpu_name() -> str:
@@ -113,15 +124,26 @@ def _cuda(index: int) -> Device:
     )
 
 
+def capability_of(text: str) -> tuple[int, int]:
+    """Return ``90``, ``9.0``, ``9.0a`` or ``sm_90`` as (9, 0).
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) < 2:
+        raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
+    return int(digits[:-1]), int(digits[-1])
+
+
 def target_device(capability: tuple[int, int]) -> Device:
     """A device of an architecture that need not be present, for cross-compilation.
 
     Shared memory is that of the architecture's data-centre part (CUDA C++ Programming Guide,
     "Technical Specifications per Compute Capability").
     """
-    shared_kib = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
-    if capability not in shared_kib:
-        known = ", ".join(f"sm_{a}{b}" for a, b in shared_kib)
+    if capability not in SHARED_KIB:
+        known = ", ".join(f"sm_{a}{b}" for a, b in SHARED_KIB)
         raise NoDeviceError(
             f"architecture sm_{capability[0]}{capability[1]}: expected one of {known}"
         )
@@ -130,6 +152,6 @@ def target_device(capability: tuple[int, int]) -> Device:
         name=f"sm_{capability[0]}{capability[1]}",
         capability=capability,
         sms=132,
-        shared_bytes=shared_kib[capability] * 1024,
+        shared_bytes=SHARED_KIB[capability] * 1024,
         l2_bytes=50 << 20,
     )

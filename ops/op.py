@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_or
 
 from jetfire.ops import sources
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,8 @@ def float_dtype(name: FloatName) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
+# Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
+MOST_ELEMENTS = 2**40
 # 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
@@ -56,7 +58,7 @@ def _parse_field(name: str, annotation: Any, value: Any) -> Any:
         for choice in choices:
             if value == choice or value == str(choice):
                 return choice
-        raise UsageError(f"{name}={value}: expected {' or '.join(str(c) for c in choices)}")
+        raise unknown(f"{name}={value}", str(value), map(str, choices))
     if annotation is bool:
         text = str(value).lower()
         if text in ("true", "1", "yes", "false", "0", "no"):
@@ -69,6 +71,8 @@ def _parse_field(name: str, annotation: Any, value: Any) -> Any:
         raise UsageError(f"{name}={value}: expected {kind}") from None
     if annotation is int and number < 1:
         raise UsageError(f"{name}={value}: expected an integer of at least 1")
+    if annotation is int and number > MOST_ELEMENTS:
+        raise UsageError(f"{name}={value}: expected an integer of at most {MOST_ELEMENTS}")
     return number
 
 
@@ -94,7 +98,7 @@ class Problem:
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name in fields:
             if name not in known:
-                raise UsageError(f"no problem field {name!r}: expected one of {', '.join(known)}")
+                raise unknown(f"no problem field {name!r}", name, known)
         for name, field in known.items():
             if name not in fields and field.default is dataclasses.MISSING:
                 raise UsageError(f"problem field {name!r} is missing")
@@ -264,7 +268,7 @@ class Config:
         hints = _hints(cls)
         for name in fields:
             if name not in hints:
-                raise UsageError(f"no config field {name!r}: expected one of {', '.join(hints)}")
+                raise unknown(f"no config field {name!r}", name, hints)
         return cls(**{k: _parse_field(k, hints[k], v) for k, v in fields.items()})
 
 

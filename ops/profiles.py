@@ -372,14 +372,6 @@ def state(op: str, entry: Entry) -> str:
     return "" if kernel.source_hash() == entry.provenance.get("source") else "stale"
 
 
-def preload() -> None:
-    """Read every profile and hash its kernels' sources, so that no first step has to."""
-    for file in files():
-        if read(file) and file.stem in ops.names():
-            for kernel in ops.kernels(file.stem).values():
-                _index(kernel, file.parent.name)
-
-
 def strict() -> bool:
     """Whether a problem without a config tuned for it is an error: JETFIRE_STRICT_PROFILE=1."""
     return os.environ.get(STRICT) == "1"

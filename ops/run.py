@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire import ops
 from jetfire.ops import profiles
-from jetfire.ops.device import Device
+from jetfire.ops.device import SHARED_KIB, Device, target_device
 from jetfire.ops.errors import JetfireWarning, UsageError
 from jetfire.ops.op import Check, Kernel, Op, Problem, Tensors
 
@@ -135,6 +135,14 @@ def command_for(op: Op, problem: Any) -> str:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             words += ["--set", f"{name}={text}"]
     return shlex.join(words)
+
+
+def needs_another_device(kernel: Kernel, problem: Any, device: Device) -> bool:
+    """Return whether an architecture takes a problem that this device does not."""
+    if kernel.legal(problem, kernel.default(problem, device), device) is None:
+        return False
+    devices = map(target_device, SHARED_KIB)
+    return any(kernel.legal(problem, kernel.default(problem, d), d) is None for d in devices)
 
 
 def launch(kernel: Kernel, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:

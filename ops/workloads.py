@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from jetfire.ops.op import Op, Problem
@@ -90,7 +90,7 @@ def problems(op: Op, workload: str, mode: Any, fields: dict[str, Any]) -> list[P
     elif workload == "ragged":
         return _ragged(op, mode, fields)
     else:
-        raise UsageError(f"no workload {workload!r}: expected one of {', '.join(names())}")
+        raise unknown(f"no workload {workload!r}", workload, names())
     found = [p for shape in shapes for p in op.problems(mode, {**fields, **shape})]
     return list(dict.fromkeys(found))
 

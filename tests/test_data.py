@@ -152,7 +152,7 @@ def test_a_long_document_comes_in_pieces_that_tokenize_as_the_whole(
         ("a.xz", lzma.compress(b"x" * 999)[:40], "damaged"),
         ("a.bin", b"a\0b", "NUL bytes"),
         ("a.parquet", b"PAR1", "pyarrow|damaged"),
-        ("none", None, "no such file, folder or corpus: expected a path or one of python"),
+        ("none", None, "no such file, folder or corpus: expected one of python"),
         ("empty", "folder", "no text in this folder"),
     ],
 )
@@ -399,7 +399,7 @@ def test_processes_take_turns(tmp_path):
     ("asked", "says"),
     [
         ({"names": []}, "expected a corpus"),
-        ({"tokenizer": "word"}, "no tokenizer 'word': expected one of byte, char, gpt2"),
+        ({"tokenizer": "word"}, "no tokenizer 'word': expected byte or char or gpt2"),
         ({"vocabulary": Path("v")}, "expected with the gpt2 tokenizer, not byte"),
         ({"copy": Path("c")}, "--from c: expected only with shakespeare"),
         ({"names": "python", "copy": Path("c")}, "nothing to copy"),

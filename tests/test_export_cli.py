@@ -97,11 +97,11 @@ def refused(capsys, code=2):
          "out; give --set out="),
         (("gemm", "quantize", "--m", "4096"), 2, "export takes one op, given gemm, quantize"),
         ((*GEMM, "--kernel", "int_mm"), 2, "gemm/int_mm runs on the CPU: expected a GPU kernel"),
-        ((*GEMM, "--kernel", "nope"), 2, "gemm has no kernel 'nope': expected one of"),
+        ((*GEMM, "--kernel", "nope"), 2, "no kernel 'nope': expected one of"),
         ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
          "CUDA C++: expected one of cubin, torch, wheel, hf"),
         (("hadamard_gemm", "--m", "4096"), 2, "hadamard_gemm: it has nothing to tune: it launches"),
-        (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5': expected one of"),
+        (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5' (did you mean gpt2-350m?)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said_in_a_line(shipped, tmp_path, capsys, words, code, says):

@@ -19,8 +19,9 @@ from torch._subclasses import FakeTensorMode
 
 from jetfire import ops
 from jetfire.bench.plan import Case
-from jetfire.export import implement, operator, samples, targets
+from jetfire.export import operator, samples, targets
 from jetfire.export import plan as plans
+from jetfire.export.folder import implement
 from jetfire.export.library import Library, header, parameters
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home, run

@@ -209,8 +209,8 @@ def test_what_is_refused():
     for fields, message in (
         ({"n": 33}, "n=33: expected an even number"),
         ({"n": 96, "group": 64}, "group=64: expected a power of two that divides n=96, at most 32"),
-        ({"n": 96, "group": 48}, "group=48: expected 1 or 2 or 4 .* or 1024"),
-        ({"n": 4096, "group": 2048}, "group=2048: expected 1 or 2"),
+        ({"n": 96, "group": 48}, "group=48: expected one of 1, 2, 4, .*, 1024"),
+        ({"n": 4096, "group": 2048}, "group=2048: expected one of 1, 2"),
         ({"n": 64, "layout": "q"}, "layout=q: expected packed or wide or both"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -117,7 +117,7 @@ USAGE = [
     (["tiny", "--set", "dropout=1"], "dropout=1.0: expected 0 to 0.999"),
     (["tiny", "--set", "heads=3"], "width=128: expected a multiple of heads=3"),
     (["tiny", "--set", "compile=maybe"], "compile=maybe: expected true or false"),
-    (["tiny", "--set", "group=3"], "group=3: expected recipe or search or 1 or 2 or 4"),
+    (["tiny", "--set", "group=3"], "group=3: expected one of recipe, search, 1, 2, 4"),
     (
         ["tiny", "--set", "group=64"],
         "group=64 with recipe=int8-block32: expected an INT4 recipe",

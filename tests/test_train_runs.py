@@ -394,7 +394,7 @@ def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(command, "train", asked.append)
     words = ["tiny", "--recipe", "bf16", "--steps", "7", "--seed", "11", "--data", "python",
-             "--set", "rate=0.5,steps=3", "--set", "batch=2", "-o", str(tmp_path / "run")]  # fmt: skip
+             "--set", "rate=0.5,steps=3", "--set", "batch=2", "-o", f"{tmp_path}/run"]  # fmt: skip
     assert execute("train", words) == 0
     with opened(asked[0], Group()) as run:
         one = run.settings

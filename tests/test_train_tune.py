@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from jetfire.cli import execute
-from jetfire.gpt2 import prepare, tuning
+from jetfire.gpt2 import cases, prepare, tuning
 from jetfire.gpt2.settings import make
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.tuner.asked import Asked
 from jetfire.tuner.command import Interrupted
-from jetfire.tuner.session import Asked
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows
 SMALL = {"layers": 3, "heads": 2, "width": WIDTH, "context": 16, "batch": 2, "accumulate": 4}
@@ -22,8 +22,8 @@ def asked_for() -> dict[str, set]:
     """Op name → the problems of a step of three blocks."""
     settings = make("tiny", {**SMALL, "recipe": "int8-block64", "parallel": "ddp"})
     found: dict[str, set] = {}
-    for cases in tuning.cases(settings, 100, Device.parse("cpu")).values():
-        for case in cases:
+    for wanted in tuning.cases(settings, 100, Device.parse("cpu")).values():
+        for case in wanted:
             assert case.problem not in found.setdefault(case.op.name, set())
             found[case.op.name].add(case.problem)
     return found
@@ -88,11 +88,11 @@ def test_dropout_and_a_second_look_change_what_is_asked_for():
 
 
 def test_runs_are_those_of_training():
-    assert [one.recipe for one in tuning.runs_of("tiny", [], [], None)] == ["int8-block32"]
-    (one,) = tuning.runs_of("tiny", [], ["recipe=int8-block64,batch=3"], "openwebtext")
+    assert [one.recipe for one in cases.runs_of("tiny", [], [], None)] == ["int8-block32"]
+    (one,) = cases.runs_of("tiny", [], ["recipe=int8-block64,batch=3"], "openwebtext")
     assert (one.recipe, one.batch, one.data) == ("int8-block64", 3, "openwebtext")
     recipes = ["int8-block128", "int8-block32"]
-    assert [one.recipe for one in tuning.runs_of("tiny", recipes, [], None)] == recipes
+    assert [one.recipe for one in cases.runs_of("tiny", recipes, [], None)] == recipes
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_a_vocabulary_of_characters_is_the_prepared_text_s(monkeypatch, tmp_path
     ("options", "message"),
     [
         ([], "nothing to tune for training on {}: expected a GPU"),
-        (["--recipe", "bf16"], "--recipe bf16: expected int8-block32"),
-        (["--set", "recipe=bf16"], "--recipe bf16: expected int8-block32"),
+        (["--recipe", "bf16"], "--recipe bf16: expected one of int8-block32"),
+        (["--set", "recipe=bf16"], "--recipe bf16: expected one of int8-block32"),
         (["--set", "wide=1"], "no setting 'wide'"),
         (["--budget", "soon"], "--budget soon: expected a time"),
         (["--trials", "0"], "--trials 0: expected at least 1"),
@@ -137,7 +137,8 @@ def test_a_vocabulary_of_characters_is_the_prepared_text_s(monkeypatch, tmp_path
     ],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(options, message, capsys):
-    assert execute("train", ["tune", "tiny", "--device", "cpu", *options]) == 2
+    code = 2 if options else 5
+    assert execute("train", ["tune", "tiny", "--device", "cpu", *options]) == code
     error = capsys.readouterr().err
     assert message.format(Device.parse("cpu").label) in error
     assert error.count("\n") == 1

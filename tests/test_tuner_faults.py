@@ -190,8 +190,31 @@ def test_nothing_right(capsys, tmp_path, monkeypatch, fault):
     monkeypatch.setenv("FAULTY_DEFAULT", fault)
     code, _, errors = tune(capsys, f"--space=fault={fault}", "--space=ms=1", "--space=tile=1,2")
     assert code == 3
-    assert "no config is right" in errors[-1]
+    assert "no config is right" in errors[-2 if fault == "raise" else -1]  # it has a second line
     assert entries(tmp_path) == []
+
+
+def test_nothing_in_time_exits_6_and_more_time_mends_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULTY_DEFAULT", "hang")
+    words = ["--space=fault=hang", "--space=ms=1", "--space=tile=1,2"]
+    code, _, errors = tune(capsys, *words)
+    assert code == 6
+    assert "no config was done in 1 s: give a longer --trial-timeout" in errors[-1]
+    assert entries(tmp_path) == []
+    # What hung for a second is tried again where it has more than two.
+    monkeypatch.setenv("FAULTY_HANG_S", "0")
+    code, _, errors = tune(capsys, *words, "--trial-timeout", "3s")
+    assert code == 0, errors
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_budget_in_which_nothing_is_tried_exits_6(capsys, tmp_path):
+    code, _, errors = tune(capsys, "--budget", "1s")
+    assert code == 6
+    assert errors[-1] == (
+        "jetfire: no config was tried within the budget: 1 of 1 searches are left; give a higher "
+        "--budget"
+    )
 
 
 # Workers.

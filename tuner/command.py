@@ -11,19 +11,19 @@ from pathlib import Path
 
 from jetfire import ops
 from jetfire.bench import command as bench_command
+from jetfire.bench import plan
 from jetfire.bench.plan import Case
-from jetfire.core.files import check_writable
-from jetfire.ops import peers as peer_ops
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
-from jetfire.ops.op import Config, Kernel
+from jetfire.ops.errors import JetfireError, NoDeviceError, TimedOutError, UsageError, writing
+from jetfire.ops.op import Kernel
+from jetfire.ops.run import needs_another_device
 from jetfire.tuner import summary, unseen
+from jetfire.tuner.asked import EFFORTS, Asked, check
 from jetfire.tuner.display import Display
 from jetfire.tuner.recording import Recording
-from jetfire.tuner.session import EFFORTS, Asked, Session, Stopped, Target, Tuned, is_current
+from jetfire.tuner.session import Session, Stopped, Target, Tuned, is_current
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
 
@@ -52,15 +52,18 @@ def targets(asked: Asked, device: Device) -> list[Target]:
 
     Raises:
         UsageError: there is none otherwise.
+        NoDeviceError: there is none on this device, and one on another.
     """
-    _check_kernels(asked.cases, asked.kernels)
+    plan.check_kernels([case.op.name for case in asked.cases], asked.kernels)
     index, count = asked.shard
     pairs = [(case, k) for case in asked.cases[index::count] for k in _kernels(case, asked.kernels)]
     found = [_target(asked, case, kernel, device) for case, kernel in pairs]
     tunable = [target for target in found if isinstance(target, Target)]
     if pairs and not tunable:
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
-        raise UsageError(f"no kernel to tune for these problems on {device.label}: {why}")
+        elsewhere = any(needs_another_device(k, case.problem, device) for case, k in pairs)
+        kind = NoDeviceError if elsewhere else UsageError
+        raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
     return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
@@ -98,13 +101,6 @@ def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
     return [known[name] for name in dict.fromkeys(names or known) if name in known]
 
 
-def _check_kernels(cases: Sequence[Case], names: Sequence[str]) -> None:
-    known = {name for op in {case.op.name for case in cases} for name in ops.kernels(op)}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no kernel {name!r}: expected one of {', '.join(sorted(known))}")
-
-
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, as batch systems send it, ends the command as Ctrl-C does."""
@@ -129,7 +125,8 @@ def tune(asked: Asked) -> None:
         JetfireError: nothing can be tuned, or the study or the profile cannot be written; with exit
             code 130 after Ctrl-C, when the best so far has been saved.
     """
-    objective = _check(asked)
+    check(asked)
+    objective: Objective = next(name for name in OBJECTIVES if name == asked.objective)
     devices = devices_of(asked.device)
     work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
     if not work:
@@ -166,6 +163,11 @@ def tune(asked: Asked) -> None:
         raise type(failed[0])(text)
     if failed:
         raise failed[0]
+    if session.untried and not tuned:
+        raise TimedOutError(
+            f"no config was tried within the budget: {session.untried} of {len(work)} searches are "
+            "left; give a higher --budget"
+        )
 
 
 def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> list[JetfireError]:
@@ -173,6 +175,7 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
     failed: list[JetfireError] = []
     for i, target in enumerate(work):
         if session.runner.now() + session.final_s >= session.end:
+            session.untried += len(work) - i
             session.display.note(f"the budget is spent: {len(work) - i} of {len(work)} searches "
                                  "are left; the same command goes on")  # fmt: skip
             break
@@ -184,28 +187,6 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
                 session.display.note(f"{target}: {error}")
             failed.append(error)
     return failed
-
-
-def _check(asked: Asked) -> Objective:
-    """The objective; whatever can be refused before a device is touched is."""
-    from jetfire.ops.data import DISTRIBUTIONS
-
-    if asked.data not in DISTRIBUTIONS:
-        raise UsageError(f"--data {asked.data}: expected one of {', '.join(DISTRIBUTIONS)}")
-    if asked.effort not in EFFORTS:
-        raise UsageError(f"--effort {asked.effort}: expected {' or '.join(EFFORTS)}")
-    strategy_of(asked.strategy, Space({}, Config(), lambda _: None), 0, ())
-    for name in asked.peers or ():
-        if name not in peer_ops.NAMES:
-            known = ", ".join(peer_ops.NAMES)
-            raise UsageError(f"no peer {name!r}: expected one of {known}, or none")
-    for file in (asked.report, asked.record, asked.output):
-        if file is not None:
-            check_writable(file)
-    for objective in OBJECTIVES:
-        if objective == asked.objective:
-            return objective
-    raise UsageError(f"--objective {asked.objective}: expected {', '.join(OBJECTIVES)}")
 
 
 def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
@@ -228,7 +209,8 @@ def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None
         print(unseen.conclusion(rows))
         if asked.output is not None:
             device = session.studies[0][1].optuna.user_attrs["device"]
-            unseen.write(rows, device, asked.seed, asked.output)
+            with writing(asked.output):
+                unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         _recording(*session.studies[0]).save(asked.record)
 

@@ -8,11 +8,11 @@ from collections import Counter
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
+from jetfire.core import terminal
 from jetfire.ops.op import Config
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
@@ -32,7 +32,7 @@ class Display:
 
     def __init__(self, objective: Objective, total: int) -> None:
         self.objective, self.total, self.index = objective, total, 0
-        self._console = Console(stderr=True)
+        self._console = terminal.console(stderr=True)
         self._live: Live | None = None
         self.title, self.trials, self._end = "", 0, 0.0
         self._reset()
@@ -104,9 +104,9 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays."""
         if self._live is not None:
-            self._live.console.print(Text(f"jetfire: {text}"))
+            self._live.console.print(f"jetfire: {text}")
         else:
-            print(f"jetfire: {text}", file=sys.stderr, flush=True)
+            print(f"jetfire: {terminal.visible(text)}", file=sys.stderr, flush=True)
 
     def _level(self) -> str:
         if self.best is None or self.first is None:

@@ -119,7 +119,10 @@ def decide(
     comparison = _compare(runner, sound, budget_s, rounds, known)
     timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
     if not timings:
-        raise WrongResultError(f"no config is right: {next(iter(comparison.failed.values()))}")
+        reason, _, rest = next(iter(comparison.failed.values())).strip().partition("\n")
+        error = WrongResultError(f"no config is right: {reason}")
+        error.details = rest  # a compiler's
+        raise error
     ranked = sorted(timings, key=lambda config: _middle(costs(timings[config], objective)))
     held = timings.get(incumbent)
     better = [c for c in ranked if held is None or beats(timings[c], held, objective)]

@@ -12,6 +12,7 @@ import torch
 from jetfire.bench.nvml import Nvml
 from jetfire.bench.runner import LONG_FLOPS
 from jetfire.bench.timer import Timing, input_sets, time_calls
+from jetfire.ops import broken
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel, Op
@@ -73,7 +74,7 @@ class Bench:
         try:
             found = self._measure(config)
         except Exception as error:
-            found = Measurement(outcome_of(error), message=f"{type(error).__name__}: {error}")
+            found = Measurement(outcome_of(error), message=self._said(error))
         return replace(found, seconds=time.perf_counter() - begin)
 
     def _measure(self, config: Config) -> Measurement:
@@ -106,7 +107,14 @@ class Bench:
         except Exception as error:
             if self.device.kind == "cuda":
                 torch.cuda.synchronize()
-            return f"{type(error).__name__}: {error}"
+            return self._said(error)
+
+    def _said(self, error: Exception) -> str:
+        """All that is known of an exception; of a compiler's its place first."""
+        whose = f"{self.job.op.name} {self.job.kernel.name} ({self.device.name})"
+        if found := broken.explained(error, whose):
+            return f"{found}\n{found.details}"
+        return f"{type(error).__name__}: {error}"
 
     def _calls(self, config: Config) -> list[Callable[[], object]]:
         def call(i: int) -> Callable[[], object]:

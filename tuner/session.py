@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from optuna.storages import InMemoryStorage
@@ -15,10 +15,11 @@ from jetfire.bench.plan import Case
 from jetfire.core.files import check_writable
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.ops.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.ops.op import Kernel
 from jetfire.ops.profiles import Entry, Found
 from jetfire.tuner import summary
+from jetfire.tuner.asked import EFFORTS, Asked
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, decide
@@ -28,67 +29,14 @@ from jetfire.tuner.search import Limits, search
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, StorageError, Study
-from jetfire.tuner.trial import Objective, digits
+from jetfire.tuner.trial import Measurement, Objective, digits
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 # Seconds that the final comparison takes at first guess, and that a search gets at least: of many
 # searches and little time the first are done well, and the others left.
 FINAL_S, LEAST_S = 3.0, 2.0
 # Outcomes that another run would not change; a crash may have come from outside.
-HOPELESS = ("wrong", "illegal", "compile", "timeout")
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is worth spending on a search.
-
-    Attributes:
-        trials: configs.
-        finalists: those that are measured again.
-        rounds, rounds_s: samples of each in that comparison, and seconds that they may take.
-    """
-
-    trials: int
-    finalists: int
-    rounds: int
-    rounds_s: float
-
-
-EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as they were given.
-
-    Attributes:
-        keep: the studies, and in the user's profiles the winners.
-        unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
-        output: where what they show is written.
-    """
-
-    cases: Sequence[Case]
-    kernels: Sequence[str]
-    device: str
-    budget_s: float
-    trials: int | None = None
-    effort: str = "quick"
-    strategy: str = "tpe"
-    objective: str = "time"
-    seed: int = 0
-    data: str = "normal"
-    space: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    storage: str | None = None
-    trial_s: float = 30.0
-    peers: Sequence[str] | None = None
-    report: Path | None = None
-    record: Path | None = None
-    missing: bool = False
-    shard: tuple[int, int] = (0, 1)
-    keep: bool = True
-    unseen: int = 0
-    output: Path | None = None
-    dry_run: bool = False
+HOPELESS = ("wrong", "illegal", "compile")
 
 
 @dataclass(frozen=True)
@@ -140,6 +88,7 @@ class Session:
         self.trials = asked.trials or self.effort.trials
         self.runner = DeviceRunner(devices, asked.trial_s)
         self.studies: list[tuple[Target, Study]] = []
+        self.untried = 0  # searches that there was no time for
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
@@ -195,10 +144,11 @@ class Session:
             if stopped is not None:
                 raise stopped
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
+            self.untried += 1
             return None
         try:
             tuned, stopped = self._finished(target, study, found, stopped)
-        except WrongResultError:
+        except (WrongResultError, TimedOutError):
             if stopped is not None:
                 raise stopped from None
             raise
@@ -219,7 +169,10 @@ class Session:
             limits = Limits(self.trials, self.runner.now() + share)
             search(study, self.runner, limits, self.display.trial)
         except RunnerError as error:
-            raise JetfireError(f"its inputs or expected results cannot be made: {error}") from None
+            text = f"its inputs or expected results cannot be made: {error}"
+            if "memory" in str(error).lower():
+                raise UsageError(f"{target}: {text}: expected smaller sizes") from None
+            raise JetfireError(text) from None
         except (KeyboardInterrupt, StorageError) as error:
             self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
             return error
@@ -269,12 +222,19 @@ class Session:
     def _finish(self, target: Target, study: Study, found: Found, rounds_s: float) -> Tuned:
         begin, tuned = self.runner.now(), found.source == "tuned"
         rounds_s = min(rounds_s, max(1.0, self.end - begin))
-        final = decide(
-            self.runner, study.best(self.effort.finalists), target.space.base, found.config, tuned,
-            self.objective, rounds_s,
-            {config: m.message for config, m in study.finished() if m.outcome in HOPELESS},
-            self.effort.rounds,
-        )  # fmt: skip
+        hopeless = {config: m.message for config, m in study.finished() if self._hopeless(m)}
+        try:
+            final = decide(
+                self.runner, study.best(self.effort.finalists), target.space.base, found.config,
+                tuned, self.objective, rounds_s, hopeless, self.effort.rounds,
+            )  # fmt: skip
+        except WrongResultError:
+            if {m.outcome for _, m in study.finished()} == {"timeout"}:
+                raise TimedOutError(
+                    f"{target}: no config was done in {self.asked.trial_s:g} s: give a longer "
+                    "--trial-timeout"
+                ) from None
+            raise
         self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
@@ -283,6 +243,12 @@ class Session:
             saved = self._save(target, study, final)
         study.conclude(final.as_dict())
         return Tuned(target, found, final, study, saved)
+
+    def _hopeless(self, measurement: Measurement) -> bool:
+        """Whether another run would change nothing; with more time it may."""
+        if measurement.outcome == "timeout":
+            return self.asked.trial_s < 2 * measurement.seconds
+        return measurement.outcome in HOPELESS
 
     def _save(self, target: Target, study: Study, final: Final) -> Path:
         timing = final.timing

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire import ops
 from jetfire.bench import show as texts
-from jetfire.ops import profiles
+from jetfire.bench.plan import Request, choose_ops
+from jetfire.core import terminal
+from jetfire.core.terminal import note
+from jetfire.ops import profiles, workloads
 from jetfire.ops.device import Device
+from jetfire.ops.op import Op
 from jetfire.ops.profiles import Entry
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 COLUMNS = ("kernel", "problem", "config", "time", "gain", "× peer", "tuned", "state")
 
@@ -37,40 +41,90 @@ class Profile:
     entries: Sequence[Entry]
 
 
-def found(names: Sequence[str], device: Device | None) -> Iterator[Profile]:
+@dataclass(frozen=True)
+class Wanted:
+    """Which entries are listed; all, unless something says otherwise.
+
+    Attributes:
+        fields: field of a problem → the values that it may have, as texts.
+        shapes: op → the sizes that its problems may have, of a workload; None for any.
+        kernels: their names.
+    """
+
+    fields: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, Collection[tuple[int, ...]]] | None = None
+    kernels: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, request: Request, kernels: Sequence[str]) -> Wanted:
+        """What a request for problems leaves."""
+        fields: dict[str, Collection[str]] = {
+            name: [str(size) for size in sizes] for name, sizes in request.sizes.items()
+        }
+        fields |= {name: [v.lower() for v in values] for name, values in request.settings.items()}
+        if request.blocks:
+            fields["block"] = request.blocks
+        shapes = None
+        if request.workload is not None:
+            chosen = choose_ops(request.ops)
+            shapes = {op.name: set(_shapes(op, request.workload)) for op in chosen}
+        return cls(fields, shapes, kernels)
+
+    def __call__(self, op: str, entry: Entry) -> bool:
+        problem = entry.problem
+        if self.kernels and entry.kernel not in self.kernels:
+            return False
+        if any(str(problem.get(name)).lower() not in v for name, v in self.fields.items()):
+            return False
+        return self.shapes is None or _sizes(ops.get(op), problem) in self.shapes.get(op, ())
+
+
+def _sizes(op: Op, problem: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(problem[dim] for dim in op.dims)
+
+
+def _shapes(op: Op, workload: str) -> Iterator[tuple[int, ...]]:
+    for mode in op.modes:
+        for problem in workloads.problems(op, workload, mode, {}):
+            yield _sizes(op, problem.as_dict())
+
+
+def found(names: Sequence[str], device: Device | None, wanted: Wanted) -> Iterator[Profile]:
     """The profiles of some ops (of all where none is named) on a device, or on every one."""
-    wanted = [ops.get(name).name for name in names]
+    chosen = [op.name for op in choose_ops(names or ["all"])]
     for file in profiles.files():
         here = device is None or file.parent.name == profiles.device_slug(device)
-        if here and (not wanted or file.stem in wanted) and (entries := profiles.read(file)):
+        if not here or file.stem not in chosen:
+            continue
+        if entries := [entry for entry in profiles.read(file) if wanted(file.stem, entry)]:
             source = "shipped" if file.is_relative_to(profiles.SHIPPED) else "user"
             gpu = str(entries[0].provenance.get("gpu", file.parent.name))
             yield Profile(file, source, gpu, file.stem, entries)
 
 
-def show(names: Sequence[str], device: Device | None, as_json: bool = False) -> None:
+def show(
+    names: Sequence[str], device: Device | None, as_json: bool = False, wanted: Wanted | None = None
+) -> None:
     """Print the profiles of some ops (of all where none is named), the user's first.
 
     Raises:
         UsageError: there is no such op.
     """
-    shown = list(found(names, device))
+    shown = list(found(names, device, wanted or Wanted()))
     if as_json:
         records = [_record(profile, entry) for profile in shown for entry in profile.entries]
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    console = terminal.console(width=240)
     for profile in shown:
-        console.print(_heading(profile), soft_wrap=True)
+        console.print(*_heading(profile), soft_wrap=True, sep="")
         console.print(_table(profile))
     if not shown:
         folders = f"{profiles.user_folder()} or {profiles.SHIPPED}"
         of = f" of {', '.join(names)}" if names else ""
         on = f" on {device.label}" if device else ""
-        print(f"jetfire: no profile{of}{on} in {folders}: jetfire-tune OP makes one",
-              file=sys.stderr)  # fmt: skip
+        left = " that the options leave" if wanted not in (None, Wanted()) else ""
+        note(f"no profile{of}{on}{left} in {folders}: jetfire-tune OP makes one")
 
 
 def _record(profile: Profile, entry: Entry) -> dict[str, Any]:
@@ -95,12 +149,10 @@ def _shared(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _heading(profile: Profile) -> str:
-    from rich.markup import escape
-
+def _heading(profile: Profile) -> tuple[Text, str]:
     shared = texts.problem_text(_shared([entry.problem for entry in profile.entries]))
-    where = escape(f"{profile.device}, {profile.source}: {profile.file}")
-    return f"[bold]{profile.op}[/bold] on {where}\n{shared}".rstrip()
+    where = f"{profile.device}, {profile.source}: {profile.file}"
+    return terminal.styled(profile.op, "bold"), f" on {where}\n{shared}".rstrip()
 
 
 def _table(profile: Profile) -> Table:

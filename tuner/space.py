@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
 from jetfire.ops.op import Config, Kernel
 
 # A product of up to WHOLE configs is asked for its legal ones in 0.2 s. Of a larger one (the Hopper
@@ -57,12 +57,11 @@ class Space:
         fields = {name: tuple(v) for name, v in kernel.space(problem, device).items()}
         for name, texts in (limits or {}).items():
             if name not in fields:
-                known = ", ".join(fields) or "none"
-                raise UsageError(f"--space {name}: {kernel.name} searches {known}")
+                raise unknown(f"--space {name}: {kernel.name} does not search it", name, fields)
             values = {str(value): value for value in fields[name]}
             for text in texts:
                 if text not in values:
-                    raise UsageError(f"--space {name}={text}: expected {' or '.join(values)}")
+                    raise unknown(f"--space {name}={text}", text, values)
             fields[name] = tuple(dict.fromkeys(values[text] for text in texts))
         base = kernel.default(problem, device)
         return cls(fields, base, lambda config: kernel.legal(problem, config, device))

@@ -17,7 +17,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.trial import score
 
@@ -289,5 +289,5 @@ def strategy_of(name: str, space: Space, seed: int, first: Sequence[Point]) -> S
         UsageError: there is none of that name.
     """
     if name not in STRATEGIES:
-        raise UsageError(f"--strategy {name}: expected {', '.join(STRATEGIES)}")
+        raise unknown(f"--strategy {name}", name, STRATEGIES)
     return STRATEGIES[name](space, seed, first)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench import show as texts
 from jetfire.bench.tuned_report import mean
+from jetfire.core import terminal
 from jetfire.ops.device import Device
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner.final import Final
@@ -46,10 +46,8 @@ def mean_gain(outcomes: Sequence[Outcome]) -> float | None:
 
 def show(outcomes: Sequence[Outcome], device: Device) -> None:
     """Print the outcomes on stdout."""
-    from rich.console import Console
-
     gain = mean_gain(outcomes)
-    Console(width=None if sys.stdout.isatty() else 240, highlight=False).print(_table(outcomes))
+    terminal.console(width=240).print(_table(outcomes))
     if gain is not None:
         print(f"{device.label}: {gain:.3f}× the defaults' speed, geometric mean of "
               f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip

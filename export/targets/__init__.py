@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from typing import TYPE_CHECKING
 
-from jetfire.export.target import Target
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import unknown
+
+if TYPE_CHECKING:
+    from jetfire.export.target import Target
 
 _MODULES = {
     "cuda": "c_library",
@@ -26,7 +29,7 @@ def get(name: str) -> Target:
         UsageError: there is none.
     """
     if name not in _MODULES:
-        raise UsageError(f"--target {name}: expected one of {', '.join(NAMES)}")
+        raise unknown(f"--target {name}", name, NAMES)
     module = importlib.import_module(f"jetfire.export.targets.{_MODULES[name]}")
     target: Target = module.TARGET
     return target

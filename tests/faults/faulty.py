@@ -55,7 +55,7 @@ def _out_of_memory() -> None:
 
 
 FAULTS = {
-    "hang": lambda: time.sleep(1e6),
+    "hang": lambda: time.sleep(float(os.environ.get("FAULTY_HANG_S", 1e6))),
     "segfault": _segfault,
     "exit": lambda: sys.exit(7),
     "raise": lambda: _raise(RuntimeError("first line\nsecond line")),

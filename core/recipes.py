@@ -1,4 +1,4 @@
-"""Recipes: the named precisions in which a model's linear layers multiply."""
+"""Recipes: the named precisions in which a model's linear layers multiply; no torch is needed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from jetfire.ops.arguments import shown
-from jetfire.ops.errors import UsageError
+from jetfire.ops.errors import UsageError, unknown
 from jetfire.ops.hadamard_quantize import Group
+from jetfire.ops.int4_gemm import MOST_K
 
 Gradient = Literal["sampled", "split", "nearest"]
 GROUPS = get_args(Group)
@@ -47,8 +48,19 @@ class Int4:
         if not isinstance(self.group, str) or self.group != "search":
             as_group(self.group)
         if not isinstance(self.gradient, str) or self.gradient not in get_args(Gradient):
-            choices = " or ".join(get_args(Gradient))
-            raise UsageError(f"gradient{shown(self.gradient, True)}: expected {choices}")
+            given = f"gradient{shown(self.gradient, True)}"
+            raise unknown(given, str(self.gradient), get_args(Gradient))
+
+    def why_not(self, inputs: int, outputs: int) -> str | None:
+        """Return why no layer has these sizes, in a line; None if one can."""
+        if outputs % 2 or inputs % 2:
+            return f"{inputs} inputs, {outputs} outputs: expected even numbers, two codes to a byte"
+        if max(outputs, inputs) > (most := MOST_K["fwd"]):
+            return f"{inputs} inputs, {outputs} outputs: expected at most {most} of each"
+        if self.group != "search" and inputs % self.group:
+            legal = " or ".join(str(group) for group in GROUPS if inputs % group == 0)
+            return f"group={self.group} with {inputs} inputs: expected {legal}"
+        return None
 
 
 DEFAULT = Int4()
@@ -95,7 +107,7 @@ def get(name: str, group: Group | Literal["search"] | None = None) -> Recipe:
         UsageError: there is none, or it has no groups.
     """
     if name not in RECIPES:
-        raise UsageError(f"no recipe {name!r}: expected one of {', '.join(RECIPES)}")
+        raise unknown(f"no recipe {name!r}", name, RECIPES)
     recipe = RECIPES[name]
     if group is None:
         return recipe

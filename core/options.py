@@ -1,0 +1,243 @@
+"""Options of the command line: what parses and what completes their values. No torch is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jetfire.ops.errors import UsageError, unknown
+
+Names = Callable[[], Iterable[str]]
+MOST = 2**62
+
+
+def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
+    """Return a parser of one option's integer, whose error names the option and the text."""
+
+    def parse(text: str | int) -> int:
+        # Python's int takes the digits of every script, and underscores; Typer parses defaults too.
+        if not re.fullmatch(r"[+-]?[0-9]{1,99}", str(text).strip()):
+            raise UsageError(f"{option} {text}: expected an integer")
+        number = int(text)
+        if not -MOST <= number < MOST:
+            raise UsageError(f"{option} {text}: expected an integer of at most 62 bits")
+        if number < least:
+            raise UsageError(f"{option} {text}: expected at least {least}")
+        return number
+
+    return parse
+
+
+def choice(option: str, names: Names) -> Callable[[str], str]:
+    """Return a parser of one option's name, whose error suggests the nearest one there is."""
+
+    def parse(text: str) -> str:
+        if text not in (known := list(names())):
+            raise unknown(f"{option} {text}", text, known)
+        return text
+
+    return parse
+
+
+def number(option: str) -> Callable[[str], float]:
+    """Return a parser of one option's number, finite and not below 0."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{option} {text}: expected 0 or a positive number")
+        return value
+
+    return parse
+
+
+def some(option: str) -> Callable[[str], str]:
+    """Return a parser of one option's list, which refuses one without anything in it."""
+
+    def parse(text: str) -> str:
+        if not text.strip(" ,"):
+            raise UsageError(f"{option} {text!r}: expected a name, or several with commas")
+        return text
+
+    return parse
+
+
+def duration(option: str, text: str) -> float:
+    """Return the seconds of ``90``, ``90s``, ``10m`` or ``1h``."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{option} {text}: expected a time such as 90, 90s, 10m or 1h")
+    return seconds
+
+
+def shard(text: str | None) -> tuple[int, int]:
+    """Return the index and the count of ``0/4``."""
+    index, _, count = (text or "0/1").partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
+    return int(index), int(count)
+
+
+def joined(texts: Sequence[str] | None) -> str | None:
+    """Return the values of an option that was given several times as one list, None without any."""
+    return ",".join(texts) if texts else None
+
+
+# Names, and their completion: of a list the last part's, ``gemm,qu`` to ``gemm,quantize``.
+
+
+def _of(module: str, attribute: str, *more: str) -> Names:
+    """Return a function that lists a module's names, which is imported when it is called."""
+
+    def names() -> list[str]:
+        found = getattr(importlib.import_module(f"jetfire.{module}"), attribute)
+        return [*(found() if callable(found) else found), *more]
+
+    return names
+
+
+OPS = _of("ops", "names", "all")
+PEERS = _of("ops.peers", "NAMES", "none")
+WORKLOADS = _of("ops.workloads", "names")
+DATA = _of("ops.data", "DISTRIBUTIONS")
+SUITES = _of("bench.suite", "NAMES")
+FORMATS = _of("bench.command", "FORMATS")
+STRATEGIES = _of("tuner.asked", "STRATEGIES")
+EFFORTS = _of("tuner.asked", "EFFORTS")
+OBJECTIVES = _of("tuner.trial", "OBJECTIVES")
+TARGETS = _of("export.targets", "NAMES")
+PRESETS = _of("gpt2.settings", "PRESETS")
+CASES = _of("gpt2.cases", "names")
+RECIPES = _of("core.recipes", "RECIPES")
+MEASURED = _of("gpt2.cases", "MEASURED")
+STEP_PEERS = _of("gpt2.cases", "PEERS")
+CORPORA = _of("gpt2.corpora", "NAMED")
+TOKENIZERS = _of("gpt2.tokenizers", "NAMES")
+# Their own modules load torch; a test holds these to them.
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+ARCHITECTURES = ("80", "86", "89", "90", "100")
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def completing(*sources: Names | Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what completes an option's value from some names."""
+
+    def complete(incomplete: str) -> list[str]:
+        names = [n for source in sources for n in (source() if callable(source) else source)]
+        return _beginning(names, incomplete)
+
+    return complete
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names if name.startswith(last)]
+
+
+def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a kernel of the ops that were given, of all where none was."""
+    from jetfire import ops
+
+    words = ",".join(ctx.params.get("op") or ()).replace("-", "_").split(",")
+    chosen = [op for op in ops.names() if op in words] or ops.names()
+    return _beginning(sorted({name for op in chosen for name in ops.kernel_names(op)}), incomplete)
+
+
+# What several commands take.
+
+SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
+Ops = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OP...", help="Ops by name, or [b]all[/b].",
+                   autocompletion=completing(OPS)),
+]  # fmt: skip
+Sizes = Annotated[list[str] | None, typer.Option(metavar="SIZES", help=f"As in bench: {SIZE}.")]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option(parser=some("--block"), metavar="B,...", help="Block sizes.",
+                 autocompletion=completing(("32", "64", "128"))),
+]  # fmt: skip
+Setting = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=V,...", help="Any other problem field.")
+]
+Workload = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A model's shapes.", autocompletion=completing(WORKLOADS)),
+]
+Mode = Annotated[
+    str,
+    typer.Option(metavar="fwd|bwd", help="Direction.", autocompletion=completing(("fwd", "bwd"))),
+]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(parser=some("--kernel"), metavar="NAME", help="Only these kernels.",
+                 autocompletion=complete_kernel),
+]  # fmt: skip
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(parser=some("--peer"), metavar="NAME", help="Only these peers; none for none.",
+                 autocompletion=completing(PEERS)),
+]  # fmt: skip
+Data = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="The inputs' distribution; list has them.",
+                 autocompletion=completing(DATA)),
+]  # fmt: skip
+Device = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.",
+                 autocompletion=completing(("auto", "cpu", "cuda"))),
+]  # fmt: skip
+Format = Annotated[
+    str | None,
+    typer.Option("--format", metavar="NAME", help="table, json, csv or md (table).",
+                 autocompletion=completing(FORMATS)),
+]  # fmt: skip
+Rows = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as .json/.csv/.md.")
+]
+Append = Annotated[
+    bool, typer.Option("--append", help="Add to -o FILE.json, replacing the same rows.")
+]
+Seed = Annotated[int, typer.Option(parser=integer("--seed"), metavar="INT", help="Seed.")]
+Trials = Annotated[
+    int | None,
+    typer.Option(parser=integer("--trials", 1), metavar="INT", help="Configs a kernel and problem, "
+                 "those of earlier runs included (40)."),
+]  # fmt: skip
+Budget = Annotated[
+    str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
+]
+Missing = Annotated[
+    bool, typer.Option("--missing", help="Only what has no profile yet, or a stale one.")
+]
+Shard = Annotated[
+    str | None,
+    typer.Option(metavar="I/N", help="Only every Nth problem, from the Ith (0/4 to 3/4)."),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="tpe, gp, random or exhaustive.",
+                 autocompletion=completing(STRATEGIES)),
+]  # fmt: skip
+StrictProfile = Annotated[
+    bool, typer.Option("--strict-profile", help="Fail where no profile was tuned for a problem.")
+]
+Preset = Annotated[
+    str,
+    typer.Argument(metavar="PRESET", help="As for training.", autocompletion=completing(PRESETS)),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint's.")]

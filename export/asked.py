@@ -1,0 +1,55 @@
+"""What an export is asked for, and all of it that can be refused before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetfire.bench.plan import Case
+from jetfire.export import naming, targets
+from jetfire.ops.device import target_device
+from jetfire.ops.errors import UsageError, unknown
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for; None where it was not."""
+
+    cases: Sequence[Case]
+    kernel: str | None
+    target: str | None
+    capability: tuple[int, int]
+    folder: Path
+    name: str | None = None
+    check: bool = True
+
+
+def check(asked: Asked) -> None:
+    """Refuse what can be refused without a look at the cases, which have been checked.
+
+    Raises:
+        UsageError: there is no such target, or the name or the folder is taken.
+        NoDeviceError: the architecture is unknown.
+    """
+    if asked.target is not None and asked.target not in targets.NAMES:
+        raise unknown(f"--target {asked.target}", asked.target, targets.NAMES)
+    target_device(asked.capability)
+    if asked.name is not None:
+        naming.check(asked.name)
+    check_new(asked.folder)
+
+
+def check_new(folder: Path) -> None:
+    """Raise UsageError where a folder holds more than a killed export's leavings, or is none."""
+    name = folder.absolute().name
+
+    def is_left(file: Path) -> bool:
+        return file.name.startswith(f".{name}.") and file.suffix in (".part", ".lock")
+
+    try:
+        taken = folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir())))
+    except OSError as error:
+        raise UsageError(f"-o {folder}: {error.strerror}") from None
+    if taken:
+        raise UsageError(f"-o {folder}: expected a new or empty folder")

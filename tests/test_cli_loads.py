@@ -1,0 +1,286 @@
+"""What a command loads before it says no, and what completes it: never torch, which takes 2 s."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetfire import cli, ops
+from jetfire.cli import execute
+from jetfire.core import options
+
+HEAVY = ("torch", "triton", "optuna", "matplotlib", "cupy", "hypothesis", "transformers")
+# What is refused with torch unloaded: words, and what is said.
+REFUSED = {
+    "bench gemm --m x": "--m x: expected a size",
+    "bench gemm --m 64 --kernel nope": "no kernel 'nope': expected one of int_mm",
+    "bench gemm --m 64 --peer nope": "no peer 'nope'",
+    "bench gemm --m 64 --data nope": "--data nope",
+    "bench gemm --m 64 --device tpu": "device 'tpu'",
+    "bench gemm --set out=int7": "out=int7",
+    "bench gemm --block 33": "block=33",
+    "bench gemm --mode up": "--mode up",
+    "bench gemm --workload nope": "no workload 'nope'",
+    "bench gemm --config tile_m": "--config tile_m",
+    "bench gemm --plot x.bmp": "--plot x.bmp",
+    "bench gemm --rounds 0": "--rounds 0",
+    "bench --suite nope": "--suite nope",
+    "compare nope.json nope.json": "nope.json: No such file",
+    "tune gemm --m x": "--m x",
+    "tune gemm --kernel nope": "no kernel 'nope'",
+    "tune gemm --strategy nope": "--strategy nope",
+    "tune gemm --objective nope": "--objective nope",
+    "tune gemm --effort nope": "--effort nope",
+    "tune gemm --trials 0": "--trials 0",
+    "tune gemm --budget soon": "--budget soon",
+    "tune gemm --report x.pdf": "--report x.pdf: expected a file named .html",
+    "tune gemm --record x.zip": "--record x.zip: expected a file named .json or .json.gz",
+    "tune gemm -o x.json": "-o x.json: expected --unseen N",
+    "tune --unseen 0": "--unseen 0",
+    "tune --all --m 64": "--all: only OP and --block narrow",
+    "tune show gmem": "no op 'gmem' (did you mean gemm?)",
+    "tune show gemm --kernel nope": "no kernel 'nope'",
+    "tune shwo": "no op or verb 'shwo' (did you mean show?)",
+    "fuzz --examples 0": "--examples 0: expected at least 1",
+    "fuzz gelu --kernel nope": "no kernel 'nope'",
+    "fuzz gelu --against nope": "no kernel 'nope'",
+    "fuzz nope": "no op 'nope'",
+    "fuzz --sanitizer memchek": "--sanitizer memchek (did you mean memcheck?)",
+    "fuzz --format csv": "--format csv",
+    "fuzz --device tpu": "device 'tpu'",
+    "export gemm": "export: expected -o DIR",
+    "export gemm -o new --target nope": "--target nope",
+    "export gemm -o new --name printf": "--name printf: the C library",
+    "export gemm -o new --arch hopper": "--arch hopper",
+    "export gemm -o new --kernel nope": "no kernel 'nope'",
+    "export gemm -o / --m 64": "-o /: expected a new or empty folder",
+    "train tiney": "no preset 'tiney' (did you mean tiny?)",
+    "train smaple run": "no preset or verb 'smaple' (did you mean sample?)",
+    "train tiny --set nope=1": "no setting 'nope'",
+    "train tiny --recipe nope": "no recipe 'nope'",
+    "train tiny --recipe int4-hq --set width=48,heads=2": "width=48: group=32",
+    "train tiny --set parallel=ddp": "parallel=ddp: expected to be started by torchrun",
+    "train tiny --set graph=true,parallel=fsdp": "parallel=fsdp: expected to be started by",
+    "train tiny --sample -5": "--sample -5: expected at least 0",
+    "train tiny --data /none": "no such file, folder or corpus",
+    "train tiny --init /none": "--init /none: no such folder",
+    "train tiny --device tpu": "device 'tpu'",
+    "train --resume": "--resume: expected -o RUN",
+    "train --resume -o /none": "--resume: /none holds no run",
+    "train sample /none": "/none: expected a run with a checkpoint",
+    "train sample . --tokens 0": "--tokens 0",
+    "train sample . --temperature -1": "--temperature -1: expected 0 or a positive number",
+    "train export /none -o new": "/none: expected a run with a checkpoint",
+    "train plot /none -o x.bmp": "-o x.bmp",
+    "train prepare /none": "/none: no such file, folder or corpus",
+    "train bench nope": "no case 'nope'",
+    "train bench tiny --recipe nope": "--recipe nope",
+    "train bench tiny --peer nope": "--peer nope",
+    "train bench tiny --set layer=1": "--set layer=1",
+    "train tune nope": "no preset 'nope'",
+    "train tune tiny --recipe bf16": "--recipe bf16",
+    "audit gemm --arch 75": "architecture sm_75",
+    "audit gemm --kernel nope": "no kernel 'nope'",
+    "audit gemm --m x": "--m x",
+    "completion tcsh": "no completion for the shell 'tcsh'",
+    "frob": "no command 'frob'",
+}
+# A process for all: what one command loaded all the later ones would show.
+RUN = """
+import contextlib, io, json, sys
+from jetfire.cli import execute
+
+said = {}
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = execute(None, words.split())
+    said[words] = code, errors.getvalue(), [name for name in HEAVY if name in sys.modules]
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    code = RUN.replace("HEAVY", repr(HEAVY))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(list(REFUSED)), capture_output=True,
+        text=True, check=True, cwd=tmp_path_factory.mktemp("here"),
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_usage_error_loads_nothing_heavy(said, words):
+    code, errors, loaded = said[words]
+    assert code == (5 if words == "audit gemm --arch 75" else 2)
+    assert errors.count("\n") == 1
+    assert REFUSED[words] in errors
+    assert loaded == []
+
+
+def test_listing_loads_nothing_heavy():
+    code = (
+        "import sys; from jetfire.cli import execute; code = execute(None, ['list']); "
+        f"print(code, [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("0 []\n")
+    assert "kernels: int_mm, wgmma, mma, gluon, triton" in done.stdout
+
+
+def test_kernels_are_named_without_being_imported():
+    for op in ops.names():
+        assert ops.kernel_names(op) == tuple(ops.kernels(op))
+
+
+def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path):
+    from jetfire.ops import declared
+
+    package = tmp_path / "odd"
+    package.mkdir()
+    for text in ("KERNELS = tuple(made())", "class A:\n    name = f()\nKERNELS = (A(),)", "(", ""):
+        (package / "__init__.py").write_text(text)
+        declared._tree.cache_clear()
+        assert declared.names(package) is None
+    monkeypatch.setattr(declared, "names", lambda package: None)
+    ops.kernel_names.cache_clear()
+    assert ops.kernel_names("gemm") == tuple(ops.kernels("gemm"))
+    ops.kernel_names.cache_clear()
+
+
+def test_names_that_stand_apart_are_those_of_their_modules():
+    from jetfire.fuzz import sanitize
+    from jetfire.ops.device import capability_of, target_device
+    from jetfire.tuner import asked, strategies
+
+    assert sanitize.TOOLS == options.SANITIZERS
+    assert tuple(strategies.STRATEGIES) == asked.STRATEGIES
+    for text in options.ARCHITECTURES:
+        assert target_device(capability_of(text)).capability
+    verbs = [name for name, found in _group("train").commands.items() if not found.hidden]
+    assert sorted(verbs) == sorted(cli._VERBS)
+
+
+def _group(name):
+    import typer
+
+    return typer.main.get_command(cli.app).commands[name]
+
+
+COMPLETED = {
+    "jetfire b": ["bench"],
+    "jetfire bench ge": ["gelu", "gemm"],
+    "jetfire-bench gemm,qu": ["gemm,quantize", "gemm,quantize_qkv"],
+    "jetfire-bench gemm --kernel w": ["wgmma"],
+    "jetfire-bench gemm --peer cub": ["cublas_bf16", "cublas_fp16"],
+    "jetfire-bench --workload gpt2-1": ["gpt2-124m", "gpt2-1558m"],
+    "jetfire-bench --pee": ["--peer"],
+    "jetfire-bench --data out": ["outlier"],
+    "jetfire-bench --format j": ["json"],
+    "jetfire bench --suite e": ["elementwise", "export"],
+    "jetfire-tune sh": ["show"],
+    "jetfire-tune show ge": ["gelu", "gemm"],
+    "jetfire-tune gemm --strategy g": ["gp"],
+    "jetfire-tune gemm --effort q": ["quick"],
+    "jetfire-tune gemm --objective e": ["energy"],
+    "jetfire-fuzz --sanitizer m": ["memcheck"],
+    "jetfire-export gemm --target t": ["torch"],
+    "jetfire-train s": ["shakespeare-char", "sample"],
+    "jetfire-train tiny --recipe int8": ["int8-block32", "int8-block64", "int8-block128"],
+    "jetfire-train sample --te": ["--temperature"],
+    "jetfire-train prepare sh": ["shakespeare", "shakespeare-char"],
+    "jetfire-train prepare python --tokenizer b": ["byte"],
+    "jetfire-train bench w": ["wide"],
+    "jetfire train tune gpt2-1": ["gpt2-124m", "gpt2-1558m"],
+    "jetfire completion z": ["zsh"],
+    "jetfire nope ": [],
+}
+COMPLETE = """
+import contextlib, io, json, os, sys
+from jetfire.cli import execute
+
+found = {}
+for line in json.load(sys.stdin):
+    program, _, words = line.partition(" ")
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    variable = f"_{program}_COMPLETE".replace("-", "_").upper()
+    os.environ[variable] = "complete_bash"
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        execute(program.partition("-")[2] or None, [])
+    del os.environ[variable]
+    found[line] = out.getvalue().split(), [name for name in HEAVY if name in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def test_completion_knows_every_name_and_loads_nothing_heavy():
+    code = COMPLETE.replace("HEAVY", repr((*HEAVY, "numpy")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(list(COMPLETED)), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    found["jetfire nope "][0] = []  # some version lists the commands, some nothing
+    loaded = {line: modules for line, (_, modules) in found.items() if modules}
+    # GPT-2's tokenizers are arrays.
+    assert {tuple(modules) for modules in loaded.values()} <= {("numpy",)}
+    assert {line: sorted(names) for line, (names, _) in found.items()} == {
+        line: sorted(names) for line, names in COMPLETED.items()
+    }
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_completion_is_printed_for_each_program(shell, capsys):
+    assert execute(None, ["completion", shell]) == 0
+    out = capsys.readouterr().out
+    for program in ("jetfire", *(f"jetfire-{name}" for name in cli.SCRIPTS)):
+        assert f"_{program}_COMPLETE".replace("-", "_").upper() in out
+
+
+def test_completion_is_for_the_shell_in_use_and_can_be_installed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SHELL", "/usr/bin/bash")
+    assert execute(None, ["completion"]) == 0
+    assert (
+        "complete -o default -F _jetfire_train_completion jetfire-train" in capsys.readouterr().out
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert execute(None, ["completion", "--install"]) == 0
+    files = capsys.readouterr().out.split()
+    assert len(files) == 1 + len(cli.SCRIPTS)
+    assert all("complete -o default" in Path(file).read_text() for file in files)
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert execute(None, ["completion", "--install"]) == 2
+    assert capsys.readouterr().err == "jetfire: /dev/null: File exists\n"
+
+
+@pytest.mark.parametrize("name", [None, *cli.SCRIPTS])
+def test_short_help_and_the_version(name, capsys):
+    assert execute(name, ["-h"]) == 0
+    short = capsys.readouterr().out
+    assert execute(name, ["--help"]) == 0
+    assert capsys.readouterr().out == short
+    assert "Usage: jetfire" in short
+    assert "--version" in short
+    assert execute(name, ["--version"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("jetfire 0.1.0 (torch 2.")
+    assert out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "sample", "-h"], ["tune", "show", "-h"], ["list", "-h"]]
+)
+def test_verbs_have_short_help(words, capsys):
+    assert execute(None, words) == 0
+    assert f"Usage: jetfire {' '.join(words[:-1])} " in capsys.readouterr().out
+
+
+def test_the_version_loads_nothing():
+    code = (
+        "import sys; from jetfire.cli import execute; code = execute(None, ['--version']); "
+        f"print(code, [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("0 []\n")

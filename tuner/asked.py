@@ -1,0 +1,89 @@
+"""What a search is asked for, and all of it that can be refused before torch and Optuna load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jetfire.bench.plan import Case, check_data, check_peers
+from jetfire.core.files import check_output
+from jetfire.ops import device as devices
+from jetfire.ops.errors import unknown
+from jetfire.tuner.trial import OBJECTIVES
+
+STRATEGIES = ("tpe", "gp", "random", "exhaustive")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is worth spending on a search.
+
+    Attributes:
+        trials: configs.
+        finalists: those that are measured again.
+        rounds, rounds_s: samples of each in that comparison, and seconds that they may take.
+    """
+
+    trials: int
+    finalists: int
+    rounds: int
+    rounds_s: float
+
+
+EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given.
+
+    Attributes:
+        keep: the studies, and in the user's profiles the winners.
+        unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
+        output: where what they show is written.
+    """
+
+    cases: Sequence[Case]
+    kernels: Sequence[str]
+    device: str
+    budget_s: float
+    trials: int | None = None
+    effort: str = "quick"
+    strategy: str = "tpe"
+    objective: str = "time"
+    seed: int = 0
+    data: str = "normal"
+    space: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    storage: str | None = None
+    trial_s: float = 30.0
+    peers: Sequence[str] | None = None
+    report: Path | None = None
+    record: Path | None = None
+    missing: bool = False
+    shard: tuple[int, int] = (0, 1)
+    keep: bool = True
+    unseen: int = 0
+    output: Path | None = None
+    dry_run: bool = False
+
+
+def check(asked: Asked) -> None:
+    """Refuse what can be refused before a device is touched; the cases have been checked.
+
+    Raises:
+        UsageError: a name is none of those there are, or a file cannot be written.
+    """
+    devices.check_name(asked.device)
+    check_data(asked.data)
+    check_peers(asked.peers or ())
+    for option, name, known in (
+        ("--effort", asked.effort, EFFORTS),
+        ("--strategy", asked.strategy, STRATEGIES),
+        ("--objective", asked.objective, OBJECTIVES),
+    ):
+        if name not in known:
+            raise unknown(f"{option} {name}", name, known)
+    check_output("--report", asked.report, ".html")
+    check_output("--record", asked.record, ".json", ".json.gz")
+    check_output("-o", asked.output, ".json")
