@@ -9,7 +9,6 @@ second element was of a wrong type.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -38,7 +37,6 @@ MOST_ENTRIES = 10_000  # of a list or an object without a type of its own
 # of text: each hides or forges what follows it.
 _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\x{2028}-\x{202e}\x{2066}-\x{2069}"
 _LINE, _LINES = rf"^[^\t\n{_CONTROL}]*$", rf"^[^{_CONTROL}]*$"
-_HIDDEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069]")
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
 # pydantic's words for what is accepted, and ours.
 _WORDS = {
@@ -208,11 +206,6 @@ def lines(path: Path, kind: type[T], most: int) -> Iterator[T | BadLine]:
                 yield decode(text, kind, path)
             except Unreadable as error:
                 yield BadLine(path, number, error.reason, number == len(found))
-
-
-def visible(text: str) -> str:
-    """Return a text with escapes for the control characters that `Text` does without."""
-    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

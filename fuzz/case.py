@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from jetfire.ops.errors import UsageError
+from pydantic import Field
 
-VERSION = 1  # of a case's JSON
+from jetfire.core import schema
+from jetfire.core.schema import Count, Fields, Line, Name
+
+# Elements by which a tensor is moved, or its rows are further apart: far above what is drawn.
+Shift = Annotated[int, Field(ge=0, le=1 << 16)]
+Layout = Annotated[dict[Name, tuple[Shift, Shift]], Field(max_length=100)]
 
 Kind = Literal[
     "wrong", "nondeterministic", "unwritten", "guard", "input", "config", "kernel", "gradient",
@@ -23,8 +28,8 @@ Kind = Literal[
 class Other:
     """What must give the same as a case's kernel and config: another kernel, or another config."""
 
-    kernel: str
-    config: Mapping[str, Any]
+    kernel: Name
+    config: Fields
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,20 @@ class Case:
         offset: by how many elements outputs that are updated are moved from an aligned address;
             others by 16 times as many.
         edges: scalars, lists and parameters are at the ends of what they may be (`fuzz.edges`).
+        version: of this format.
     """
 
-    op: str
-    kernel: str
-    problem: Mapping[str, Any]
-    config: Mapping[str, Any]
-    data: str = "normal"
-    data_seed: int = 0
-    layout: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    offset: int = 0
+    op: Name
+    kernel: Name
+    problem: Fields
+    config: Fields
+    data: Line = "normal"
+    data_seed: Count = 0
+    layout: Layout = field(default_factory=dict)
+    offset: Shift = 0
     other: Other | None = None
     edges: bool = False
+    version: Literal[1] = 1
 
     @property
     def id(self) -> str:
@@ -62,36 +69,19 @@ class Case:
         return 0 in (v for v in self.problem.values() if not isinstance(v, bool | float))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        return dataclasses.asdict(self)
 
     def as_json(self) -> str:
         return json.dumps(self.as_dict(), separators=(",", ":"), sort_keys=True)
 
     @classmethod
-    def parse(cls, fields: Any) -> Case:
-        """A case from its JSON's object.
+    def from_json(cls, text: str) -> Case:
+        """Return the case that a text holds.
 
         Raises:
-            UsageError: it is no case, or one of another version.
+            Unreadable: it holds none, or one of another version.
         """
-        if not isinstance(fields, dict) or fields.get("version") != VERSION:
-            raise UsageError(f"not a case of version {VERSION}, as jetfire-fuzz saves them")
-        known = {**fields}
-        del known["version"]
-        try:
-            if known.get("other") is not None:
-                known["other"] = Other(**known["other"])
-            known["layout"] = {k: (int(a), int(b)) for k, (a, b) in known["layout"].items()}
-            return cls(**known)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"not a case that jetfire-fuzz saved ({error})") from None
-
-    @classmethod
-    def from_json(cls, text: str) -> Case:
-        try:
-            return cls.parse(json.loads(text))
-        except ValueError:
-            raise UsageError("not a case: no JSON") from None
+        return schema.decode(text.encode(), cls, Path("case"))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jetfire.core import terminal
 from jetfire.core.files import check_writable, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.case import Case, Failure
+from jetfire.ops import data
 from jetfire.ops.device import Device
 from jetfire.ops.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 
@@ -405,6 +406,7 @@ def _illegal(case: Case, device: Device) -> str | None:
     first = ops.get_kernel(case.op, case.kernel)
     if case.empty:  # no kernel sees it
         return None
+    data.check(case.data)
     problem = ops.get(case.op).Problem.parse(case.problem)
     runs = [(first, case.config)]
     if case.other is not None:

@@ -16,7 +16,7 @@ def is_huge(case: Case) -> bool:
 def traits(case: Case, outcome: Outcome) -> list[str]:
     """Names of what a case covers."""
     dims = [case.problem[name] for name in ops.get(case.op).dims]
-    block = case.problem.get("block", case.problem.get("group", 32))
+    block: int = case.problem.get("block") or case.problem.get("group", 32)
     found = {
         "skipped": outcome.kind == "skipped",
         "known reports": outcome.known > 0,

@@ -119,7 +119,7 @@ class Variant:
 
     flags: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
-    layout: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    layout: dict[str, tuple[int, int]] = field(default_factory=dict)
     offset: int = 0
     other: Other | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from jetfire import ops
+from jetfire.bench.runner import memory_free
 from jetfire.fuzz import edges, gradients
 from jetfire.fuzz.case import Case, Kind, Outcome
 from jetfire.fuzz.memory import (
@@ -85,8 +86,8 @@ def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
     problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
-        if not _fits(op.bytes(problem) * REFERENCE_BYTES, device.index):
-            return None
+    if not _fits(op.bytes(problem) * REFERENCE_BYTES, device):
+        return None
     source = torch.device("cpu") if mode.host else device.torch_device
     made = op.inputs(problem, source, case.data_seed, case.data)
     if case.edges:
@@ -100,11 +101,13 @@ def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
     return _Setting(case, op, kernel, problem, config, device, mode, made, placed)
 
 
-def _fits(needed: int, index: int) -> bool:
+def _fits(needed: int, device: Device) -> bool:
     if needed < LARGE:
         return True
-    torch.cuda.empty_cache()
-    return needed < torch.cuda.mem_get_info(index)[0]
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    free = memory_free(device)
+    return free is None or needed < free
 
 
 def _run(s: _Setting) -> Outcome:

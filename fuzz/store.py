@@ -8,14 +8,30 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jetfire.core.files import Unwritable, write
-from jetfire.fuzz.case import Case, Failure
+from typing_extensions import TypedDict
+
+from jetfire.core import schema
+from jetfire.core.files import MIB, Missing, Unwritable, write
+from jetfire.core.schema import Line, Text, most
+from jetfire.core.terminal import visible
+from jetfire.fuzz.case import Case, Failure, Kind
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
 
 SCHEMA = 1
+MOST = 4 * MIB  # bytes of a file
+MESSAGE = 1 << 16  # characters of a failure's that are kept
+
+
+class _File(TypedDict):
+    """What a failure's file holds that is read."""
+
+    kind: Kind
+    message: Text
+    case: Case
+    load: Annotated[list[Line], most(100)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ def as_dict(failure: Failure) -> dict[str, Any]:
     return {
         "id": failure.case.id,
         "kind": failure.kind,
-        "message": failure.message,
+        "message": visible(failure.message)[:MESSAGE],
         "case": failure.case.as_dict(),
     }
 
@@ -82,12 +98,8 @@ def find(name: str) -> Saved:
     own = not name.endswith(".json") and Path(name).name == name
     path = folder() / f"{name}.json" if own else Path(name)
     try:
-        content = json.loads(path.read_text())
-        if content.get("schema") != SCHEMA:
-            raise UsageError(f"{path}: expected a failure of schema {SCHEMA}")
-        loaded = tuple(Path(file) for file in content["load"])
-        return Saved(Case.parse(content["case"]), content["kind"], content["message"], loaded, own)
-    except OSError as error:
-        raise UsageError(f"--reproduce {name}: {path}: {error.strerror}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: not a failure that jetfire-fuzz saved ({error})") from None
+        found = schema.load(path, _File, MOST, SCHEMA)
+    except Missing as error:
+        raise UsageError(f"--reproduce {name}: {error}") from None
+    loaded = tuple(Path(file) for file in found["load"])
+    return Saved(found["case"], found["kind"], found["message"], loaded, own)

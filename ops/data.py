@@ -179,6 +179,13 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
 TYPICAL = ("normal", "outlier", "heavy", "gradient")
 
 
+def check(data: str) -> None:
+    """Raise UsageError for what is no distribution, nor two of them as `Source` takes them."""
+    for name in data.split("/", 1):
+        if name not in DISTRIBUTIONS:
+            raise unknown(f"data {data!r}", name, DISTRIBUTIONS)
+
+
 class Source:
     """Draws fp32 tensors of one distribution on one device, repeatably from a seed.
 
@@ -190,10 +197,8 @@ class Source:
     def __init__(self, data: str, device: torch.device, seed: int) -> None:
         import torch
 
-        first, slash, second = data.partition("/")
-        for name in (first, second) if slash else (first,):
-            if name not in DISTRIBUTIONS:
-                raise unknown(f"data {data!r}", name, DISTRIBUTIONS)
+        check(data)
+        first, _, second = data.partition("/")
         self.device = device
         self._draws = DISTRIBUTIONS[first], DISTRIBUTIONS[second or first]
         self._generator = None

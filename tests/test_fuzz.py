@@ -137,7 +137,7 @@ def test_a_case_is_its_json(here, right):
     assert Case.from_json(case.as_json()) == case
     assert dataclasses.replace(case, data_seed=1).id != case.id
     assert InProcess(here).run(case).kind is None
-    with pytest.raises(UsageError, match="not a case"):
+    with pytest.raises(UsageError, match="op is missing"):
         Case.from_json("{}")
 
 

@@ -1,6 +1,5 @@
 """Results and lookups from strangers: a line and exit code 2, whichever command reads them."""
 
-import copy
 import json
 import math
 import os
@@ -9,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from jetfire.bench import peaks, report
 from jetfire.bench.report import BEGIN, END
@@ -18,6 +16,7 @@ from jetfire.bench.results import MOST, MOST_ROWS, Results, Row
 from jetfire.bench.runner import Runner
 from jetfire.cli import execute
 from jetfire.ops.device import Device
+from jetfire.tests.hostile import few, mutated
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "x"}}
@@ -205,42 +204,8 @@ def test_the_file_that_they_are_made_of_is_read(commands, capsys):
     }  # fmt: skip
 
 
-EXTREME = st.sampled_from([
-    0, -1, 1, 8192, 2**63, 10**400, 5e-324, 1e-12, 1e12, 1e308, math.nan, math.inf, True, False,
-    None, "", "x", "gemm", "peer", "fwd", "x" * 3000, "\x1b[31m", "[red]x[/red]", "| a |", "../..",
-    "\u202e", [], {}, [[[[[1]]]]], {"a": None},
-])  # fmt: skip
-
-
-@st.composite
-def mutated(draw) -> dict:
-    """The valid file with some of its values replaced, doubled or gone."""
-    content = valid()
-    for _ in range(draw(st.integers(1, 4))):
-        node = content
-        while True:
-            key = draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
-            if isinstance(node[key], dict | list) and node[key] and draw(st.integers(0, 9)):
-                node = node[key]
-                continue
-            action = draw(st.sampled_from(("replace", "replace", "remove", "double")))
-            if action == "replace":
-                node[key] = draw(EXTREME)
-            elif action == "remove":
-                del node[key]
-            elif isinstance(node, list):
-                node.append(copy.deepcopy(node[key]))
-            break
-        if not content:
-            break
-    return content
-
-
-@settings(
-    max_examples=25, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(content=mutated())
+@few
+@given(content=mutated(valid()))
 def test_a_mutated_file_is_read_or_refused_in_a_line(content, commands, capsys):
     capsys.readouterr()
     codes = commands(json.dumps(content).encode())

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from jetfire.core import schema
 from jetfire.core.files import Unreadable
 from jetfire.core.schema import Count, Fields, Line, Name, Plain, Positive, Ratios, Text, also
+from jetfire.core.terminal import visible
 
 FILE = Path("some.json")
 
@@ -88,8 +89,8 @@ def test_text_without_what_a_terminal_obeys(text):
 
 def test_what_a_terminal_obeys_can_be_shown():
     text = "a\x1b[2J\r\u202e\x9bm\x00 é\t\u3000\n"
-    assert schema.visible(text) == "a\\x1b[2J\\r\\u202e\\x9bm\\x00 é\t\u3000\n"
-    read(schema.visible(text), Text)
+    assert visible(text) == "a\\x1b[2J\\r\\u202e\\x9bm\\x00 é\t\u3000\n"
+    read(visible(text), Text)
 
 
 def test_lines_of_text():

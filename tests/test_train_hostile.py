@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from jetfire.cli import execute
 from jetfire.gpt2 import prepare
+from jetfire.tests.hostile import damaged, mutated
 
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=1,"
             "evaluate_batches=1,checkpoint_every=1,keep=1,recipe=bf16")  # fmt: skip
@@ -310,57 +311,18 @@ READ = {
     "plot": ["run/log.jsonl"],
     "prepare": ["vocabulary/encoder.json", "vocabulary/vocab.bpe"],
 }  # fmt: skip
-EXTREME = st.sampled_from([
-    -1, 0, 1, 2, 255, 256, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("inf"), float("nan"), "",
-    "x", "0", "../../x", "/etc/passwd", "\x1b[2J", "\u202e", "x" * 5000, None, True, False, [], {},
-    [[[[[]]]]], [1] * 50, {"name": "byte"},
-])  # fmt: skip
-
-
-def spots(value: Any) -> list[tuple[Any, ...]]:
-    """The path to every value in a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
-    found: list[tuple[Any, ...]] = []
-    for key, entry in inner:
-        found.append((key,))
-        if isinstance(entry, dict | list):
-            found += [(key, *rest) for rest in spots(entry)]
-    return found
 
 
 def mutate_json(file: Path, draw: Callable[..., Any]) -> None:
-    """Replace, rename or drop a value; in a log, of one of its lines."""
+    """Change values of a file of JSON; of a log, in one of its lines."""
     lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
     at = draw(st.integers(0, len(lines) - 1))
-    value = json.loads(lines[at])
-    *path, last = draw(st.sampled_from(spots(value)))
-    inner = value
-    for key in path:
-        inner = inner[key]
-    if draw(st.integers(0, 5)):
-        inner[last] = draw(EXTREME)
-    else:
-        del inner[last]
-    lines[at] = json.dumps(value)
+    lines[at] = json.dumps(draw(mutated(json.loads(lines[at]))))
     file.write_text("\n".join(lines) + "\n")
 
 
 def mutate_bytes(file: Path, draw: Callable[..., Any]) -> None:
-    """Flip, cut, repeat or insert bytes; more often near the beginning, where headers are."""
-    content = bytearray(file.read_bytes())
-    for _ in range(draw(st.integers(1, 4))):
-        end = draw(st.sampled_from([16, 2000, len(content)]))
-        at = draw(st.integers(0, max(0, min(end, len(content)) - 1)))
-        how = draw(st.sampled_from(["flip", "cut", "repeat", "insert"]))
-        if how == "flip" and content:
-            content[at] ^= 1 << draw(st.integers(0, 7))
-        elif how == "cut":
-            del content[at : at + draw(st.sampled_from([1, 8, 1 << 30]))]
-        elif how == "repeat":
-            content[at:at] = content[at : at + 200]
-        else:
-            content[at:at] = draw(st.binary(min_size=1, max_size=9))
-    file.write_bytes(content)
+    file.write_bytes(draw(damaged(file.read_bytes())))
 
 
 @pytest.mark.parametrize("verb", READ)

@@ -3,7 +3,6 @@
 No file outside is written, nothing of them runs, no command hangs or ends in an internal error.
 """
 
-import copy
 import gzip
 import json
 import os
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 FAULTS = Path(__file__).parent / "faults"
@@ -25,16 +24,16 @@ import faulty  # noqa: E402
 from jetfire import cli, ops  # noqa: E402
 from jetfire.ops import profiles  # noqa: E402
 from jetfire.ops.device import Device  # noqa: E402
+from jetfire.tests.hostile import ESC, MARKUP, damaged, few, mutated  # noqa: E402
 from jetfire.tuner import session  # noqa: E402
 from jetfire.tuner.runner import ReplayRunner  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
-ESC = "\x1b]0;title\x07\x1b[2J"
-MARKUP = "[red]x[/red] [/] [link=file:///etc/passwd]y[/link]"
 TUNE = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
-        "--peer", "none", "--space=fault=none", "--space=ms=1", "--trials", "8")  # fmt: skip
+        "--peer", "none", "--space=fault=none", "--space=ms=1")  # fmt: skip
+EIGHT = (*TUNE, "--trials", "8")
 
 
 class Recorded:
@@ -107,7 +106,7 @@ def good(tmp_path_factory):
         patch.setenv("JETFIRE_PROFILES", str(folder / "profiles"))
         patch.setitem(ops.kernels("transpose"), "faulty", faulty.KERNEL)
         patch.setattr(session, "DeviceRunner", Runner)
-        assert cli.execute("tune", [*TUNE, "--storage", str(folder / "s.journal")]) == 0
+        assert cli.execute("tune", [*EIGHT, "--storage", str(folder / "s.journal")]) == 0
     profiles.forget()
     return [json.loads(line) for line in (folder / "s.journal").read_text().splitlines()]
 
@@ -210,7 +209,7 @@ def test_a_study_of_something_else_is_one_line(capsys, tmp_path, good, kind):
     operation, change, says = ANOTHERS[kind]
     file = journal(tmp_path, edited(good, operation, change))
     before = file.read_bytes()
-    code, out, errors = run(capsys, *TUNE, "--storage", file)
+    code, out, errors = run(capsys, *EIGHT, "--storage", file)
     assert (code, out, len(errors)) == (2, "", 1)
     assert f"study {file}" in errors[0]
     assert says in errors[0]
@@ -259,7 +258,7 @@ def test_what_is_no_journal_is_refused_at_once(capsys, tmp_path, good, kind):
     file = tmp_path / "kept" / "s.journal"
     file.parent.mkdir()
     make(file, good)
-    code, out, errors = run(capsys, *TUNE, "--storage", file)
+    code, out, errors = run(capsys, *EIGHT, "--storage", file)
     assert (code, out, len(errors)) == (2, "", 1)
     assert f"cannot use study {file}: " in errors[0]
     assert says in errors[0]
@@ -290,7 +289,7 @@ def test_a_line_that_is_no_operation_ends_a_journal(capsys, tmp_path, good, kind
 def test_a_log_is_written_to_no_other_file(capsys, tmp_path, good, monkeypatch):
     monkeypatch.setattr(Recorded, "get", lambda *_: Measurement("crash", message="$(touch x)"))
     storage = tmp_path / "kept"
-    assert run(capsys, *TUNE, "--storage", storage)[0] == 3
+    assert run(capsys, *EIGHT, "--storage", storage)[0] == 3
     (log,) = storage.rglob("*.log")
     assert log.read_text().count("$(touch x)") == 8
     (tmp_path / "mine").write_text("my own\n")
@@ -323,7 +322,7 @@ def test_a_storage_that_is_none_is_one_line(capsys, tmp_path, storage, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.db").write_text("no database\n" * 100)
     os.mkfifo(tmp_path / "pipe.db")
-    code, _, errors = run(capsys, *TUNE, "--storage", storage.format(tmp_path))
+    code, _, errors = run(capsys, *EIGHT, "--storage", storage.format(tmp_path))
     assert (code, len(errors)) == (2, 1)
     assert STORAGES[storage] in errors[0]
     assert "secret" not in errors[0]
@@ -377,7 +376,7 @@ def profile(tmp_path, change=lambda content: None):
 COMMANDS = {
     "show": ("show", "transpose"),
     "show as JSON": ("show", "--json"),
-    "look up": (*TUNE, "--missing", "--dry-run"),
+    "look up": (*EIGHT, "--missing", "--dry-run"),
 }
 
 
@@ -445,7 +444,7 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
         assert not any("skipped" in line for line in errors)
     other = ops.get("transpose").Problem(64, 32, block=32)
     assert profiles.find(faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
-    code, _, errors = run(capsys, *TUNE)
+    code, _, errors = run(capsys, *EIGHT)
     assert code == 0, errors
 
 
@@ -472,65 +471,12 @@ def test_where_no_profile_is(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_PROFILES", str(good))
     code, _, errors = run(capsys, "show")
     assert code == 0
-    code, _, errors = run(capsys, *TUNE)
+    code, _, errors = run(capsys, *EIGHT)
     assert (code, len(errors)) == (2, 1)
     assert f"cannot write profile {good}/" in errors[0]
 
 
 # Mutations of all three.
-
-VALUES = st.sampled_from([
-    None, True, 0, -1, 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "0", "-1",
-    "9" * 5000, ESC, MARKUP, "../../x", "\ud800", "\u202e", "x" * 100_000, [], {}, [[]], [{}],
-    {"": 0}, {"m": {"m": []}}, [1] * 1000, json.loads("[" * 100 + "]" * 100),
-])  # fmt: skip
-
-
-def places(value, path=()):
-    """The path of each value that a value holds."""
-    yield path
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
-
-
-@st.composite
-def mutated(draw, content):
-    """JSON of which some values are others, are gone, come twice or under another name."""
-    content = json.loads(json.dumps(content))
-    for _ in range(draw(st.integers(1, 3))):
-        *path, key = draw(st.sampled_from([p for p in places(content) if p]))
-        held = content
-        for step in path:
-            held = held[step]
-        how = draw(st.sampled_from(["value", "value", "remove", "rename", "twice"]))
-        if how == "remove":
-            del held[key]
-        elif how == "rename" and isinstance(held, dict):
-            held[draw(st.sampled_from(["", "x", MARKUP, ESC, "schema"]))] = held.pop(key)
-        elif how == "twice" and isinstance(held, list):
-            held.insert(key, held[key])
-        else:
-            held[key] = copy.deepcopy(draw(VALUES))
-        if not any(p for p in places(content)):
-            break
-    return content
-
-
-@st.composite
-def damaged(draw, data):
-    """Bytes of which some are others, are gone or come in between."""
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(data)))
-        gone = draw(st.sampled_from([0, 1, 7, 1000]))
-        data = data[:at] + draw(st.binary(max_size=8)) + data[at + gone :]
-    return data
-
-
-mutations = settings(
-    max_examples=12, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
 
 
 def nothing_else(tmp_path, *allowed):
@@ -538,7 +484,7 @@ def nothing_else(tmp_path, *allowed):
     assert {path.name for path in tmp_path.iterdir()} <= set(allowed)
 
 
-@mutations
+@few
 @given(st.data())
 def test_any_profile(capsys, tmp_path, data):
     file = profile(tmp_path)
@@ -555,7 +501,7 @@ def test_any_profile(capsys, tmp_path, data):
     nothing_else(tmp_path, "profiles")
 
 
-@mutations
+@few
 @given(st.data())
 def test_any_recording(capsys, tmp_path, data):
     content = json.loads(gzip.decompress((DATA / "gemm-triton-h200.json.gz").read_bytes()))
@@ -573,7 +519,7 @@ def test_any_recording(capsys, tmp_path, data):
     nothing_else(tmp_path, "r.json", "r.json.gz")
 
 
-@mutations
+@few
 @given(st.data())
 def test_any_journal(capsys, tmp_path, good, data):
     if data.draw(st.booleans()):
