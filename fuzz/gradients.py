@@ -100,9 +100,12 @@ def _layernorm(problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient
     rstd = inputs["rstd"].double()[:, None]
     terms = (dy * weight.detach()).abs().amax(1, keepdim=True)
     normal = ((x.detach() - x.detach().mean(1, keepdim=True)) * rstd).abs()
-    of_dx = 10 * FP32 * terms * rstd * (1 + normal.amax(1, keepdim=True) ** 2)
+    # x and the mean in fp32: of a row of one column, or of equal ones, all that is left of it.
+    rounded = 2.0**-23 * x.detach().abs().amax(1, keepdim=True) * rstd
+    most = 1 + normal.amax(1, keepdim=True)
+    of_dx = terms * rstd * (10 * FP32 * most**2 + 2 * rounded * most)
     found = _quantised(problem, outputs, dx, of_dx)
-    of_weight = 10 * FP32 * (dy.abs() * (1 + normal)).sum(0)
+    of_weight = (dy.abs() * (10 * FP32 * (1 + normal) + rounded)).sum(0)
     found.append(Gradient("dweight", outputs["dweight"], dweight, of_weight))
     return [*found, Gradient("dbias", outputs["dbias"], dbias, 10 * FP32 * dy.abs().sum(0))]
 

@@ -10,6 +10,7 @@ from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
+from jetfire.fuzz.gradients import inconsistency
 from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.search import ENDED, run_huge
@@ -122,6 +123,22 @@ def test_a_step_that_is_not_usable_has_no_gradient_to_compare_with():
     problem = ops.get("hadamard_quantize").Problem.parse(fields)
     case = Case("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
     assert run_case(case, Device.parse("cpu")) == Outcome()
+
+
+def test_a_row_of_one_column_has_the_gradient_that_rounding_leaves_it():
+    """x − mean is 0 there; where x was code·scale in an FMA it is what rounding took from x."""
+    op = ops.get("layernorm")
+    problem = op.Problem(1, 1, mode="bwd", stats="row", eps=1e-12)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    outputs = op.reference(problem, inputs)
+    found = {name: outputs[name].float() for name in ("dweight", "dbias")}
+    dy = float(inputs["dy"][0, 0] * inputs["dy_scale"][0, 0])
+    x = float(inputs["x"][0, 0]) * float(inputs["x_scale"][0, 0])
+    residue = (x - float(inputs["mean"][0])) * float(inputs["rstd"][0])
+    assert 1e-3 < abs(residue) < 1
+    for times, wrong in ((1, False), (100, True)):
+        found["dweight"] = torch.full((1,), dy * times * residue, dtype=torch.float32)
+        assert (inconsistency(op, problem, inputs, found) is not None) == wrong
 
 
 def test_a_kernel_for_another_device_is_passed_over():

@@ -115,6 +115,11 @@ def test_known_reports_are_told_from_others():
     other = "Error: Race reported between Read access at block_amax in wgmma.cu:1 [1 hazards]"
     sift = sanitize.sift
     assert sift("racecheck", "gemm", "wgmma", f"{known} · {known}") == ("", 2)
+    read, write = "Read access at Multiplier::read_factors", "Write access at scale"
+    turned = known.replace(read, "?").replace(write, read).replace("?", write)
+    assert sift("racecheck", "gemm", "wgmma", turned) == ("", 1)
+    both = known.replace(read, write)
+    assert sift("racecheck", "gemm", "wgmma", both) == (both, 0)
     assert sift("racecheck", "gemm", "wgmma", f"{known} · {other}") == (other, 1)
     assert sift("racecheck", "gemm", "mma", known) == (known, 0)
     assert sift("memcheck", "gemm", "wgmma", known) == (known, 0)

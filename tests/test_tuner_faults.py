@@ -320,7 +320,7 @@ def test_faults_of_a_gpu():
     good, other = FaultyCudaConfig(), FaultyCudaConfig(threads=64)
     illegal = FaultyCudaConfig("illegal")
     faults = [FaultyCudaConfig(fault) for fault in ("hang", "illegal", "wrong")]
-    with runner_on(Device.parse("cuda:0"), faulty.KERNEL_CUDA, compilers=0) as runner:
+    with runner_on(Device.parse("cuda:0"), faulty.KERNEL_CUDA, 5.0, compilers=0) as runner:
         configs = [good, *(c for fault in faults for c in (fault, good))]
         first, hang, second, bad_address, third, wrong, last = measure(runner, *configs)
         assert {m.outcome for m in (first, second, third, last)} == {"ok"}

@@ -257,7 +257,7 @@ ON_A_GPU = (
         "send-a-chunk-more", "bound", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
         "row0 + row >= rows || column >= columns) continue;",
         "row0 + row >= rows || column > columns) continue;",
-        {"m": 2, "n": 64, "k": 1}, STRAY, 300,
+        {"m": 16, "n": 64, "k": 1}, STRAY, 300,
     ),
     Mutant(
         "scale-of-the-first-columns", "scale", "gemm", "mma", f"{CUDA}/gemm/mma.cu",
@@ -297,7 +297,7 @@ ON_A_GPU = (
         "odd-elements-draw-with-even", "draw", "dropout", "triton",
         f"{TRITON}/dropout/__init__.py",
         "dp2a.lo.u32.u32 $0, $1, 256, $2;", "dp2a.lo.u32.u32 $0, $1, 1, $2;",
-        {"m": 16, "n": 16}, largest=300,
+        {"m": 16, "n": 64}, largest=300,
     ),
     Mutant(
         "nan-lost-in-a-maximum", "nonfinite", "quantize", "triton", f"{TRITON}/common.py",
@@ -308,7 +308,7 @@ ON_A_GPU = (
         "reciprocal-too-small", "nonfinite", "quantize", "triton", f"{TRITON}/common.py",
         "tl.where(amax > 1.8446744073709552e19, 5.421010862427522e-20, 1.0)",
         "tl.where(amax > 1.8446744073709552e19, 1.0, 1.0)",
-        {"m": 2, "n": 2}, largest=300,
+        {"m": 2, "n": 16}, largest=300,
     ),
     Mutant(
         "fault-of-the-first-thread", "nonfinite", "hadamard_quantize", "rows",
