@@ -14,8 +14,8 @@ from jetfire.bench.timer import Timing
 from jetfire.cli import execute
 from jetfire.gpt2 import bench, cases, subjects
 from jetfire.gpt2.bench import Bench
-from jetfire.gpt2.cases import BlockProblem, Case, StepProblem, problem_of
-from jetfire.gpt2.subjects import EAGER, BlockSubject, StepSubject
+from jetfire.gpt2.cases import EAGER, BlockProblem, Case, StepProblem, problem_of
+from jetfire.gpt2.subjects import BlockSubject, StepSubject
 from jetfire.nn import is_int4_state
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
