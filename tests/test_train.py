@@ -395,6 +395,12 @@ def test_a_fault_is_looked_for_in_the_batch_that_failed(tokens, monkeypatch):
     assert not torch.equal(micro[0], training.micros(2)[0][0])
 
 
+def test_an_evaluation_drops_nothing_out_and_training_goes_on_to(tokens):
+    training = Training(settings_of(dropout=0.5), tokens, HERE, None, print)
+    assert training.evaluate() == training.evaluate()
+    assert training.model.training
+
+
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch):
     monkeypatch.setattr(Training, "evaluate", lambda self: math.nan)
     with pytest.raises(JetfireError, match="validation loss is nan at step 4; no checkpoint"):
@@ -410,6 +416,16 @@ def test_the_devices_peak_says_where_it_is_from():
     a100 = utilisation.peak(Device("cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0)))
     assert a100 == utilisation.Peak(312.0, "datasheet")
     assert utilisation.peak(Device("cpu", name="some CPU")) is None
+
+
+def test_utilisation_is_of_all_processes_devices(tokens):
+    training = Training(settings_of(), tokens, HERE, None, print)
+    training.flops, training.peak = 1e9, utilisation.Peak(2.0, "test")
+    assert training._mfu(1000.0) == 0.5
+    training.group = Group(0, 4)
+    assert training._mfu(1000.0) == 0.125
+    training.peak = None
+    assert training._mfu(1000.0) is None
 
 
 def test_flops_are_six_a_weight_and_attention():
