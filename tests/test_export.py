@@ -23,6 +23,7 @@ from jetfire.cli import execute
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned, make
+from jetfire.export.table import Table
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.ops import profiles
@@ -278,6 +279,17 @@ def row(target, ratio, **changes):
     fields = {"ms": 0.5 / ratio, "vs_peer": {"launch": ratio}, "ok": True, **changes}
     return Row("gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target,
                **fields)  # fmt: skip
+
+
+def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
+    table = Table([{"m": 64}, {"m": 128}, {"m": 256}])
+    assert table.number("rows", "int", [1, 2], [128, 256]) == "m"
+    assert table.number("half", "int", [1, 2], [64, 128]) == "(m + 1) / 2"
+    assert table.number("odd", "int", [0, 2], [5, 9]) == "problem->odd"
+    assert table.number("odd", "int", [1], [7]) == "7"
+    assert [table.row(i) for i in range(3)] == [
+        ["{.m = 64, .odd = 5},"], ["{.m = 128},"], ["{.m = 256, .odd = 9},"],
+    ]  # fmt: skip
 
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):
