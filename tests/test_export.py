@@ -27,8 +27,9 @@ from jetfire.export.table import Table
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.ops import profiles
-from jetfire.ops.device import Device
+from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.profiles import Entry
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
@@ -279,6 +280,31 @@ def row(target, ratio, **changes):
     fields = {"ms": 0.5 / ratio, "vs_peer": {"launch": ratio}, "ok": True, **changes}
     return Row("gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target,
                **fields)  # fmt: skip
+
+
+@pytest.mark.parametrize(("second", "taken"), [(2.0, "triton"), (1.0, "wgmma")])
+def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
+    second, taken, tmp_path, monkeypatch
+):
+    device, op = target_device((9, 0)), ops.get("gemm")
+    problems = [op.Problem(4096, n, 4096, block=128) for n in (4096, 8192)]
+    times, entries = {"wgmma": (1.0, second), "triton": (2.0, 0.5)}, []
+    for name in times:
+        kernel = ops.get_kernel("gemm", name)
+        origin = profiles.provenance(kernel, device, None)
+        for problem, ms in zip(problems, times[name], strict=True):
+            config = kernel.default(problem, device).as_dict()
+            entries.append(
+                Entry(name, problem.as_dict(), config, ms, ms, ms, 9, None, None, "time", {}, 1,
+                      "tpe", origin)
+            )  # fmt: skip
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path))
+    profiles.forget()
+    profiles.save(tmp_path, device, "gemm", entries)
+    plan = make([Case(op, problem) for problem in problems], None, (9, 0), None)
+    profiles.forget()
+    assert plan.kernel.name == taken
+    assert [one.entry.ms for one in plan.tuned] == list(times[taken])
 
 
 def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
