@@ -239,6 +239,17 @@ def dequantize(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("op_name", "tolerance"),
+    [("quantize", {"q": 0.0, "scale": 0.0}), ("gelu", {"q": 1e-2, "scale": 1e-3})],
+)
+def test_a_sample_asks_for_equal_bits_only_of_what_has_them_everywhere(shipped, op_name, tolerance):
+    op = ops.get(op_name)
+    problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
+    sample = samples.record(make([Case(op, problem)], "triton", (9, 0), None))
+    assert {name: sample.tolerance[name] for name in tolerance} == tolerance
+
+
 def selftest(folder, fault):
     """What it prints and its exit code, of a function with a fault."""
     subprocess.run(
