@@ -159,6 +159,30 @@ def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
     assert captured.err.splitlines()[-1].startswith("jetfire: 1 of 4 rows are wrong: c: 1 elem")
 
 
+def test_what_is_asked_for_reaches_the_measuring(monkeypatch):
+    again, found = [], []
+
+    def cached(device, driver, remeasure):
+        again.append(remeasure)
+        return PEAKS
+
+    def measure(self, case, options):
+        found.append(options)
+        return [Row("gemm", "torch", "kernel", case.problem.as_dict(), ok=True, ms=1.0)]
+
+    monkeypatch.setattr(peaks, "cached", cached)
+    monkeypatch.setattr(Runner, "measure", measure)
+    words = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--kernel", "int_mm",
+             "--peer", "fp32_matmul", "--data", "heavy", "--seed", "7", "--rounds", "3",
+             "--remeasure-peaks", "--debug"]  # fmt: skip
+    assert execute("bench", words) == 0
+    assert again == [True]
+    assert found == [
+        Options(kernels=["int_mm"], peers=["fp32_matmul"], data="heavy", seed=7, rounds=3,
+                budget_s=10.0, recheck=False, debug=True)
+    ]  # fmt: skip
+
+
 def test_what_no_kernel_takes_is_said(with_kernels, monkeypatch, capsys):
     refuses = Fake("refuses", _right)
     refuses.legal = lambda *_: "only on Tuesdays"  # type: ignore[method-assign]

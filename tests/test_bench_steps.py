@@ -14,7 +14,7 @@ from jetfire.bench.timer import Timing
 from jetfire.cli import execute
 from jetfire.gpt2 import bench, cases, subjects
 from jetfire.gpt2.bench import Bench
-from jetfire.gpt2.cases import BlockProblem, Case, StepProblem, problem_of
+from jetfire.gpt2.cases import EAGER, BlockProblem, Case, StepProblem, problem_of
 from jetfire.gpt2.subjects import BlockSubject, StepSubject
 from jetfire.nn import is_int4_state
 from jetfire.ops.device import Device
@@ -87,7 +87,7 @@ def test_work_is_counted_as_documented():
 
 def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
     made = Bench(CPU, print, rounds=2)
-    subject = StepSubject(STEP, cases.EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
+    subject = StepSubject(STEP, EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
     subject.loss = torch.inf
     timings = {f"{name} {kind}": Timing(ms, ms, ms, 3) for name, kind, ms in (
         ("int8-block32", "graph", 5.0), ("int8-block32", "launched", 4.0),
@@ -170,7 +170,7 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
 
 def test_every_variant_begins_with_the_same_parameters():
     found = []
-    for name in ("int8-block64", cases.EAGER, "int4-hq-lss"):
+    for name in ("int8-block64", EAGER, "int4-hq-lss"):
         made = StepSubject(STEP, name, [], torch.device("cpu"), seed=3)
         found.append(made.model.state_dict())
         x = torch.zeros(2, 16, 32, dtype=torch.bfloat16)

@@ -23,11 +23,13 @@ from jetfire.cli import execute
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned, make
+from jetfire.export.table import Table
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.ops import profiles
-from jetfire.ops.device import Device
+from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.ops.profiles import Entry
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
@@ -237,6 +239,17 @@ def dequantize(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("op_name", "tolerance"),
+    [("quantize", {"q": 0.0, "scale": 0.0}), ("gelu", {"q": 1e-2, "scale": 1e-3})],
+)
+def test_a_sample_asks_for_equal_bits_only_of_what_has_them_everywhere(shipped, op_name, tolerance):
+    op = ops.get(op_name)
+    problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
+    sample = samples.record(make([Case(op, problem)], "triton", (9, 0), None))
+    assert {name: sample.tolerance[name] for name in tolerance} == tolerance
+
+
 def selftest(folder, fault):
     """What it prints and its exit code, of a function with a fault."""
     subprocess.run(
@@ -278,6 +291,42 @@ def row(target, ratio, **changes):
     fields = {"ms": 0.5 / ratio, "vs_peer": {"launch": ratio}, "ok": True, **changes}
     return Row("gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target,
                **fields)  # fmt: skip
+
+
+@pytest.mark.parametrize(("second", "taken"), [(2.0, "triton"), (1.0, "wgmma")])
+def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
+    second, taken, tmp_path, monkeypatch
+):
+    device, op = target_device((9, 0)), ops.get("gemm")
+    problems = [op.Problem(4096, n, 4096, block=128) for n in (4096, 8192)]
+    times, entries = {"wgmma": (1.0, second), "triton": (2.0, 0.5)}, []
+    for name in times:
+        kernel = ops.get_kernel("gemm", name)
+        origin = profiles.provenance(kernel, device, None)
+        for problem, ms in zip(problems, times[name], strict=True):
+            config = kernel.default(problem, device).as_dict()
+            entries.append(
+                Entry(name, problem.as_dict(), config, ms, ms, ms, 9, None, None, "time", {}, 1,
+                      "tpe", origin)
+            )  # fmt: skip
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path))
+    profiles.forget()
+    profiles.save(tmp_path, device, "gemm", entries)
+    plan = make([Case(op, problem) for problem in problems], None, (9, 0), None)
+    profiles.forget()
+    assert plan.kernel.name == taken
+    assert [one.entry.ms for one in plan.tuned] == list(times[taken])
+
+
+def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
+    table = Table([{"m": 64}, {"m": 128}, {"m": 256}])
+    assert table.number("rows", "int", [1, 2], [128, 256]) == "m"
+    assert table.number("half", "int", [1, 2], [64, 128]) == "(m + 1) / 2"
+    assert table.number("odd", "int", [0, 2], [5, 9]) == "problem->odd"
+    assert table.number("odd", "int", [1], [7]) == "7"
+    assert [table.row(i) for i in range(3)] == [
+        ["{.m = 64, .odd = 5},"], ["{.m = 128},"], ["{.m = 256, .odd = 9},"],
+    ]  # fmt: skip
 
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):

@@ -130,6 +130,15 @@ def test_what_the_contract_asks_of_sizes():
         cuda.library(plan_of("wgmma", (fields(k=4088), WgmmaConfig())))
 
 
+@pytest.mark.parametrize("sizes", [(4096, 4092), (4092, 4096)])
+def test_the_contract_of_several_configs_asks_for_the_largest_multiple(sizes):
+    plan = plan_of("mma", *((fields(k=k), MmaConfig()) for k in sizes))
+    assert cuda.library(plan).contract[1] == (
+        "Sizes: up to 2^30, n a multiple of 8, k a multiple of 16 (but for the sizes that were "
+        "tuned); any that keep to this will do."
+    )
+
+
 def test_a_kernel_without_host_code_is_refused():
     plan = plan_of("wgmma", WGMMA[0])
     other = ops.get_kernel("gemm", "triton")

@@ -120,6 +120,19 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == ["made"]
 
 
+def test_a_folder_and_its_files_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, replace = [], files._replace_folder
+    monkeypatch.setattr(files, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(
+        files, "_replace_folder", lambda *paths: (done.append("rename"), replace(*paths))
+    )
+    with files.new_folder(tmp_path / "made") as part:
+        (part / "sub").mkdir()
+        (part / "sub" / "f").write_text("x")
+    assert sorted(done[:-2]) == ["f", "new", "sub"]
+    assert done[-2:] == ["rename", tmp_path.name]
+
+
 def test_a_folder_that_cannot_be_written_stays_what_it_was(tmp_path, monkeypatch):
     place = tmp_path / "made"
     place.mkdir()

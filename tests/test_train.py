@@ -112,8 +112,8 @@ USAGE = [
     (["tiny", "--set", "batch=0"], "batch=0: expected 1 to 65536"),
     (["tiny", "--set", "batch=1.5"], "batch=1.5: expected an integer"),
     (["tiny", "--set", "layers=1000000000"], "layers=1000000000: expected 1 to 1024"),
-    (["tiny", "--set", "steps=100000000"], "steps=100000000: expected 1 to 99999999"),
-    (["tiny", "--set", "width=65536,layers=1024"], "parameters take 196611 GiB"),
+    (["tiny", "--set", "steps=100000000"], "steps=100000000: expected at most 99999999"),
+    (["tiny", "--set", "width=32768,layers=512"], "parameters take 24577 GiB"),
     (["tiny", "--set", "dropout=1"], "dropout=1.0: expected 0 to 0.999"),
     (["tiny", "--set", "heads=3"], "width=128: expected a multiple of heads=3"),
     (["tiny", "--set", "compile=maybe"], "compile=maybe: expected true or false"),
@@ -395,6 +395,12 @@ def test_a_fault_is_looked_for_in_the_batch_that_failed(tokens, monkeypatch):
     assert not torch.equal(micro[0], training.micros(2)[0][0])
 
 
+def test_an_evaluation_drops_nothing_out_and_training_goes_on_to(tokens):
+    training = Training(settings_of(dropout=0.5), tokens, HERE, None, print)
+    assert training.evaluate() == training.evaluate()
+    assert training.model.training
+
+
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch):
     monkeypatch.setattr(Training, "evaluate", lambda self: math.nan)
     with pytest.raises(JetfireError, match="validation loss is nan at step 4; no checkpoint"):
@@ -410,6 +416,16 @@ def test_the_devices_peak_says_where_it_is_from():
     a100 = utilisation.peak(Device("cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0)))
     assert a100 == utilisation.Peak(312.0, "datasheet")
     assert utilisation.peak(Device("cpu", name="some CPU")) is None
+
+
+def test_utilisation_is_of_all_processes_devices(tokens):
+    training = Training(settings_of(), tokens, HERE, None, print)
+    training.flops, training.peak = 1e9, utilisation.Peak(2.0, "test")
+    assert training._mfu(1000.0) == 0.5
+    training.group = Group(0, 4)
+    assert training._mfu(1000.0) == 0.125
+    training.peak = None
+    assert training._mfu(1000.0) is None
 
 
 def test_flops_are_six_a_weight_and_attention():

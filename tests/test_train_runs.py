@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_model_cannot_have_a_terminal_obey_it(run, capsys, monkeypatch):
     monkeypatch.setattr(command.sampling, "text", lambda *_, **__: "a\x1b[2J\n")
     capsys.readouterr()
     for terminal, shown in ((False, "a\x1b[2J\n\n"), (True, "a\\x1b[2J\n\n")):
-        monkeypatch.setattr(command.sys.stdout, "isatty", lambda answer=terminal: answer)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=terminal: answer)
         assert execute("train", ["sample", str(run)]) == 0
         assert capsys.readouterr().out == shown
 

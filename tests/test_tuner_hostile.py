@@ -448,6 +448,35 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
     assert code == 0, errors
 
 
+def entries(tmp_path):
+    """The profile's entries of 32 rows."""
+    (file,) = (tmp_path / "profiles").rglob("transpose.json")
+    return [one for one in profiles.read(file) if one.problem["m"] == 32]
+
+
+def test_a_profile_that_is_gone_is_written_again(capsys, tmp_path):
+    words = (*TUNE, "--storage", tmp_path / "s.journal")
+    assert run(capsys, *words)[0] == 0
+    (before,) = entries(tmp_path)
+    assert "tuned already, 8 trials" in run(capsys, *words)[2][-1]
+    next((tmp_path / "profiles").rglob("transpose.json")).unlink()
+    code, _, errors = run(capsys, *words)
+    assert code == 0, errors
+    assert not any("tuned already" in line for line in errors)
+    assert entries(tmp_path) == [before]
+
+
+def test_a_profile_s_gain_is_over_the_default(capsys, tmp_path):
+    """Not over the config that was in use, here that of the nearest problem."""
+    profiles.save(tmp_path / "profiles", Device.parse("cpu"), "transpose", [entry(64)])
+    assert run(capsys, *TUNE)[0] == 0
+    (found,) = entries(tmp_path)
+    problem = ops.get("transpose").Problem(32, 32, block=32)
+    default = faulty.KERNEL.default(problem, Device.parse("cpu"))
+    assert default.tile != entry().config["tile"]
+    assert found.default_ms == Recorded().get(default).ms
+
+
 def test_where_no_profile_is(capsys, tmp_path, monkeypatch):
     """Pipes, folders, loops, links to themselves, 100 MB, files called anything."""
     good = profile(tmp_path)

@@ -1,5 +1,6 @@
 """Whose a trial is, whether its tuner lives, and what names a study."""
 
+import dataclasses
 import datetime
 import errno
 import os
@@ -23,12 +24,14 @@ from jetfire.tuner.trial import Measurement
 HOST = socket.gethostname()
 
 
+KERNEL = ops.get_kernel("quantize", "triton")
+DEVICE = target_device((9, 0))
+PROBLEM = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
+
+
 def identity():
-    kernel = ops.get_kernel("quantize", "triton")
-    device = target_device((9, 0))
-    problem = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
-    space = Space.of(kernel, problem, device, {})
-    return Identity(kernel, problem, device, space, "time", "normal")
+    space = Space.of(KERNEL, PROBLEM, DEVICE, {})
+    return Identity(KERNEL, PROBLEM, DEVICE, space, "time", "normal")
 
 
 def opened(storage):
@@ -144,6 +147,18 @@ def test_without_proc_a_signal_tells(monkeypatch, ended):
 
     monkeypatch.setattr(os, "kill", kill)
     assert not is_dead(mine)
+
+
+OTHER = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 64})
+NARROW = Space.of(KERNEL, PROBLEM, DEVICE, {"warps": ["4"]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"data": "heavy"}, {"objective": "energy"}, {"problem": OTHER}, {"space": NARROW}]
+)
+def test_trials_that_do_not_compare_are_of_another_study(change):
+    known = identity()
+    assert dataclasses.replace(known, **change).name != known.name
 
 
 @pytest.mark.parametrize("name", ["cuda", "torch", "triton"])
