@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from jetfire.ops.op import Op, Tensors
+from jetfire.reference.bit_split import HIGH
 from jetfire.reference.cross_entropy import IGNORED
 
 # Either word of a key, and its sign.
@@ -61,9 +62,11 @@ def _adamw(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 
 def _cross_entropy(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
-    """Half of the targets are the first column, the last one, or none."""
-    targets = inputs["targets"].cpu()
-    ends = _each(rng, (0, problem.columns - 1, IGNORED), targets).long()
+    """Half of the targets are the first column, the last one or none; in one case of two some are
+    no column, but in 32 bits the first, or to be ignored."""
+    targets, columns = inputs["targets"].cpu(), problem.columns
+    wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
+    ends = _each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
     kept = _each(rng, (0, 1), targets).bool()
     rare = {"targets": torch.where(kept, targets, ends)}
     if problem.mode == "bwd":
@@ -146,7 +149,15 @@ def _layernorm(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 
 def _sample_rows(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
-    """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times."""
+    """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
+
+    Or sizes of which every row weighs the same: the most that weights sum to.
+    """
+    if rng.random() < 0.25:
+        alike = {name: torch.ones_like(x) for name, x in inputs.items() if name != "seed"}
+        if problem.parts == 2:
+            alike["squares"][problem.m :] = HIGH**2
+        return alike
     return {name: _sizes(rng, inputs[name]) for name in ("squares", "x_squares") if name in inputs}
 
 
