@@ -1,4 +1,4 @@
-"""An op's inputs beside its matrices, at the ends of what they may be.
+"""An op's inputs beside its matrices, and logits, at the ends of what they may be.
 
 `Op.inputs` draws what a training has. Here a step is the first or the millionth, lists of rows are
 empty or ask for one row alone, seeds are negative: what a kernel reads in one place and may get
@@ -63,13 +63,17 @@ def _adamw(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 def _cross_entropy(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
     """Half of the targets are the first column, the last one or none; in one case of two some are
-    no column, but in 32 bits the first, or to be ignored."""
+    no column, but in 32 bits the first, or to be ignored. Forward, rows lie far from 0."""
     targets, columns = inputs["targets"].cpu(), problem.columns
     wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
     ends = _each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
     kept = _each(rng, (0, 1), targets).bool()
     rare = {"targets": torch.where(kept, targets, ends)}
-    if problem.mode == "bwd":
+    if problem.mode == "fwd":
+        # Where a maximum begins at a number, or a sum of exponentials is taken without it.
+        far = _each(rng, (0.0, -(2.0**15), 2.0**15), inputs["logits"][:, :1])
+        rare["logits"] = inputs["logits"].cpu() + far.to(inputs["logits"].dtype)
+    else:
         rare["dloss"] = _each(rng, (0.0, 1.0, -1.0, 1 / problem.m, 1e4), inputs["dloss"])
     return rare
 

@@ -350,7 +350,7 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
 
 @pytest.mark.parametrize("name", ops.names())
 def test_edges_are_inputs_like_the_others(name):
-    """Of the same shapes and dtypes, the same for the same seed; matrices stay as they are."""
+    """Of the same shapes and dtypes, the same for the same seed; matrices stay, but for logits."""
     op, cpu = ops.get(name), torch.device("cpu")
     flags = {"accumulate": True, "bias": True, "guarded": True, "rows": 40, "repeat": True}
     flags |= {"given": "x", "gathered": True, "stats": "given", "rounding": "stochastic"}
@@ -370,7 +370,7 @@ def test_edges_are_inputs_like_the_others(name):
                     assert (found[key].shape, found[key].dtype) == (was.shape, was.dtype), key
                     assert torch.equal(bits(found[key]), bits(again[key]))
                     changed |= set() if torch.equal(bits(found[key]), bits(was)) else {key}
-            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param", "logits"}
+            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param"}
             assert all(key in changed for key in inputs if key.startswith("seed"))
             assert changed or name in ("column_sum", "dequantize", "transpose")
 
@@ -384,6 +384,19 @@ def test_edges_of_targets_are_other_targets_in_32_bits():
     assert ((words >= 0) & (words < 90) & ~known).any()
     assert ((words == IGNORED) & (drawn != IGNORED)).any()
     assert {0, 89, 90, -1, IGNORED} <= set(drawn.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_edges_of_logits_are_rows_far_from_0(dtype):
+    """A whole row below any number that a maximum might begin at, or above where exp overflows."""
+    op = ops.get("cross_entropy")
+    problem = op.Problem(64, 100, dtype=dtype)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    for seed in range(4):
+        logits = edges.apply(op, problem, inputs, seed)["logits"]
+        assert (logits.amax(1) < -3e4).any()
+        assert (logits.amin(1) > 3e4).any()
+        assert (logits.abs().amax(1) < 10).any()
 
 
 @pytest.mark.parametrize("product", ["dgrad", "wgrad"])
