@@ -1,4 +1,4 @@
-"""An op's inputs beside its matrices, at the ends of what they may be.
+"""An op's inputs beside its matrices, and logits, at the ends of what they may be.
 
 `Op.inputs` draws what a training has. Here a step is the first or the millionth, lists of rows are
 empty or ask for one row alone, seeds are negative: what a kernel reads in one place and may get
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from jetfire.ops.op import Op, Tensors
+from jetfire.reference.bit_split import HIGH
 from jetfire.reference.cross_entropy import IGNORED
 
 # Either word of a key, and its sign.
@@ -61,12 +62,18 @@ def _adamw(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 
 def _cross_entropy(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
-    """Half of the targets are the first column, the last one, or none."""
-    targets = inputs["targets"].cpu()
-    ends = _each(rng, (0, problem.columns - 1, IGNORED), targets).long()
+    """Half of the targets are the first column, the last one or none; in one case of two some are
+    no column, but in 32 bits the first, or to be ignored. Forward, rows lie far from 0."""
+    targets, columns = inputs["targets"].cpu(), problem.columns
+    wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
+    ends = _each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
     kept = _each(rng, (0, 1), targets).bool()
     rare = {"targets": torch.where(kept, targets, ends)}
-    if problem.mode == "bwd":
+    if problem.mode == "fwd":
+        # Where a maximum begins at a number, or a sum of exponentials is taken without it.
+        far = _each(rng, (0.0, -(2.0**15), 2.0**15), inputs["logits"][:, :1])
+        rare["logits"] = inputs["logits"].cpu() + far.to(inputs["logits"].dtype)
+    else:
         rare["dloss"] = _each(rng, (0.0, 1.0, -1.0, 1 / problem.m, 1e4), inputs["dloss"])
     return rare
 
@@ -146,7 +153,15 @@ def _layernorm(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 
 def _sample_rows(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
-    """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times."""
+    """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
+
+    Or sizes of which every row weighs the same: the most that weights sum to.
+    """
+    if rng.random() < 0.25:
+        alike = {name: torch.ones_like(x) for name, x in inputs.items() if name != "seed"}
+        if problem.parts == 2:
+            alike["squares"][problem.m :] = HIGH**2
+        return alike
     return {name: _sizes(rng, inputs[name]) for name in ("squares", "x_squares") if name in inputs}
 
 

@@ -17,6 +17,8 @@ from jetfire.fuzz.search import ENDED, run_huge
 from jetfire.fuzz.simplify import simplify
 from jetfire.ops.device import Device, target_device
 from jetfire.ops.errors import UsageError
+from jetfire.reference.cross_entropy import IGNORED
+from jetfire.reference.sample_rows import factors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -365,7 +367,7 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
 
 @pytest.mark.parametrize("name", ops.names())
 def test_edges_are_inputs_like_the_others(name):
-    """Of the same shapes and dtypes, the same for the same seed; matrices stay as they are."""
+    """Of the same shapes and dtypes, the same for the same seed; matrices stay, but for logits."""
     op, cpu = ops.get(name), torch.device("cpu")
     flags = {"accumulate": True, "bias": True, "guarded": True, "rows": 40, "repeat": True}
     flags |= {"given": "x", "gathered": True, "stats": "given", "rounding": "stochastic"}
@@ -385,6 +387,46 @@ def test_edges_are_inputs_like_the_others(name):
                     assert (found[key].shape, found[key].dtype) == (was.shape, was.dtype), key
                     assert torch.equal(bits(found[key]), bits(again[key]))
                     changed |= set() if torch.equal(bits(found[key]), bits(was)) else {key}
-            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param", "logits"}
+            assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param"}
             assert all(key in changed for key in inputs if key.startswith("seed"))
             assert changed or name in ("column_sum", "dequantize", "transpose")
+
+
+def test_edges_of_targets_are_other_targets_in_32_bits():
+    op = ops.get("cross_entropy")
+    problem = op.Problem(64, 100, valid=90)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    drawn = torch.cat([edges.apply(op, problem, inputs, seed)["targets"] for seed in range(16)])
+    known, words = (drawn >= 0) & (drawn < 90), drawn.int()
+    assert ((words >= 0) & (words < 90) & ~known).any()
+    assert ((words == IGNORED) & (drawn != IGNORED)).any()
+    assert {0, 89, 90, -1, IGNORED} <= set(drawn.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_edges_of_logits_are_rows_far_from_0(dtype):
+    """A whole row below any number that a maximum might begin at, or above where exp overflows."""
+    op = ops.get("cross_entropy")
+    problem = op.Problem(64, 100, dtype=dtype)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    for seed in range(4):
+        logits = edges.apply(op, problem, inputs, seed)["logits"]
+        assert (logits.amax(1) < -3e4).any()
+        assert (logits.amin(1) > 3e4).any()
+        assert (logits.abs().amax(1) < 10).any()
+
+
+@pytest.mark.parametrize("product", ["dgrad", "wgrad"])
+def test_edges_of_sizes_are_rows_that_weigh_the_same(product):
+    """Two parts' weights, of 2^30 each, then sum to 2^31 for each row that is to be kept."""
+    op = ops.get("sample_rows")
+    problem = op.Problem(200, product=product)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    alike = 0
+    for seed in range(32):
+        found = edges.apply(op, problem, inputs, seed)
+        scores = found["squares"] * torch.tensor(factors(200, 2)).square()
+        if product == "wgrad":
+            scores *= found["x_squares"].repeat(2)
+        alike += len(scores.unique()) == 1 and bool(scores.all())
+    assert 0 < alike < 32
