@@ -456,7 +456,8 @@ def check_writable(path: Path) -> None:
         elif path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(13, "Permission denied")
         else:
-            handle, name = tempfile.mkstemp(_PART, _prefix(path.name), path.resolve().parent)
+            folder = os.path.dirname(os.path.realpath(path))
+            handle, name = tempfile.mkstemp(_PART, _prefix(path.name), folder)
             os.close(handle)
             os.unlink(name)
     except OSError as error:

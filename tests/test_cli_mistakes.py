@@ -56,10 +56,13 @@ def here(tmp_path, monkeypatch, shipped):
     return tmp_path
 
 
+PEAKS = {"copy_gbps": 1.0, "int8_tops": 1.0, "bf16_tflops": 1.0, "how": {}}
+
+
 @pytest.mark.parametrize("verb", [*VERBS, "none"])
 def test_each_mistake_is_one_line_with_its_code(verb, here, capsys, monkeypatch):
     monkeypatch.setattr(Runner, "measure", lambda *_: pytest.fail("measured all the same"))
-    monkeypatch.setattr(peaks, "measure", lambda *_: {"copy_gbps": 1.0, "int8_tops": 1.0})
+    monkeypatch.setattr(peaks, "measure", lambda *_: PEAKS)
     before = {path for path in here.rglob("*") if "home" not in path.parts}
     wrong, count = [], 0
     for code, words, says in mistakes():
