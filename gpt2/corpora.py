@@ -503,4 +503,6 @@ def _received(answer: Any, most: int, url: str, name: str) -> bytes:
 def stem(names: Sequence[str]) -> str:
     """A file name for what is prepared from these."""
     first = names[0]
-    return first if first in NAMED else os.path.basename(os.path.realpath(first)).split(".")[0][:100]
+    if first in NAMED:
+        return first
+    return os.path.basename(os.path.realpath(first)).split(".")[0][:100]
