@@ -39,8 +39,13 @@ def _all(rng: Random, values: Sequence[float], like: torch.Tensor) -> torch.Tens
 
 def _each(rng: Random, values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """One of the values for each element."""
-    choices = torch.tensor(values, dtype=torch.float64)
-    return choices[torch.randint(len(values), like.shape, generator=_generator(rng))]
+    choices = torch.tensor(values, dtype=torch.float64, device="cpu")
+    drawn = torch.randint(len(values), like.shape, generator=_generator(rng), device="cpu")
+    return choices[drawn]
+
+
+def _int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _generator(rng: Random) -> torch.Generator:
@@ -83,12 +88,12 @@ def _gather_rows(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
     if problem.rows is None:
         return {}
     m, room = problem.m, problem.rows
-    any_row = torch.randint(-1, 2 * m, (room,), generator=_generator(rng))
+    any_row = torch.randint(-1, 2 * m, (room,), generator=_generator(rng), device="cpu")
     ends = _each(rng, (-1, 0, m - 1, m, 2 * m - 1), inputs["rows"]).long()
     count = rng.choice((0, 1, room - 1, room, room))
     rare = {
         "rows": torch.where(_each(rng, (0, 1), ends).bool(), any_row, ends),
-        "counts": torch.tensor([rng.randint(0, count), count]),
+        "counts": _int64(rng.randint(0, count), count),
     }
     return rare | ({"repeat": _each(rng, (0, 1, 16), ends)} if problem.repeat else {})
 
@@ -104,8 +109,10 @@ def _hadamard_quantize(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
     rare = {"step": _step(rng, inputs["step"])} if "step" in inputs else {}
     if "slots" in inputs:
         room = len(inputs["dx_hat"])
-        shape, generator = inputs["slots"].shape, _generator(rng)
-        rare["slots"] = torch.randint(-1, rng.choice((0, 1, room)), shape, generator=generator)
+        rare["slots"] = torch.randint(
+            -1, rng.choice((0, 1, room)), inputs["slots"].shape, generator=_generator(rng),
+            device="cpu",
+        )  # fmt: skip
         rare["unit"] = _all(rng, (0.0, 1.0, math.inf, math.nan), inputs["unit"])
     return rare
 
@@ -122,12 +129,12 @@ def _int4_gemm(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
         rare["bias"] = _each(rng, (0.0, 1.0, -1e4), inputs["bias"])
     if problem.product == "dgrad":
         end = rng.choice((0, 1, int(inputs["counts"][1])))
-        rare["counts"] = torch.tensor([rng.randint(0, end), end])
+        rare["counts"] = _int64(rng.randint(0, end), end)
         rare["weight"] = _each(rng, (0.0, 1.0, 14.0, 2.0**20), inputs["weight"])
     elif problem.product == "wgrad":
         end = rng.randint(0, int(inputs["counts"][1]) // SEGMENT)
         high = rng.choice((0, end, rng.randint(0, end)))
-        rare["counts"] = torch.tensor([high, end]) * SEGMENT
+        rare["counts"] = _int64(high * SEGMENT, end * SEGMENT)
     return rare
 
 
@@ -166,10 +173,10 @@ def _sample_rows(problem: Any, inputs: Tensors, rng: Random) -> Tensors:
 
 
 def _sizes(rng: Random, like: torch.Tensor) -> torch.Tensor:
-    generator = _generator(rng)
+    generator, double = _generator(rng), torch.float64
     most, share = rng.choice((0, 4, 23)), rng.choice((0.02, 0.5, 1.0))
-    powers = most * torch.rand(like.shape, dtype=torch.float64, generator=generator)
-    some = torch.rand(like.shape, generator=generator) < share
+    powers = most * torch.rand(like.shape, dtype=double, generator=generator, device="cpu")
+    some = torch.rand(like.shape, dtype=double, generator=generator, device="cpu") < share
     return powers.exp2().floor() * some
 
 

@@ -94,7 +94,7 @@ def _halves(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """
     import torch
 
-    most = torch.tensor([127.0, 98.0, 7.0], device=generator.device)
+    most = torch.tensor([127.0, 98.0, 7.0], dtype=torch.float32, device=generator.device)
     halves = 2 * most[(_uniform((1,), generator) * 3).long()].reshape((1,) * len(shape))
     x = ((2 * _uniform(shape, generator) - 1) * halves).round()
     x[tuple(slice(None, None, 32) for _ in shape)] = halves

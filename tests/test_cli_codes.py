@@ -131,7 +131,7 @@ def test_what_is_to_be_kept_in_a_home_that_cannot_be_written_is_refused(
 ):
     monkeypatch.setattr(peaks, "measure", lambda *_: PEAKS)
     assert execute(None, ["train", "prepare", "python"]) == 2
-    assert "-o /proc/nobody/.cache/jetfire/data" in said(capsys)[-1]
+    assert ": /proc/nobody/.cache/jetfire/data" in said(capsys)[-1]
     monkeypatch.delenv("JETFIRE_STUDIES")
     words = ["transpose", "--kernel", "triton", "--m", "64", "--block", "32", "--device", "cpu"]
     assert execute("tune", [*words, "--trials", "1"]) == 2
@@ -147,7 +147,7 @@ def test_a_table_is_shown_though_a_file_cannot_be_written(
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "write_text", full)
+    monkeypatch.setattr("jetfire.core.files.os.fsync", full)
     monkeypatch.setattr("jetfire.bench.plot.plot", full)
     file = tmp_path / name
     assert execute("bench", [*SMALL, "--peer", "none", option, str(file)]) == 2

@@ -160,7 +160,7 @@ def test_measurements_with_markup_are_lines_of_their_own(capsys):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_says_what_it_installs_and_lets_pip_show_how_far_it_is(tmp_path):
-    root = Path(terminal.__file__).parent
+    root = Path(terminal.__file__).parent.parent
     words = ["make", "-n", "-C", str(root), f"VENV={tmp_path}/venv", "bench"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "Installing into" in done.stdout

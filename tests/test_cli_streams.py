@@ -56,7 +56,7 @@ def test_a_verdict_stands_whoever_reads_it(tmp_path, capsys):
     with unread():
         assert execute(None, [*words, "--fail-on-regression", "5%"]) == 4
     (said,) = capsys.readouterr().err.splitlines()
-    assert "regressed by more than 5.0%" in said
+    assert "regressed: 1 slower by more than 5%" in said
 
 
 @pytest.mark.parametrize("words", ["list", "--help"])

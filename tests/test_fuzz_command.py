@@ -255,7 +255,10 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
     )  # fmt: skip
     assert "gelu wrong: wrong: " in child.stdout.readline()
     os.killpg(child.pid, signal.SIGINT)
-    out, err = child.communicate(timeout=300)  # or it hangs
+    try:
+        out, err = child.communicate(timeout=300)  # or it hangs
+    finally:
+        child.kill()
     assert child.returncode == 130, err
     torch, _ = json.loads((tmp_path / "o").read_text())["pairs"]
     assert torch["examples"] >= 25

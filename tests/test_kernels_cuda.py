@@ -310,16 +310,10 @@ def test_shared_memory_that_is_counted_otherwise_does_not_compile(cache, monkeyp
 
 def test_audit_shows_cuda_kernels(capsys):
     op = ops.get("gemm")
-    audit_command.run([Case(op, op.Problem(4096, 4096, 4096, block=128))], ["wgmma"], ["90"])
+    audit_command.run([Case(op, op.Problem(4096, 4096, 4096, block=128))], ["wgmma"], [HOPPER])
     [row] = [line for line in capsys.readouterr().out.splitlines() if "wgmma" in line]
     assert "IGMMA" in row
     assert "sm_90" in row
-
-
-def test_audit_names_an_unknown_kernel():
-    op = ops.get("gemm")
-    with pytest.raises(UsageError, match=r"no kernel 'nope' in these ops: expected .*wgmma"):
-        audit_command.run([Case(op, op.Problem(8, 8, 8))], ["nope"], ["90"])
 
 
 def test_every_source_is_part_of_what_a_profile_was_tuned_for():

@@ -78,17 +78,11 @@ def journal(tmp_path):
 
 def start(*arguments, **environment):
     """The command in a process group of its own, as a terminal would start it."""
-    limits = environment.pop("preexec_fn", lambda: None)
-
-    def prepare():
-        # What a script runs in the background ignores Ctrl-C, and so would all that we start.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        limits()
-
+    limits = environment.pop("preexec_fn", None)
     return subprocess.Popen(
         [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **environment}, preexec_fn=prepare,
+        env={**os.environ, **environment}, preexec_fn=limits,
     )  # fmt: skip
 
 
@@ -681,7 +675,7 @@ def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
     assert len(entries(tmp_path)) == 1
     # Too short for a final comparison, it is for none.
     _, _, errors = tune(capsys, "--m", "64,96", "--space=fault=none", "--budget", "3s")
-    assert "the budget is spent: 2 of 2 searches are left; the same command goes on" in errors[0]
+    assert "the budget is spent: 3 of 3 searches are left; the same command goes on" in errors[0]
     assert runners[-1].seconds == 0
 
 

@@ -58,10 +58,11 @@ class Where(TypedDict, total=False):
 
 
 class Peaks(TypedDict, total=False):
-    """A device's, in GB/s and TOPS."""
+    """A device's, in GB/s and TOPS, and what disturbed their measuring."""
 
     copy_gbps: Measured | None
     int8_tops: Measured | None
+    busy: Line
 
 
 _Work = Annotated[FiniteFloat, Field(ge=0, le=1e30)]

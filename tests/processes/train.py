@@ -49,6 +49,7 @@ def resume(name: str, of: str, how: str) -> None:
     if RANK == 0:
         source = OUT / of / "checkpoints" / "step-00000004"
         shutil.copytree(source, OUT / name / "checkpoints" / source.name)
+    torch.distributed.barrier()  # else the other may find no run there
     run(name, "--resume", "--set", f"parallel={how}")
 
 
