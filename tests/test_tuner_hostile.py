@@ -455,7 +455,7 @@ def entries(tmp_path):
 
 
 def test_a_profile_that_is_gone_is_written_again(capsys, tmp_path):
-    words = (*TUNE, "--storage", tmp_path / "s.journal")
+    words = (*EIGHT, "--storage", tmp_path / "s.journal")
     assert run(capsys, *words)[0] == 0
     (before,) = entries(tmp_path)
     assert "tuned already, 8 trials" in run(capsys, *words)[2][-1]
@@ -469,7 +469,7 @@ def test_a_profile_that_is_gone_is_written_again(capsys, tmp_path):
 def test_a_profile_s_gain_is_over_the_default(capsys, tmp_path):
     """Not over the config that was in use, here that of the nearest problem."""
     profiles.save(tmp_path / "profiles", Device.parse("cpu"), "transpose", [entry(64)])
-    assert run(capsys, *TUNE)[0] == 0
+    assert run(capsys, *EIGHT)[0] == 0
     (found,) = entries(tmp_path)
     problem = ops.get("transpose").Problem(32, 32, block=32)
     default = faulty.KERNEL.default(problem, Device.parse("cpu"))
