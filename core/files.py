@@ -312,8 +312,8 @@ def new_files(folder: Path) -> Iterator[Path]:
         raise Unwritable(folder, error) from None
 
 
-def append(path: Path) -> IO[bytes]:
-    """Open a file, made where there is none, to write at its end; no link is followed.
+def append(path: Path) -> io.FileIO:
+    """Open a file, made where there is none, for `add` to write at its end; no link is followed.
 
     Its descriptor can be read from.
 
@@ -322,13 +322,24 @@ def append(path: Path) -> IO[bytes]:
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        file = io.FileIO(os.open(path, flags, 0o666), "ab")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise OSError(errno.EINVAL, "no regular file")
     except OSError as error:
         raise Unwritable(path, error) from None
     return file
+
+
+def add(file: io.FileIO, data: bytes) -> None:
+    """Write all of some bytes; none of them are kept back for later where that fails.
+
+    Raises:
+        OSError: a full disk; some may have been written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import io
 import os
 import stat
 import threading
@@ -346,7 +347,7 @@ def test_files_take_their_places_beside_others_together_or_not_at_all(tmp_path, 
 def test_what_is_appended_follows_no_link(tmp_path):
     for text in (b"one", b"two"):
         with files.append(tmp_path / "log") as out:
-            out.write(text)
+            files.add(out, text)
     assert (tmp_path / "log").read_text() == "onetwo"
     (tmp_path / "link").symlink_to("log")
     os.mkfifo(tmp_path / "pipe")
@@ -354,6 +355,16 @@ def test_what_is_appended_follows_no_link(tmp_path):
         with pytest.raises(Unwritable, match=name):
             files.append(tmp_path / name)
     assert (tmp_path / "log").read_text() == "onetwo"
+
+
+def test_what_is_added_is_added_whole_though_each_write_takes_a_little(tmp_path):
+    class Slow(io.FileIO):
+        def write(self, data):
+            return super().write(data[:3])
+
+    with Slow(tmp_path / "log", "ab") as out:
+        files.add(out, b"a whole line\n")
+    assert (tmp_path / "log").read_text() == "a whole line\n"
 
 
 def test_a_lock_is_held_by_one_and_gone_afterwards(tmp_path):
