@@ -415,22 +415,20 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
+def tidy(folder: Path, name: str, older_s: float = 0.0) -> None:
     """Remove what killed writers of files and folders of a name left in a folder.
 
     A folder of that name which they had moved away, and nothing had taken its place, is put back.
 
     Args:
         folder: where they wrote.
-        name: what they wrote, any name by default.
+        name: what they wrote.
         older_s: seconds since it was last written to; with 0 the caller knows that nobody writes.
     """
-    prefix = "." if name == "*" else _prefix(name)
     with contextlib.suppress(OSError):
-        if name != "*":
-            _put_back(folder / name)
+        _put_back(folder / name)
         for part in os.scandir(folder):
-            if _is_part(part.name, prefix):
+            if _is_part(part.name, _prefix(name)):
                 with contextlib.suppress(OSError):
                     if time.time() - _last_written(Path(part.path)) >= older_s:
                         _remove(Path(part.path))
@@ -443,7 +441,7 @@ def _prefix(name: str) -> str:
 def _is_part(name: str, prefix: str) -> bool:
     """Say whether it is a part of a file of a name, whose prefix another name's may begin with."""
     drawn = name.removeprefix(prefix).removesuffix(_PART)
-    return name == f"{prefix}{drawn}{_PART}" and (prefix == "." or "." not in drawn)
+    return name == f"{prefix}{drawn}{_PART}" and "." not in drawn
 
 
 def _last_written(path: Path) -> float:

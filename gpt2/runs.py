@@ -111,8 +111,9 @@ def _tidy(folder: Path) -> None:
     for name in (checkpoint.FOLDER, TOKENIZER):
         if (folder / name).is_symlink():
             raise UsageError(f"{folder / name}: is a link: expected a folder of the run's own")
-        files.tidy(folder / name)
-    files.tidy(folder)
+    checkpoint.tidy(folder)
+    for name in (TOKENIZER, SETTINGS):
+        files.tidy(folder, name)
 
 
 def _free_folder(settings: Settings) -> Path:

@@ -190,7 +190,7 @@ def test_what_a_killed_writer_left_goes_after_an_hour_or_at_once(tmp_path):
     files.write(tmp_path / "f", "x", alone=True)
     assert not left.exists()
     assert other.exists()
-    files.tidy(tmp_path)
+    files.tidy(tmp_path, "g")
     assert os.listdir(tmp_path) == ["f"]
 
 
