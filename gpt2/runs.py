@@ -76,6 +76,8 @@ def opened(asked: Asked, group: Group) -> Iterator[Run]:
     with _alone(folder):
         if _holds_a_run(folder):
             raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
+        if not tokenizers.may_keep(folder / TOKENIZER):
+            raise UsageError(f"-o {folder}: its {TOKENIZER} is something else: name another folder")
         yield Run(folder, settings)
 
 

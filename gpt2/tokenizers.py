@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Protocol
@@ -315,6 +316,14 @@ def keep(description: Description, source: Path, folder: Path) -> None:
     if description["name"] == "gpt2":
         files.write(folder / RANKS, _content(description, source / RANKS))
     files.write(folder / "meta.json", json.dumps(description) + "\n")
+
+
+def may_keep(folder: Path) -> bool:
+    """Return whether a folder is not there, or holds nothing but what `keep` puts there."""
+    try:
+        return {*os.listdir(folder)} <= {"meta.json", RANKS}
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def kept(folder: Path) -> Tokenizer:

@@ -14,6 +14,7 @@ from jetfire.gpt2 import checkpoint, command, data, log, prepare, prepared
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.train import Training
+from jetfire.ops.errors import UsageError
 
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
             "evaluate_batches=1,checkpoint_every=4,keep=3,recipe=bf16")  # fmt: skip
@@ -438,6 +439,22 @@ def test_what_others_left_half_done_is_theirs(tmp_path):
         pass
     assert all(path.read_text() == "mine" for path in theirs)
     assert {p for p in tmp_path.rglob("*") if p != steps} == {*theirs}
+
+
+def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
+    """As `jetfire-train tiny -o .` finds one beside a model of another program's."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "meta.json").write_text("{}")  # of a run killed as it began
+    asked = Asked(preset="tiny", output=tmp_path)
+    with opened(asked, Group()):
+        pass
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")
+    with pytest.raises(UsageError, match="tokenizer is something else"), opened(asked, Group()):
+        pass
+    shutil.rmtree(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer").write_text("mine")
+    with pytest.raises(UsageError, match="tokenizer is something else"), opened(asked, Group()):
+        pass
 
 
 def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
