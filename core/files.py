@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -68,7 +69,7 @@ def read(path: Path, most: int) -> bytes:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
-            if stat.S_ISFIFO(mode) and path.absolute().parts[1] in ("dev", "proc"):
+            if stat.S_ISFIFO(mode) and _descriptor(path) is not None:
                 os.set_blocking(file.fileno(), True)
             elif not stat.S_ISREG(mode):
                 raise Unreadable(path, "no regular file")
@@ -83,6 +84,16 @@ def read(path: Path, most: int) -> bytes:
     if len(data) > most:
         raise Unreadable(path, f"more than {most} bytes: expected at most that many")
     return data
+
+
+def _descriptor(path: Path) -> int | None:
+    """Return the process's own open file that a name such as ``/dev/stdout`` stands for."""
+    name = os.path.normpath(path.absolute())
+    streams = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
+    if name in streams:
+        return streams.index(name)
+    found = re.fullmatch(r"(?:/dev|/proc/self)/fd/([0-9]{1,9})", name)
+    return int(found[1]) if found else None
 
 
 def _open_at_once(name: str, flags: int) -> int:
@@ -137,7 +148,8 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
     """Replace a file by one that is whole and on the disk; text is written as UTF-8.
 
     The content goes to another file in the same folder first, so a link is replaced and not
-    followed. A device or a pipe is written to as it is.
+    followed. A device or a pipe is written to as it is, and so is what the process has open under
+    a name such as ``/dev/stdout``, from where it stands in it.
 
     Args:
         path: the file.
@@ -151,6 +163,10 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
     """
     data = content.encode() if isinstance(content, str) else content
     try:
+        if (own := _descriptor(path)) is not None:
+            with open(own, "wb", closefd=False) as out:
+                out.write(data)
+            return
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
@@ -186,7 +202,8 @@ def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Itera
                 os.fsync(out.fileno())
             os.replace(name, path)
         except BaseException:
-            os.unlink(name)
+            with contextlib.suppress(FileNotFoundError):  # an interrupt may follow the renaming
+                os.unlink(name)
             raise
         sync(path.parent)
     except OSError as error:
@@ -295,8 +312,8 @@ def new_files(folder: Path) -> Iterator[Path]:
         raise Unwritable(folder, error) from None
 
 
-def append(path: Path) -> IO[bytes]:
-    """Open a file, made where there is none, to write at its end; no link is followed.
+def append(path: Path) -> io.FileIO:
+    """Open a file, made where there is none, for `add` to write at its end; no link is followed.
 
     Its descriptor can be read from.
 
@@ -305,13 +322,24 @@ def append(path: Path) -> IO[bytes]:
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        file = io.FileIO(os.open(path, flags, 0o666), "ab")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise OSError(errno.EINVAL, "no regular file")
     except OSError as error:
         raise Unwritable(path, error) from None
     return file
+
+
+def add(file: io.FileIO, data: bytes) -> None:
+    """Write all of some bytes; none of them are kept back for later where that fails.
+
+    Raises:
+        OSError: a full disk; some may have been written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 @contextlib.contextmanager
@@ -387,22 +415,20 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def tidy(folder: Path, name: str = "*", older_s: float = 0.0) -> None:
+def tidy(folder: Path, name: str, older_s: float = 0.0) -> None:
     """Remove what killed writers of files and folders of a name left in a folder.
 
     A folder of that name which they had moved away, and nothing had taken its place, is put back.
 
     Args:
         folder: where they wrote.
-        name: what they wrote, any name by default.
+        name: what they wrote.
         older_s: seconds since it was last written to; with 0 the caller knows that nobody writes.
     """
-    prefix = "." if name == "*" else _prefix(name)
     with contextlib.suppress(OSError):
-        if name != "*":
-            _put_back(folder / name)
+        _put_back(folder / name)
         for part in os.scandir(folder):
-            if _is_part(part.name, prefix):
+            if _is_part(part.name, _prefix(name)):
                 with contextlib.suppress(OSError):
                     if time.time() - _last_written(Path(part.path)) >= older_s:
                         _remove(Path(part.path))
@@ -415,7 +441,7 @@ def _prefix(name: str) -> str:
 def _is_part(name: str, prefix: str) -> bool:
     """Say whether it is a part of a file of a name, whose prefix another name's may begin with."""
     drawn = name.removeprefix(prefix).removesuffix(_PART)
-    return name == f"{prefix}{drawn}{_PART}" and (prefix == "." or "." not in drawn)
+    return name == f"{prefix}{drawn}{_PART}" and "." not in drawn
 
 
 def _last_written(path: Path) -> float:
@@ -446,18 +472,19 @@ def check_writable(path: Path) -> None:
     Raises:
         Unwritable: a file cannot be written there.
     """
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder: expected a file to write")
     try:
-        if path.is_fifo():
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder: expected a file to write")
+        if (own := _descriptor(path)) is not None:
+            os.write(own, b"")
+        elif path.is_fifo():
             return  # opening it would wait for who reads it
-        if path.exists() and not path.is_file():
+        elif path.exists() and not path.is_file():
             path.open("ab").close()
         elif path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(13, "Permission denied")
         else:
-            folder = os.path.dirname(os.path.realpath(path))
-            handle, name = tempfile.mkstemp(_PART, _prefix(path.name), folder)
+            handle, name = tempfile.mkstemp(_PART, _prefix(path.name), path.absolute().parent)
             os.close(handle)
             os.unlink(name)
     except OSError as error:

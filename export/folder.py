@@ -154,17 +154,22 @@ def _scratch(folder: Path) -> Iterator[Path]:
     with _writing(folder):
         while not place.exists():
             place = place.parent
-        if not place.is_dir() and place != folder.absolute():
+        if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        check_new(folder)
     with core_files.locked(place / lock):
+        check_new(folder)
         core_files.tidy(place, name)
         with core_files.scratch(place, name) as scratch:
             yield scratch
 
 
 def _place(whole: Path, folder: Path) -> None:
-    """Rename it to its folder; into that where there is one, which may be somebody's current."""
+    """Rename it to its folder; into that where there is one, which may be somebody's current.
+
+    Raises:
+        UsageError: something has appeared there while it was made.
+    """
+    check_new(folder)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(whole, folder)
@@ -177,6 +182,7 @@ def _place(whole: Path, folder: Path) -> None:
         core_files.sync(folder)
     except BaseException:
         for name in names:
-            shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / name).unlink(missing_ok=True)
+            if not os.path.lexists(whole / name):  # it was moved, so that what is there is ours
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (folder / name).unlink(missing_ok=True)
         raise

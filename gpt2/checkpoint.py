@@ -185,10 +185,20 @@ def _check_optimizer(saved: Checkpoint, found: Mapping[str, tensors.Kind]) -> No
             raise Unreadable(saved.path / OPTIMIZER, reason)
 
 
+def _is_step(name: str) -> bool:
+    return re.fullmatch(rf"{PREFIX}[0-9]{{8}}", name) is not None
+
+
 def listed(run: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
-    found = (run / FOLDER).glob(f"{PREFIX}*")
-    return sorted(path for path in found if re.fullmatch(r"[0-9]{8}", path.name[len(PREFIX) :]))
+    return sorted(path for path in (run / FOLDER).glob(f"{PREFIX}*") if _is_step(path.name))
+
+
+def tidy(run: Path) -> None:
+    """Remove what killed processes left of checkpoints that they wrote or removed."""
+    left = {path.name.split(".")[1] for path in (run / FOLDER).glob(f".{PREFIX}*")}
+    for name in filter(_is_step, left):
+        files.tidy(run / FOLDER, name)
 
 
 def newest(

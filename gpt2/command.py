@@ -90,12 +90,13 @@ def _prepared(settings: Settings) -> Path:
     return folder
 
 
-def _tokens(settings: Settings, folder: Path) -> data.Tokens:
-    """
+def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:
+    """Map the tokens in every process; the first alone reads them all, to see that they are whole.
+
     Raises:
         UsageError: they are damaged, or a split is too short for one sequence.
     """
-    tokens = data.open_tokens(folder, note)
+    tokens = data.open_tokens(folder, note, check=group.leads)
     tokens.require(settings.context)
     return tokens
 
@@ -186,7 +187,7 @@ def _enough_memory() -> Iterator[None]:
 def _train(asked: Asked, run: Run, device: Device, group: Group) -> None:
     begin = time.monotonic()
     folder = group.once(lambda: _prepared(run.settings))
-    tokens = group.each(lambda: _tokens(run.settings, folder))
+    tokens = group.each(lambda: _tokens(run.settings, folder, group))
     with ExitStack() as stack:
         stack.enter_context(algorithms(run.settings))
         outcome = Outcome()

@@ -95,10 +95,13 @@ class _Mapped:
         return np.memmap(self.file, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
 
 
-def open_tokens(folder: Path | str, say: Callable[[str], None] = lambda line: None) -> Tokens:
+def open_tokens(
+    folder: Path | str, say: Callable[[str], None] = lambda line: None, *, check: bool = True
+) -> Tokens:
     """
     Args:
         say: called with a line before a large file is checked.
+        check: read the files of tokens through; without it another process does.
 
     Raises:
         UsageError: the folder is missing, is not of prepared tokens, or is damaged.
@@ -109,7 +112,8 @@ def open_tokens(folder: Path | str, say: Callable[[str], None] = lambda line: No
     try:
         meta = prepared.read_meta(folder)
         mapped = tuple(_Mapped(folder / f"{split}.bin") for split in SPLITS)
-        prepared.check(folder, meta, say)
+        if check:
+            prepared.check(folder, meta, say)
     except Missing as error:
         raise UsageError(f"data {error}: expected a folder that `prepare` made") from None
     except Unreadable as error:

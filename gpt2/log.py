@@ -185,8 +185,7 @@ class Log:
 
     def _add(self, line: bytes) -> None:
         try:
-            self._file.write(line)
-            self._file.flush()
+            files.add(self._file, line)
         except OSError as error:
             raise files.Unwritable(self.path, error) from None
 

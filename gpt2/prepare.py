@@ -27,8 +27,8 @@ from jetfire.core import files, terminal
 from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
-from jetfire.gpt2.prepared import META, Meta, Source, cache, check, read_meta
-from jetfire.gpt2.tokenizers import Tokenizer
+from jetfire.gpt2.prepared import META, SPLITS, Meta, Source, cache, check, read_meta
+from jetfire.gpt2.tokenizers import RANKS, Tokenizer
 from jetfire.ops.errors import UsageError, unknown
 
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
@@ -131,10 +131,7 @@ def default_folder(names: Sequence[str], tokenizer: str) -> Path:
 def _prepare(
     found: Sequence[Corpus], chosen: str, vocabulary: Path | None, folder: Path, show: bool
 ) -> None:
-    if folder.exists() and not (folder / META).is_file() and any(folder.iterdir()):
-        raise UsageError(
-            f"-o {folder}: holds something else: expected a new folder or an empty one"
-        )
+    _check_ours(folder)
     sources = [corpus.source() for corpus in found]
     if _same(folder, sources, chosen, vocabulary):
         return
@@ -143,6 +140,21 @@ def _prepare(
             meta = _write(found, _tokenizer(chosen, vocabulary, found), part, advance)
         meta["sources"] = sources
         (part / META).write_text(json.dumps(meta, indent=2) + "\n")
+        _check_ours(folder)  # once more: that took a while
+
+
+def _check_ours(folder: Path) -> None:
+    """See that nothing is lost where a folder is replaced.
+
+    Raises:
+        UsageError: it holds anything but prepared tokens.
+    """
+    held = set(os.listdir(folder)) if folder.exists() else set()
+    tokens = {f"{split}.bin" for split in SPLITS}
+    if held and not (META in held and held & tokens and held <= {META, RANKS, *tokens}):
+        raise UsageError(
+            f"-o {folder}: holds something else: expected a new folder or an empty one"
+        )
 
 
 def _same(folder: Path, sources: list[Source], chosen: str, vocabulary: Path | None) -> bool:

@@ -76,6 +76,8 @@ def opened(asked: Asked, group: Group) -> Iterator[Run]:
     with _alone(folder):
         if _holds_a_run(folder):
             raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
+        if not tokenizers.may_keep(folder / TOKENIZER):
+            raise UsageError(f"-o {folder}: its {TOKENIZER} is something else: name another folder")
         yield Run(folder, settings)
 
 
@@ -111,8 +113,9 @@ def _tidy(folder: Path) -> None:
     for name in (checkpoint.FOLDER, TOKENIZER):
         if (folder / name).is_symlink():
             raise UsageError(f"{folder / name}: is a link: expected a folder of the run's own")
-        files.tidy(folder / name)
-    files.tidy(folder)
+    checkpoint.tidy(folder)
+    for name in (TOKENIZER, SETTINGS):
+        files.tidy(folder, name)
 
 
 def _free_folder(settings: Settings) -> Path:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Protocol
@@ -267,14 +268,25 @@ def load(description: Description, folder: Path) -> Tokenizer:
         return Bytes()
     if description["name"] == "char":
         return Characters(description["characters"])
-    return _kept_gpt2(files.read(folder / RANKS, MOST), description, folder / RANKS)
+    return _kept_gpt2(description, folder / RANKS)
 
 
-def _kept_gpt2(content: bytes, description: Gpt2Kept, file: Path) -> Gpt2:
-    """GPT-2's tokenizer from the file that `Gpt2.save` wrote."""
+def _content(description: Gpt2Kept, file: Path) -> bytes:
+    """Return the content of the file that `Gpt2.save` wrote.
+
+    Raises:
+        Unreadable: it is missing or damaged.
+    """
+    content = files.read(file, MOST)
     digest = hashlib.sha256(content).hexdigest()
     if description.get("sha256", digest) != digest:
         raise Unreadable(file, "is not what was written: its SHA-256 is another")
+    return content
+
+
+def _kept_gpt2(description: Gpt2Kept, file: Path) -> Gpt2:
+    """GPT-2's tokenizer from the file that `Gpt2.save` wrote."""
+    content = _content(description, file)
     try:
         pairs = [line.split() for line in content.splitlines()]
         ranks = {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
@@ -298,12 +310,20 @@ def keep(description: Description, source: Path, folder: Path) -> None:
     """Keep a prepared folder's tokenizer in another folder too, as `kept` reads it.
 
     Raises:
-        Unreadable: its file is missing.
+        Unreadable: its file is missing or damaged.
         Unwritable: the folder cannot be written.
     """
     if description["name"] == "gpt2":
-        files.write(folder / RANKS, files.read(source / RANKS, MOST))
+        files.write(folder / RANKS, _content(description, source / RANKS))
     files.write(folder / "meta.json", json.dumps(description) + "\n")
+
+
+def may_keep(folder: Path) -> bool:
+    """Return whether a folder is not there, or holds nothing but what `keep` puts there."""
+    try:
+        return {*os.listdir(folder)} <= {"meta.json", RANKS}
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def kept(folder: Path) -> Tokenizer:

@@ -424,9 +424,30 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(UsageError, match="holds something else"):
         prepare.prepare(path, "byte", out)
     assert (out / "thesis.tex").read_text() == "mine"
+    (out / "meta.json").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else"):
+        prepare.prepare(path, "byte", out)
+    (out / "thesis.tex").unlink()
+    with pytest.raises(UsageError, match="holds something else"):
+        prepare.prepare(path, "byte", out)
+    assert (out / "meta.json").read_text() == "mine"
     path.write_text("")
     with pytest.raises(UsageError, match="there is no text in it"):
         prepare.prepare(path, "byte", tmp_path / "new")
+
+
+def test_what_is_put_into_a_folder_meanwhile_is_left_alone(folder, monkeypatch):
+    write = prepare._write
+
+    def meanwhile(*given):
+        (folder / "thesis.tex").write_text("mine")
+        return write(*given)
+
+    monkeypatch.setattr(prepare, "_write", meanwhile)
+    with pytest.raises(UsageError, match="holds something else"):
+        prepare.prepare(folder.parent / "a.txt", "char", folder)
+    assert (folder / "thesis.tex").read_text() == "mine"
+    data.open_tokens(folder)
 
 
 def test_the_command_says_where_and_how_many(tmp_path, capsys):

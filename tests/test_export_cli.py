@@ -266,6 +266,43 @@ def test_what_is_cut_short_while_it_takes_its_place_leaves_nothing(
 
 
 @pytest.mark.parametrize("there", [False, True])
+def test_what_appears_in_its_folder_meanwhile_is_left_alone(fake, tmp_path, capsys, there):
+    folder = tmp_path / "out"
+    if there:
+        folder.mkdir()
+
+    def build(_):
+        folder.mkdir(exist_ok=True)
+        (folder / "README.md").write_text("mine")
+
+    fake(Fake(build))
+    assert export(folder, *GEMM) == 2
+    assert refused(capsys) == f"-o {folder}: expected a new or empty folder"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"README.md": "mine"}
+
+
+def test_an_export_that_is_cut_short_takes_back_its_own_files_alone(fake, tmp_path, monkeypatch):
+    """The very moment in which it takes its place is the last for others to write there."""
+    fake(Fake())
+    (tmp_path / "out").mkdir()
+    moved, replace = [], os.replace
+
+    def interrupt(source, destination):
+        if len(moved) == 2:
+            destination.mkdir(exist_ok=True)
+            (destination / "notes").write_text("mine")
+            raise KeyboardInterrupt
+        moved.append(destination.name)
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    assert export(tmp_path / "out", *GEMM) == 130
+    (kept,) = (tmp_path / "out").iterdir()
+    assert kept.name not in moved
+    assert (kept / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("there", [False, True])
 def test_what_a_killed_export_left_goes(fake, tmp_path, capsys, there):
     fake(Fake())
     folder = tmp_path / "out"

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import io
 import os
 import stat
 import threading
@@ -99,6 +100,32 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (tmp_path / "link").read_text() == "new"
 
 
+def test_what_the_process_has_open_is_written_to_and_not_replaced(tmp_path, monkeypatch):
+    """As in `jetfire bench gemm -o /dev/stdout > log`, after what was printed."""
+    replaced = []
+    monkeypatch.setattr(os, "replace", lambda *names: replaced.append(names))
+    with (tmp_path / "log").open("wb", buffering=0) as out:
+        for name in (f"/dev/fd/{out.fileno()}", f"/proc/self/fd/{out.fileno()}"):
+            out.write(b"before ")
+            files.check_writable(files.Path(name))
+            files.write(files.Path(name), "written ")
+        out.write(b"after")
+    assert (tmp_path / "log").read_text() == "before written before written after"
+    assert replaced == []
+    with (tmp_path / "log").open("rb") as into:
+        name = files.Path(f"/dev/fd/{into.fileno()}")
+        for act in (files.check_writable, lambda path: files.write(path, "x")):
+            with pytest.raises(Unwritable, match="Bad file descriptor"):
+                act(name)
+    streams = map(files.Path, ("/dev/stdin", "/dev/stdout", "/dev/../dev/stderr"))
+    assert [files._descriptor(path) for path in streams] == [0, 1, 2]
+
+
+def test_memory_that_is_a_file_is_replaced_as_any_other(tmp_path):
+    for name in ("/dev/shm/r.json", "/proc/1/fd/1", "dev/stdout", tmp_path / "stdout"):
+        assert files._descriptor(files.Path(name)) is None
+
+
 def test_folders_are_made_where_asked(tmp_path):
     with pytest.raises(Unwritable, match="No such file"):
         files.write(tmp_path / "a" / "b" / "f", "x")
@@ -163,7 +190,7 @@ def test_what_a_killed_writer_left_goes_after_an_hour_or_at_once(tmp_path):
     files.write(tmp_path / "f", "x", alone=True)
     assert not left.exists()
     assert other.exists()
-    files.tidy(tmp_path)
+    files.tidy(tmp_path, "g")
     assert os.listdir(tmp_path) == ["f"]
 
 
@@ -196,6 +223,33 @@ def test_unwritable_places(tmp_path):
         files.check_writable(tmp_path / "file" / "r.json")
     files.check_writable(tmp_path / "new.json")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_looked_at_is_where_it_is_written(tmp_path):
+    """A link is replaced: it matters not whether its target's folder is there."""
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "r.json")
+    files.check_writable(tmp_path / "link")
+    files.write(tmp_path / "link", "x")
+    assert (tmp_path / "link").read_text() == "x"
+    (tmp_path / "loop").symlink_to("loop")
+    long = "x" * 300
+    for name, says in (("loop/r.json", "Too many levels"), (long, "File name too long"),
+                       (f"{long}/r.json", "File name too long")):  # fmt: skip
+        with pytest.raises(Unwritable, match=says):
+            files.check_writable(tmp_path / name)
+
+
+def test_an_interrupt_once_a_file_has_its_name_is_an_interrupt(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def interrupted(*names):
+        replace(*names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.write(tmp_path / "f", "x")
+    assert os.listdir(tmp_path) == ["f"]
 
 
 def test_a_file_written_bit_by_bit_appears_whole_or_not_at_all(tmp_path):
@@ -293,7 +347,7 @@ def test_files_take_their_places_beside_others_together_or_not_at_all(tmp_path, 
 def test_what_is_appended_follows_no_link(tmp_path):
     for text in (b"one", b"two"):
         with files.append(tmp_path / "log") as out:
-            out.write(text)
+            files.add(out, text)
     assert (tmp_path / "log").read_text() == "onetwo"
     (tmp_path / "link").symlink_to("log")
     os.mkfifo(tmp_path / "pipe")
@@ -301,6 +355,16 @@ def test_what_is_appended_follows_no_link(tmp_path):
         with pytest.raises(Unwritable, match=name):
             files.append(tmp_path / name)
     assert (tmp_path / "log").read_text() == "onetwo"
+
+
+def test_what_is_added_is_added_whole_though_each_write_takes_a_little(tmp_path):
+    class Slow(io.FileIO):
+        def write(self, data):
+            return super().write(data[:3])
+
+    with Slow(tmp_path / "log", "ab") as out:
+        files.add(out, b"a whole line\n")
+    assert (tmp_path / "log").read_text() == "a whole line\n"
 
 
 def test_a_lock_is_held_by_one_and_gone_afterwards(tmp_path):

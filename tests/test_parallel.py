@@ -14,7 +14,8 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from jetfire.cli import execute
-from jetfire.gpt2 import data, log, parallel
+from jetfire.core import files
+from jetfire.gpt2 import command, data, log, parallel, prepared
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.runs import Asked, opened
@@ -105,6 +106,25 @@ def test_any_number_of_processes_sees_the_same_sequences(tmp_path, monkeypatch):
         return set(found)
 
     assert seen(1) == seen(2) == seen(4)
+
+
+def test_the_first_process_alone_reads_all_tokens_through(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    folder = preparation.prepare(tmp_path / "text.txt", "byte", tmp_path / "tokens")
+    monkeypatch.setattr(prepared, "REMEMBERED", 0)  # so that it speaks of any file
+    settings = make("tiny", {"recipe": "bf16"})
+    digest, read = files.digest, []
+
+    def spy(path, see):
+        read.append(path.name)
+        return digest(path, see)
+
+    monkeypatch.setattr(files, "digest", spy)
+    for rank in (1, 0):
+        assert len(command._tokens(settings, folder, Group(rank, 2)).train)
+        said = capsys.readouterr().err.count("checking ")
+        assert (len(read), said) == ((0, 0) if rank else (2, 2))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

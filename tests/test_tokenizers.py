@@ -157,6 +157,10 @@ def test_ranks_are_those_that_were_written(gpt2_files, tmp_path):
     file.write_text(text.replace("aGU=", "aGY="))  # "he" and "hf"
     with pytest.raises(UsageError, match="is not what was written"):
         tokenizers.load(description, tmp_path)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="is not what was written"):  # not after days of training
+        tokenizers.keep(description, tmp_path, tmp_path / "run")
+    assert not any((tmp_path / "run").iterdir())
     del description["sha256"]  # as earlier versions had it
     tokenizers.load(description, tmp_path)
 

@@ -543,6 +543,7 @@ def test_a_log_writes_through_no_link_and_says_when_the_disk_is_full(tmp_path):
     os.dup2(os.open("/dev/full", os.O_WRONLY), journal._file.fileno())
     with pytest.raises(UsageError, match=r"log\.jsonl: cannot be written: No space left"):
         journal.write(HEAD)
+    journal.close()  # which tries nothing again
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jetfire.gpt2 import checkpoint, command, data, log, prepare, prepared
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.train import Training
+from jetfire.ops.errors import UsageError
 
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
             "evaluate_batches=1,checkpoint_every=4,keep=3,recipe=bf16")  # fmt: skip
@@ -419,9 +420,48 @@ def test_what_killed_processes_left_is_tidied(run):
     for path in left:
         path.write_text("half")
     (run / "checkpoints" / ".step-00000012.x1y2.part" / "new").mkdir(parents=True)
+    (run / ".tokenizer.x1y2.part" / "new").mkdir(parents=True)
     (run / ".lock").touch()
     assert resume(run) == 0
     assert [str(p) for p in run.rglob("*") if ".part" in str(p) or p.name == ".lock"] == []
+
+
+def test_what_others_left_half_done_is_theirs(tmp_path):
+    """As `jetfire-train tiny -o .` finds a download of somebody's."""
+    steps = tmp_path / "checkpoints"
+    (steps / ".step-00000012.x1y2.part" / "new").mkdir(parents=True)
+    theirs = [tmp_path / ".film.mkv.part", tmp_path / ".film.x1y2.part",
+              tmp_path / ".settings.json.old.x1y2.part", steps / ".notes.x1y2.part",
+              steps / ".step-00000012.damaged.x1y2.part", steps / ".step-12.x1y2.part"]  # fmt: skip
+    for path in theirs:
+        path.write_text("mine")
+    with opened(Asked(preset="tiny", output=tmp_path), Group()):
+        pass
+    assert all(path.read_text() == "mine" for path in theirs)
+    assert {p for p in tmp_path.rglob("*") if p != steps} == {*theirs}
+
+
+def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
+    """As `jetfire-train tiny -o .` finds one beside a model of another program's."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "meta.json").write_text("{}")  # of a run killed as it began
+    asked = Asked(preset="tiny", output=tmp_path)
+    with opened(asked, Group()):
+        pass
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")
+    with pytest.raises(UsageError, match="tokenizer is something else"), opened(asked, Group()):
+        pass
+    shutil.rmtree(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer").write_text("mine")
+    with pytest.raises(UsageError, match="tokenizer is something else"), opened(asked, Group()):
+        pass
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
+    steps = tmp_path / "checkpoints"
+    (steps / ".step-00000008.x1y2.part" / "old").mkdir(parents=True)
+    checkpoint.tidy(tmp_path)
+    assert os.listdir(steps) == ["step-00000008"]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer", "log.jsonl", "settings.json", ".lock",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetfire.core.files import Unwritable, append
+from jetfire.core.files import Unwritable, add, append
 from jetfire.ops.op import Config
 from jetfire.tuner import interrupts
 from jetfire.tuner.runner import Runner
@@ -80,7 +80,7 @@ def _log(file: Path, number: int, config: Config, measurement: Measurement) -> N
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with append(file) as log:
-            log.write(text.encode(errors="replace"))
+            add(log, text.encode(errors="replace"))
     except OSError as error:
         raise StorageError(f"cannot write log {file}: {error.strerror or error}") from None
     except Unwritable as error:

@@ -71,12 +71,12 @@ def fault(self: Training, step: int):
     return LAUNCH(self, step)
 
 
-def apart(settings, folder: Path):
+def apart(settings, folder: Path, group: parallel.Group):
     """Data that the second process cannot read, and a warning in both."""
     warnings.warn("what both warn of", JetfireWarning, stacklevel=1)
     if RANK == 1:
         raise UsageError("not to be read here")
-    return TOKENS(settings, folder)
+    return TOKENS(settings, folder, group)
 
 
 def runs_of(name: str, how: str, more: str) -> None:
