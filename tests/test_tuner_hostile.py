@@ -241,6 +241,8 @@ NO_JOURNAL = {
     "a pipe": (lambda file, good: os.mkfifo(file), "no regular file"),
     "a folder": (lambda file, good: file.mkdir(), "Is a directory"),
     "100 MB": (lambda file, good: os.truncate(file.touch() or file, 100 << 20), "more than"),
+    "dense": (lambda file, good: file.write_bytes(b'{"op_code":' + b"[" * 3_000_001),
+              "more than 3000000 values"),
     "a device": (lambda file, good: file.symlink_to("/dev/zero"), "is a link"),
     "a link to itself": (lambda file, good: file.symlink_to(file.name), "is a link"),
     "a link out of its folder": (
