@@ -45,8 +45,8 @@ CHOOSING_S = 10.0
 MESSAGE = 2000
 # Bytes of a journal. A trial of eight fields takes 4000, without its message.
 MOST = 64 * MIB
-# Commas and opening brackets in it: such a trial has 160. For each, an object within an object takes
-# 200 bytes of memory.
+# Commas and opening brackets in it: such a trial has 160. For each, an object within an object
+# takes 200 bytes of memory.
 MOST_VALUES = 3_000_000
 # CPU time that it may take to check one, or Optuna to read one: a good one takes it 18 µs a line.
 READ_S, LINE_S = 1.0, 60e-6
