@@ -84,10 +84,10 @@ def duration(option: str, text: str) -> float:
 
 def shard(text: str | None) -> tuple[int, int]:
     """Return the index and the count of ``0/4``."""
-    index, _, count = (text or "0/1").partition("/")
-    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+    found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text or "0/1")
+    if not found or int(found[1]) >= int(found[2]):
         raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
-    return int(index), int(count)
+    return int(found[1]), int(found[2])
 
 
 def joined(texts: Sequence[str] | None) -> str | None:

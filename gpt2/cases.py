@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,8 +139,9 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
     for name, text in changes.items():
         if name not in known:
             raise unknown(f"--set {name}={text}", name, known)
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"--set {name}={text}: expected an integer of at least 1")
+        if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+            raise UsageError(f"--set {name}={text}: expected an integer of at least 1, and of at "
+                             "most 18 digits")  # fmt: skip
     return {name: int(text) for name, text in changes.items()}
 
 

@@ -33,6 +33,7 @@ NAME = "log.jsonl"
 Record = dict[str, Any]
 # Bytes: a million steps have 230 MB.
 MOST = 256 * MIB
+MOST_LINES = 2_000_000
 _OPEN = ConfigDict(extra="allow")
 
 
@@ -130,7 +131,7 @@ def records(file: Path) -> list[Record]:
     """
     kept: list[Record] = []
     bad: list[BadLine] = []
-    for found in schema.lines(file, _Record, MOST):
+    for found in schema.lines(file, _Record, MOST, MOST_LINES):
         if isinstance(found, BadLine):
             bad.append(found)
             continue

@@ -49,11 +49,10 @@ def run(
     """
     folder = prepare(names, tokenizer, output, vocabulary=vocabulary, copy=copy, show=True)
     meta = read_meta(folder)
-    print(
-        f"jetfire: {meta['train']} training and {meta['validation']} validation tokens "
+    terminal.note(
+        f"{meta['train']} training and {meta['validation']} validation tokens "
         f"({meta['tokenizer']['name']}, vocabulary {meta['vocabulary']}) of "
-        f"{meta['documents']} documents",
-        file=sys.stderr,
+        f"{meta['documents']} documents"
     )
     print(folder)
 
@@ -87,7 +86,7 @@ def prepare(
         raise unknown(f"no tokenizer {tokenizer!r}", tokenizer, tokenizers.NAMES)
     if copy is not None and len(given) > 1:
         raise UsageError(f"--from {copy}: expected with one corpus, {len(given)} are given")
-    say = _say if show else _quiet
+    say = terminal.note if show else _quiet
     found = [corpora.find(name, copy, cache(), say) for name in given]
     chosen = tokenizer or found[0].tokenizer
     if vocabulary is not None and chosen != "gpt2":
@@ -335,10 +334,6 @@ def _progress(show: bool) -> Iterator[Callable[[int, int], None]]:
             progress.update(task, description=text)
 
         yield advance
-
-
-def _say(line: str) -> None:
-    print(f"jetfire: {line}", file=sys.stderr)
 
 
 def _quiet(line: str) -> None:

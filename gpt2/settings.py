@@ -187,6 +187,8 @@ def _parsed(name: str, annotation: Any, text: str) -> Any:
     try:
         if annotation is str:  # logs and checkpoints hold it
             return schema.convert(text, schema.Line, Path(name))
+        if not text.isascii() or "_" in text:  # Python's int and float take them
+            raise ValueError
         value = _TRUTHS[text.lower()] if annotation is bool else annotation(text)
     except (ValueError, KeyError):
         raise _wrong(name, text, _KINDS[annotation]) from None

@@ -220,10 +220,31 @@ def _byte_names() -> dict[str, int]:
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
+def _ids(file: Path) -> dict[str, int]:
+    """Return the ids of a vocabulary's tokens.
+
+    They are checked one by one: pydantic keeps each wrong one for its error's text, at 1 kB.
+
+    Raises:
+        Missing, Unreadable: there is no such file, or one of its ids is none.
+    """
+    found: dict[str, Any] = schema.load(file, dict[str, Any], MOST)
+    for token, number in found.items():
+        if type(number) is not int:
+            wanted = "an integer"
+        elif not 0 <= number < LARGEST:
+            wanted = f"less than {LARGEST}, and at least 0"
+        else:
+            continue
+        shown = f"{ascii(token)[:100]}: {ascii(number)[:100]}"
+        raise Unreadable(file, f"{shown}: expected {wanted}")
+    return found
+
+
 def _read_gpt2(folder: Path) -> tuple[dict[bytes, int], int]:
     """Ranks and <|endoftext|>'s id from OpenAI's two files, checked against each other."""
     try:
-        ids = schema.load(folder / "encoder.json", _Encoder, MOST)
+        ids = _ids(folder / "encoder.json")
         lines = files.read(folder / "vocab.bpe", MOST).decode("utf-8").split("\n")
     except Missing as error:
         raise UsageError(f"--vocabulary {error}: expected encoder.json and vocab.bpe") from None
@@ -251,11 +272,6 @@ def _read_gpt2(folder: Path) -> tuple[dict[bytes, int], int]:
             f"vocab.bpe's {len(expected)} merges in their order"
         )
     return ranks, end
-
-
-_Encoder = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=1000)], Id], Field(max_length=LARGEST)
-]
 
 
 def load(description: Description, folder: Path) -> Tokenizer:

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from jetfire import ops
 from jetfire.core import schema
-from jetfire.core.files import Missing, Unreadable, write
+from jetfire.core.files import Missing, Unreadable, locked, write
 from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, NotNegative, Ratios
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning, UsageError
@@ -419,12 +419,10 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
     Raises:
         UsageError: the file cannot be written; what it held is still there.
     """
-    from filelock import FileLock
-
     file = path(folder, device, op)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock")):
+        with locked(file.with_suffix(".lock"), wait=True):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
             write(file, _text(device, op, list(merged.values())), alone=True)
     except OSError as error:

@@ -6,6 +6,8 @@ import json
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from jetfire.core import schema
+
 ESC = "\x1b]0;title\x07\x1b[2J"
 MARKUP = "[red]x[/red] [/] [link=file:///etc/passwd]y[/link]"
 VALUES = st.sampled_from([
@@ -19,6 +21,19 @@ few = settings(
     max_examples=12, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
+
+
+def errors_kept(monkeypatch):
+    """Return a list that gets how many wrong entries pydantic keeps of each value it refuses."""
+    kept = []
+    reason = schema._reason
+
+    def counted(error):
+        kept.append(error.error_count())
+        return reason(error)
+
+    monkeypatch.setattr(schema, "_reason", counted)
+    return kept
 
 
 def _places(value, path=()):

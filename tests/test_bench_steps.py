@@ -329,3 +329,9 @@ def test_a_cpu_is_spared_what_is_for_a_gpu(words, capsys):
 def test_heads_must_divide_the_width(name, capsys):
     assert execute("train", ["bench", name, "--set", "width=100"]) == 2
     assert "width=100: expected a multiple of heads=32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("digits", [19, 400, 5000])
+def test_a_size_of_many_digits_is_refused(digits):
+    with pytest.raises(UsageError, match="expected an integer of at least 1, and of at most 18"):
+        problem_of("tiny", {"batch": "9" * digits})

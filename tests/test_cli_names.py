@@ -5,7 +5,8 @@ import pytest
 from jetfire import ops
 from jetfire.bench.runner import Runner
 from jetfire.cli import execute
-from jetfire.ops.errors import nearest, unknown
+from jetfire.core import options
+from jetfire.ops.errors import UsageError, nearest, unknown
 
 NEAR = [
     (["bench", "gmem"], "no op 'gmem' (did you mean gemm?): expected one of adamw, "),
@@ -66,3 +67,9 @@ def test_what_is_far_from_any_name_or_a_number_is_given_no_suggestion():
 )
 def test_what_is_accepted_ends_the_line(known, also, accepted):
     assert str(unknown("no x 'zz'", "zz", known, also)) == f"no x 'zz': {accepted}"
+
+
+@pytest.mark.parametrize("text", [f"0/{'9' * 5000}", f"{'9' * 5000}/1", "0/1_0", "٠/١"])
+def test_a_shard_is_of_few_plain_digits(text):
+    with pytest.raises(UsageError, match="expected I/N with 0 ≤ I < N"):
+        options.shard(text)

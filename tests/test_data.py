@@ -598,6 +598,17 @@ def test_tokens_that_are_written_to_meanwhile_are_noticed(folder):
         tokens.check_untouched()
 
 
+def test_what_is_said_is_shown_cleaned(tmp_path, monkeypatch, capsys):
+    def find(name, copy, cache, say):
+        say(f"reading {name}")
+        raise UsageError("nothing there")
+
+    monkeypatch.setattr(corpora, "find", find)
+    with pytest.raises(UsageError, match="nothing there"):
+        prepare.run(["a\x1b[2J\nb"], None, None, None, tmp_path / "out")
+    assert capsys.readouterr().err == "jetfire: reading a\\x1b[2J b\n"
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UsageError, match="nowhere: no such folder"):
         data.open_tokens(tmp_path / "nowhere")

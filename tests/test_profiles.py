@@ -195,6 +195,17 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(monkeypatch):
     assert not list(file.parent.glob(".*.part"))
 
 
+def test_no_lock_is_left_and_none_follows_a_link(tmp_path):
+    file = save(entry(gemm(8)))
+    assert list(file.parent.iterdir()) == [file]
+    (tmp_path / "mine").write_text("my own")
+    lock = file.with_suffix(".lock")
+    lock.symlink_to(tmp_path / "mine")
+    with pytest.raises(UsageError, match=r"gemm.lock: cannot be written: "):
+        save(entry(gemm(9)))
+    assert (tmp_path / "mine").read_text() == "my own"
+
+
 def test_an_unwritable_folder_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"^cannot write profile "):

@@ -141,13 +141,25 @@ def test_a_file_of_another_version_says_so(tmp_path):
 def test_lines_are_read_one_by_one(tmp_path):
     file = tmp_path / "f.jsonl"
     file.write_bytes(b'{"a": 1}\n\nnot JSON\n{"a": -1}\n{"a": 2}')
-    found = list(schema.lines(file, dict[str, Count], 1000))
+    found = list(schema.lines(file, dict[str, Count], 1000, 10))
     assert [x for x in found if isinstance(x, dict)] == [{"a": 1}, {"a": 2}]
     wrong = [x for x in found if isinstance(x, schema.BadLine)]
     assert [str(x).partition(": ")[2][:7] for x in wrong] == ["line 3:", "line 4:"]
     assert [(x.number, x.cut) for x in wrong] == [(3, False), (4, False)]
     file.write_bytes(b'{"a": 1}\n{"a"')
-    assert [x.cut for x in schema.lines(file, dict[str, Count], 1000) if not isinstance(x, dict)]
+    (cut,) = [x for x in schema.lines(file, dict[str, Count], 1000, 10) if not isinstance(x, dict)]
+    assert cut.cut
+
+
+def test_lines_of_garbage_are_given_up(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_bytes(b"{}\n" + b"x\n" * 50_000)
+    found = schema.lines(file, dict[str, Count], 1 << 20, 100_000)
+    with pytest.raises(Unreadable, match="more than 10000 lines hold no value, the last 10002: "):
+        list(found)
+    file.write_bytes(b"\n" * 11)
+    with pytest.raises(Unreadable, match="more than 10 lines: expected at most"):
+        list(schema.lines(file, dict[str, Count], 1000, 10))
 
 
 JSON = st.recursive(

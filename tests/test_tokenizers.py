@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jetfire.gpt2 import tokenizers
 from jetfire.ops.errors import UsageError
+from jetfire.tests.hostile import errors_kept
 
 TEXT = "The thing, then: in an inn\n\n  on the re-re… café's 1234 \t<|endoftext|> 𝔘n\r\n "
 
@@ -98,6 +99,16 @@ def test_damaged_vocabularies_are_refused(gpt2_files, tmp_path, name, change, sa
     _damage(folder, name, change)
     with pytest.raises(UsageError, match=says):
         tokenizers.gpt2(folder)
+
+
+def test_a_vocabulary_of_faults_is_told_the_first(gpt2_files, tmp_path, monkeypatch):
+    folder = shutil.copytree(gpt2_files, tmp_path / "vocabulary")
+    wrong = {str(number): "x" for number in range(50_000)}
+    (folder / "encoder.json").write_text(json.dumps(wrong))
+    kept = errors_kept(monkeypatch)
+    with pytest.raises(UsageError, match="'0': 'x': expected an integer"):
+        tokenizers.gpt2(folder)
+    assert kept == []
 
 
 def test_missing_vocabularies_are_named(gpt2_files, tmp_path):

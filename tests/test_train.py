@@ -698,3 +698,10 @@ def test_resuming_repeats_the_losses_on_a_gpu(how, recipe, tokens, tmp_path):
         _, rest = run(tokens, saved=saved, **changes)
     assert losses(rest) == losses(whole)[4:]
     json.dumps(rest)
+
+
+@pytest.mark.parametrize("text", ["1_6", "١٦", "9" * 5000])
+def test_a_setting_is_a_number_of_plain_digits(text):
+    for name in ("batch", "clip"):
+        with pytest.raises(UsageError, match=rf"^{name}=.*: expected "):
+            make("tiny", {name: text})

@@ -1443,17 +1443,19 @@ def test_lines_where_there_is_no_terminal(capsys):
         display.begin("gemm/wgmma m=1", 4, 60.0, [(A, Measurement("ok", 2.0))])
         display.trial(B, Measurement("wrong"))
         display.note("[bold]as it is[/bold]")
+        display.note("two\nlines \x1b[2J")
     out, errors = capsys.readouterr()
     assert out == ""
     text = display_module.config_text
     assert errors.splitlines() == [
         "jetfire: [1/2] gemm/triton m=1",
-        f"jetfire:   trial 1: 2 ms (1.00× the first) {text(C)}",
-        f"jetfire:   crash: {text(B)}: first line",
-        f"jetfire:   trial 5: 1 ms (2.00× the first) {text(E)}",
+        f"jetfire: trial 1: 2 ms (1.00× the first) {text(C)}",
+        f"jetfire: crash: {text(B)}: first line",
+        f"jetfire: trial 5: 1 ms (2.00× the first) {text(E)}",
         "jetfire: [2/2] gemm/wgmma m=1, 1 trials known",
-        f"jetfire:   wrong: {text(B)}: ",
+        f"jetfire: wrong: {text(B)}:",
         "jetfire: [bold]as it is[/bold]",
+        "jetfire: two lines \\x1b[2J",
     ]
     assert text(C) == "tile=64 warps=4 fast=False order=row"
 

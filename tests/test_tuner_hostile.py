@@ -22,10 +22,13 @@ sys.path.insert(0, str(FAULTS))
 import faulty  # noqa: E402
 
 from jetfire import cli, ops  # noqa: E402
+from jetfire.core.files import Unwritable  # noqa: E402
 from jetfire.ops import profiles  # noqa: E402
 from jetfire.ops.device import Device  # noqa: E402
-from jetfire.tests.hostile import ESC, MARKUP, damaged, few, mutated  # noqa: E402
-from jetfire.tuner import session  # noqa: E402
+from jetfire.ops.errors import UsageError  # noqa: E402
+from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
+from jetfire.tuner import command, digest, session  # noqa: E402
+from jetfire.tuner.recording import Recording  # noqa: E402
 from jetfire.tuner.runner import ReplayRunner  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
@@ -241,6 +244,8 @@ NO_JOURNAL = {
     "a pipe": (lambda file, good: os.mkfifo(file), "no regular file"),
     "a folder": (lambda file, good: file.mkdir(), "Is a directory"),
     "100 MB": (lambda file, good: os.truncate(file.touch() or file, 100 << 20), "more than"),
+    "dense": (lambda file, good: file.write_bytes(b'{"op_code":' + b"[" * 3_000_001),
+              "more than 3000000 values"),
     "a device": (lambda file, good: file.symlink_to("/dev/zero"), "is a link"),
     "a link to itself": (lambda file, good: file.symlink_to(file.name), "is a link"),
     "a link out of its folder": (
@@ -546,6 +551,44 @@ def test_any_recording(capsys, tmp_path, data):
     assert (code == 0) == (out != "")
     assert len(errors) == (code != 0)
     nothing_else(tmp_path, "r.json", "r.json.gz")
+
+
+def test_several_failures_end_as_the_first(capsys, tmp_path, monkeypatch):
+    first = Unwritable(tmp_path / "x", OSError(28, "No space left"))
+    first.details = "a compiler's line"
+    monkeypatch.setattr(command, "_tune_all", lambda *_: [first, UsageError("another")])
+    code, out, errors = run(capsys, *TUNE, "--m", "32,64", "--storage", tmp_path)
+    assert (code, out) == (2, "")
+    said = f"2 of 2 searches failed, the first: {tmp_path}/x: cannot be written: No space left"
+    assert errors[-2:] == [f"jetfire: {said}", "a compiler's line"]
+
+
+MANY = [[]] * 5000
+OF_MANY = {
+    "outcomes": {"outcomes": MANY},
+    "fields": {"fields": {"tile_m": MANY}},
+    "values": {"fields": {f"f{i}": MANY[:1000] for i in range(9)}},
+    "rows": {"trials": [1] * 5000},
+    "ranks": {"trials": [[[], [], [], [], [], 0, 1, 1, 1, 1, 1]] * 5000},
+    "device": {"device": {f"k{i}": [[[[[[]]]]]] for i in range(5000)}},
+}
+
+
+@pytest.mark.parametrize("kind", OF_MANY)
+def test_a_recording_of_many_faults_keeps_few(tmp_path, monkeypatch, kind):
+    content = json.loads(gzip.decompress((DATA / "gemm-triton-h200.json.gz").read_bytes()))
+    (tmp_path / "r.json").write_text(json.dumps({**content, **OF_MANY[kind]}))
+    kept = errors_kept(monkeypatch)
+    with pytest.raises(UsageError, match=r"recording .*: expected"):
+        Recording.load(tmp_path / "r.json")
+    assert max(kept) <= 10
+
+
+def test_a_space_of_many_faults_keeps_few(monkeypatch):
+    kept = errors_kept(monkeypatch)
+    assert digest._valid({"tile": MANY}, digest._ATTRIBUTES["space"]) is None
+    assert digest._valid({f"f{i}": 1 for i in range(5000)}, digest._ATTRIBUTES["space"]) is None
+    assert max(kept) <= 10
 
 
 @few

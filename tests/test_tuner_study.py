@@ -15,6 +15,7 @@ import pytest
 from jetfire import ops
 from jetfire.ops import profiles
 from jetfire.ops.device import target_device
+from jetfire.ops.errors import UsageError
 from jetfire.tuner import study as studies
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import strategy_of
@@ -86,6 +87,31 @@ def test_other_errors_of_a_trial_are_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "_end", fail)
     with pytest.raises(RuntimeError, match="of another kind"):
         study.tell(number, config, Measurement("ok", 1.0))
+
+
+def test_many_thousand_failures_fit_a_journal(tmp_path):
+    """What a trial's tuner writes, the same command reads again."""
+    study = opened(str(tmp_path / "s.journal"))
+    number, config = study.ask()
+    before = study.file.stat().st_size
+    study.tell(number, config, Measurement("crash", message="x" * 1_000_000))
+    text = study.file.read_bytes()
+    assert (len(text) - before) * 10_000 < studies.MOST
+    assert sum(map(text.count, (b",", b"[", b"{"))) * 10_000 < studies.MOST_VALUES
+    assert opened(str(study.file)).finished()[0][1].message == "x" * studies.MESSAGE
+
+
+def test_no_lock_is_left_and_none_follows_a_link(tmp_path):
+    storage = str(tmp_path / "s.journal")
+    opened(storage).ask()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "s.journal"]
+    (tmp_path / "mine").write_text("my own")
+    for name in ("s.journal.lock", "s.journal.ask.lock"):
+        (tmp_path / name).symlink_to("mine")
+        with pytest.raises(UsageError, match=f"cannot use study .*{name}: cannot be written"):
+            opened(storage)
+        (tmp_path / name).unlink()
+    assert (tmp_path / "mine").read_text() == "my own"
 
 
 def test_an_owner_is_alive_until_its_process_ends(ended):

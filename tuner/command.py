@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jetfire import ops
-from jetfire.bench import command as bench_command
 from jetfire.bench import plan
 from jetfire.bench.plan import Case
+from jetfire.core import terminal
 from jetfire.ops import profiles
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, NoDeviceError, TimedOutError, UsageError, writing
+from jetfire.ops.errors import JetfireError, NoDeviceError, TimedOutError, UsageError
 from jetfire.ops.op import Kernel
 from jetfire.ops.run import needs_another_device
 from jetfire.tuner import summary, unseen
@@ -130,7 +130,7 @@ def tune(asked: Asked) -> None:
     devices = devices_of(asked.device)
     work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
     if not work:
-        bench_command.note("nothing to tune: the shard is empty, or all has its profile already")
+        terminal.note("nothing to tune: the shard is empty, or all has its profile already")
         return
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
@@ -160,7 +160,7 @@ def tune(asked: Asked) -> None:
         raise UsageError(str(stopped))
     if failed and len(work) > 1:
         text = f"{len(failed)} of {len(work)} searches failed, the first: {failed[0]}"
-        raise type(failed[0])(text)
+        failed[0].args = (text,)  # its details and its exit code stay
     if failed:
         raise failed[0]
     if session.untried and not tuned:
@@ -209,8 +209,7 @@ def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None
         print(unseen.conclusion(rows))
         if asked.output is not None:
             device = session.studies[0][1].optuna.user_attrs["device"]
-            with writing(asked.output):
-                unseen.write(rows, device, asked.seed, asked.output)
+            unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         _recording(*session.studies[0]).save(asked.record)
 

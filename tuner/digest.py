@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from jetfire.core import schema
 from jetfire.core.files import Unreadable
-from jetfire.core.schema import Fields, Line, Measured, Name, NotNegative, Ratios, Scalar
+from jetfire.core.schema import Fields, Line, Measured, Name, NotNegative, Ratios, Scalars, most
 from jetfire.tuner.strategies import can_be
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
@@ -73,7 +73,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "objective": Objective,
     "device": Where,
     "peaks": Peaks,
-    "space": Annotated[dict[Name, list[Scalar]], Field(max_length=100)],
+    "space": Annotated[dict[Name, Scalars], most(100)],
     **dict.fromkeys(("flops", "bytes"), _Work),
     "final": Final,
 }

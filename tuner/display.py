@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from types import TracebackType
@@ -96,17 +95,17 @@ class Display:
         if self._live is not None:
             return
         if better:
-            self.note(f"  trial {sum(self.counts.values())}: {self._level()} {config_text(config)}")
+            self.note(f"trial {sum(self.counts.values())}: {self._level()} {config_text(config)}")
         elif not measurement.measured:
             reason = measurement.message.strip().splitlines() or [""]
-            self.note(f"  {measurement.outcome}: {config_text(config)}: {reason[0]}")
+            self.note(f"{measurement.outcome}: {config_text(config)}: {reason[0]}")
 
     def note(self, text: str) -> None:
         """A line that stays."""
         if self._live is not None:
-            self._live.console.print(f"jetfire: {text}")
+            self._live.console.print(f"jetfire: {terminal.line(text)}")
         else:
-            print(f"jetfire: {terminal.visible(text)}", file=sys.stderr, flush=True)
+            terminal.note(text)
 
     def _level(self) -> str:
         if self.best is None or self.first is None:

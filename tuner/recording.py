@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from jetfire import ops
 from jetfire.core import schema
 from jetfire.core.files import Unreadable, write
-from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalar
+from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
 from jetfire.ops.errors import UsageError
 from jetfire.ops.op import Config, Kernel
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.trial import OUTCOMES, Measurement, Outcome
 
 SCHEMA = 1
-Values = Annotated[list[Scalar], Field(min_length=1, max_length=1000)]
+Values = Annotated[Scalars, Field(min_length=1, max_length=1000)]
 
 
 @dataclass(frozen=True)
@@ -106,24 +106,29 @@ class _File:
     op: Name
     kernel: Name
     problem: Fields
-    device: Annotated[dict[Name, Plain], Field(max_length=100)]
-    fields: Annotated[dict[Name, Values], Field(min_length=1, max_length=100)]
+    device: Annotated[dict[Name, Plain], most(100)]
+    fields: Annotated[dict[Name, Values], Field(min_length=1), most(100)]
     base: Fields
-    outcomes: list[Outcome]
-    trials: Annotated[list[list[Any]], Field(max_length=WHOLE)]
+    outcomes: Annotated[list[Outcome], most(100)]
+    trials: Annotated[list[list[Any]], FailFast(), most(WHOLE)]
 
 
 @dataclass(frozen=True)
 class _Trial:
     """One trial; `outcome` is a place in `_File.outcomes`."""
 
-    ranks: list[Count]
+    ranks: Annotated[list[Count], most(100)]
     outcome: Count
     ms: Measured | None
     ms_p20: Measured | None
     ms_p80: Measured | None
     joules: NotNegative | None
     seconds: NotNegative
+
+
+@dataclass(frozen=True)
+class _Trials:
+    trials: Annotated[list[_Trial], FailFast()]
 
 
 _REST = [field.name for field in dataclasses.fields(_Trial)][1:]
@@ -160,7 +165,7 @@ def _trials(content: _File, file: Path) -> list[_Trial]:
         {"ranks": row[:count], **dict(zip(_REST, row[count:], strict=False))}
         for row in content.trials
     ]
-    return schema.convert({"trials": named}, dict[str, list[_Trial]], file)["trials"]
+    return schema.convert({"trials": named}, _Trials, file).trials
 
 
 def _typed(kernel: Kernel, name: str, values: Sequence[Any]) -> list[Any]:

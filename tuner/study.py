@@ -7,18 +7,18 @@ it again. It lies in a journal file of its own, in one that is named, or behind 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-import filelock
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -41,11 +41,17 @@ from jetfire.tuner.trial import Measurement, Objective, score
 ABANDONED_S = 3600.0
 # What another tuner may take between beginning a trial and choosing its config.
 CHOOSING_S = 10.0
-# Bytes of a journal, of which a trial takes 2500. Nested brackets take 22 times as much memory.
-MOST = 24 * MIB
-# CPU time that Optuna may take to read one: a good one takes it 18 µs a line.
+# Characters of a failure's message that a trial keeps: as many as a report shows.
+MESSAGE = 2000
+# Bytes of a journal. A trial of eight fields takes 4000, without its message.
+MOST = 64 * MIB
+# Commas and opening brackets in it: such a trial has 160. For each, an object within an object
+# takes 200 bytes of memory.
+MOST_VALUES = 3_000_000
+# CPU time that it may take to check one, or Optuna to read one: a good one takes it 18 µs a line.
 READ_S, LINE_S = 1.0, 60e-6
 Note = Callable[[str], None]
+T = TypeVar("T")
 
 
 def studies_folder() -> Path:
@@ -80,20 +86,22 @@ class Identity:
         return f"{device}/{self.kernel.op}/{self.kernel.name}-{shape}-{key}"
 
 
+def _locked(file: Path) -> AbstractContextManager[None]:
+    """Return the lock of whoever reads a journal to mend it, or adds to it."""
+    return files.locked(file.with_name(f"{file.name}.lock"), wait=True)
+
+
 class _FileLock:
-    """A lock that the operating system lets go when its holder dies."""
+    """What Optuna asks of a lock, without its base class."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lock = filelock.FileLock(f"{file}.lock")
+        self._file, self._held = file, ExitStack()
 
     def acquire(self) -> bool:
-        self._lock.acquire()
-        try:
+        with ExitStack() as held:
+            held.enter_context(_locked(self._file))
             self._cut_torn_line()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._held = held.pop_all()
         return True
 
     def _cut_torn_line(self) -> None:
@@ -107,7 +115,7 @@ class _FileLock:
                 journal.truncate(journal.read().rfind(b"\n") + 1)
 
     def release(self) -> None:
-        self._lock.release()
+        self._held.close()
 
 
 class _JournalFile(JournalFileBackend):
@@ -119,12 +127,24 @@ class _JournalFile(JournalFileBackend):
         Raises:
             Unreadable: they take too long.
         """
-        begin = time.process_time()
-        for count, log in enumerate(super().read_logs(log_number_from)):
-            if time.process_time() - begin > READ_S + count * LINE_S:
-                reason = f"takes too long to read, from line {log_number_from + count} on"
-                raise Unreadable(Path(self._file_path), reason)
-            yield log
+        logs = super().read_logs(log_number_from)
+        yield from _in_time(logs, Path(self._file_path), log_number_from)
+
+
+def _in_time(lines: Iterable[T], file: Path, first: int = 1) -> Generator[T, None, None]:
+    """Yield a journal's lines while they, and what is done with them, take the time of good ones.
+
+    Args:
+        first: the number of the first.
+
+    Raises:
+        Unreadable: they take longer.
+    """
+    begin = time.process_time()
+    for count, line in enumerate(lines):
+        if time.process_time() - begin > READ_S + count * LINE_S:
+            raise Unreadable(file, f"takes too long to read, from line {first + count} on")
+        yield line
 
 
 def _is_operation(line: bytes) -> bool:
@@ -147,8 +167,10 @@ def _repair(file: Path, note: Note) -> None:
     if file.is_symlink():  # whoever made it may want another file written
         raise Unreadable(file, "is a link: expected a regular file")
     content = files.read(file, MOST)
+    if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise Unreadable(file, f"more than {MOST_VALUES} values: expected at most that many")
     good = 0
-    for line in content.splitlines(keepends=True):
+    for line in _in_time(io.BytesIO(content), file):
         if not _is_operation(line):
             break
         good += len(line)
@@ -171,10 +193,10 @@ def _journal(file: Path, note: Note) -> JournalStorage:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{file}.lock"):
+        with _locked(file):
             if file.exists() or file.is_symlink():
                 _repair(file, note)
-        lock: Any = _FileLock(file)  # what Optuna asks of one, without its base class
+        lock: Any = _FileLock(file)
         return JournalStorage(_JournalFile(str(file), lock))
     except (Unreadable, Unwritable) as error:
         raise UsageError(f"cannot use study {error}") from None
@@ -309,6 +331,9 @@ class Study:
             self._broken = True
             where = error.filename or self._where
             raise StorageError(f"cannot use study {where}: {error.strerror or error}") from None
+        except Unwritable as error:
+            self._broken = True
+            raise StorageError(f"cannot use study {error}") from None
         except (optuna.exceptions.StorageInternalError, json.JSONDecodeError) as error:
             self._broken = True
             raise StorageError(f"cannot use study {self._where}: {_cause(error)}") from None
@@ -320,9 +345,11 @@ class Study:
             return self.file.with_suffix(self.log_suffix)
         return studies_folder() / f"{self.identity.name}{self.log_suffix}"
 
-    def _alone(self) -> Any:
+    def _alone(self) -> AbstractContextManager[None]:
         """Held while a trial is begun, so that no other tuner here sees half of one."""
-        return nullcontext() if self.file is None else filelock.FileLock(f"{self.file}.ask.lock")
+        if self.file is None:
+            return nullcontext()
+        return files.locked(self.file.with_name(f"{self.file.name}.ask.lock"), wait=True)
 
     def _describe(self, attributes: Mapping[str, Any]) -> None:
         known = self.optuna.user_attrs
@@ -400,7 +427,7 @@ class Study:
             StorageError: it cannot be written.
         """
         attributes = {"config": config.as_dict(), **measurement.as_dict()}
-        attributes["message"] = measurement.message[:MIB]
+        attributes["message"] = measurement.message[:MESSAGE]  # the log has it whole
         del attributes["outcome"]
         with self._using():
             trial = self._asked[number]
