@@ -33,6 +33,7 @@ from jetfire.bench.nvml import Nvml
 from jetfire.bench.plan import Note
 from jetfire.bench.results import Row
 from jetfire.bench.timer import Timing
+from jetfire.core import terminal
 from jetfire.core.recipes import RECIPES
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import (
@@ -324,7 +325,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
     made = Bench(
-        device, command.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
+        device, terminal.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
         debug=asked.debug,
     )  # fmt: skip
     known = existing is not None and existing.device.get("name") == device.name
