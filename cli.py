@@ -24,10 +24,17 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jetfire import __version__
+from jetfire.core import files, terminal
 from jetfire.core import options as o
-from jetfire.core import terminal
 from jetfire.ops import broken
-from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError, nearest, unknown
+from jetfire.ops.errors import (
+    JetfireError,
+    JetfireWarning,
+    UsageError,
+    nearest,
+    refused,
+    unknown,
+)
 
 HELP = ["-h", "--help"]
 
@@ -963,11 +970,12 @@ def _failed(error: Exception) -> int:
     if _is_usage_error(error):
         return _fail(_parse_error(error), 2)
     if isinstance(error, OSError) and error.strerror:  # no disk, no rights, no such program
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return _fail(f"{where}{error.strerror}", 2)
+        return _fail(refused(error), 2)
     if isinstance(error, RecursionError) and "JSON" in str(error):
         return _fail("a JSON file is nested too deeply to be one of ours", 2)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    # torch's and CuPy's own are of no common type, and torch has one of no type.
+    full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if full or "can't allocate memory" in str(error):
         return _fail("out of memory: expected smaller sizes", 2)
     return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows more)", 1)
 
@@ -998,26 +1006,48 @@ def _share_cores() -> None:
 
 
 @contextlib.contextmanager
-def _caches(keeps: bool) -> Iterator[None]:
-    """Where the home cannot be written, have what is compiled kept in a folder for this run alone.
+def _caches() -> Iterator[None]:
+    """Have what is compiled kept in a folder for this run alone, where its own cannot be written.
 
-    Triton and CuPy fail without their caches, and so would kernels, as if they were wrong.
-
-    Args:
-        keeps: whether our own cache is asked to keep more than that: training's tokens.
+    Triton and CuPy fail without their caches, and so would kernels, as if they were wrong. Tokens,
+    which are to be kept, are looked for and refused where they would be.
     """
-    if os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
+    missing = _unwritable()
+    if not missing:
         yield
         return
-    names = ["TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR", *([] if keeps else ["JETFIRE_CACHE"])]
     with tempfile.TemporaryDirectory(prefix="jetfire-", ignore_cleanup_errors=True) as folder:
-        missing = {name: folder for name in names if name not in os.environ}
-        os.environ |= missing
+        replaced = dict.fromkeys(missing, folder)
+        if "JETFIRE_CACHE" in missing and "JETFIRE_TOKENS" not in os.environ:
+            replaced["JETFIRE_TOKENS"] = str(files.cache())
+        os.environ |= replaced
         try:
             yield
         finally:
-            for name in missing:
+            for name in replaced:
                 del os.environ[name]
+
+
+def _unwritable() -> list[str]:
+    """Return the variables of caches whose usual folders cannot be written."""
+    found = []
+    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
+        found = [name for name in _AT_HOME if name not in os.environ]
+    if not os.environ.get("JETFIRE_CACHE") and not _holds_files(files.cache()):
+        found.append("JETFIRE_CACHE")
+    return found
+
+
+def _holds_files(folder: Path) -> bool:
+    """Make a folder, and say whether files can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+_AT_HOME = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR")  # caches of others, in the home
 
 
 @cache
@@ -1039,8 +1069,7 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
         completion_init()
     elif command is None and not words:
         words = ["--help"]
-    training = "train" in (command, *words[:1])
-    with terminal.streams(), _caches(keeps=training):
+    with terminal.streams(), _caches():
         try:
             with warnings.catch_warnings():
                 _warn_in_a_line()

@@ -103,6 +103,8 @@ def bench(asked: Asked) -> None:
         asked = replace(asked, workload=request.workload)
         work = [(case, options) for case in plan.cases(request, note)]
     runner.check_config([case for case, _ in work], options)
+    there = len(existing.rows) if existing else 0
+    plan.check_rows([case for case, _ in work], options.kernels, options.peers, there)
     if asked.suite == "promotion":
         promotion.require([case for case, _ in work], device, work[0][1])
     if asked.dry_run:

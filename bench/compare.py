@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jetfire.bench import show
-from jetfire.bench.command import note
 from jetfire.bench.results import Results, Row
 from jetfire.core import terminal
+from jetfire.core.terminal import note
 from jetfire.ops.errors import RegressionError, UsageError, WrongResultError
 
 if TYPE_CHECKING:

@@ -6,18 +6,16 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
-import platformdirs
 import torch
 from filelock import FileLock
-from typing_extensions import TypedDict
 
 from jetfire.bench import load, timer
-from jetfire.bench.results import Peaks, Ratio
-from jetfire.core import schema
+from jetfire.bench.results import Peaks
+from jetfire.core import files, schema
 from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
-from jetfire.core.schema import Line, Name, most
+from jetfire.core.schema import Line, most
 from jetfire.ops import peers
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireWarning
@@ -107,17 +105,7 @@ def measure(device: Device) -> Peaks:
     return found
 
 
-class Kept(TypedDict):
-    """What the cache holds of a device; `busy` as in `jetfire.bench.results.Peaks`."""
-
-    copy_gbps: Ratio
-    int8_tops: Ratio
-    bf16_tflops: Ratio
-    how: Annotated[dict[Name, Line], most(100)]
-    busy: NotRequired[Line]
-
-
-_CACHE: Any = Annotated[dict[Line, Kept], most(1000)]
+_CACHE: Any = Annotated[dict[Line, Peaks], most(1000)]
 
 
 def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks:
@@ -126,7 +114,7 @@ def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks
     Those that were measured while others used the device say so, and are measured anew once they
     seem to have stopped.
     """
-    file = Path(platformdirs.user_cache_dir("jetfire")) / "peaks.json"
+    file = files.cache() / "peaks.json"
     key, found = _key(device, driver), None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

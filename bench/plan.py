@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetfire import ops
+from jetfire.bench.results import MOST_ROWS
+from jetfire.ops import data, workloads
 from jetfire.ops import peers as peer_ops
-from jetfire.ops import workloads
-from jetfire.ops.data import DISTRIBUTIONS
 from jetfire.ops.errors import UsageError, unknown
 from jetfire.ops.op import MOST_ELEMENTS, Op
 
@@ -207,10 +207,36 @@ def check_peers(names: Sequence[str]) -> None:
             raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
 
 
-def check_data(name: str) -> None:
-    """Raise UsageError where a name is no distribution's."""
-    if name not in DISTRIBUTIONS:
-        raise unknown(f"--data {name}", name, DISTRIBUTIONS)
+def check_data(text: str) -> None:
+    """Raise UsageError where a text is no distribution's name, nor that of two."""
+    data.check(text, f"--data {text}")
+
+
+def check_rows(
+    chosen: Sequence[Case], kernels: Sequence[str] | None, peers: Sequence[str] | None,
+    there: int,
+) -> None:  # fmt: skip
+    """Refuse, before it is measured, what a results file has no room for.
+
+    Args:
+        kernels, peers: the names to keep; None keeps all.
+        there: rows that the file holds already.
+
+    Raises:
+        UsageError: there may be more rows than `MOST_ROWS`.
+    """
+    beside = peer_ops.MOST if peers is None else min(len(peers), peer_ops.MOST)
+    rows = {
+        name: beside + sum(kernels is None or kernel in kernels for kernel in ops.kernels(name))
+        for name in dict.fromkeys(case.op.name for case in chosen)
+    }
+    most = there + sum(rows[case.op.name] for case in chosen)
+    if most > MOST_ROWS:
+        held = f", {there} of which are there already" if there else ""
+        raise UsageError(
+            f"that is up to {most} rows{held}: expected at most {MOST_ROWS} in a results file; "
+            "give fewer sizes or values, or --kernel and --peer"
+        )
 
 
 def choose_ops(names: Sequence[str]) -> list[Op]:

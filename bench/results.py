@@ -10,30 +10,32 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire.core import schema
+from jetfire.core import schema, terminal
 from jetfire.core.files import MIB
 from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
+from jetfire.ops.errors import UsageError
 
 SCHEMA = 1
-MOST = 8 * MIB  # bytes of a file: 2000 rows are 1 MiB
-MOST_ROWS = 20_000
+# What a file may hold: 740 bytes a row, where a gemm's on a GPU, the longest, have 630 in the mean.
+# To parse the costliest file of 14 MiB takes 0.9 GiB and 3.7 s.
+MOST, MOST_ROWS = 12 * MIB, 17_000
 CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 
 # What was measured stays well within what floats hold, so that no quotient of two overflows:
 # a time is from a femtosecond to thirty years.
 Milliseconds = Annotated[float, Field(ge=1e-12, le=1e12)]
-Measured = Annotated[float, Field(ge=0, le=1e15)]
+Amount = Annotated[float, Field(ge=0, le=1e15)]
 Ratio = Annotated[float, Field(ge=1e-15, le=1e15)]
 Decibels = Annotated[float, Field(ge=-1e4, le=1e4)]
-Gibibytes = Annotated[dict[Name, Measured | None], most(100)]
+Gibibytes = Annotated[dict[Name, Amount | None], most(100)]
 
 
-class Peaks(TypedDict, total=False):
+class Peaks(TypedDict):
     """What a device can do at best, as `jetfire.bench.peaks` measures it.
 
     Attributes:
@@ -46,8 +48,8 @@ class Peaks(TypedDict, total=False):
     copy_gbps: Ratio
     int8_tops: Ratio
     bf16_tflops: Ratio
-    how: Annotated[dict[Name, Line], most(100)]
-    busy: Line
+    how: NotRequired[Annotated[dict[Name, Line], most(100)]]
+    busy: NotRequired[Line]
 
 
 class DeviceRecord(TypedDict, total=False):
@@ -65,11 +67,11 @@ class Extra(TypedDict, total=False):
     """Fields of some rows alone: times of stages in milliseconds, and memory in GiB."""
 
     stages: Annotated[dict[Name, Milliseconds], most(100)]
-    peak_gib: Measured | None
-    activation_gib: Measured | None
+    peak_gib: Amount | None
+    activation_gib: Amount | None
     peer_peak_gib: Gibibytes
     peer_activation_gib: Gibibytes
-    first_step_s: Measured | None
+    first_step_s: Amount | None
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,13 @@ class Row:
     ms_p20: Milliseconds | None = None
     ms_p80: Milliseconds | None = None
     samples: Count | None = None
-    tflops: Measured | None = None
-    gbps: Measured | None = None
-    roofline: Measured | None = None
+    tflops: Amount | None = None
+    gbps: Amount | None = None
+    roofline: Amount | None = None
     vs_peer: Annotated[dict[Name, Ratio], most(100)] | None = None
-    sm_mhz: Measured | None = None
-    watts: Measured | None = None
-    joules: Measured | None = None
+    sm_mhz: Amount | None = None
+    watts: Amount | None = None
+    joules: Amount | None = None
     throttled: Annotated[list[Line], most(100)] | None = None
     graph: bool | None = None
     curve: Literal["promotion"] | None = None
@@ -140,9 +142,11 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it: extra fields beside the others, no NaN and no infinity.
 
-        What only a curve's points, or only exports, have is left out of other rows.
+        An error, which a kernel may have worded, is one line without control characters. What only
+        a curve's points, or only exports, have is left out of other rows.
         """
         plain = dataclasses.asdict(self)
+        plain["error"] = terminal.line(self.error)
         if self.curve is None:
             for name in CURVE_FIELDS:
                 if plain[name] is None:
@@ -230,11 +234,21 @@ class Results:
                 self.rows.append(row)
 
     def to_json(self) -> str:
-        """A row a line, so that a file of two thousand can be read and compared."""
+        """A row a line, so that a file of two thousand can be read and compared.
+
+        Raises:
+            UsageError: it is more than `load` takes.
+        """
         rows = [json.dumps(row.as_dict(), allow_nan=False) for row in self.rows]
         device = json.dumps(_finite(self.device), indent=1, allow_nan=False)
         lines = ",\n".join(rows)
-        return f'{{"schema": {SCHEMA},\n"device": {device},\n"rows": [\n{lines}\n]}}\n'
+        text = f'{{"schema": {SCHEMA},\n"device": {device},\n"rows": [\n{lines}\n]}}\n'
+        if len(rows) > MOST_ROWS or len(text) > MOST:  # JSON is ASCII here: characters are bytes
+            raise UsageError(
+                f"{len(rows)} rows in {len(text)} bytes: a results file holds at most {MOST_ROWS} "
+                f"in {MOST}: give another file, or measure less"
+            )
+        return text
 
     def to_csv(self) -> str:
         """A row a line; the problem's and the config's fields as `problem.m`, `config.tile_m`, …"""

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from jetfire import ops
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Measured, Milliseconds
+from jetfire.bench.results import Amount, Milliseconds
 from jetfire.core import schema
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.schema import Count, Fields, Line, Name
@@ -83,7 +83,7 @@ class Lookup:
     kernel: Name
     problem: Fields
     source: Literal["nearest", "default"]
-    distance: Measured | None
+    distance: Amount | None
     lookup_ms: Milliseconds
     default_ms: Milliseconds
     tuned_ms: Milliseconds

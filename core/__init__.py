@@ -1,1 +1,1 @@
-"""What every part of the workbench stands on: reading and writing files."""
+"""What every part of the workbench stands on: files, options, what is printed, recipes."""

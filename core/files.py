@@ -507,3 +507,10 @@ def check_output(option: str, path: Path | None, *suffixes: str) -> None:
         kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise UsageError(f"{option} {path}: expected a file named {kinds}")
     check_writable(path)
+
+
+def cache() -> Path:
+    """Return the folder of what can be made again: ``$JETFIRE_CACHE``, else the user's cache."""
+    import platformdirs
+
+    return Path(os.environ.get("JETFIRE_CACHE") or platformdirs.user_cache_path("jetfire"))

@@ -20,7 +20,7 @@ from jetfire import ops
 from jetfire.bench import command
 from jetfire.bench.plan import Case
 from jetfire.bench.results import Row
-from jetfire.core import terminal
+from jetfire.core.terminal import note
 from jetfire.export import measure, targets
 from jetfire.export.folder import contents, write
 from jetfire.export.plan import Plan, make
@@ -155,7 +155,7 @@ def suite(asked: command.Asked) -> None:
     driver = nvml.driver() if nvml else None
     peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, dict(peaks), driver)
-    terminal.note(f"building {len(wanted)} exports")
+    note(f"building {len(wanted)} exports")
     with prepared(wanted) as found:
         for done, _ in found.values():
             done.exception()  # waits: nothing else is to run while one is timed

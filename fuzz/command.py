@@ -217,13 +217,10 @@ def _alike(device: Device) -> list[Device]:
 
 
 def _pairs(asked: Asked) -> list[Pair]:
+    from jetfire.bench.plan import check_kernels
+
     names = [ops.get(name).name for name in asked.ops] or list(ops.names())
-    known = {kernel for name in names for kernel in ops.kernels(name)}
-    for name in (*asked.kernels, *([asked.against] if asked.against else [])):
-        if name not in known:
-            raise UsageError(
-                f"no kernel {name!r} in these ops: expected {', '.join(sorted(known))}"
-            )
+    check_kernels(names, [*asked.kernels, *([asked.against] if asked.against else [])])
     pairs = [
         (name, kernel)
         for name in names

@@ -15,16 +15,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from jetfire import ops
+from jetfire.core import files
 from jetfire.fuzz.draw import Extent, Target
 from jetfire.fuzz.sanitize import Tool
 from jetfire.fuzz.search import Report, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError
+from jetfire.ops.errors import JetfireError, UsageError, refused
 from jetfire.tuner import interrupts
 from jetfire.tuner.process import Worker
 
@@ -112,7 +112,8 @@ class Plan:
 
     def _run_huge(self, target: Target, executor: Isolated, deadline: float) -> Report:
         """One example, once no other job of this user's has such a one on the device."""
-        folder = platformdirs.user_cache_path("jetfire", ensure_exists=True)
+        folder = files.cache()
+        folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"fuzz-{target.device.index}.lock")
         try:
             held = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
@@ -259,6 +260,8 @@ def drive(connection: Connection, plan: Plan, device: Device, folder: str) -> No
                 connection.send(plan.run(unit, device, executor))
             except JetfireError as error:
                 connection.send(_Error(error, traceback.format_exc()))
+            except OSError as error:  # no disk, no rights: the user's to mend
+                connection.send(_Error(UsageError(refused(error)), traceback.format_exc()))
             except Exception as error:
                 said = JetfireError(f"internal error: {type(error).__name__}: {error}")
                 connection.send(_Error(said, traceback.format_exc()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Annotated, Any
 
 from typing_extensions import TypedDict
 
-from jetfire.core import schema
+from jetfire.core import schema, terminal
 from jetfire.core.files import MIB, Missing, Unwritable, write
 from jetfire.core.schema import Line, Text, most
-from jetfire.core.terminal import visible
 from jetfire.fuzz.case import Case, Failure, Kind
 from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning, UsageError
+from jetfire.ops.errors import UsageError
 
 SCHEMA = 1
 MOST = 4 * MIB  # bytes of a file
@@ -62,7 +60,7 @@ def as_dict(failure: Failure) -> dict[str, Any]:
     return {
         "id": failure.case.id,
         "kind": failure.kind,
-        "message": visible(failure.message)[:MESSAGE],
+        "message": terminal.visible(failure.message)[:MESSAGE],
         "case": failure.case.as_dict(),
     }
 
@@ -79,14 +77,14 @@ def content(failure: Failure, device: Device, loaded: Sequence[Path]) -> dict[st
 
 
 def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
-    """Write a failure's file; a folder that cannot be written is a warning, with what to write."""
+    """Write a failure's file; where it cannot be written, print on stderr what it would hold."""
     path = folder() / f"{failure.case.id}.json"
     saved = content(failure, device, loaded)
     try:
         write(path, json.dumps(saved, indent=1) + "\n", folders=True)
     except Unwritable as error:
-        text = f"{error}; it would hold {json.dumps(saved)}"
-        warnings.warn(text, JetfireWarning, stacklevel=2)
+        terminal.note(f"{error}; it would hold the next line")
+        terminal.details(json.dumps(saved))
 
 
 def find(name: str) -> Saved:

@@ -176,7 +176,9 @@ def _remember(digest: str, stamp: _Stamp) -> None:
 
 
 def cache() -> Path:
-    """Where downloads and tokens prepared by name are: ``$JETFIRE_CACHE``, else the user's."""
-    from platformdirs import user_cache_path
+    """Return the folder of downloads and of tokens prepared by name.
 
-    return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "data"
+    It is in ``$JETFIRE_TOKENS``, which the command line sets where ``$JETFIRE_CACHE`` is for one
+    run alone, else in the cache.
+    """
+    return Path(os.environ.get("JETFIRE_TOKENS") or files.cache()) / "data"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar, get_args
@@ -34,9 +36,10 @@ def checked_block(block: int) -> int:
     Raises:
         UsageError: kernels have no such blocks.
     """
-    if block not in _BLOCKS or not isinstance(block, int):
-        raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
-    return block
+    with contextlib.suppress(TypeError):  # of what is no integer
+        if (found := operator.index(block)) in _BLOCKS:
+            return found
+    raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
 
 
 class Both(NamedTuple):

@@ -179,11 +179,15 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
 TYPICAL = ("normal", "outlier", "heavy", "gradient")
 
 
-def check(data: str) -> None:
-    """Raise UsageError for what is no distribution, nor two of them as `Source` takes them."""
+def check(data: str, given: str | None = None) -> None:
+    """Raise UsageError for what is no distribution, nor two of them as `Source` takes them.
+
+    Args:
+        given: what the error begins with; None is ``data 'nope'``.
+    """
     for name in data.split("/", 1):
         if name not in DISTRIBUTIONS:
-            raise unknown(f"data {data!r}", name, DISTRIBUTIONS)
+            raise unknown(given or f"data {data!r}", name, DISTRIBUTIONS)
 
 
 class Source:

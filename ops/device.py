@@ -131,7 +131,7 @@ def capability_of(text: str) -> tuple[int, int]:
         UsageError: it is none of these.
     """
     digits = text.removeprefix("sm_").removesuffix("a").replace(".", "")
-    if not (digits.isascii() and digits.isdecimal()) or len(digits) < 2:
+    if not (digits.isascii() and digits.isdecimal()) or not 2 <= len(digits) < 100:
         raise UsageError(f"--arch {text}: expected an architecture such as 90, 9.0a or sm_90")
     return int(digits[:-1]), int(digits[-1])
 

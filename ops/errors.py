@@ -87,6 +87,12 @@ def _spelling(name: str) -> str:
     return name.lower().replace("_", "-").strip("-")
 
 
+def refused(error: OSError) -> str:
+    """Return what the operating system refused, after the file's name where there is one."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror or error}"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses while a file is written into a usage error.

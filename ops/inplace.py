@@ -38,6 +38,8 @@ def refuse_in_place(
 
 
 def _is_of_a_leaf(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # Dynamo traces no _is_view
+        return x.is_leaf
     base = x._base if x._is_view() else x
     return base is not None and base.is_leaf
 

@@ -32,6 +32,7 @@ NAMES = {
 }
 
 
+MOST = 5  # that an op has on one device: `gemm`'s on a GPU
 COMPILES = 64  # problems that torch.compile takes before `forget_compiled` is due
 
 

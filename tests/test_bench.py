@@ -20,7 +20,7 @@ from jetfire.ops.device import Device
 from jetfire.ops.op import Config, Kernel
 
 CPU = Device.parse("cpu")
-PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1}
+PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
 FAST = Options(rounds=2, sample_ms=0.01, kernels=["int_mm"])
 
 

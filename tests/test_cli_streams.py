@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from jetfire.bench import command
 from jetfire.cli import execute
@@ -129,6 +130,8 @@ def test_a_locale_without_our_signs_gets_escapes(monkeypatch):
         (FileNotFoundError(errno.ENOENT, "No such file", "cc"), 2, "cc: No such file"),
         (MemoryError(), 2, "out of memory: expected smaller sizes"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TB"), 2, "out of memory: "),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), 2, "out of memory: "),
+        (type("OutOfMemoryError", (Exception,), {})("CuPy's"), 2, "out of memory: "),
         (OSError("odd"), 1, "internal error: OSError: odd (--debug shows more)"),
         (ValueError("a\x1b[31m\nb"), 1, r"internal error: ValueError: a\x1b[31m b (--debug"),
     ],

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import platformdirs
 import pytest
 from filelock import FileLock
 
@@ -392,14 +392,46 @@ def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys,
     out, err = capsys.readouterr()
     for name in ("wrong", "unwritten"):
         assert f"gelu {name}: {name}: " in out
-    lines = [
-        line for line in err.splitlines() if f"{folder}" in line and "cannot be written" in line
-    ]
-    assert len(lines) == 2
+    lines = err.splitlines()
+    said = [i for i, line in enumerate(lines) if line.startswith(f"jetfire: {folder}")]
+    assert len(said) == 2
+    assert "cannot be written: " in lines[said[0]]
     file = tmp_path / "failure.json"
-    file.write_text(lines[0].partition("it would hold ")[2])
+    file.write_text(lines[said[0] + 1])
     unload()
     assert fuzz("--reproduce", str(file), "--load", str(FILE)) == 3
+
+
+def test_a_long_failure_that_cannot_be_saved_is_shown_whole(folder, tmp_path, capsys):
+    folder.write_text("in the way")
+    config = {f"field_{i}": "v" * 100 for i in range(60)}
+    case = Case("transpose", "torch", ops.get("transpose").Problem(3, 5).as_dict(), config)
+    store.save(Failure(case, "x\x1b" * 10**5, "wrong"), CPU, ())
+    _, saved = capsys.readouterr().err.splitlines()
+    file = tmp_path / "failure.json"
+    file.write_text(saved)
+    found = store.find(str(file))
+    assert (found.case, found.kind, len(found.message)) == (case, "wrong", store.MESSAGE)
+
+
+def test_a_kernel_that_loaded_files_do_not_bring_is_named_with_the_nearest(here, capsys):
+    assert fuzz("gelu", "--load", str(FILE), "--kernel", "wrng") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("jetfire: no kernel 'wrng' (did you mean wrong?): expected one of ")
+    assert "unwritten" in said
+
+
+def test_what_the_system_refuses_a_job_is_a_usage_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "file"))
+    device, pair, answers = target_device((9, 0)), ("quantize", "triton"), []
+    asked = iter([(jobs.Unit(pair, jobs.ALONE),)])
+    connection = SimpleNamespace(recv=lambda: next(asked), send=answers.append)
+    with pytest.raises(StopIteration):
+        jobs.drive(connection, jobs.Plan({pair: Extent()}, [device], 0), device, str(tmp_path))
+    assert [type(answer.error) for answer in answers] == [UsageError]
+    assert str(answers[0].error) == f"{tmp_path / 'file'}: File exists"
 
 
 def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
@@ -428,10 +460,10 @@ def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
 
 
 def test_a_huge_example_waits_for_another_until_the_deadline(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path))
     device, pair = target_device((9, 0)), ("quantize", "triton")
     plan = jobs.Plan({pair: Extent()}, [device], 0)
-    with FileLock(platformdirs.user_cache_path("jetfire", ensure_exists=True) / "fuzz-0.lock"):
+    with FileLock(tmp_path / "fuzz-0.lock"):
         unit = jobs.Unit(pair, jobs.ALONE, deadline=time.monotonic() + 0.3)
         report = plan.run(unit, device, None)
     assert (report.kernel, report.examples) == ("triton", 0)

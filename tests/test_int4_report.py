@@ -9,7 +9,8 @@ from jetfire.bench.results import Results, Row
 from jetfire.core.files import write
 from jetfire.ops import workloads
 
-DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {"copy_gbps": 4000.0}}
+DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {
+    "copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0}}  # fmt: skip
 
 
 def row(op, problem, ms, ratio, **fields):

@@ -317,6 +317,21 @@ def test_accumulation_is_a_write(device):
         torch.testing.assert_close(total, int8.int8_gemm(q, scale, q, scale, out="fp32"))
 
 
+def test_compiles_whole_where_what_it_adds_to_requires_grad(device):
+    q, scale = int8.int8_quantize(torch.randn(40, 40, device=device))
+    start = torch.randn(40, 40, device=device, requires_grad=True)
+
+    def added(start):
+        total = start * 2
+        int8.int8_gemm(q, scale, q, scale, out="fp32", c=total)
+        return total.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(added, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(start), added(start))
+    assert torch.equal(*(torch.autograd.grad(f(start), start)[0] for f in (compiled, added)))
+
+
 def test_plans_once(device, monkeypatch):
     chosen = []
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from jetfire.ops.device import Device
 
 CPU = Device("cpu", name="a CPU", sms=4)
 GPU = Device("cuda", name="a GPU")
+READY = "print('ready', flush=True); input()"
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1, "how": {}}
 
 
@@ -89,6 +91,20 @@ def test_own_work_counts_children_that_have_ended():
     before = load._own_seconds()
     subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
     assert load._own_seconds() > before
+
+
+def test_own_work_counts_descendants_that_live():
+    """torch.compile's pool is a child's children, which nobody waits for."""
+    work = f"sum(range(6_000_000)); {READY}"
+    nested = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {work!r}]).wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        before = os.times()
+        assert child.stdout.readline() == b"ready\n"
+        lived = load._own_seconds() - time.process_time()
+        assert lived > before.children_user + before.children_system + 0.05
+        child.stdin.close()
 
 
 @pytest.mark.parametrize(

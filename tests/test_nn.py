@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from jetfire.nn import (
     weights_changed,
 )
 from jetfire.nn import block as block_module
+from jetfire.nn.products import checked_block
 from jetfire.ops.errors import UsageError
 
 INT8 = "int8-block32"
@@ -777,6 +779,10 @@ def test_refuses_in_one_line(device):
     refused("input of shape (): expected 1 columns", Int8GELU(), x[0, 0])
     refused(f"weight of torch.float64: {floats}", linear.double(), x)
     sides = "block=48: expected 32 or 64 or 128"
+    for block in (True, 32.0, "32", None, [32]):
+        refused(f"block={block}: expected 32 or 64 or 128", checked_block, block)
+    block = Int8Linear(64, 64, block=np.int64(32)).block
+    assert (block, type(block)) == (32, int)
     refused(sides, Int8Linear, 8, 8, block=48)
     refused(sides, Int8LayerNorm, 8, block=48)
     refused(sides, Int8GELU, block=48)

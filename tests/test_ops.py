@@ -9,7 +9,7 @@ import torch
 from jetfire import ops
 from jetfire.ops import workloads
 from jetfire.ops.data import DISTRIBUTIONS, Source
-from jetfire.ops.device import Device, target_device
+from jetfire.ops.device import Device, capability_of, target_device
 from jetfire.ops.errors import NoDeviceError, UsageError
 
 INT8_OPS = (
@@ -222,3 +222,11 @@ def test_every_default_config_survives_its_text():
                 config = kernel.default(problem, target_device(capability))
                 texts = {field: str(value) for field, value in config.as_dict().items()}
                 assert kernel.Config.parse(texts) == config, (name, kernel.name)
+
+
+def test_architectures_are_parsed_or_refused():
+    assert {capability_of(text) for text in ("90", "9.0", "9.0a", "sm_90", "sm_90a")} == {(9, 0)}
+    assert capability_of("100") == (10, 0)
+    for text in ("9", "9.0b", "", "a", "sm_", "٩٠", "9" * 5000):  # which int refuses
+        with pytest.raises(UsageError, match=": expected an architecture such as 90"):
+            capability_of(text)

@@ -98,7 +98,7 @@ def cache(tmp_path, monkeypatch):
         rates = dict.fromkeys(("copy_gbps", "int8_tops", "bf16_tflops"), float(made["count"]))
         return {**rates, "how": {"copy_gbps": "by counting"}}
 
-    monkeypatch.setattr(peaks.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peaks, "measure", measure)
     monkeypatch.setattr(load.Load, "text", lambda _: made["busy"])
     monkeypatch.setattr(load, "is_quiet", lambda _: made["quiet"])

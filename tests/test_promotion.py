@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.bench import peaks, report, suite
+from jetfire.bench import peaks, plan, report, suite
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.plot import plot
 from jetfire.bench.promotion import Curve, sqnr
@@ -25,7 +25,7 @@ from jetfire.ops.op import Config, Kernel
 from jetfire.reference.quantize import block_amax, quantize
 
 CPU = Device.parse("cpu")
-PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1}
+PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
 OPTIONS = Options(rounds=2, sample_ms=0.01, schedules=True, recheck=False)
 
 
@@ -119,6 +119,9 @@ def test_each_operand_may_have_its_own_distribution():
     for data in ("nope/normal", "normal/nope", "normal/"):
         with pytest.raises(UsageError, match=f"data '{data}': expected one of normal"):
             GEMM.floats(case(64).problem, torch.device("cpu"), 3, data)
+        with pytest.raises(UsageError, match=f"^--data {data}: expected one of normal"):
+            plan.check_data(data)
+    plan.check_data("gradient/normal")
 
 
 def test_every_schedule_is_measured_and_no_other_kernel(kernels):

@@ -4,12 +4,19 @@ import csv
 import io
 import json
 import math
+import statistics
+from pathlib import Path
 
 import pytest
 
-from jetfire.bench.results import Results, Row
+from jetfire.bench import plan, results
+from jetfire.bench.results import MOST, MOST_ROWS, Results, Row
+from jetfire.bench.runner import Runner
+from jetfire.cli import execute
 from jetfire.core.files import write
 from jetfire.ops.errors import UsageError
+
+SHIPPED = Path(__file__).parents[1] / "docs" / "results" / "h200.json"
 
 
 def row(**changes) -> Row:
@@ -92,3 +99,59 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, text, says):
 def test_missing_file(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         Results.load(tmp_path / "none.json")
+
+
+def test_what_a_kernel_says_can_be_read_back(tmp_path):
+    said = "RuntimeError: \x1b[31mred\r\x00 \ud800 \u202e" + "x" * 10**6
+    write(tmp_path / "r.json", Results({"name": "x"}, [row(ok=False, error=said)]).to_json())
+    (found,) = Results.load(tmp_path / "r.json").rows
+    assert found.error.startswith(r"RuntimeError: \x1b[31mred \x00 \ud800 \u202ex")
+    assert len(found.error) < 2100
+
+
+def test_a_file_has_room_for_as_many_rows_as_it_may_hold():
+    """15,000 rows of a gemm were 9.2 MB, more than was read."""
+    lengths: dict[str, list[int]] = {}
+    for one in Results.load(SHIPPED).rows:
+        lengths.setdefault(one.op, []).append(len(json.dumps(one.as_dict())) + 2)
+    usual = [statistics.mean(some) for some in lengths.values() if len(some) > 100]
+    assert max(usual) * MOST_ROWS * 1.1 < MOST
+    assert MOST_ROWS >= 15_000
+
+
+@pytest.mark.parametrize(("name", "most"), [("MOST", 1000), ("MOST_ROWS", 4)])
+def test_what_could_not_be_read_is_not_written(name, most, monkeypatch):
+    monkeypatch.setattr(results, name, most)
+    assert Results({}, [row()]).to_json()
+    with pytest.raises(UsageError, match=f"^5 rows in .*at most .*{most}"):
+        Results({}, [row()] * 5).to_json()
+
+
+def test_too_many_rows_are_refused_before_they_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Runner, "measure", lambda *_: pytest.fail("measured all the same"))
+    file = tmp_path / "r.json"
+    file.write_text(Results({"name": "x"}, [row(kernel=f"k{i}") for i in range(7)]).to_json())
+    before = file.read_bytes()
+    words = ["gemm", "--m", "8,16", "--block", "32", "--device", "cpu", "--kernel", "int_mm"]
+    monkeypatch.setattr(plan, "MOST_ROWS", 10)
+    for more, says in (
+        (["--append", "--peer", "eager"], "up to 11 rows, 7 of which are there already: "),
+        (["--m", "8,16,32"], "up to 18 rows: "),
+    ):
+        assert execute("bench", [*words, *more, "-o", str(file)]) == 2
+        assert f"jetfire: that is {says}expected at most 10" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    cases = plan.cases(plan.Request(("gemm",), sizes={"m": [8, 16]}, blocks=["32"]), print)
+    plan.check_rows(cases, ["int_mm"], ["fp32_matmul"], 6)
+
+
+def test_a_device_has_all_its_peaks_or_none(tmp_path):
+    file = tmp_path / "r.json"
+    rates = {"copy_gbps": 1.0, "int8_tops": 2.0, "bf16_tflops": 3.0}
+    file.write_text(Results({"peaks": rates}, []).to_json())
+    assert Results.load(file).device == {"peaks": rates}
+    for name in rates:
+        left = {other: rate for other, rate in rates.items() if other != name}
+        file.write_text(Results({"peaks": left}, []).to_json())
+        with pytest.raises(UsageError, match=f"device.peaks.{name} is missing"):
+            Results.load(file)

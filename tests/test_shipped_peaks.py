@@ -51,7 +51,8 @@ def test_a_wheel_holds_them(tmp_path):
 
 def test_of_one_device_the_shortest_name_counts_and_lookups_do_not(tmp_path):
     def save(name, device, rate):
-        peaks = {"peaks": {"bf16_tflops": rate}} if rate else {}
+        rates = {"copy_gbps": 3.0, "int8_tops": 4.0, "bf16_tflops": rate}
+        peaks = {"peaks": rates} if rate else {}
         (tmp_path / name).write_text(Results({"name": device, **peaks}, []).to_json())
 
     with pytest.raises(UsageError, match="expected results with peaks"):
@@ -60,8 +61,9 @@ def test_of_one_device_the_shortest_name_counts_and_lookups_do_not(tmp_path):
     save("h200.json", "H200", 1.0)
     save("a.json", "A100", None)
     (tmp_path / "h200-lookups.json").write_text("no results")
+    rates = {"copy_gbps": 3.0, "int8_tops": 4.0, "bf16_tflops": 1.0}
     assert json.loads(shipped_peaks.text_of(tmp_path))["devices"] == [
-        {"name": "H200", "source": "h200.json", "peaks": {"bf16_tflops": 1.0}}
+        {"name": "H200", "source": "h200.json", "peaks": rates}
     ]
 
 
