@@ -63,7 +63,8 @@ def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
         return
     makers = {name: _as_ever(getattr(torch, name)) for name in _OF_A_SHAPE + _OF_VALUES}
-    monkeypatch.setattr(request.module, "torch", SimpleNamespace(**{**vars(torch), **makers}))
+    if hasattr(request.module, "torch"):
+        monkeypatch.setattr(request.module, "torch", SimpleNamespace(**{**vars(torch), **makers}))
     torch.set_default_dtype(getattr(torch, dtype or "float32"))
     torch.set_default_device(device)
     yield

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -35,12 +34,9 @@ def test_help_loads_nothing_heavy(arguments):
         "import sys; from jetfire.cli import execute; code = execute(None, sys.argv[1:]); "
         f"print([m for m in {HEAVY!r} if m in sys.modules], code)"
     )
-    begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
-    # 0.25 s alone on a slow core; tests share theirs.
-    assert time.perf_counter() - begin < 5
     assert done.stdout.strip().endswith("[] 0")
     assert "Usage: jetfire" in done.stdout
 

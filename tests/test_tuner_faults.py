@@ -145,7 +145,7 @@ def measured(journal):
 
 TYPED = {
     "none": ("ok", ""),
-    "hang": ("timeout", "took over 1 s to check and time"),
+    "hang": ("timeout", "took over 5 s to check and time"),
     "segfault": ("crash", "signal 11\nthe kernel's last words\nFatal Python error: Segmentation"),
     "exit": ("crash", "worker ended by exit code 7"),
     "raise": ("crash", "RuntimeError: first line\nsecond line"),
@@ -158,7 +158,8 @@ TYPED = {
 
 
 def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
-    fields = (f"--space=fault={','.join(TYPED)}", "--space=ms=1", "--space=tile=1,13")
+    fields = (f"--space=fault={','.join(TYPED)}", "--space=ms=1", "--space=tile=1,13",
+              "--trial-timeout", "5s")  # fmt: skip
     code, _, errors = tune(capsys, *fields, "--storage", journal)
     assert code == 0, errors[-3:]
     assert len(outcomes(journal)) == len(TYPED)  # tile 13 is never asked for
@@ -755,6 +756,20 @@ def test_an_answer_that_is_there_is_taken_however_late(stubbed):
     runner._step(0.0)
     worker.theirs.send((Measurement("ok", 1.0), True))
     clock.seconds += 100.0
+    runner._step(0.0)
+    assert [found.outcome for _, found in runner._done] == ["ok"]
+
+
+def test_an_answer_that_comes_while_nobody_looks_is_taken(stubbed, monkeypatch):
+    runner, worker, clock = stubbed
+    runner.submit(0, FaultyConfig())
+    worker.theirs.send(workers_module.BEGUN)
+    runner._step(0.0)
+    worker.theirs.send((Measurement("ok", 1.0), True))
+    clock.seconds += 100.0
+    with monkeypatch.context() as patch:
+        patch.setattr(device_module.mp_connection, "wait", lambda *_: [])
+        runner._step(0.0)
     runner._step(0.0)
     assert [found.outcome for _, found in runner._done] == ["ok"]
 

@@ -78,6 +78,10 @@ class _Seat:
         self.worker.ask(*request)
         return self.worker
 
+    def has_answered(self) -> bool:
+        """Return whether its worker has said something, or died; we may have been kept waiting."""
+        return self.worker is not None and self.worker.connection.poll(0.0)
+
     def dismiss(self) -> None:
         """Kill the worker; the next request starts another."""
         if self.worker is not None:
@@ -251,7 +255,8 @@ class DeviceRunner:
             for connection in ready:
                 self._receive(by_connection[connection])  # type: ignore[index]
             for seat, patience in self._limits(busy):
-                if patience.left(self.now()) <= 0 and seat.task is not None:
+                late = patience.left(self.now()) <= 0 and not seat.has_answered()
+                if late and seat.task is not None:
                     what = seat.what if seat.task.ready else "start"
                     self._end(seat, "timeout", f"took over {patience.limit:g} s to {what}")
             self._hand_out()
