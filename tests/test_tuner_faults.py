@@ -768,7 +768,7 @@ def test_an_answer_that_comes_while_nobody_looks_is_taken(stubbed, monkeypatch):
     worker.theirs.send((Measurement("ok", 1.0), True))
     clock.seconds += 100.0
     with monkeypatch.context() as patch:
-        patch.setattr(device_module.mp_connection, "wait", lambda *_: [])
+        patch.setattr(device_module, "mp_connection", SimpleNamespace(wait=lambda *_: []))
         runner._step(0.0)
     runner._step(0.0)
     assert [found.outcome for _, found in runner._done] == ["ok"]
