@@ -236,8 +236,8 @@ def _ids(file: Path) -> dict[str, int]:
             wanted = f"less than {LARGEST}, and at least 0"
         else:
             continue
-        shown = f"{ascii(token)[:100]}: {ascii(number)[:100]}"
-        raise Unreadable(file, f"{shown}: expected {wanted}")
+        name = ascii(token)[1:-1]
+        raise Unreadable(file, f"{name[:100]}={ascii(number)[:100]}: expected {wanted}")
     return found
 
 
