@@ -44,6 +44,17 @@ def _places(value, path=()):
             yield from _places(value[key], (*path, key))
 
 
+def replaced(content, *path, to):
+    """Return a copy of JSON with the value at a path replaced."""
+    content = copy.deepcopy(content)
+    *upper, last = path
+    held = content
+    for key in upper:
+        held = held[key]
+    held[last] = to
+    return content
+
+
 @st.composite
 def mutated(draw, content):
     """JSON of which some values are others, are gone, come twice or under another name."""

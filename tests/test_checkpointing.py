@@ -22,16 +22,9 @@ from jetfire.nn import (
     convert,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, WIDTH = 32, 64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are small: a second thread makes each operation ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 reentrant = pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])

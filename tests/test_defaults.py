@@ -38,6 +38,8 @@ from jetfire.ops import data, functional, run
 from jetfire.ops.device import Device
 from jetfire.tests import functions
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 DEFAULTS = (torch.bfloat16, torch.float16, torch.float64, "meta")
@@ -55,14 +57,6 @@ def default(which: torch.dtype | str | None) -> Iterator[None]:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def same(found, expected, name):

@@ -15,7 +15,7 @@ from jetfire.cli import execute
 from jetfire.fuzz import store
 from jetfire.fuzz.case import Case, Failure
 from jetfire.ops.device import Device
-from jetfire.tests.hostile import ESC, MARKUP, damaged, few, mutated
+from jetfire.tests.hostile import ESC, MARKUP, damaged, few, mutated, replaced
 
 CPU = Device.parse("cpu")
 SECONDS, MEMORY_KIB = 5, 1 << 20
@@ -62,14 +62,8 @@ def reproduce(tmp_path, monkeypatch, capsys):
 
 
 def changed(*path, to) -> bytes:
-    """The good file with the value at a path replaced."""
-    content = good()
-    *upper, last = path
-    held = content
-    for key in upper:
-        held = held[key]
-    held[last] = to
-    return json.dumps(content).encode()
+    """The file with the value at a path replaced."""
+    return json.dumps(replaced(good(), *path, to=to)).encode()
 
 
 HOSTILE = {

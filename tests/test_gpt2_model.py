@@ -8,6 +8,8 @@ from jetfire.gpt2.model import GPT2, Shape
 from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state
 from jetfire.ops.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INT8 = [name for name, recipe in RECIPES.items() if recipe.block]
 INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
 # What the blocks' linear layers have of their own, and how far a recipe's logits are from BF16's.
@@ -15,15 +17,6 @@ STEPS = ("step_x", "step_w", "calibration")
 LINEARS = ("qkv", "projection", "expand", "contract")
 ERRORS = dict.fromkeys(INT8, 0.05) | dict.fromkeys(INT4, 0.5)
 SHAPE = Shape(layers=2, heads=2, width=64, context=32, vocabulary=90)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are small: a second thread makes each operation ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def model_of(recipe, device, shape=SHAPE):

@@ -16,7 +16,7 @@ from jetfire.bench.results import MOST, MOST_ROWS, Results, Row
 from jetfire.bench.runner import Runner
 from jetfire.cli import execute
 from jetfire.ops.device import Device
-from jetfire.tests.hostile import few, mutated
+from jetfire.tests.hostile import few, mutated, replaced
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "x"}}
@@ -95,14 +95,8 @@ def commands(tmp_path_factory):
 
 
 def changed(*path, to) -> bytes:
-    """The valid file with the value at a path replaced."""
-    content = valid()
-    *upper, last = path
-    node = content
-    for key in upper:
-        node = node[key]
-    node[last] = to
-    return json.dumps(content).encode()
+    """The file with the value at a path replaced."""
+    return json.dumps(replaced(valid(), *path, to=to)).encode()
 
 
 HOSTILE = {

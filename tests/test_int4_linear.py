@@ -30,19 +30,16 @@ from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference import hadamard
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
 KINDS = {name: RECIPES[name].int4 for name in INT4}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are small: a second thread makes each operation ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def error_of(found, expected):

@@ -32,17 +32,14 @@ from jetfire.nn import block as block_module
 from jetfire.nn.products import checked_block
 from jetfire.ops.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INT8 = "int8-block32"
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are small: a second thread makes each operation ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def refused(message, function, *args, **options):

@@ -39,20 +39,13 @@ from jetfire.reference.dropout import drop_threshold
 from jetfire.reference.philox import STREAM_DROPOUT, random_u16
 from jetfire.reference.quantize import block_amax, quantize, scales, spread
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DRAWS = 200
 FALSE_ALARM = 1e-6
 BLOCKS = [32, 64, 128]
 # Rounding to bf16 changes a number by at most this fraction of it.
 BF16 = 2.0**-8
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are small: a second thread makes each operation ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def hoeffding(size):

@@ -24,6 +24,8 @@ from jetfire.gpt2.train import Training, build
 from jetfire.ops.device import Device
 from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {
     "layers": 2, "heads": 2, "width": 32, "context": 16, "batch": 4, "steps": 8, "warmup": 2,
     "evaluate_every": 4, "evaluate_batches": 2, "checkpoint_every": 4,
@@ -37,15 +39,6 @@ def _cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tests share the cores: threads that wait for each other would spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,20 +22,14 @@ from jetfire.cli import execute
 from jetfire.gpt2 import prepare
 from jetfire.tests.hostile import damaged, mutated
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=1,"
             "evaluate_batches=1,checkpoint_every=1,keep=1,recipe=bf16")  # fmt: skip
 CPU_S, MEMORY = 5.0, 1 << 30
 # So many mutations of each verb's files; more are found with more.
 EXAMPLES = int(os.environ.get("JETFIRE_HOSTILE_EXAMPLES", "8"))
 STEP = "run/checkpoints/step-00000001"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

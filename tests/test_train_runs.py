@@ -16,17 +16,10 @@ from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.train import Training
 from jetfire.ops.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
             "evaluate_batches=1,checkpoint_every=4,keep=3,recipe=bf16")  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tests share the cores, and sums in another order are other sums."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
