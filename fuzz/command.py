@@ -72,7 +72,8 @@ def fuzz(asked: Asked) -> None:
         WrongResultError: a kernel was wrong; each case that shows it has been printed and saved.
         TimedOutError: time ended it before every kernel had its examples; or, of a budget without
             a number of examples, before every kernel had one.
-        UsageError: no such op, kernel or option; or none of the kernels runs on the device.
+        NoDeviceError: none of the kernels runs on the device.
+        UsageError: no such op, kernel or file; or `--against` had nothing to compare with.
     """
     _check(asked)
     from jetfire.fuzz import jobs
@@ -111,7 +112,7 @@ def _check(asked: Asked) -> None:
 
 
 def _judge(plan: Plan, summary: dict[str, Any]) -> None:
-    """What a run ends with.
+    """Raise what a run ends with, where that is not well.
 
     Raises:
         JetfireError: as `fuzz` says.
