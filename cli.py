@@ -1039,12 +1039,16 @@ def _unwritable() -> list[str]:
 
 
 def _holds_files(folder: Path) -> bool:
-    """Make a folder, and say whether files can be made in it."""
+    """Say whether a folder can hold files, or be made, by making one that is gone again.
+
+    To root `os.access` grants /proc too.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".jetfire-", dir=place):
+            return True
     except OSError:
         return False
-    return os.access(folder, os.W_OK | os.X_OK)
 
 
 _AT_HOME = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR")  # caches of others, in the home
