@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import timeit
 import warnings
 from dataclasses import dataclass
 
@@ -482,8 +482,9 @@ def gpt2_350m(*token_counts):
     )
 
 
-def test_25_lookups_among_600_entries_take_a_millisecond_after_the_first(monkeypatch):
-    """Of this thread's own time, and the least of 20: on a busy machine as on a quiet one."""
+@pytest.fixture
+def lookups(monkeypatch):
+    """Look up 25 problems among 600 entries, of which one has been looked up: their sources."""
     gluon, triton = (ops.get_kernel("gemm", name) for name in ("gluon", "triton"))
     kinds = itertools.product((gluon, triton), (32, 64, 128), ("bf16", "fp16", "fp32", "int8"))
     entries = [
@@ -499,14 +500,16 @@ def test_25_lookups_among_600_entries_take_a_millisecond_after_the_first(monkeyp
     find(gluon, wanted[0], H200)
     monkeypatch.setattr(schema, "load", None)  # nothing is read from here on
 
-    def once():
-        begin = time.thread_time()
-        found = [find(gluon, problem, H200).source for problem in wanted]
-        return time.thread_time() - begin, found
+    return lambda: [find(gluon, problem, H200).source for problem in wanted]
 
-    tries = [once() for _ in range(20)]
-    assert {"tuned", "nearest"} <= set(tries[0][1])
-    assert min(seconds for seconds, _ in tries) < 2e-3
+
+def test_lookups_after_the_first_read_nothing(lookups):
+    assert {"tuned", "nearest"} <= set(lookups())
+
+
+@pytest.mark.quiet
+def test_25_lookups_among_600_entries_take_under_a_millisecond(lookups):
+    assert min(timeit.repeat(lookups, number=1, repeat=20)) < 1e-3
 
 
 def test_importing_nn_loads_torch_pydantic_and_us_alone_and_reads_no_profile(folder):
