@@ -15,7 +15,7 @@ from jetfire.bench import plan
 from jetfire.bench.plan import Case, Request
 from jetfire.bench.results import Results, Row
 from jetfire.core import terminal
-from jetfire.core.files import check_output, check_writable, write
+from jetfire.core.files import check_output, check_writable, write, writing
 from jetfire.core.terminal import note
 from jetfire.ops import device as devices
 from jetfire.ops.errors import (
@@ -24,7 +24,6 @@ from jetfire.ops.errors import (
     UsageError,
     WrongResultError,
     unknown,
-    writing,
 )
 
 if TYPE_CHECKING:

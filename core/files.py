@@ -48,6 +48,15 @@ class Unwritable(UsageError):
         self.path = path
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have what the system refuses while a file or folder is written raise Unwritable."""
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(path, error) from None
+
+
 class Busy(UsageError):
     """Another process holds a lock file."""
 

@@ -92,15 +92,15 @@ def export(plan: Plan, target_name: str, folder: Path, *, check: bool = True) ->
     with _scratch(folder) as scratch:
         files = contents(plan, target_name, check=check)
         whole, built = scratch / "whole", scratch / "built"
-        with _writing(folder):
+        with core_files.writing(folder):
             write(whole, files)
             if check:
                 shutil.copytree(whole, built)
         if check:
             rows = _check(plan, target_name, built)
-            with _writing(folder):
+            with core_files.writing(folder):
                 _take(target, plan, built, whole)
-        with _writing(folder):
+        with core_files.writing(folder):
             for file in (*whole.rglob("*"), whole):
                 core_files.sync(file)
             _place(whole, folder)
@@ -131,15 +131,6 @@ def _take(target: Target, plan: Plan, built: Path, whole: Path) -> None:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Raises UsageError for what the system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"-o {folder}: {error.strerror or error}") from None
-
-
-@contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder that goes away, on the file system where an export is to be.
 
@@ -151,7 +142,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
     """
     place = folder.absolute()
     name, lock = place.name, f".{place.name}.lock"
-    with _writing(folder):
+    with core_files.writing(folder):
         while not place.exists():
             place = place.parent
         if not place.is_dir():

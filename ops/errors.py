@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 
 
 class JetfireError(Exception):
@@ -91,16 +89,3 @@ def refused(error: OSError) -> str:
     """Return what the operating system refused, after the file's name where there is one."""
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror or error}"
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses while a file is written into a usage error.
-
-    Raises:
-        UsageError: with the file's name: the disk is full, the folder is read-only, …
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None

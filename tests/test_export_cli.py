@@ -137,7 +137,9 @@ def test_where_nothing_can_be_written_is_said(fake, tmp_path, capsys):
     fake(Fake())
     (tmp_path / "file").write_text("")
     assert export(tmp_path / "file" / "out", *GEMM) == 2
-    assert refused(capsys).startswith(f"-o {tmp_path / 'file' / 'out'}: Not a directory")
+    assert refused(capsys).startswith(
+        f"{tmp_path / 'file' / 'out'}: cannot be written: Not a directory"
+    )
 
 
 @pytest.mark.parametrize(
