@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from jetfire.ops.op import Kernel, Op
 from jetfire.ops.workloads import RAGGED
 
 VARIANTS = 4  # of a batch, where kernels are compiled
+GROWS = 20  # batches of one length, before they are longer
 TRIES = 60  # at flags that the op and the kernel take together, at a legal config or problem
 # Of fields that are no integers, by name: where arithmetic changes, and between.
 FLOATS: dict[str, tuple[float, ...]] = {
@@ -56,7 +58,7 @@ class Extent:
     Attributes:
         examples: in all; None for as many as there is time for.
         largest: the largest size, but for skinny, tall and huge problems.
-        batch: examples that are drawn together.
+        batch: examples that are drawn together, in the first batches.
         tall: some problems have 2^16 rows.
     """
 
@@ -72,12 +74,18 @@ class Extent:
         )
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Each batch's number and how many examples it has."""
+        """Return each batch's number and how many examples it has.
+
+        After every twenty they are four times as long: once a kernel has been compiled for many
+        variants, a second of compiling finds less than a second of sizes and values.
+        """
+        left: float = math.inf if self.examples is None else self.examples
         for number in itertools.count():
-            left = self.batch if self.examples is None else self.examples - number * self.batch
-            if left <= 0:
+            wanted = int(min(left, self.batch * 4 ** (number // GROWS)))
+            if not wanted:
                 return
-            yield number, min(self.batch, left)
+            yield number, wanted
+            left -= wanted
 
 
 ON_A_GPU = Extent(examples=200, largest=2048)

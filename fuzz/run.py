@@ -74,10 +74,20 @@ def run_case(case: Case, device: Device, mode: Mode | None = None) -> Outcome:
         return Outcome("skipped", "too little memory") if setting is None else _run(setting)
     except _Found as found:
         return found.outcome
-    except torch.OutOfMemoryError as error:
-        return Outcome("skipped", str(error))
     except Exception as error:  # Triton's own (out of resources, compilation) derive from it
+        if _lacks_memory(error):
+            return Outcome("skipped", f"too little memory: {error}")
         return Outcome("raised", f"{type(error).__name__}: {error}")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether the device's memory was taken, by other jobs for example.
+
+    Besides torch's allocator the driver refuses to load a kernel, cuBLAS its workspace.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "OUT_OF_MEMORY", "STATUS_ALLOC_FAILED")
+    )
 
 
 def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
@@ -199,9 +209,9 @@ def _expected(s: _Setting) -> tuple[Tensors, torch.Tensor | None]:
     """The reference's outputs, and what the kernel's own rounding may add to them."""
     try:
         expected = s.op.reference(s.problem, s.made)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if _lacks_memory(error):
+            raise
         raise _Found("raised", f"the reference: {type(error).__name__}: {error}") from None
     return expected, s.kernel.noise(s.problem, s.config, s.made)
 

@@ -1,12 +1,13 @@
 """The fuzzer passes right kernels, catches planted bugs, and its cases replay."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from jetfire import ops
-from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel
+from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel, run
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
@@ -246,6 +247,24 @@ def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
     assert usual(op, torch, interpreting) == usual(op, torch, plain) == Extent()
     assert usual(op, triton, H200).largest > Extent().largest
     assert list(Extent(examples=60, batch=25).batches()) == [(0, 25), (1, 25), (2, 10)]
+    longer = [wanted for _, wanted in Extent(examples=1200, batch=10).batches()]
+    assert longer == [*[10] * 20, *[40] * 20, 160, 40]
+    assert next(itertools.islice(Extent(examples=None, batch=10).batches(), 40, None)) == (40, 160)
+
+
+@pytest.mark.parametrize("said", [
+    "Triton Error [CUDA]: out of memory", "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+])  # fmt: skip
+@pytest.mark.parametrize("where", ["launch", "reference"])
+def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeypatch):
+    def fail(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(run if where == "launch" else type(ops.get("add")), where, fail)
+    outcome = run_case(Case("add", "torch", {"m": 2, "n": 2}, {}), Device.parse("cpu"))
+    assert outcome.kind == "skipped"
+    assert said in outcome.message
 
 
 def test_what_does_not_fit_in_memory_is_another_huge_problem_s_turn():
