@@ -147,6 +147,20 @@ def test_a_bad_block_shows_in_its_rows(device):
         assert outputs["mean"].isnan().nonzero().flatten().tolist() == list(range(32, 64))
 
 
+def test_rows_of_zeros_beside_others_too_large_to_square(device):
+    """Their block's scale squared is infinite; it times 0 must not be what their variance is."""
+    problem = problem_of("fwd", "row", m=40, n=70)
+    inputs = OP.inputs(problem, device)
+    inputs["x"][::2] = 0
+    inputs["x_scale"].fill_(2.0**100)
+    verified(problem, device, inputs=inputs)
+    for kernel, config in choices(problem, device):
+        outputs = OP.outputs(problem, inputs)
+        launch(kernel, problem, config, inputs, outputs)
+        assert (outputs["mean"][::2] == 0).all()
+        assert outputs["rstd"][::2].tolist() == pytest.approx([problem.eps**-0.5] * 20)
+
+
 def test_legal_says_why_not():
     problem = problem_of("fwd", "row", m=64, n=64)
     where = target_device((9, 0))

@@ -266,7 +266,8 @@ def statistics_kernel(
         fresh = fresh.to(gl.float32)
         ratio = gl.fdiv(fresh, gl.maximum(count + fresh, 1.0))
         step = s * (sum1.to(gl.float32) / some) - mean
-        square += s * s * (spreads / some) + step * step * (count * ratio)
+        # A row of zeros has a spread of 0 whatever the scale, whose square may be infinite.
+        square += s * (s * (spreads / some)) + step * step * (count * ratio)
         mean += step * ratio
         count += fresh
     row_mean = gl.sum(mean * count, 1) / N
