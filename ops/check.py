@@ -94,9 +94,8 @@ def settled(
         over: where an intermediate result may overflow, so that anything not finite is right.
     """
     kind = torch.finfo(out.dtype)
-    size = expected.double().abs() + give
-    found = torch.isinf(out) & (size >= kind.max * (1 + kind.eps / 4))
-    found &= torch.signbit(out) == torch.signbit(expected)
+    toward = torch.where(torch.signbit(out), -expected.double(), expected.double())
+    found = torch.isinf(out) & (toward + give >= kind.max * (1 + kind.eps / 4))
     return found if over is None else found | over & ~torch.isfinite(out)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from jetfire import ops
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
+from jetfire.ops.check import settled
 from jetfire.ops.data import TYPICAL
 from jetfire.ops.device import Device
 from jetfire.ops.errors import UsageError
@@ -197,7 +198,7 @@ def test_telescoped_sums_err_within_their_bound(block, data, k):
 def unbounded(down, across):
     """What `check` needs of a product without any error of its own, by block."""
     none = torch.zeros(down, across, dtype=torch.float64)
-    names = ("evaluation", "tiny", "total", "largest")
+    names = ("evaluation", "systematic", "total", "largest")
     return {**dict.fromkeys(names, none), "over": none > 0}
 
 
@@ -217,6 +218,27 @@ def test_a_kernels_own_noise_widens_the_tolerance_and_no_more():
     zero = torch.zeros_like(exact)
     assert op.check(problem, {"c": 0.99 * wide}, {"c": zero, **none}, noise).ok
     assert not op.check(problem, {"c": bad * 0}, {"c": zero, **none}, noise).ok
+
+
+@pytest.mark.parametrize(("seed", "data"), [(2, "alternating"), (10, "constant")])
+@pytest.mark.parametrize("m", [1, 40])
+def test_equal_terms_are_rounded_alike(seed, data, m):
+    """A right kernel's sums of 1437 blocks, which are off by more than as many random roundings."""
+    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "int_mm")
+    problem = op.Problem(m, m, 45962, out="fp32")
+    inputs = op.inputs(problem, torch.device("cpu"), seed, data)
+    config = kernel.default(problem, Device.parse("cpu"))
+    result = verify(op, kernel, problem, config, inputs)
+    assert result.rel_err > 1e-5
+    assert result.ok, result.message
+
+
+def test_a_sum_that_may_have_either_sign_may_overflow_to_either():
+    """fp16 has no room for what terms of 1e33 leave when they cancel, give or take 1e31."""
+    expected = torch.tensor([-1e29, -1e29, -1e29, -1e33, 70000.0], dtype=torch.float64)
+    out = torch.tensor([torch.inf, -torch.inf, 0.0, torch.inf, -torch.inf], dtype=torch.float16)
+    give = torch.tensor([1e31, 1e31, 1e31, 1e31, 1.0], dtype=torch.float64)
+    assert settled(out, expected, give).tolist() == [True, True, False, False, False]
 
 
 def test_noise_widens_codes_and_scales():

@@ -239,7 +239,7 @@ def test_products_are_rounded_to_nearest(out):
     c = c.float().double()
     none = torch.zeros(2, 3, dtype=torch.float64)
     give = spread(none + 2.0**-30, 32, 64, 96)
-    names = ("tiny", "total", "largest")
+    names = ("systematic", "total", "largest")
     expected = {"c": c, **dict.fromkeys(names, none), "evaluation": none + 2.0**-30,
                 "over": none > 0}  # fmt: skip
     for sign in (-1, 0, 1):
