@@ -100,6 +100,8 @@ def _file_of(module: str) -> Path | None:
 
 def _code(node: Any) -> str:
     """A syntax tree as text, without docstrings and the empty fields that Python versions add."""
+    if isinstance(node, ast.JoinedStr):  # Python 3.12.3 ends a format with an empty string
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
     if isinstance(node, ast.AST):
         fields = (
             f"{name}={_code(value)}"
