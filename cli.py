@@ -552,7 +552,8 @@ def export(
     ] = "9.0a",
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of function, library and package (jetfire_OP)."),
+        typer.Option("--name", metavar="NAME", help="Of function, library and package "
+                     "(jetfire_OP)."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="A new or empty folder.")
