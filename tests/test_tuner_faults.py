@@ -183,7 +183,8 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
 @pytest.mark.parametrize("fault", ["wrong", "raise"])
 def test_nothing_right(capsys, tmp_path, monkeypatch, fault):
     monkeypatch.setenv("FAULTY_DEFAULT", fault)
-    code, _, errors = tune(capsys, f"--space=fault={fault}", "--space=ms=1", "--space=tile=1,2")
+    code, _, errors = tune(capsys, f"--space=fault={fault}", "--space=ms=1", "--space=tile=1,2",
+                           "--trial-timeout", "30s")  # fmt: skip
     assert code == 3
     assert "no config is right" in errors[-2 if fault == "raise" else -1]  # it has a second line
     assert entries(tmp_path) == []
@@ -638,8 +639,9 @@ def test_a_budget_ends_what_hangs(journal):
     code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "6s",
                         "--strategy", "random", "--storage", journal))  # fmt: skip
     assert code in (0, 6), errors[-3:]  # 6: so busy that none was tried
-    assert running(journal) == []
-    assert Counter(outcomes(journal).values())["timeout"] < 100
+    tried = outcomes(journal) if journal.exists() else {}
+    assert not tried or running(journal) == []
+    assert Counter(tried.values())["timeout"] < 100
 
 
 class Virtual(ReplayRunner):

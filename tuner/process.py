@@ -111,7 +111,9 @@ class Worker:
             target=_child, args=(theirs, self._output, starter, target, arguments),
             daemon=not parent,
         )  # fmt: skip
-        with interrupts.blocked(), self._python.used():  # Ctrl-C reaches the whole process group
+        # Ctrl-C reaches the whole process group. A child whose parent is interrupted before it has
+        # told it what to do would print a traceback where the user sees it.
+        with interrupts.deferred(), interrupts.blocked(), self._python.used():
             self._process.start()
         theirs.close()
 
