@@ -24,17 +24,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jetfire import __version__
-from jetfire.core import files, terminal
+from jetfire.core import broken, files, terminal
 from jetfire.core import options as o
-from jetfire.ops import broken
-from jetfire.ops.errors import (
-    JetfireError,
-    JetfireWarning,
-    UsageError,
-    nearest,
-    refused,
-    unknown,
-)
+from jetfire.core.errors import JetfireError, JetfireWarning, UsageError, nearest, refused, unknown
 
 HELP = ["-h", "--help"]
 
@@ -279,7 +271,8 @@ def _request(
     kernels: Sequence[str],
 ) -> Any:  # fmt: skip
     """The shape options that several commands share, checked; no torch is loaded."""
-    from jetfire.bench import command, plan
+    from jetfire.bench import command
+    from jetfire.measure import plan
 
     asked = command.Asked(
         ops=op or (), m=o.joined(m), n=o.joined(n), k=o.joined(k), workload=workload,
@@ -293,7 +286,7 @@ def _request(
 
 def _cases(request: Any, default_m: int) -> Any:
     """The problems of a request; those of one size where it names none."""
-    from jetfire.bench import plan
+    from jetfire.measure import plan
 
     if request.workload is None and "m" not in request.sizes:
         request = dataclasses.replace(request, sizes={**request.sizes, "m": [default_m]})
@@ -368,7 +361,7 @@ def _tune(
 
     Every trial is durable: after an interruption the same command goes on where it was.
     """
-    from jetfire.bench import plan
+    from jetfire.measure import plan
     from jetfire.tuner import asked as options
 
     if "show" in (op or ()):
@@ -402,7 +395,7 @@ def _tune(
             raise UsageError(f"{what} its problems")
     request = _request(op or (["all"] if shipped else None), m, n, k, workload, block, mode, set_,
                        asked.kernels)  # fmt: skip
-    from jetfire.ops.device import Device
+    from jetfire.core.device import Device
     from jetfire.tuner import command
 
     if shipped:
@@ -426,8 +419,8 @@ def show(
     debug: o.Debug = False,
 ) -> None:  # fmt: skip
     """List the profiles: of all ops and devices, or of what the options leave."""
-    from jetfire.bench import plan
-    from jetfire.ops import device as devices
+    from jetfire.core import device as devices
+    from jetfire.measure import plan
     from jetfire.tuner import show as profiles
 
     devices.check_name(device)
@@ -501,8 +494,8 @@ def fuzz(
     seed: o.Seed = 0, debug: o.Debug = False, version: Version = False,
 ) -> None:  # fmt: skip
     """Random problems, configs, values and layouts against the reference; failures are saved."""
-    from jetfire.bench import plan
-    from jetfire.ops import device as devices
+    from jetfire.core import device as devices
+    from jetfire.measure import plan
 
     devices.check_name(device)
     chosen = [found.name for found in plan.choose_ops(op or ["all"])]
@@ -564,9 +557,9 @@ def export(
     debug: o.Debug = False, version: Version = False,
 ) -> None:  # fmt: skip
     """Write a tuned kernel that needs neither Jetfire nor its tools; build and test it."""
-    from jetfire.bench import plan
+    from jetfire.core.device import capability_of
     from jetfire.export import asked as options
-    from jetfire.ops.device import capability_of
+    from jetfire.measure import plan
 
     if output is None:
         raise UsageError("export: expected -o DIR")
@@ -734,8 +727,8 @@ def sample(
     device: o.Device = "auto", seed: o.Seed = 0, debug: o.Debug = False,
 ) -> None:  # fmt: skip
     """Write text with a run's model."""
+    from jetfire.core import device as devices
     from jetfire.gpt2.asked import no_run
-    from jetfire.ops import device as devices
 
     devices.check_name(device)
     if not run.is_dir():
@@ -803,8 +796,8 @@ def _bench_training(
 ) -> None:  # fmt: skip
     """Time training steps against BF16 eager and torch.compile; measure their memory."""
     from jetfire.bench import command
+    from jetfire.core import device as devices
     from jetfire.gpt2 import cases, settings
-    from jetfire.ops import device as devices
 
     _strict(strict_profile)
     devices.check_name(device)
@@ -847,8 +840,8 @@ def _tune_training(
     debug: o.Debug = False,
 ) -> None:  # fmt: skip
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
-    from jetfire.bench import plan
     from jetfire.gpt2.cases import runs_of
+    from jetfire.measure import plan
     from jetfire.tuner import asked as options
 
     peers = plan.parse_list(peer or [])
@@ -877,8 +870,8 @@ def audit(
     debug: o.Debug = False,
 ) -> None:  # fmt: skip
     """Compile GPU kernels for any architecture; show registers, spills, instructions."""
-    from jetfire.bench import plan
-    from jetfire.ops.device import capability_of, target_device
+    from jetfire.core.device import capability_of, target_device
+    from jetfire.measure import plan
 
     names = plan.parse_list(kernel or [])
     wanted = plan.parse_list(arch or ["80,89,90,100"])

@@ -15,15 +15,13 @@ from typing import Any
 
 from rich.table import Table
 
-from jetfire import ops
-from jetfire.bench.plan import Case
 from jetfire.bench.progress import watch
-from jetfire.core import terminal
-from jetfire.ops import broken
-from jetfire.ops.device import Device, capability_of, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import audit
-from jetfire.ops.op import Kernel
+from jetfire.core import broken, registry, terminal
+from jetfire.core.contract import Kernel
+from jetfire.core.device import Device, capability_of, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import audit
+from jetfire.measure.plan import Case
 
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
@@ -42,7 +40,7 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
         (case, device, kernel)
         for case in cases
         for device in devices
-        for kernel in ops.kernels(case.op.name).values()
+        for kernel in registry.kernels(case.op.name).values()
         if _takes(kernel, case, device) and (not kernel_names or kernel.name in kernel_names)
     ]
     try:
@@ -99,8 +97,8 @@ def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:
         The spec with ``"config"`` and ``"audits"``, or with ``"refused"``: the kernel's own reason.
     """
     capability = (spec["capability"][0], spec["capability"][1])
-    problem = ops.get(spec["op"]).Problem.parse(spec["problem"])
-    kernel = ops.get_kernel(spec["op"], spec["kernel"])
+    problem = registry.get(spec["op"]).Problem.parse(spec["problem"])
+    kernel = registry.get_kernel(spec["op"], spec["kernel"])
     device = target_device(capability)
     config = kernel.default(problem, device)
     if (reason := kernel.legal(problem, config, device)) is not None:
@@ -120,8 +118,8 @@ def main(arguments: list[str]) -> None:
     pairs = dict(field.split("=", 1) for field in fields)
     chosen = {k.removeprefix("config."): pairs.pop(k) for k in list(pairs) if "config." in k}
     capability = capability_of(arch)
-    problem = ops.get(op_name).Problem.parse(pairs)
-    kernel, device = ops.get_kernel(op_name, kernel_name), target_device(capability)
+    problem = registry.get(op_name).Problem.parse(pairs)
+    kernel, device = registry.get_kernel(op_name, kernel_name), target_device(capability)
     config = kernel.Config.parse({**kernel.default(problem, device).as_dict(), **chosen})
     if (reason := kernel.legal(problem, config, device)) is not None:
         raise UsageError(f"{op_name}/{kernel_name}, {problem}: {reason}")

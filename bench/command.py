@@ -10,26 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jetfire import ops
-from jetfire.bench import plan
-from jetfire.bench.plan import Case, Request
-from jetfire.bench.results import Results, Row
-from jetfire.core import terminal
+from jetfire.core import device as devices
+from jetfire.core import registry, terminal
+from jetfire.core.errors import JetfireError, NoDeviceError, UsageError, WrongResultError, unknown
 from jetfire.core.files import check_output, check_writable, write, writing
 from jetfire.core.terminal import note
-from jetfire.ops import device as devices
-from jetfire.ops.errors import (
-    JetfireError,
-    NoDeviceError,
-    UsageError,
-    WrongResultError,
-    unknown,
-)
+from jetfire.measure import plan
+from jetfire.measure.plan import Case, Request
+from jetfire.measure.results import Results, Row
 
 if TYPE_CHECKING:
-    from jetfire.bench.load import Load
-    from jetfire.bench.runner import Options, Runner
-    from jetfire.ops.device import Device
+    from jetfire.core.device import Device
+    from jetfire.measure.load import Load
+    from jetfire.measure.runner import Options, Runner
 
     Work = tuple[Case, Options]
 
@@ -89,10 +82,11 @@ def bench(asked: Asked) -> None:
         kinds_of_data = any(entry.data is not None for entry in suite.entries(asked.suite))
         check_suite(asked, own_data=kinds_of_data)
     _check(asked, request)
-    from jetfire.ops.device import Device
+    from jetfire.core.device import Device
 
     device = Device.parse(asked.device)
-    from jetfire.bench import promotion, runner, suite
+    from jetfire.bench import promotion, suite
+    from jetfire.measure import runner
 
     options = _options(asked, device)
     if request is None:
@@ -172,7 +166,7 @@ def request_of(asked: Asked) -> Request:
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", text) for d, text in given.items() if text is not None}
     if asked.workload is not None:
-        from jetfire.ops import workloads
+        from jetfire.core import workloads
 
         if asked.workload not in workloads.names():
             raise unknown(f"no workload {asked.workload!r}", asked.workload, workloads.names())
@@ -228,7 +222,7 @@ def existing_rows(asked: Asked) -> Results | None:
 
 
 def _options(asked: Asked, device: Device) -> Options:
-    from jetfire.bench.runner import Options
+    from jetfire.measure.runner import Options
 
     peers = plan.parse_list(asked.peers)
     return Options(
@@ -246,7 +240,7 @@ def _options(asked: Asked, device: Device) -> Options:
 
 def _dry_run(work: Sequence[Work], device: Device) -> None:
     """What would be measured: a line for each kernel of each problem, or why it is left out."""
-    from jetfire.bench import runner
+    from jetfire.measure import runner
 
     print(f"{device.label}: {len(work)} problems")
     for case, options in work:
@@ -273,7 +267,7 @@ def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) 
     import torch
 
     import jetfire
-    from jetfire.bench import timer
+    from jetfire.measure import timer
 
     record: dict[str, Any] = {
         "name": device.name,
@@ -306,7 +300,7 @@ def _version(package: str) -> str | None:
 def _measure(
     asked: Asked, work: Sequence[Work], device: Device, existing: Results | None, kind: str | None
 ) -> None:
-    from jetfire.bench.load import Load
+    from jetfire.measure.load import Load
 
     note_cpu(device)
     load = Load(device)  # before the peaks: a GPU's use is read beforehand
@@ -375,10 +369,10 @@ def collect(
 
 def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner:
     """A runner with the device's peaks."""
-    from jetfire.bench import peaks
-    from jetfire.bench.nvml import Nvml
     from jetfire.bench.promotion import Curve
-    from jetfire.bench.runner import Runner
+    from jetfire.measure import peaks
+    from jetfire.measure.nvml import Nvml
+    from jetfire.measure.runner import Runner
 
     made = Curve if options.schedules else Runner
     nvml = Nvml.open(device.torch_device)
@@ -417,7 +411,7 @@ def _draw(asked: Asked, record: dict[str, Any], rows: Sequence[Row]) -> None:
 
 
 def _doubt(load: Load, record: dict[str, Any], rows: Sequence[Row]) -> None:
-    from jetfire.bench.load import doubts
+    from jetfire.measure.load import doubts
 
     if text := doubts(rows, load.text(), record.get("peaks") or {}):
         note(text)
@@ -501,19 +495,20 @@ def listing() -> str:
     """Every op with its kernels and fields, then workloads, peers and data, for `--list`."""
     import dataclasses
 
-    from jetfire.ops import peers, workloads
-    from jetfire.ops.data import DISTRIBUTIONS
+    from jetfire.core import workloads
+    from jetfire.measure import peers
+    from jetfire.measure.data import DISTRIBUTIONS
 
     lines = ["ops"]
-    width = max(map(len, ops.names()))
-    for name in ops.names():
-        op = ops.get(name)
+    width = max(map(len, registry.names()))
+    for name in registry.names():
+        op = registry.get(name)
         fields = [
             f.name if f.default is dataclasses.MISSING else f"{f.name}={show_default(f.default)}"
             for f in dataclasses.fields(op.Problem)
         ]
         lines.append(f"  {name:<{width}} {op.summary}")
-        lines.append(f"  {'':<{width}} kernels: {', '.join(ops.kernel_names(name)) or 'none'}")
+        lines.append(f"  {'':<{width}} kernels: {', '.join(registry.kernel_names(name)) or 'none'}")
         lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
     lines.append("workloads")
     lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]
@@ -524,7 +519,7 @@ def listing() -> str:
 
 
 def _workload_text(name: str) -> str:
-    from jetfire.ops import workloads
+    from jetfire.core import workloads
 
     if name in workloads.MODELS:
         model = workloads.MODELS[name]

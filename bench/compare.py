@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jetfire.bench import show
-from jetfire.bench.results import Results, Row
 from jetfire.core import terminal
+from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
-from jetfire.ops.errors import RegressionError, UsageError, WrongResultError
+from jetfire.measure.results import Results, Row
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Results, Row
+from jetfire.measure.results import Results, Row
 
 LAUNCH = "launch"
 

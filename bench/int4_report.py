@@ -10,10 +10,10 @@ from typing import Any
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Results, Row
 from jetfire.bench.suite import INT4
 from jetfire.bench.tuned_report import mean
-from jetfire.ops.workloads import LAYERS
+from jetfire.core.workloads import LAYERS
+from jetfire.measure.results import Results, Row
 
 Shape = tuple[int, int, int]
 
@@ -112,9 +112,9 @@ def stages(results: Results) -> str | None:
 
 def _described(row: Row) -> str:
     """The op with those of its problem's fields that are not its default's."""
-    from jetfire import ops
+    from jetfire.core import registry
 
-    op = ops.get(row.op)
+    op = registry.get(row.op)
     mode = row.problem.get("mode", "fwd")
     sizes = {name: row.problem[name] for name in op.dims}
     plain = op.problems(mode, sizes)[0].as_dict()

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from jetfire.bench import show
-from jetfire.bench.results import Row
+from jetfire.measure.results import Row
 
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",

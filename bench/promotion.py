@@ -16,15 +16,15 @@ from dataclasses import replace
 
 import torch
 
-from jetfire.bench.plan import Case
-from jetfire.bench.results import Row
-from jetfire.bench.runner import Choice, Options, Runner, choices
-from jetfire.ops import peers as peer_ops
-from jetfire.ops.check import relative_error
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError
+from jetfire.core.contract import Tensors
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError
+from jetfire.measure import peers as peer_ops
+from jetfire.measure.check import relative_error
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Row
+from jetfire.measure.runner import Choice, Options, Runner, choices
 from jetfire.ops.gemm import OP as GEMM
-from jetfire.ops.op import Tensors
 
 
 def require(cases: Sequence[Case], device: Device, options: Options) -> None:

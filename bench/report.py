@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetfire import ops
 from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Results, Row
 from jetfire.bench.suite import INT4, PROMOTION_DATA
-from jetfire.core import files, schema
+from jetfire.core import files, registry, schema
+from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import Missing, Unreadable, write
-from jetfire.ops.errors import JetfireError, UsageError
-from jetfire.ops.workloads import MODELS
+from jetfire.core.workloads import MODELS
+from jetfire.measure.results import Results, Row
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
@@ -503,9 +502,9 @@ def _problem(row: Row, file: Path) -> dict[str, Any]:
     if row.op in training_report.OPS:
         schema.convert(row.problem, training_report.Problem, file)
         return row.problem
-    if row.op not in ops.names():
+    if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")
-    op = ops.get(row.op)
+    op = registry.get(row.op)
     problem: dict[str, Any] = op.Problem.parse(row.problem).as_dict()
     for name, value in row.problem.items():
         if value != problem[name]:

@@ -15,11 +15,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jetfire.bench.results import Peaks, Results
 from jetfire.core import schema
+from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import write
 from jetfire.core.schema import Line, Name
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.measure.results import Peaks, Results
 
 SCHEMA = 1
 FILE = Path(__file__).with_name("peaks.json")

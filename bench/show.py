@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.markdown import Table as Markdown
-from jetfire.bench.results import Row
 from jetfire.core import terminal
+from jetfire.measure.results import Row
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jetfire import ops
-from jetfire.bench import plan
-from jetfire.bench.plan import Case, Request
-from jetfire.ops import workloads
-from jetfire.ops.errors import unknown
+from jetfire.core import registry, workloads
+from jetfire.core.errors import unknown
+from jetfire.measure import plan
+from jetfire.measure.plan import Case, Request
 from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
-    from jetfire.bench.runner import Options
+    from jetfire.measure.runner import Options
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
 PARTS = ("targets", "gemm", "elementwise", "int4")
@@ -53,7 +52,7 @@ class Entry:
 
     Attributes:
         peers, kernels: those to time; None is all.
-        rounds, power_ms, schedules: as in `jetfire.bench.runner.Options`.
+        rounds, power_ms, schedules: as in `jetfire.measure.runner.Options`.
         data: the inputs' distribution; None is the user's.
     """
 
@@ -67,16 +66,16 @@ class Entry:
 
 
 def _elementwise() -> list[str]:
-    return [name for name in ops.names() if name not in ("gemm", *INT4)]
+    return [name for name in registry.names() if name not in ("gemm", *INT4)]
 
 
 def _has_blocks(op: str) -> bool:
-    return "block" in ops.get(op).Problem.__dataclass_fields__
+    return "block" in registry.get(op).Problem.__dataclass_fields__
 
 
 def _settings(op: str, mode: str) -> list[dict[str, list[str]]]:
     """The roundings and layouts worth a row each: all of quantize's, one by one for the others."""
-    fields = ops.get(op).Problem.__dataclass_fields__
+    fields = registry.get(op).Problem.__dataclass_fields__
     if op == "quantize":
         return [{"rounding": ["nearest", "stochastic"], "layout": ["q", "qt", "both"]}]
     base = {"rounding": ["stochastic" if mode == "bwd" else "nearest"]}
@@ -94,7 +93,7 @@ def _targets() -> list[Entry]:
     found = []
     for n in (4096, 16384):
         for op in _elementwise():
-            for mode in ops.get(op).modes:
+            for mode in registry.get(op).modes:
                 shape = {"m": [8192], "n": [n]}
                 for i, settings in enumerate(_settings(op, mode)):
                     alone = Request([op], [mode], shape, settings=settings)

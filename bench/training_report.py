@@ -9,8 +9,8 @@ from typing_extensions import TypedDict
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Results, Row
 from jetfire.core.schema import Size
+from jetfire.measure.results import Results, Row
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
 OPS = (STEP, BLOCK)

@@ -17,16 +17,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire import ops
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.results import Amount, Milliseconds
-from jetfire.core import schema
+from jetfire.core import profiles, registry, schema
+from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
+from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.profiles import Entry
+from jetfire.measure.results import Amount, Milliseconds
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -113,7 +111,7 @@ def shipped(device: Mapping[str, Any]) -> list[Shipped]:
     folder = profiles.path(profiles.SHIPPED, Device("cuda", name=str(device.get("name"))), "")
     return [
         Shipped(op, entry)
-        for op in ops.names()
+        for op in registry.names()
         for entry in profiles.read(folder.parent / f"{op}.json")
     ]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 MIB = 1 << 20
 _PART = ".part"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.core.errors import UsageError, unknown
 
 Names = Callable[[], Iterable[str]]
 MOST = 2**62
@@ -108,10 +108,10 @@ def _of(module: str, attribute: str, *more: str) -> Names:
     return names
 
 
-OPS = _of("ops", "names", "all")
-PEERS = _of("ops.peers", "NAMES", "none")
-WORKLOADS = _of("ops.workloads", "names")
-DATA = _of("ops.data", "DISTRIBUTIONS")
+OPS = _of("core.registry", "names", "all")
+PEERS = _of("measure.peers", "NAMES", "none")
+WORKLOADS = _of("core.workloads", "names")
+DATA = _of("measure.data", "DISTRIBUTIONS")
 SUITES = _of("bench.suite", "NAMES")
 FORMATS = _of("bench.command", "FORMATS")
 STRATEGIES = _of("tuner.asked", "STRATEGIES")
@@ -120,7 +120,7 @@ OBJECTIVES = _of("tuner.trial", "OBJECTIVES")
 TARGETS = _of("export.targets", "NAMES")
 PRESETS = _of("gpt2.settings", "PRESETS")
 CASES = _of("gpt2.cases", "names")
-RECIPES = _of("core.recipes", "RECIPES")
+RECIPES = _of("nn.recipes", "RECIPES")
 MEASURED = _of("gpt2.cases", "MEASURED")
 STEP_PEERS = _of("gpt2.cases", "PEERS")
 CORPORA = _of("gpt2.corpora", "NAMED")
@@ -148,11 +148,13 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a kernel of the ops that were given, of all where none was."""
-    from jetfire import ops
+    from jetfire.core import registry
 
     words = ",".join(ctx.params.get("op") or ()).replace("-", "_").split(",")
-    chosen = [op for op in ops.names() if op in words] or ops.names()
-    return _beginning(sorted({name for op in chosen for name in ops.kernel_names(op)}), incomplete)
+    chosen = [op for op in registry.names() if op in words] or registry.names()
+    return _beginning(
+        sorted({name for op in chosen for name in registry.kernel_names(op)}), incomplete
+    )
 
 
 # What several commands take.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetfire.bench.plan import Case
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError, unknown
 from jetfire.export import naming, targets
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.measure.plan import Case
 
 
 @dataclass(frozen=True)

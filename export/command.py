@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jetfire.core import broken
+from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
 from jetfire.export.asked import Asked, check
 from jetfire.export.check import runs_here
 from jetfire.export.folder import default_target, export
 from jetfire.export.plan import make
-from jetfire.ops import broken
-from jetfire.ops.errors import RegressionError
 
 if TYPE_CHECKING:
-    from jetfire.bench.results import Row
+    from jetfire.measure.results import Row
 
 # An export at less of the workbench's own speed is a regression.
 LEAST_SPEED = 0.98

@@ -21,6 +21,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from jetfire.core.contract import Kernel
+from jetfire.core.errors import UsageError
 from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled
@@ -30,8 +32,6 @@ from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel
 
 # Imported when asked for: kernels' modules are many.
 _HOSTS = {

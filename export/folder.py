@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetfire.core import files as core_files
+from jetfire.core.errors import UsageError
 from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.asked import check_new
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
 from jetfire.export.target import Target, require
-from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
-    from jetfire.bench.results import Row
+    from jetfire.measure.results import Row
 
 
 def implement(plan: Plan, target_name: str) -> Library:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jetfire.core.errors import UsageError
 from jetfire.export.plan import Plan, Tuned
-from jetfire.ops.errors import UsageError
 
 
 def size_for_16_bytes(element_bytes: int) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jetfire.core.errors import UsageError
 from jetfire.export.c_text import hang, unless
 from jetfire.export.recording import Address, Argument, Call, Recording, TensorMap
 from jetfire.export.table import Table
-from jetfire.ops.errors import UsageError
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
 _MAP_TYPES = {"int8": "UINT8", "bfloat16": "BFLOAT16", "float16": "FLOAT16", "float32": "FLOAT32"}

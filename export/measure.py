@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from jetfire.bench import timer
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.plan import Case
-from jetfire.bench.results import Row
-from jetfire.bench.runner import sample_ms_of, sets_of, timed
+from jetfire.core.contract import Check, Tensors
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, WrongResultError
+from jetfire.core.processes import Worker
 from jetfire.export import targets
 from jetfire.export.plan import Plan, Tuned
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, WrongResultError
-from jetfire.ops.op import Check, Tensors
-from jetfire.tuner.process import Worker
+from jetfire.measure import timer
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Row
+from jetfire.measure.runner import sample_ms_of, sets_of, timed
 
 LAUNCH = "launch"  # what a row compares with: `Kernel.launch`
 ROUNDS = 20

@@ -7,7 +7,7 @@ import keyword
 import re
 import sys
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 _WORDS = (  # and `main`, which the self-test has
     "alignas alignof asm auto bool break case catch char class concept const consteval constexpr "

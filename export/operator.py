@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import jetfire
+from jetfire.core.contract import Tensors
 from jetfire.export.c_text import WIDTH, capital, fields
 from jetfire.export.foreign import Foreign
 from jetfire.export.library import Library
@@ -27,7 +28,6 @@ from jetfire.export.plan import Plan, Tuned
 from jetfire.export.samples import Sample
 from jetfire.export.signature import Extent, Parameter, Signature
 from jetfire.export.target import cuda_home
-from jetfire.ops.op import Tensors
 
 # The oldest PyTorch whose stable C++ interface has all that is used; also as its headers want it.
 TORCH = "2.11"

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jetfire import ops
-from jetfire.bench.plan import Case
+from jetfire.core import profiles, registry
+from jetfire.core.contract import Kernel, Op
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import command_for, report
+from jetfire.core.profiles import Entry, Found
 from jetfire.export import naming
 from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
-from jetfire.ops import profiles
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel, Op
-from jetfire.ops.profiles import Entry, Found
-from jetfire.ops.run import command_for, report
+from jetfire.measure.plan import Case
 
 CPU = "jetfire.kernels_cpu"
 
@@ -144,7 +143,7 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
     """Of the kernels that were tuned for all, the fastest in all; without one, the first in the
     op's order that has configs of near problems, whose times do not compare."""
     times: dict[str, float] = {}
-    for kernel in ops.kernels(op.name).values():
+    for kernel in registry.kernels(op.name).values():
         found = [profiles.find(kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)
@@ -155,12 +154,14 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
             f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
             f"{command_for(op, problems[0])}"
         )
-    return ops.get_kernel(op.name, min(times, key=lambda name: times[name]))
+    return registry.get_kernel(op.name, min(times, key=lambda name: times[name]))
 
 
 def _check_tunable(op: Op, problem: Any, device: Device) -> None:
     """Raises UsageError where no kernel of the op for a GPU has anything to tune."""
-    kernels = [k for k in ops.kernels(op.name).values() if not type(k).__module__.startswith(CPU)]
+    kernels = [
+        k for k in registry.kernels(op.name).values() if not type(k).__module__.startswith(CPU)
+    ]
     if not any(kernel.space(problem, device) for kernel in kernels):
         raise UsageError(
             f"{op.name}: it has nothing to tune: it launches the kernels of other ops; export those"
@@ -200,7 +201,9 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     problems = [case.problem for case in cases]
     _alike(op, problems)
     _check_tunable(op, problems[0], device)
-    kernel = ops.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
+    kernel = (
+        registry.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
+    )
     if type(kernel).__module__.startswith(CPU):
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     name = name or f"jetfire_{op.name}"

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from jetfire.ops import broken
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.core import broken
+from jetfire.core.errors import JetfireError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.core.contract import Tensors
     from jetfire.kernels_triton.crosscompile import Launch
-    from jetfire.ops.op import Tensors
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def watching(memory: Memory) -> Iterator[None]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from jetfire.ops import workspace
+    from jetfire.core import workspace
 
     aten = torch.ops.aten
     allocating = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
@@ -225,13 +225,13 @@ def _record(
 ) -> Recording:
     from triton import knobs
 
-    from jetfire import ops
+    from jetfire.core import registry
+    from jetfire.core.device import Device, target_device
     from jetfire.export.signature import name_of_output
     from jetfire.kernels_triton.crosscompile import record_launches
-    from jetfire.ops.device import Device, target_device
 
-    op = ops.get(op_name)
-    kernel = type(ops.get_kernel(op_name, kernel_name))
+    op = registry.get(op_name)
+    kernel = type(registry.get_kernel(op_name, kernel_name))
     original: Callable[..., None] = kernel.launch
     memory = Memory()
 

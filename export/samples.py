@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.contract import Kernel, Op, Tensors
+from jetfire.core.errors import UsageError
 from jetfire.export.plan import CPU, Plan
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel, Op, Tensors
 
 # Every byte of an output before it is written, here and in self-tests: NaN, or a code that is none.
 UNWRITTEN = 0xFF
@@ -77,7 +77,7 @@ def small_problem(plan: Plan) -> Any:
 
 def cpu_kernel(op: Op) -> Kernel:
     """The op's kernel for the CPU; every op has one."""
-    return next(k for k in ops.kernels(op.name).values() if type(k).__module__.startswith(CPU))
+    return next(k for k in registry.kernels(op.name).values() if type(k).__module__.startswith(CPU))
 
 
 def record(plan: Plan) -> Sample:
@@ -86,7 +86,7 @@ def record(plan: Plan) -> Sample:
     Raises:
         UsageError: no small problem is legal.
     """
-    from jetfire.ops.run import verify
+    from jetfire.core.launch import verify
 
     op, cpu = plan.op, cpu_kernel(plan.op)
     problem = small_problem(plan)

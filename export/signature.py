@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Op, Tensors, ceil_div
+from jetfire.core.contract import Op, Tensors, ceil_div
+from jetfire.core.errors import UsageError
 
 Role = Literal["input", "updated", "output"]
 # Sizes at which an extent is read off: of no two the quotients, or their ceilings, are alike.

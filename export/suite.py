@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetfire import ops
 from jetfire.bench import command
-from jetfire.bench.plan import Case
-from jetfire.bench.results import Row
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
 from jetfire.export import measure, targets
 from jetfire.export.folder import contents, write
 from jetfire.export.plan import Plan, make
 from jetfire.export.target import resume, stop
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, NoDeviceError, UsageError
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Row
 
 CAPABILITY = (9, 0)
 AT_ONCE = 8
@@ -60,12 +60,12 @@ class Export:
 
     def plan(self) -> Plan:
         """Raises UsageError where there is no profile."""
-        return make([Case(ops.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
+        return make([Case(registry.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
 
 
 def exports() -> list[Export]:
     return [
-        Export(op, kernel, ops.get(op).Problem.parse(fields), target)
+        Export(op, kernel, registry.get(op).Problem.parse(fields), target)
         for op, kernel, fields, names in EXPORTS
         for target in names
     ]
@@ -146,9 +146,9 @@ def suite(asked: command.Asked) -> None:
             "--suite export: its kernels are for a GPU of sm_90, this is "
             f"{device.label}; jetfire-export writes and builds them"
         )
-    from jetfire.bench.load import Load
-    from jetfire.bench.nvml import Nvml
-    from jetfire.bench.peaks import cached
+    from jetfire.measure.load import Load
+    from jetfire.measure.nvml import Nvml
+    from jetfire.measure.peaks import cached
 
     load = Load(device)
     nvml = Nvml.open(device.torch_device)

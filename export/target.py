@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jetfire.core.contract import Tensors
+from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
 from jetfire.export.samples import Sample
-from jetfire.ops.errors import UsageError, WrongResultError
-from jetfire.ops.op import Tensors
 
 if TYPE_CHECKING:
     from typing import Any

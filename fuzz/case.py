@@ -39,7 +39,8 @@ class Case:
     Attributes:
         problem, config: fields of the op's Problem and the kernel's Config. With a size of 0 it is
             a call of the op's public function, and the config says nothing.
-        data: the distribution of the inputs, as `ops.data.Source` takes it; data_seed: its seed.
+        data: the distribution of the inputs, as `measure.data.Source` takes it.
+        data_seed: the seed of its draws.
         layout: by input, how many elements its rows are further apart than they are wide, and by
             how many its first one is moved from an aligned address; none where not named.
         offset: by how many elements outputs that are updated are moved from an aligned address;

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire import ops
-from jetfire.core import terminal
+from jetfire.core import registry, terminal
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.case import Case, Failure
-from jetfire.ops import data
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
+from jetfire.measure import data
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -176,7 +175,7 @@ def _extents(asked: Asked, pairs: Sequence[Pair], device: Device) -> dict[Pair, 
 
     found = {}
     for name, kernel in pairs:
-        extent = usual(ops.get(name), ops.get_kernel(name, kernel), device)
+        extent = usual(registry.get(name), registry.get_kernel(name, kernel), device)
         if extent is None:
             continue
         if asked.sanitizer is not None:
@@ -218,18 +217,18 @@ def _alike(device: Device) -> list[Device]:
 
 
 def _pairs(asked: Asked) -> list[Pair]:
-    from jetfire.bench.plan import check_kernels
+    from jetfire.measure.plan import check_kernels
 
-    names = [ops.get(name).name for name in asked.ops] or list(ops.names())
+    names = [registry.get(name).name for name in asked.ops] or list(registry.names())
     check_kernels(names, [*asked.kernels, *([asked.against] if asked.against else [])])
     pairs = [
         (name, kernel)
         for name in names
-        for kernel in ops.kernels(name)
+        for kernel in registry.kernels(name)
         if (not asked.kernels or kernel in asked.kernels)
         and (
             asked.against is None
-            or (asked.against in ops.kernels(name) and kernel != asked.against)
+            or (asked.against in registry.kernels(name) and kernel != asked.against)
         )
     ]
     if not pairs:
@@ -401,14 +400,14 @@ def _illegal(case: Case, device: Device) -> str | None:
     Raises:
         UsageError: it has no such kernel, problem or config.
     """
-    first = ops.get_kernel(case.op, case.kernel)
+    first = registry.get_kernel(case.op, case.kernel)
     if case.empty:  # no kernel sees it
         return None
     data.check(case.data)
-    problem = ops.get(case.op).Problem.parse(case.problem)
+    problem = registry.get(case.op).Problem.parse(case.problem)
     runs = [(first, case.config)]
     if case.other is not None:
-        runs.append((ops.get_kernel(case.op, case.other.kernel), case.other.config))
+        runs.append((registry.get_kernel(case.op, case.other.kernel), case.other.config))
     for kernel, config in runs:
         reason = kernel.legal(problem, kernel.Config.parse(config), device)
         if reason is not None:

@@ -17,12 +17,12 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jetfire.core.contract import Kernel, Op
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.workloads import RAGGED
 from jetfire.fuzz.case import Case, Other
-from jetfire.ops.data import DISTRIBUTIONS
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel, Op
-from jetfire.ops.workloads import RAGGED
+from jetfire.measure.data import DISTRIBUTIONS
 
 VARIANTS = 4  # of a batch, where kernels are compiled
 GROWS = 20  # batches of one length, before they are longer
@@ -478,11 +478,11 @@ def other_of(
 
     None too where they are the kernel and config themselves.
     """
-    from jetfire import ops
+    from jetfire.core import registry
 
     if other is None:
         return None
-    second = ops.get_kernel(op.name, other.kernel)
+    second = registry.get_kernel(op.name, other.kernel)
     theirs = _legal(second, problem, other.config, device) or _legal(second, problem, {}, device)
     if theirs is None or (second.name == kernel.name and theirs == config):
         return None

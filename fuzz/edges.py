@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from jetfire.ops.op import Op, Tensors
+from jetfire.core.contract import Op, Tensors
 from jetfire.reference.bit_split import HIGH
 from jetfire.reference.cross_entropy import IGNORED
 

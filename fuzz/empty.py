@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.contract import Op, Tensors
+from jetfire.core.device import Device
 from jetfire.fuzz.case import Case, Outcome
 from jetfire.ops import functional
-from jetfire.ops.device import Device
-from jetfire.ops.op import Op, Tensors
 
 UNIT = 1024  # every op takes multiples of it
 _OTHER_NAMES = {"hadamard_quantize": "int4_quantize"}
@@ -35,7 +35,7 @@ def function(op: Op, mode: str) -> Any:
 
 def run(case: Case, device: Device) -> Outcome:
     """Call it with the tensors of the case's sizes, and look at what it returns."""
-    op, fields = ops.get(case.op), case.problem
+    op, fields = registry.get(case.op), case.problem
     call = function(op, fields.get("mode", "fwd"))
     inputs = _inputs(op, fields, device.torch_device, case)
     given = {**fields, "packed": fields.get("operands") == "packed", **inputs}

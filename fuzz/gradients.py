@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from jetfire.ops.op import Op, Tensors
+from jetfire.core.contract import Op, Tensors
 
 MOST = 1 << 20  # elements of an input, beyond which autograd in float64 takes too long
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # a rounding, generously

@@ -17,16 +17,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jetfire import ops
-from jetfire.core import files
+from jetfire.core import files, interrupts, registry
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, UsageError, refused
+from jetfire.core.processes import Worker
 from jetfire.fuzz.draw import Extent, Target
 from jetfire.fuzz.sanitize import Tool
 from jetfire.fuzz.search import Report, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError, refused
-from jetfire.tuner import interrupts
-from jetfire.tuner.process import Worker
 
 Pair = tuple[str, str]
 END_S = 3.0  # for jobs to end by themselves, with their workers
@@ -102,9 +100,13 @@ class Plan:
         name, kernel = unit.pair
         extent = self.extents[unit.pair]
         target = Target(
-            ops.get(name), ops.get_kernel(name, kernel), device, extent.largest, extent.tall,
-            None if self.against is None else ops.get_kernel(name, self.against),
-        )  # fmt: skip
+            registry.get(name),
+            registry.get_kernel(name, kernel),
+            device,
+            extent.largest,
+            extent.tall,
+            None if self.against is None else registry.get_kernel(name, self.against),
+        )
         if unit.number == ALONE:
             return self._run_huge(target, executor, unit.deadline)
         return run_batch(target, unit.number, unit.examples, self.seed, executor, unit.deadline,

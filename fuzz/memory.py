@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jetfire.fuzz.mode import GUARD
-from jetfire.ops.check import first as first
+from jetfire.measure.check import first as first
 
 # Of bytes around inputs: NaN in every float type. And around outputs.
 INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5

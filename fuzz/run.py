@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
-from jetfire.bench.runner import memory_free
+from jetfire.core import registry
+from jetfire.core.contract import Kernel, Op, Tensors
+from jetfire.core.contract import poison as op_poison
+from jetfire.core.device import Device
+from jetfire.core.launch import launch
 from jetfire.fuzz import edges, gradients
 from jetfire.fuzz.case import Case, Kind, Outcome
 from jetfire.fuzz.memory import (
@@ -22,10 +25,7 @@ from jetfire.fuzz.memory import (
     shown,
 )
 from jetfire.fuzz.mode import Mode
-from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Op, Tensors
-from jetfire.ops.op import poison as op_poison
-from jetfire.ops.run import launch
+from jetfire.measure.runner import memory_free
 
 # What outputs hold before the second launch; before the first, it is what `Op.poison` fills in.
 SECOND_POISON = 0x5B
@@ -92,7 +92,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
     """None where the device lacks the memory."""
-    op, kernel = ops.get(case.op), ops.get_kernel(case.op, case.kernel)
+    op, kernel = registry.get(case.op), registry.get_kernel(case.op, case.kernel)
     problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
@@ -281,7 +281,7 @@ def _compare(
 ) -> Outcome:
     """With another config's or kernel's outputs: the same bits where the op says so."""
     assert s.case.other is not None
-    kernel = ops.get_kernel(s.case.op, s.case.other.kernel)
+    kernel = registry.get_kernel(s.case.op, s.case.other.kernel)
     config = kernel.Config.parse(s.case.other.config)
     kind: Kind = "config" if kernel.name == s.kernel.name else "kernel"
     theirs = _launch(s, kernel, config)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.fuzz.mode import Mode
-from jetfire.ops.errors import NoDeviceError, UsageError
 
 Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.contract import Kernel, Op
+from jetfire.core.device import Device
 from jetfire.fuzz.case import Case, Failure, Outcome
 from jetfire.fuzz.coverage import traits
 from jetfire.fuzz.draw import Batch, Target, sizes_of, usual
 from jetfire.fuzz.simplify import simplify
 from jetfire.fuzz.worker import Executor, InProcess
-from jetfire.ops.device import Device
-from jetfire.ops.op import Kernel, Op
 
 HUGE_TRIES = 4  # at a problem that fits
 SHRINK_S = 30.0  # to make one failing case smaller
@@ -68,7 +68,7 @@ class Report:
         if outcome.failed:
             self.failing[_how(outcome)] += 1
         config = str(sorted(case.config.items()))
-        sizes = sizes_of(ops.get(case.op))
+        sizes = sizes_of(registry.get(case.op))
         flags = sorted((k, str(v)) for k, v in case.problem.items() if k not in sizes)
         self.configs.add(config)
         self.variants.add(f"{config} {flags}")

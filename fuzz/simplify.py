@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
 from jetfire.fuzz.case import Case
 from jetfire.fuzz.draw import other_of, problem_of, sizes_of
-from jetfire.ops.device import Device
 
 Fails = Callable[[Case], bool]
 PASSES = 3  # over the sizes: once one is smaller others may be
@@ -38,7 +38,7 @@ def simplify(case: Case, device: Device, fails: Fails) -> Case:
         case = _first(fails, case, _with_problem(case, {**case.problem, name: value}, device))
     for _ in range(PASSES):
         before = case
-        for name in sizes_of(ops.get(case.op)):
+        for name in sizes_of(registry.get(case.op)):
             case = _smallest(case, name, device, fails)
         if case == before:
             break
@@ -52,7 +52,7 @@ def _first(fails: Fails, case: Case, simpler: list[Case]) -> Case:
 
 def _defaults(case: Case) -> dict[str, Any]:
     """Fields of the problem that have a default, and it."""
-    fields = dataclasses.fields(ops.get(case.op).Problem)
+    fields = dataclasses.fields(registry.get(case.op).Problem)
     return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
 
 
@@ -61,7 +61,7 @@ def _with_problem(case: Case, fields: Any, device: Device, default: bool = False
 
     So for what it is compared with, whose config may be the default's too.
     """
-    op, kernel = ops.get(case.op), ops.get_kernel(case.op, case.kernel)
+    op, kernel = registry.get(case.op), registry.get_kernel(case.op, case.kernel)
     problem = problem_of(op, fields, {})
     if problem is None:
         return []

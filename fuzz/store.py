@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from typing_extensions import TypedDict
 
 from jetfire.core import schema, terminal
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Missing, Unwritable, write
 from jetfire.core.schema import Line, Text, most
 from jetfire.fuzz.case import Case, Failure, Kind
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 
 SCHEMA = 1
 MOST = 4 * MIB  # bytes of a file

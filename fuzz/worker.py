@@ -12,16 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from jetfire import ops
+from jetfire.core import broken, registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.processes import Worker
 from jetfire.fuzz import sanitize
 from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
-from jetfire.ops import broken
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.tuner.process import Worker
 
 START_S = 120.0  # to import torch and the kernels, and to open the device
 CASE_S = 60.0
@@ -58,7 +57,7 @@ def load(path: Path) -> None:
     if not kernels:
         raise UsageError(f"--load {path}: expected KERNELS, a tuple of Kernel objects")
     for kernel in kernels:
-        ops.register(kernel)
+        registry.register(kernel)
 
 
 class InProcess:
@@ -209,7 +208,7 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     connection.send(None)
     while True:
         (case,) = connection.recv()
-        ops.kernels(case.op)
+        registry.kernels(case.op)
         connection.send(None)
         outcome = run_case(case, device, mode)
         usable = _usable(device)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetfire.core import device as devices
+from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2 import corpora
 from jetfire.gpt2.settings import PRESETS, Settings, checked, make, split
-from jetfire.ops import device as devices
-from jetfire.ops.errors import UsageError, unknown
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,10 @@ from typing import Any
 
 import torch
 
-from jetfire.bench import command, timer
-from jetfire.bench.load import Load
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.plan import Note
-from jetfire.bench.results import Row
-from jetfire.bench.timer import Timing
+from jetfire.bench import command
 from jetfire.core import terminal
-from jetfire.core.recipes import RECIPES
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import (
     EAGER,
@@ -55,9 +51,14 @@ from jetfire.gpt2.subjects import (
     Tensors,
     probe,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, UsageError
-from jetfire.ops.peers import forget_compiled
+from jetfire.measure import timer
+from jetfire.measure.load import Load
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.peers import forget_compiled
+from jetfire.measure.plan import Note
+from jetfire.measure.results import Row
+from jetfire.measure.timer import Timing
+from jetfire.nn.recipes import RECIPES
 
 # Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
 # and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
@@ -332,7 +333,7 @@ def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
     peaks = existing.device.get("peaks") if existing is not None and known else None
     driver = made.monitor.driver() if made.monitor else None
     if not peaks or "busy" in peaks:
-        from jetfire.bench.peaks import cached
+        from jetfire.measure.peaks import cached
 
         peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, peaks, driver)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jetfire.core.recipes import RECIPES
+from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2 import settings
 from jetfire.gpt2.utilisation import flops_per_token
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.nn.recipes import RECIPES
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
 # What recipes are measured against, as rows name it.

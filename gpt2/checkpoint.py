@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from jetfire.core import files, schema
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import MIB, Missing, Unreadable, Unwritable
 from jetfire.core.schema import Count, Fields
 from jetfire.gpt2 import tensors
@@ -31,7 +32,6 @@ from jetfire.gpt2.prepared import Digests
 from jetfire.gpt2.settings import BOUNDS, MOST_STEPS
 from jetfire.gpt2.tokenizers import Vocabulary
 from jetfire.nn import is_int4_state, weights_changed
-from jetfire.ops.errors import JetfireWarning, UsageError
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (

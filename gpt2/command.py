@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from jetfire.core import terminal
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.terminal import note
 from jetfire.gpt2 import (
     checkpoint,
@@ -39,8 +41,6 @@ from jetfire.gpt2.runs import TOKENIZER, Run, opened
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import autocast
 from jetfire.gpt2.train import Training, algorithms, check_fits, shape_of
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 
 
 class Stop:

@@ -34,10 +34,10 @@ from typing_extensions import TypedDict
 
 from jetfire.core import files as disk
 from jetfire.core import schema
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Digest, Line
 from jetfire.gpt2.prepared import Source
-from jetfire.ops.errors import UsageError, unknown
 
 PIECE = 1 << 20
 WHOLE = 64 * MIB

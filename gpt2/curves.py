@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import log
-from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from jetfire.core import files
+from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable
 from jetfire.gpt2 import prepared, tokenizers
 from jetfire.gpt2.prepare import prepare
 from jetfire.gpt2.prepared import SPLITS, Meta
 from jetfire.gpt2.tokenizers import Tokenizer
-from jetfire.ops.errors import UsageError
 
 __all__ = ["Tokens", "batch", "evaluation", "open_tokens", "prepare"]
 

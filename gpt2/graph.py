@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step
 from jetfire.nn import replaying
-from jetfire.ops.errors import UsageError
 
 # Steps before the capture: the first compiles kernels, and optimizer state and cuBLAS's workspace
 # must stand before they can be captured.

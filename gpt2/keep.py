@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.core import files
+from jetfire.core.errors import JetfireError
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import name_of
-from jetfire.ops.errors import JetfireError
 
 DIGITS = 7  # losses are shown with five, and twice rounded would be off
 

@@ -23,11 +23,11 @@ from typing_extensions import TypedDict
 
 import jetfire
 from jetfire.core import files, schema
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import BadLine, Count, Line, Name, NotNegative
 from jetfire.gpt2.utilisation import Peak
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning, UsageError
 
 NAME = "log.jsonl"
 Record = dict[str, Any]

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire.core import recipes
-from jetfire.core.recipes import Recipe
+from jetfire.core.errors import UsageError
 from jetfire.nn import (
     Int4Linear,
     Int8Block,
     Stream,
     TiedGradient,
     linear_cross_entropy,
+    recipes,
     tied_embedding,
 )
-from jetfire.ops.errors import UsageError
+from jetfire.nn.recipes import Recipe
 from jetfire.reference.cross_entropy import IGNORED
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.asked import check_processes, torchrun
 from jetfire.gpt2.settings import Settings
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, JetfireWarning, UsageError
 
 T = TypeVar("T")
 # The others wait while the first prepares data; torchrun ends them if it dies.

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jetfire.core import files, terminal
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
 from jetfire.gpt2.prepared import META, SPLITS, Meta, Source, cache, check, read_meta
 from jetfire.gpt2.tokenizers import RANKS, Tokenizer
-from jetfire.ops.errors import UsageError, unknown
 
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
 # above MOST. One text, or too few documents to choose from, gives its last TAIL instead.

@@ -18,11 +18,11 @@ from typing import Any
 from jetfire.bench import report, show
 from jetfire.bench.markdown import Table
 from jetfire.bench.report import Addition, Chart
-from jetfire.bench.results import Results
-from jetfire.core.recipes import RECIPES
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import log
 from jetfire.gpt2.curves import Curve, Group, image
-from jetfire.ops.errors import UsageError
+from jetfire.measure.results import Results
+from jetfire.nn.recipes import RECIPES
 
 FOLDER, BASE = "training", "bf16"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.core import files, schema
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable, Unwritable
 from jetfire.core.schema import Fields
 from jetfire.core.terminal import note
@@ -23,7 +24,6 @@ from jetfire.gpt2.asked import Asked
 from jetfire.gpt2.checkpoint import Checkpoint
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import CHANGEABLE, Settings, checked, resumed
-from jetfire.ops.errors import JetfireWarning, UsageError
 
 SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from jetfire.core.errors import JetfireError, UsageError
 from jetfire.gpt2.tokenizers import Tokenizer
-from jetfire.ops.errors import JetfireError, UsageError
 
 if TYPE_CHECKING:
     from jetfire.gpt2.model import GPT2

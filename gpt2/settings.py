@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jetfire.core import recipes, schema
+from jetfire.core import schema
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.nn import recipes
 
 _LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
          "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
@@ -54,7 +55,7 @@ class Settings:
     """One run. A step is `accumulate` micro-batches a process of `batch` sequences each.
 
     Attributes:
-        recipe: a name of `jetfire.core.recipes.RECIPES`.
+        recipe: a name of `jetfire.nn.recipes.RECIPES`.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from jetfire.core import recipes
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import COMPILE, PEERS, BlockProblem, StepProblem
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Stream, weights_changed
+from jetfire.nn import Stream, recipes, weights_changed
 
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _WARM = 3  # a GraphedStep captures itself on its third call

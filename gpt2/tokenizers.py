@@ -21,9 +21,9 @@ from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
 from jetfire.core import files, schema
+from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Missing, Unreadable
 from jetfire.core.schema import Digest
-from jetfire.ops.errors import UsageError
 
 NAMES = ("byte", "char", "gpt2")
 END_OF_TEXT = "<|endoftext|>"

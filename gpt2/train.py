@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, UsageError
 from jetfire.gpt2 import checkpoint, data, faults, graph, parallel, utilisation
 from jetfire.gpt2.checkpoint import Best, Checkpoint, Seen, State
 from jetfire.gpt2.graph import GraphedStep
@@ -23,8 +25,6 @@ from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step, autocast, seed_step
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, UsageError
 
 Record = dict[str, Any]
 

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from jetfire.bench.plan import Case
+from jetfire.core import profiles
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Step
-from jetfire.ops import library, profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
+from jetfire.measure.plan import Case
+from jetfire.ops import library
 from jetfire.tuner import command
 from jetfire.tuner.asked import Asked
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetfire.bench import shipped_peaks
+from jetfire.core.device import Device
 from jetfire.gpt2.settings import Settings
-from jetfire.ops.device import Device
 
 # Dense BF16 TFLOP/s with FP32 accumulation, from the makers' datasheets.
 DATASHEET = {

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from typing_extensions import TypedDict
 
 from jetfire.core import files, schema
+from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.schema import Name, Scalar
 from jetfire.gpt2 import checkpoint, tensors
@@ -26,7 +27,6 @@ from jetfire.gpt2.model import Shape
 from jetfire.gpt2.settings import BOUNDS
 from jetfire.gpt2.tensors import Kind
 from jetfire.gpt2.tokenizers import GPT2_VOCABULARY, Vocabulary
-from jetfire.ops.errors import UsageError
 
 if TYPE_CHECKING:
     from jetfire.gpt2.model import GPT2

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Kernel, Tensors
+from jetfire.core.contract import Config, Kernel, Tensors
+from jetfire.core.device import Device
 from jetfire.reference.quantize import quantize
 from jetfire.reference.transpose import transpose
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from jetfire.ops.errors import JetfireError, UsageError
+from jetfire.core.errors import JetfireError, UsageError
 
 ROOT = Path(__file__).parent
 # Two first compilations at once have failed to open NVRTC's own libraries.

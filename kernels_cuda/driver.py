@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jetfire.ops.errors import JetfireError
+from jetfire.core.errors import JetfireError
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jetfire.kernels_cuda import driver
 
 if TYPE_CHECKING:
-    from jetfire.ops.device import Device
-    from jetfire.ops.op import Config
+    from jetfire.core.contract import Config
+    from jetfire.core.device import Device
 
 TILE_K = 128
 

@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core.contract import Config, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, ceil_div
 
 if TYPE_CHECKING:
     import torch

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from jetfire import ops
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import NoDeviceError, UsageError
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Tensors
+from jetfire.core import registry
+from jetfire.core.contract import Tensors
+from jetfire.core.device import target_device
+from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.machine_code import Cubin
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def record_launches(
     """
     if knobs.runtime.interpret:
         raise UsageError("cross-compilation needs a process without TRITON_INTERPRET=1")
-    op, kernel = ops.get(op_name), ops.get_kernel(op_name, kernel_name)
+    op, kernel = registry.get(op_name), registry.get_kernel(op_name, kernel_name)
     reason = kernel.legal(problem, config, target_device(capability))
     if reason is not None:
         raise UsageError(f"{op_name}/{kernel_name}, {problem}: {reason}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Kernel
+from jetfire.core.contract import Kernel
+from jetfire.core.machine_code import Cubin
 
 
 class TritonKernel(Kernel):

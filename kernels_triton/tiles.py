@@ -9,8 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, ceil_div
+from jetfire.core.contract import Config, ceil_div
+from jetfire.core.device import Device
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Modules over the ops: what a model uses instead of torch.nn to train in INT8 or INT4."""
 
-from jetfire.core.recipes import RECIPES, Int4, Recipe
 from jetfire.nn.block import Int8Block, Stream
 from jetfire.nn.convert import Report, convert
 from jetfire.nn.embedding import TiedGradient, tied_embedding
@@ -11,6 +10,7 @@ from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
 from jetfire.nn.loss import linear_cross_entropy
 from jetfire.nn.optimizer import AdamW, replaying
 from jetfire.nn.products import weights_changed
+from jetfire.nn.recipes import RECIPES, Int4, Recipe
 
 __all__ = [
     "RECIPES",

@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (
     Both,
@@ -38,8 +40,6 @@ from jetfire.ops import (
     int8_quantize,
     int8_quantize_qkv,
 )
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
 
 Tensor = torch.Tensor
 

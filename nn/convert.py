@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from jetfire.core import recipes
-from jetfire.core.recipes import Recipe
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
+from jetfire.nn import recipes
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
+from jetfire.nn.recipes import Recipe
 
 # What linear layers are replaced by.
 CONVERTED = (Int8Linear, Int8Conv1D, Int4Linear, Int4Conv1D)

@@ -8,8 +8,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from jetfire.ops.arguments import checked, shown
-from jetfire.ops.errors import UsageError
+from jetfire.core.arguments import checked, shown
+from jetfire.core.errors import UsageError
 
 
 class TiedGradient:

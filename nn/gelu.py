@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
 
 # torch's names of the two forms, and the op's.
 _FORMS = {"none": "erf", "tanh": "tanh"}

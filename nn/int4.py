@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from jetfire.core.recipes import DEFAULT, Gradient, Int4, as_group
+from jetfire.core.arguments import checked
+from jetfire.core.contract import FloatName
+from jetfire.core.errors import UsageError
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.products import (
     FLOATS,
@@ -30,8 +32,7 @@ from jetfire.nn.products import (
     checked_weight,
     draw,
 )
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
+from jetfire.nn.recipes import DEFAULT, Gradient, Int4, as_group
 from jetfire.ops.functional import (
     int4_bit_split,
     int4_gather_rows,
@@ -42,7 +43,6 @@ from jetfire.ops.functional import (
 )
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
-from jetfire.ops.op import FloatName
 from jetfire.ops.sample_rows import Keep, Parts, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 

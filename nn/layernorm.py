@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from jetfire.core.arguments import checked
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
 from jetfire.ops import (
@@ -17,7 +18,6 @@ from jetfire.ops import (
     int8_layernorm_backward,
     int8_quantize,
 )
-from jetfire.ops.arguments import checked
 
 
 class _Int8LayerNormFunction(torch.autograd.Function):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.nn.products import (
     FLOATS,
     Both,
@@ -23,8 +25,6 @@ from jetfire.nn.products import (
     quantised_gradient,
 )
 from jetfire.ops import int8_gemm, int8_quantize
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
 
 
 class _Int8LinearFunction(torch.autograd.Function):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from jetfire.core.arguments import checked
 from jetfire.nn.embedding import TiedGradient
-from jetfire.ops.arguments import checked
 from jetfire.ops.functional import cross_entropy, cross_entropy_backward
 
 

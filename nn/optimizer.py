@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 
+from jetfire.core.arguments import checked
+from jetfire.core.contract import blocks_of
+from jetfire.core.errors import UsageError
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.products import Both, QuantisedWeight, stamp, weights_changed
 from jetfire.ops import int8_adamw
-from jetfire.ops.arguments import checked
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import blocks_of
 
 _REFUSED = ("amsgrad", "maximize", "foreach", "differentiable")
 

@@ -11,9 +11,9 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from jetfire.core.contract import Block, FloatName
+from jetfire.core.errors import UsageError
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Block, FloatName
 
 Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.

@@ -1,125 +1,19 @@
 """Operations: each pairs a reference with its kernels.
 
-`names` and `get` find an op by its module's name; `kernels` finds its kernels by folder, so adding
-either touches nothing here. The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are
-defined by their op and found here too; importing this package imports no torch.
+The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are found here. Importing this
+package imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jetfire.ops import broken
-from jetfire.ops.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from jetfire.ops.op import Kernel, Op
-
-# What an op is made of, beside the ops themselves.
-_SHARED = {
-    "arguments",
-    "broken",
-    "check",
-    "data",
-    "declared",
-    "device",
-    "errors",
-    "functional",
-    "inplace",
-    "library",
-    "machine_code",
-    "op",
-    "peers",
-    "profiles",
-    "run",
-    "sources",
-    "workloads",
-    "workspace",
-}
-# In the order of preference where several are legal.
-_BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
-
-
-@cache
-def names() -> tuple[str, ...]:
-    """Every op, by name."""
-    found = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return tuple(sorted(set(found) - _SHARED))
-
-
-@cache
-def get(name: str) -> Op:
-    """The op of a name; dashes may stand for underscores.
-
-    Raises:
-        UsageError: there is no such op.
-    """
-    stem = name.replace("-", "_")
-    if stem not in names():
-        raise unknown(f"no op {name!r}", name, names())
-    return importlib.import_module(f"jetfire.ops.{stem}").OP
-
-
-@cache
-def kernels(op: str) -> dict[str, Kernel]:
-    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name.
-
-    Raises:
-        UsageError: a module cannot be imported; its `details` show the line.
-    """
-    root = Path(__file__).parent.parent
-    found: dict[str, Kernel] = {}
-    for backend in _BACKENDS:
-        if (root / backend / op / "__init__.py").exists():
-            with broken.loading(f"{op} of {backend}", root / backend):
-                module = importlib.import_module(f"jetfire.{backend}.{op}")
-            found.update({kernel.name: kernel for kernel in module.KERNELS})
-    return found
-
-
-@cache
-def kernel_names(op: str) -> tuple[str, ...]:
-    """Return the names that `kernels` has of an op, mostly without importing the kernels."""
-    from jetfire.ops import declared
-
-    root = Path(__file__).parent.parent
-    folders = [root / backend / op for backend in _BACKENDS]
-    found = [declared.names(folder) for folder in folders if (folder / "__init__.py").exists()]
-    if any(some is None for some in found):
-        return tuple(kernels(op))
-    return tuple(dict.fromkeys(name for some in found for name in some or ()))
-
-
-def register(kernel: Kernel) -> None:
-    """Add a kernel from elsewhere to those of its op, in this process.
-
-    Raises:
-        UsageError: there is no such op, or it has a kernel of that name.
-    """
-    known = kernels(get(kernel.op).name)
-    if kernel.name in known:
-        raise UsageError(f"{kernel.op} has a kernel {kernel.name!r} already: expected another name")
-    known[kernel.name] = kernel
-
-
-def get_kernel(op: str, name: str) -> Kernel:
-    """One kernel of an op.
-
-    Raises:
-        UsageError: the op has no such kernel.
-    """
-    known = kernels(op)
-    if name not in known:
-        raise unknown(f"{op} has no kernel {name!r}", name, known)
-    return known[name]
+from jetfire.core import registry
 
 
 def __getattr__(name: str) -> Any:
     # Not cross_entropy and int4_gemm, which here are their ops' modules: `functional` has them.
-    if name.startswith(("int8_", "int4_")) and name not in names():
+    if name.startswith(("int8_", "int4_")) and name not in registry.names():
         return getattr(importlib.import_module("jetfire.ops.functional"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

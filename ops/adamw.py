@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -18,11 +16,13 @@ from jetfire.ops.op import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
@@ -122,7 +122,7 @@ class Adamw(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """The update within its bounds, and the codes to the bit: those of the kernel's own."""
-        from jetfire.ops import check
+        from jetfire.measure import check
         from jetfire.reference.quantize import quantize
         from jetfire.reference.transpose import transpose
 
@@ -148,10 +148,10 @@ class Adamw(Op):
         """torch's fused AdamW, then plain torch's quantisation of what it leaves."""
         import torch
 
-        from jetfire import ops
-        from jetfire.ops import peers
+        from jetfire.core import registry
+        from jetfire.measure import peers
 
-        plain = ops.get("quantize")
+        plain = registry.get("quantize")
         quantized = plain.Problem(
             problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
         )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -20,11 +19,12 @@ from jetfire.ops.op import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Add(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Equal bits, but for the statistics, of which it is known what sums in fp32 may add."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         checks = []
         for name, out in outputs.items():
@@ -141,7 +141,7 @@ class Add(Op):
         """The BF16 addition; forward also the statistics that the next LayerNorm needs."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.dequantize import dequantize
 
         stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")

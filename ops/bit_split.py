@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Op, Problem, SameBits, Tensors
+from jetfire.core.contract import Check, FloatName, Op, Problem, SameBits, Tensors
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 Bits = Literal[8, 4]
 
@@ -85,7 +85,7 @@ class BitSplit(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
@@ -98,7 +98,7 @@ class BitSplit(Op):
         self, problem: BitSplitProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same as plain torch writes it, in the input's own dtype."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         x = inputs["x"]
         return peers.elementwise(lambda: self.eager(problem, x), self.bytes(problem), x.device)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import Block, Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way
@@ -61,7 +61,7 @@ class ColumnSum(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         sums, bound, over = (expected[name] for name in ("sums", "bound", "over"))
         return check.bounded("sums", outputs["sums"], sums, bound, over)
@@ -75,7 +75,7 @@ class ColumnSum(Op):
         """The sum of the BF16 gradient's rows, to fp32: what BF16 training does for a bias."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.dequantize import dequantize
 
         wide = dequantize(inputs["qt"], inputs["scale_t"], problem.block, torch.bfloat16)

@@ -6,13 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, SameBits, Tensors, float_dtype
+from jetfire.core.contract import (
+    Check,
+    FloatName,
+    Mode,
+    Op,
+    Problem,
+    SameBits,
+    Tensors,
+    float_dtype,
+)
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 VOCABULARY = 50257  # GPT-2's
 PADDED = 50304  # to a multiple of 128
@@ -94,7 +103,7 @@ class CrossEntropy(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [
@@ -112,7 +121,7 @@ class CrossEntropy(Op):
         """torch's own in fp32, as autocast has it: backward from the log-softmax it kept."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.cross_entropy import IGNORED
 
         targets, valid = inputs["targets"], problem.columns

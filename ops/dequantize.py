@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     FloatName,
@@ -17,11 +16,12 @@ from jetfire.ops.op import (
     Tensors,
     float_dtype,
 )
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Dequantize(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.exact("x", outputs["x"], expected["x"])
 
@@ -80,7 +80,7 @@ class Dequantize(Op):
         """The same product written in torch: BF16 training has no such pass to compare with."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         q, scale, dtype = inputs["q"], inputs["scale"], float_dtype(problem.out)
         rows = torch.arange(problem.m, device=q.device) // problem.block

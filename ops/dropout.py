@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -19,11 +17,13 @@ from jetfire.ops.op import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Dropout(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
@@ -94,7 +94,7 @@ class Dropout(Op):
         """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         x = inputs["q"].to(torch.bfloat16)
 

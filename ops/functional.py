@@ -3,8 +3,8 @@
 Quantised tensors are pairs ``q, scale``: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉. Inputs may be
 row-strided views. Each function returns its op's outputs in order, a single one bare. `layout` says
 whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as all four ("both").
-The kernel is the one that `ops.run.choose` finds for the tensors' device; empty tensors need none:
-their results are empty, or zeros where they are sums over nothing. To autograd results are
+The kernel is the one that `core.launch.choose` finds for the tensors' device; empty tensors need
+none: their results are empty, or zeros where they are sums over nothing. To autograd results are
 constants, but for those that `ops.library` gives a gradient.
 
 `int4_*` are the steps of a linear layer in 4 bits: codes are a tensor's own, with one scale, a
@@ -19,14 +19,14 @@ from typing import Any, get_args
 
 import torch
 
+from jetfire.core.arguments import checked
+from jetfire.core.contract import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
+from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
 from jetfire.ops import library
-from jetfire.ops.arguments import checked
 from jetfire.ops.bit_split import Bits
-from jetfire.ops.errors import UsageError
 from jetfire.ops.gelu import Approximate
 from jetfire.ops.hadamard_quantize import Codes, Group
-from jetfire.ops.inplace import refuse_in_place
-from jetfire.ops.op import Block, FloatName, Layout, Rounding, blocks_of, float_dtype
 from jetfire.ops.sample_rows import Keep, Parts
 
 Tensor = torch.Tensor

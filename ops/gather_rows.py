@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, Op, Problem, SameBits, Tensors
+from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class GatherRows(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Equal codes in the rows that are wanted."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         high, across = expected["codes"].shape
         return check.exact("codes", outputs["codes"][:high, :across], expected["codes"])
@@ -133,7 +133,7 @@ class GatherRows(Op):
         self, problem: GatherRowsProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same in torch operations, of as many rows as `inputs` asks for."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         q, rows, repeat = inputs["q"], inputs.get("rows"), inputs.get("repeat")
         count = wanted(problem)

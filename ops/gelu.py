@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -18,11 +17,12 @@ from jetfire.ops.op import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 Approximate = Literal["tanh", "erf"]
 
@@ -97,7 +97,7 @@ class Gelu(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.quantised(
             outputs, expected["value"], expected["scale"], problem.block, expected.get("u"),
@@ -110,7 +110,7 @@ class Gelu(Op):
         import torch
         from torch.nn import functional
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.dequantize import dequantize
 
         def wide(name: str) -> torch.Tensor:

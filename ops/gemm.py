@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -23,11 +21,13 @@ from jetfire.ops.op import (
     float_dtype,
     quantised_outputs,
 )
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Gemm(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         if noise is not None:
             over = expected["over"] | (expected["largest"] >= MOST_TELESCOPED)
@@ -220,7 +220,7 @@ class Gemm(Op):
     def peers(
         self, problem: GemmProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         return peers.gemm(problem.m, problem.n, problem.k, inputs["a"].device)
 
@@ -282,7 +282,7 @@ def _check_floats(
     """
     import torch
 
-    from jetfire.ops import check
+    from jetfire.measure import check
     from jetfire.reference.quantize import spread
 
     wanted, block, over = expected["c"], problem.block, expected["over"]

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
+from jetfire.core.contract import Check, Mode, Op, Problem, SameBits, Tensors, ceil_div, float_dtype
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 from jetfire.ops.hadamard_quantize import (
     Group,
     HadamardQuantizeProblem,
     dstep_bound,
     first_step,
 )
-from jetfire.ops.op import Check, Mode, Op, Problem, SameBits, Tensors, ceil_div, float_dtype
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class HadamardGemm(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Equal bits, but for the step's gradient, which may be summed in any order."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         found = [check.exact(k, out, expected[k]) for k, out in outputs.items() if k != "dstep_w"]
         if "dstep_w" in outputs:
@@ -146,7 +146,7 @@ class HadamardGemm(Op):
         self, problem: HadamardGemmProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The product, or backward's two, as training without codes has them."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         m, n, k, device = problem.m, problem.n, problem.k, inputs["w"].device
         if problem.mode == "fwd":

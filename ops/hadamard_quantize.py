@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Check,
     FloatName,
     Mode,
@@ -19,11 +17,13 @@ from jetfire.ops.op import (
     ceil_div,
     float_dtype,
 )
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 Codes = Literal["packed", "wide", "both"]
@@ -153,7 +153,7 @@ class HadamardQuantize(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Equal bits, but for the step's gradient, which may be summed in any order."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         found = [check.exact(k, out, expected[k]) for k, out in outputs.items() if k != "dstep"]
         if "dstep" in outputs:
@@ -182,7 +182,7 @@ class HadamardQuantize(Op):
         self, problem: HadamardQuantizeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same in torch operations, the transform as a product with H in the input's dtype."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.hadamard import matrix
 
         values = inputs["dx_hat" if problem.mode == "bwd" else "x"]

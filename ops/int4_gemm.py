@@ -6,15 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Check, FloatName, Mode, Op, Problem, SameBits, Tensors, float_dtype
+from jetfire.core.contract import (
+    Check,
+    FloatName,
+    Mode,
+    Op,
+    Problem,
+    SameBits,
+    Tensors,
+    float_dtype,
+)
+from jetfire.core.errors import UsageError
+from jetfire.measure.data import Source
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
@@ -167,7 +176,7 @@ class Int4Gemm(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Equal bits, of the rows that there are."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         wanted = expected["c"]
         return check.exact("c", outputs["c"][: len(wanted)], wanted)
@@ -196,7 +205,7 @@ class Int4Gemm(Op):
         self, problem: Int4GemmProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """Products as large as what is counted, without the sampling."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         return peers.int4_gemm(*_counted(problem), inputs["a"].device)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     Layout,
@@ -20,11 +19,12 @@ from jetfire.ops.op import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A few of them: what evaluation may add to a result, in units of its largest term.
@@ -135,7 +135,7 @@ class LayerNorm(Op):
         noise: torch.Tensor | None = None,
     ) -> Check:
         """Codes that the exact values allow; statistics and column sums as their terms do."""
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         checks = [
             check.quantised(
@@ -166,7 +166,7 @@ class LayerNorm(Op):
         """torch's LayerNorm, or its three gradients, of the same BF16 tensors."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
         from jetfire.reference.dequantize import dequantize
 
         def wide(name: str) -> torch.Tensor:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.op import FloatName, Kernel, Mode, Op, Tensors
-from jetfire.ops.run import choose
+from jetfire.core import profiles, registry
+from jetfire.core.contract import FloatName, Kernel, Mode, Op, Tensors
+from jetfire.core.device import Device
+from jetfire.core.launch import choose
 
 Tensor = torch.Tensor
 Call = tuple[dict[str, Tensor | None], dict[str, Any]]
@@ -49,7 +48,7 @@ def _planned() -> dict[tuple[str, Any], Kernel]:
 
 def planned() -> list[tuple[Op, Any, Kernel]]:
     """Op, problem and kernel of every different call since `profiles.forget`."""
-    return [(ops.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
+    return [(registry.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
 
 
 def _problem(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -70,7 +69,7 @@ def _plan(
 
     Of an empty tensor there is no kernel.
     """
-    op = ops.get(name)
+    op = registry.get(name)
     problem, empty = _problem(op, dict(fields))
     if empty:
         return op, problem, None, None
@@ -116,7 +115,7 @@ def _launch(name: str, call: Call, written: tuple[str, ...]) -> Tensors:
 
 def _allocate(name: str, call: Call) -> Tensors:
     """The outputs alone, for tracing: sizes may be symbolic, and stay so."""
-    op = ops.get(name)
+    op = registry.get(name)
     problem, _ = _problem(op, call[1])
     return op.outputs(problem, {k: tensor for k, tensor in call[0].items() if tensor is not None})
 

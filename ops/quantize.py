@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
+from jetfire.core.contract import (
     Block,
     Check,
     FloatName,
@@ -19,11 +18,12 @@ from jetfire.ops.op import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Quantize(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
@@ -86,7 +86,7 @@ class Quantize(Op):
         self, problem: QuantizeProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same quantisation as plain torch writes it, in the input's own dtype."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         x = inputs["x"]
         return peers.elementwise(lambda: self.eager(problem, x), self.bytes(problem), x.device)

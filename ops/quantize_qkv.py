@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.op import Tensors, quantised_outputs
+from jetfire.core.contract import Tensors, quantised_outputs
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.data import Source
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
+    from jetfire.measure.data import Source
 
 PARTS = ("query", "key", "value")
 
@@ -34,7 +34,7 @@ class QuantizeQkv(Quantize):
     def inputs(
         self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        from jetfire.ops.data import Source
+        from jetfire.measure.data import Source
 
         def part(source: Source) -> torch.Tensor:
             return source.floats(problem.m, problem.n, dtype=problem.dtype)
@@ -65,7 +65,7 @@ class QuantizeQkv(Quantize):
         """Those of `quantize`, after the copy that puts the three side by side."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         def eager() -> Any:
             x = torch.cat([inputs[name] for name in PARTS], dim=1)

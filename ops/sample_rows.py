@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 Parts = Literal[2, 1]
 Product = Literal["dgrad", "wgrad"]
@@ -105,7 +105,7 @@ class SampleRows(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
@@ -118,7 +118,7 @@ class SampleRows(Op):
         self, problem: SampleRowsProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
         """The same sampling in torch operations that do not wait for the device."""
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         device = inputs["squares"].device
         return peers.elementwise(lambda: self.eager(problem, inputs), self.bytes(problem), device)

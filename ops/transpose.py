@@ -6,21 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.data import Source
-from jetfire.ops.op import (
-    Block,
-    Check,
-    Op,
-    Problem,
-    SameBits,
-    Tensors,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, quantised_outputs
+from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.workloads import Model
+    from jetfire.core.workloads import Model
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Transpose(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.ops import check
+        from jetfire.measure import check
 
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
@@ -77,7 +69,7 @@ class Transpose(Op):
         """The BF16 transpose that feeds a BF16 GEMM."""
         import torch
 
-        from jetfire.ops import peers
+        from jetfire.measure import peers
 
         x = inputs["q"].to(torch.bfloat16)
 

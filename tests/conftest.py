@@ -90,7 +90,7 @@ SHIPPED = Path(__file__).parent.parent / "profiles"
 @pytest.fixture(scope="session", autouse=True)
 def _no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels run with their defaults, whatever is tuned; what needs profiles makes its own."""
-    from jetfire.ops import profiles
+    from jetfire.core import profiles
 
     empty = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def _no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the profiles that the package ships, found by lookups as users find them."""
-    from jetfire.ops import profiles
+    from jetfire.core import profiles
 
     monkeypatch.setattr(profiles, "SHIPPED", SHIPPED)
     profiles.forget()
@@ -116,14 +116,14 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _unload() -> Iterator[Callable[[], None]]:
     """Kernels that were loaded are gone after it, or once it is called: of ops, and as modules."""
-    from jetfire import ops
+    from jetfire.core import registry
     from jetfire.fuzz import load
 
     path, modules = list(sys.path), set(sys.modules)
 
     def unload() -> None:
         load.cache_clear()
-        ops.kernels.cache_clear()
+        registry.kernels.cache_clear()
         added = tuple(f"{folder}{os.sep}" for folder in set(sys.path) - set(path))
         sys.path[:] = path
         for name in set(sys.modules) - modules:

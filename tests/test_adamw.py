@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
 from jetfire.ops import int8_adamw, int8_quantize
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import verify
 from jetfire.reference.adamw import rounded
 
-OP = ops.get("adamw")
-KERNEL = ops.get_kernel("adamw", "triton")
+OP = registry.get("adamw")
+KERNEL = registry.get_kernel("adamw", "triton")
 
 
 def check(problem, inputs, config=None, kernel=KERNEL):
@@ -84,7 +84,7 @@ def test_a_bias_correction_is_accurate(device, beta, step):
 @pytest.mark.parametrize("name", ["triton", "torch"])
 def test_a_second_moment_beyond_fp32_is_infinite_and_moves_nothing(device, name):
     """As it is kept: the gradient's square overflows, with which float64 would divide."""
-    kernel = ops.get_kernel("adamw", name)
+    kernel = registry.get_kernel("adamw", name)
     problem = OP.Problem(2, 40, guarded=True)
     inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
     inputs["grad"][0, 3], inputs["exp_avg_sq"][0, 3] = 3e36, 0.0
@@ -131,7 +131,7 @@ def test_nan_stays_in_its_block(device):
 @pytest.mark.parametrize("name", ["triton", "torch"])
 def test_follows_torch_for_several_steps(device, name):
     """To 5e-6 of the rate and 2^-23 of a weight a step: powf of CUDA's own is off by 4 units."""
-    kernel = ops.get_kernel("adamw", name)
+    kernel = registry.get_kernel("adamw", name)
     if name == "torch" and device.type != "cpu":
         pytest.skip("runs on the CPU only")
     generator = torch.Generator(device).manual_seed(3)

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.reference import add as reference
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.layernorm import statistics
 from jetfire.reference.quantize import quantize
 
-OP = ops.get("add")
-KERNEL = ops.get_kernel("add", "triton")
+OP = registry.get("add")
+KERNEL = registry.get_kernel("add", "triton")
 SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
 
 

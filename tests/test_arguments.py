@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from jetfire.core.arguments import checked, mistake
+from jetfire.core.errors import UsageError
 from jetfire.nn import (
     AdamW,
     Int4,
@@ -23,8 +25,6 @@ from jetfire.nn import (
     tied_embedding,
 )
 from jetfire.ops import functional
-from jetfire.ops.arguments import checked, mistake
-from jetfire.ops.errors import UsageError
 from jetfire.tests import functions
 
 WRONG = {
@@ -242,7 +242,7 @@ def test_other_errors_are_left_as_they_are():
 
 
 def test_a_call_that_succeeds_is_not_looked_at(monkeypatch):
-    monkeypatch.setattr("jetfire.ops.arguments.mistake", None)
+    monkeypatch.setattr("jetfire.core.arguments.mistake", None)
     functional.int8_quantize(torch.ones(32, 32))
 
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.bench import peaks, runner, suite
-from jetfire.bench.plan import Case
+from jetfire.bench import suite
 from jetfire.bench.plot import plot, series_of
-from jetfire.bench.results import Results, Row
-from jetfire.bench.runner import Options, Runner
 from jetfire.cli import execute
-from jetfire.ops import peers, workloads
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Kernel
+from jetfire.core import registry, workloads
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device
+from jetfire.measure import peaks, peers, runner
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Results, Row
+from jetfire.measure.runner import Options, Runner
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
@@ -25,7 +26,7 @@ FAST = Options(rounds=2, sample_ms=0.01, kernels=["int_mm"])
 
 
 def case(**fields: Any) -> Case:
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     return Case(op, op.Problem.parse({"m": 33, "n": 20, "k": 40, "block": 32, **fields}))
 
 
@@ -65,12 +66,12 @@ class Fake(Kernel):
 
 
 def _right(kernel, problem, inputs, outputs):
-    outputs["c"].copy_(ops.get("gemm").reference(problem, inputs)["c"])
+    outputs["c"].copy_(registry.get("gemm").reference(problem, inputs)["c"])
 
 
 def _one_element_unwritten(kernel, problem, inputs, outputs):
     c = outputs["c"]
-    c.view(-1)[1:] = ops.get("gemm").reference(problem, inputs)["c"].view(-1)[1:].to(c.dtype)
+    c.view(-1)[1:] = registry.get("gemm").reference(problem, inputs)["c"].view(-1)[1:].to(c.dtype)
 
 
 def _raises(kernel, problem, inputs, outputs):
@@ -196,7 +197,7 @@ def test_what_no_kernel_takes_is_said(with_kernels, monkeypatch, capsys):
 
 def test_a_problem_too_large_is_left_out_before_allocating(monkeypatch):
     monkeypatch.setattr(runner, "memory_free", lambda _: 1000)
-    monkeypatch.setattr(ops.get("gemm"), "reference", lambda *_: pytest.fail("it allocated"))
+    monkeypatch.setattr(registry.get("gemm"), "reference", lambda *_: pytest.fail("it allocated"))
     rows, notes = measure()
     assert rows == []
     assert "needs about 0.0 GiB, 0.0 GiB are free" in notes[0]
@@ -220,7 +221,7 @@ def test_memory_needed_is_that_of_every_set_of_inputs():
 
 def test_every_set_of_inputs_is_drawn_anew(monkeypatch):
     drawn = []
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     inputs = type(op).inputs
 
     def spy(problem, device, seed=0, data="normal"):
@@ -307,21 +308,21 @@ def test_suites_hold_what_they_promise():
     assert len(set(whole)) == len(whole)
     parts = {c for name in suite.PARTS for c, _ in suite.cases(name, Options())}
     assert parts == set(whole)
-    assert {c.op.name for c in whole} == set(ops.names())
+    assert {c.op.name for c in whole} == set(registry.names())
     compiled = [
         c for part in ("targets", "int4") for c, o in suite.cases(part, Options())
         if "compile" in (o.peers or ())
     ]  # fmt: skip
-    for op in ops.names():
+    for op in registry.names():
         if op not in ("gemm", "int4_gemm", "hadamard_gemm"):
             modes = {getattr(c.problem, "mode", "fwd") for c in compiled if c.op.name == op}
-            assert modes == set(ops.get(op).modes), op
+            assert modes == set(registry.get(op).modes), op
     gemms = [c.problem for c in whole if c.op.name == "gemm"]
     assert {p.block for p in gemms} == {32, 64, 128}
     assert {p.m for p in gemms if p.m == p.n == p.k} == {512, 1024, 2048, 4096, 8192, 16384}
     assert any(p.accumulate for p in gemms)
     for op, mode in (("int4_gemm", "fwd"), ("hadamard_gemm", "fwd"), ("hadamard_gemm", "bwd")):
-        paper = workloads.problems(ops.get(op), "int4-paper", mode, {})
+        paper = workloads.problems(registry.get(op), "int4-paper", mode, {})
         assert {c.problem for c in whole if c.op.name == op} >= set(paper)
     groups = {c.problem.group for c in whole
               if c.op.name == "hadamard_quantize" and c.problem.layout == "packed"}  # fmt: skip
@@ -389,7 +390,7 @@ def test_the_whole_way_on_the_gpu(tmp_path, capsys):
 
 
 def test_the_ceiling_multiplies_what_it_is_given():
-    from jetfire.bench import ceiling
+    from jetfire.measure import ceiling
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     m, n, k = 16, 32, 64

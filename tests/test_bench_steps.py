@@ -7,18 +7,19 @@ import math
 import pytest
 import torch
 
-from jetfire.bench import peaks, report, training_report
+from jetfire.bench import report, training_report
 from jetfire.bench.compare import match
-from jetfire.bench.results import Results, Row
-from jetfire.bench.timer import Timing
 from jetfire.cli import execute
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import bench, cases, subjects
 from jetfire.gpt2.bench import Bench
 from jetfire.gpt2.cases import EAGER, BlockProblem, Case, StepProblem, problem_of
 from jetfire.gpt2.subjects import BlockSubject, StepSubject
+from jetfire.measure import peaks
+from jetfire.measure.results import Results, Row
+from jetfire.measure.timer import Timing
 from jetfire.nn import is_int4_state
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 
 CPU = Device.parse("cpu")
 STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)

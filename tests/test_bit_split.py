@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.reference.bit_split import bit_split, codes, split, unit_of
 from jetfire.reference.nibbles import pack, unpack
 
-OP = ops.get("bit_split")
-KERNEL = ops.get_kernel("bit_split", "triton")
+OP = registry.get("bit_split")
+KERNEL = registry.get_kernel("bit_split", "triton")
 MODULE = import_module(type(KERNEL).__module__)
 run_ptx = runpy.run_path(str(Path(__file__).with_name("ptx.py")))["run"]
 
@@ -120,7 +120,7 @@ def test_triton_gives_the_reference_bits(device, m, n, dtype, data, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_cpu_kernel_gives_the_reference_bits(bits):
     problem = OP.Problem(33, 70, bits=bits)
-    kernel = ops.get_kernel("bit_split", "torch")
+    kernel = registry.get_kernel("bit_split", "torch")
     check(problem, OP.inputs(problem, torch.device("cpu"), data="heavy"), kernel=kernel)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from jetfire import cli
-from jetfire.bench import peaks
 from jetfire.core import files
 from jetfire.gpt2 import prepared
 from jetfire.kernels_cuda import compile as compiler
+from jetfire.measure import peaks
 
 NOWHERE = "/proc/nobody"
 NAMES = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR", "JETFIRE_CACHE", "JETFIRE_TOKENS")

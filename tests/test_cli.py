@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from jetfire import cli, ops
-from jetfire.bench import peaks, plan
-from jetfire.bench.runner import Runner
+from jetfire import cli
 from jetfire.cli import execute
-from jetfire.ops.errors import UsageError
+from jetfire.core import registry
+from jetfire.core.errors import UsageError
+from jetfire.measure import peaks, plan
+from jetfire.measure.runner import Runner
 
 HEAVY = ("torch", "triton", "numpy", "matplotlib", "optuna", "cupy", "pynvml")
 SMALL = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--rounds", "2"]
@@ -125,7 +126,7 @@ def test_an_unexpected_error_is_one_line_and_exits_1(capsys, monkeypatch):
 def test_list_names_everything(capsys):
     assert bench("--list") == 0
     text = capsys.readouterr().out
-    for name in (*ops.names(), "int_mm", "gpt2-350m", "cublas_bf16", "outlier"):
+    for name in (*registry.names(), "int_mm", "gpt2-350m", "cublas_bf16", "outlier"):
         assert name in text
     assert execute(None, ["list"]) == 0
     assert capsys.readouterr().out == text
@@ -298,7 +299,7 @@ def test_of_several_ops_those_that_refuse_a_size_are_left_out_and_told_of():
 
 
 def test_all_is_every_op_once():
-    assert {c.op.name for c in cases("all", "gemm", blocks=["32"])} == set(ops.names())
+    assert {c.op.name for c in cases("all", "gemm", blocks=["32"])} == set(registry.names())
     with pytest.raises(UsageError, match="no op"):
         cases("gemm", "nope")
 

@@ -10,10 +10,10 @@ import textwrap
 import pytest
 
 from jetfire import ops
-from jetfire.bench import peaks
 from jetfire.cli import execute
-from jetfire.ops import broken
-from jetfire.ops.errors import UsageError, WrongResultError
+from jetfire.core import broken, registry
+from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.measure import peaks
 
 BROKEN = {
     "syntax": ("x = 1\nif x\n    pass\n", 2, "SyntaxError: expected ':'", "if x\n        ^"),
@@ -35,9 +35,9 @@ def said(capsys):
 
 @pytest.fixture
 def unloaded():
-    ops.kernels.cache_clear()
+    registry.kernels.cache_clear()
     yield
-    ops.kernels.cache_clear()
+    registry.kernels.cache_clear()
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -54,7 +54,7 @@ def test_a_kernel_s_module_that_cannot_be_imported(kind, unloaded, tmp_path, cap
 
     monkeypatch.setattr(importlib, "import_module", load)
     with pytest.raises(UsageError) as caught:
-        ops.kernels("gelu")
+        registry.kernels("gelu")
     start = f"{file}:{line}: gelu of kernels_triton cannot be loaded: {reason}"
     assert str(caught.value).startswith(start)
     assert shown in caught.value.details
@@ -92,7 +92,7 @@ def test_the_bench_shows_the_compiler_s_lines(capsys, monkeypatch):
     def launch(*_):
         raise error
 
-    monkeypatch.setattr(type(ops.get_kernel("gelu", "torch")), "launch", launch)
+    monkeypatch.setattr(type(registry.get_kernel("gelu", "torch")), "launch", launch)
     words = ["gelu", "--m", "33", "--block", "32", "--device", "cpu", "--kernel", "torch"]
     assert execute("bench", words) == 3
     _, err = said(capsys)
@@ -172,7 +172,7 @@ class Mine(TritonTranspose):
 
 
 if __name__ == "__main__":
-    ops.register(Mine())
+    registry.register(Mine())
     words = "transpose --m 64 --block 32 --arch 90 --kernel mine"
     raise SystemExit(execute("audit", words.split()))
 """

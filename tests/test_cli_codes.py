@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import command, peaks, plan
-from jetfire.bench.runner import Runner
+from jetfire.bench import command
 from jetfire.cli import execute
+from jetfire.core.errors import UsageError
 from jetfire.export import naming
-from jetfire.ops.errors import UsageError
+from jetfire.measure import peaks, plan
+from jetfire.measure.runner import Runner
 
 SMALL = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--rounds", "2"]
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1, "how": {}}

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jetfire import ops
 from jetfire.bench import audit, progress, show
-from jetfire.bench.plan import Case
-from jetfire.bench.results import Row
 from jetfire.cli import execute
-from jetfire.core import terminal
+from jetfire.core import registry, terminal
+from jetfire.core.device import target_device
 from jetfire.gpt2.display import Display as Training
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.ops.device import target_device
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Row
 from jetfire.tuner import show as profiles
 from jetfire.tuner.display import Display as Search
 from jetfire.tuner.trial import Measurement
@@ -130,7 +129,7 @@ def test_a_name_from_the_command_line_is_shown_in_one_line_as_it_is(words, capsy
 
 def test_an_audit_says_what_it_compiles(capsys, monkeypatch):
     monkeypatch.setattr(TritonKernel, "cubins", lambda *_: [])
-    op = ops.get("transpose")
+    op = registry.get("transpose")
     cases = [Case(op, op.Problem(m=64, n=64, block=block)) for block in (32, 64)]
     devices = [target_device((8, 0)), target_device((9, 0))]
     for pause, lines in ((0.0, 4), (60.0, 1)):
@@ -153,7 +152,7 @@ def test_lines_of_progress_keep_their_distance(capsys, monkeypatch):
 
 def test_measurements_with_markup_are_lines_of_their_own(capsys):
     search = Search("time", 1)
-    config = ops.get_kernel("transpose", "triton").Config()
+    config = registry.get_kernel("transpose", "triton").Config()
     search.trial(config, Measurement("crash", message=f"{EVIL}\nmore"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(SEEN)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import cli, ops
+from jetfire import cli
 from jetfire.cli import execute
-from jetfire.core import options
+from jetfire.core import options, registry
 
 HEAVY = ("torch", "triton", "optuna", "matplotlib", "cupy", "hypothesis", "transformers")
 # What is refused with torch unloaded: words, and what is said.
@@ -131,12 +131,12 @@ def test_listing_loads_nothing_heavy():
 
 
 def test_kernels_are_named_without_being_imported():
-    for op in ops.names():
-        assert ops.kernel_names(op) == tuple(ops.kernels(op))
+    for op in registry.names():
+        assert registry.kernel_names(op) == tuple(registry.kernels(op))
 
 
 def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path):
-    from jetfire.ops import declared
+    from jetfire.core import declared
 
     package = tmp_path / "odd"
     package.mkdir()
@@ -145,14 +145,14 @@ def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path)
         declared._tree.cache_clear()
         assert declared.names(package) is None
     monkeypatch.setattr(declared, "names", lambda package: None)
-    ops.kernel_names.cache_clear()
-    assert ops.kernel_names("gemm") == tuple(ops.kernels("gemm"))
-    ops.kernel_names.cache_clear()
+    registry.kernel_names.cache_clear()
+    assert registry.kernel_names("gemm") == tuple(registry.kernels("gemm"))
+    registry.kernel_names.cache_clear()
 
 
 def test_names_that_stand_apart_are_those_of_their_modules():
+    from jetfire.core.device import capability_of, target_device
     from jetfire.fuzz import sanitize
-    from jetfire.ops.device import capability_of, target_device
     from jetfire.tuner import asked, strategies
 
     assert sanitize.TOOLS == options.SANITIZERS

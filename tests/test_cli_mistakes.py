@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import peaks
-from jetfire.bench.runner import Runner
 from jetfire.cli import execute
+from jetfire.measure import peaks
+from jetfire.measure.runner import Runner
 
 TABLE = Path(__file__).parent / "data" / "mistakes.txt"
 SPECIAL = {"%LONG%": "x" * 100_000, "%ESC%": "\x1b[31m"}

@@ -2,11 +2,10 @@
 
 import pytest
 
-from jetfire import ops
-from jetfire.bench.runner import Runner
 from jetfire.cli import execute
-from jetfire.core import options
-from jetfire.ops.errors import UsageError, nearest, unknown
+from jetfire.core import options, registry
+from jetfire.core.errors import UsageError, nearest, unknown
+from jetfire.measure.runner import Runner
 
 NEAR = [
     (["bench", "gmem"], "no op 'gmem' (did you mean gemm?): expected one of adamw, "),
@@ -49,11 +48,11 @@ def test_what_is_nearly_a_name_is_suggested(words, says, capsys, monkeypatch):
 
 
 def test_what_is_far_from_any_name_or_a_number_is_given_no_suggestion():
-    assert nearest("matmul", ops.names()) is None
+    assert nearest("matmul", registry.names()) is None
     assert nearest("33", ["32", "64"]) is None
-    assert nearest("", ops.names()) is None
-    assert nearest("gemm" * 10**6, ops.names()) is None
-    assert nearest("Int4-GEMM", ops.names()) == "int4_gemm"
+    assert nearest("", registry.names()) is None
+    assert nearest("gemm" * 10**6, registry.names()) is None
+    assert nearest("Int4-GEMM", registry.names()) == "int4_gemm"
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.ops import functional as int8
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
 from jetfire.reference.column_sum import column_sum
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 
-OP = ops.get("column_sum")
-KERNEL = ops.get_kernel("column_sum", "triton")
+OP = registry.get("column_sum")
+KERNEL = registry.get_kernel("column_sum", "triton")
 
 
 def check(problem, inputs, config=None):

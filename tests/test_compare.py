@@ -8,9 +8,9 @@ from rich.console import Console
 
 from jetfire.bench import compare
 from jetfire.bench.compare import Pair, match, parse_share
-from jetfire.bench.results import Results, Row
 from jetfire.cli import execute
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
+from jetfire.measure.results import Results, Row
 
 
 def row(ms, spread=0.01, **changes) -> Row:

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.ops import functional as ours
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
 from jetfire.reference import cross_entropy as reference
 
-OP = ops.get("cross_entropy")
-KERNEL = ops.get_kernel("cross_entropy", "triton")
+OP = registry.get("cross_entropy")
+KERNEL = registry.get_kernel("cross_entropy", "triton")
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("kernel", [KERNEL, ops.get_kernel("cross_entropy", "torch")],
+BOTH = pytest.mark.parametrize("kernel", [KERNEL, registry.get_kernel("cross_entropy", "torch")],
                                ids=["triton", "torch"])  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jetfire import ops
-from jetfire.ops.device import target_device
-from jetfire.ops.op import Kernel
+from jetfire.core import registry
+from jetfire.core.contract import Kernel
+from jetfire.core.device import target_device
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 SHAPE = {"m": 8192, "n": 4096, "k": 4096}
@@ -42,8 +42,8 @@ def problems(op, capability):
 
 def specs():
     found = []
-    for op in map(ops.get, ops.names()):
-        for kernel in ops.kernels(op.name).values():
+    for op in map(registry.get, registry.names()):
+        for kernel in registry.kernels(op.name).values():
             if type(kernel).cubins is not Kernel.cubins:
                 for capability in CAPABILITIES:
                     for problem in problems(op, capability):

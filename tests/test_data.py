@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import corpora, data, prepare, prepared
-from jetfire.ops.errors import UsageError
 
 
 @pytest.fixture(autouse=True)

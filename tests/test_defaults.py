@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire import ops
+from jetfire.core import launch, registry
+from jetfire.core.device import Device
 from jetfire.gpt2 import settings
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.step import Step
+from jetfire.measure import data
 from jetfire.nn import (
     RECIPES,
     AdamW,
@@ -34,8 +36,7 @@ from jetfire.nn import (
     linear_cross_entropy,
     tied_embedding,
 )
-from jetfire.ops import data, functional, run
-from jetfire.ops.device import Device
+from jetfire.ops import functional
 from jetfire.tests import functions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,8 +132,8 @@ def launches(which):
     Interpreted kernels take 60 ms per launch: they are launched under one default alone.
     """
     found, interpreted = {}, which in (None, torch.bfloat16)
-    for name in ops.names():
-        op = ops.get(name)
+    for name in registry.names():
+        op = registry.get(name)
         sizes = {"m": 33, "n": 64, "k": 64}
         for mode in op.modes:
             for problem in op.problems(mode, {size: sizes[size] for size in op.dims}):
@@ -145,10 +146,10 @@ def launched(op, problem, interpreted):
     inputs = op.inputs(problem, CPU, seed=3)
     expected = op.reference(problem, inputs)
     found = {f"{op.name} {problem}": [inputs, expected, op.bytes(problem)]}
-    for kernel in ops.kernels(op.name).values():
+    for kernel in registry.kernels(op.name).values():
         device = Device.of(torch.empty(0, device=CPU))
         config = kernel.default(problem, device)
-        skipped = run.interpreted(kernel, device) and not interpreted
+        skipped = launch.interpreted(kernel, device) and not interpreted
         if not skipped and kernel.legal(problem, config, device) is None:
             outputs = op.poison(problem, op.outputs(problem, inputs))
             kernel.launch(problem, config, inputs, outputs)
@@ -162,7 +163,7 @@ def launched(op, problem, interpreted):
 def test_kernels_and_references(which, usual):
     found = launches(which)
     expected = usual(launches)
-    assert len(found) >= 2 * len(ops.names())
+    assert len(found) >= 2 * len(registry.names())
     same(found, {name: expected[name] for name in found}, "kernels")
 
 
@@ -184,8 +185,8 @@ def test_peers(which):
 
     def found():
         called = {}
-        for name in ops.names():
-            op = ops.get(name)
+        for name in registry.names():
+            op = registry.get(name)
             for mode in op.modes:
                 problem = op.problems(mode, dict.fromkeys(op.dims, 64))[0]
                 for peer, make in op.peers(problem, op.inputs(problem, CPU)).items():

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.run import verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import verify
+from jetfire.core.workloads import RAGGED
 
-OP = ops.get("dequantize")
-KERNEL = ops.get_kernel("dequantize", "triton")
+OP = registry.get("dequantize")
+KERNEL = registry.get_kernel("dequantize", "triton")
 
 
 def check(problem, inputs, config=None):

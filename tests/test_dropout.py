@@ -5,17 +5,17 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.core.workloads import RAGGED
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.dropout import drop_threshold, dropout
 from jetfire.reference.quantize import quantize
 
-OP = ops.get("dropout")
-KERNEL = ops.get_kernel("dropout", "triton")
+OP = registry.get("dropout")
+KERNEL = registry.get_kernel("dropout", "triton")
 
 
 def check(problem, inputs, config=None):

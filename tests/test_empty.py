@@ -5,11 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from jetfire import nn, ops
+from jetfire import nn
+from jetfire.core import profiles, registry
+from jetfire.core.contract import blocks_of
+from jetfire.core.errors import UsageError
 from jetfire.ops import functional as int8
-from jetfire.ops import profiles
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import blocks_of
 from jetfire.reference.dequantize import dequantize
 
 EMPTY = [(0, 40), (40, 0), (0, 0)]
@@ -232,4 +232,4 @@ def test_nothing_is_tuned_or_planned(device):
 
 def test_what_is_not_empty_still_needs_sizes():
     with pytest.raises(UsageError, match="m=0: expected an integer of at least 1"):
-        ops.get("quantize").Problem(0, 8)
+        registry.get("quantize").Problem(0, 8)

@@ -13,23 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetfire import ops
 from jetfire.bench import command as bench_command
-from jetfire.bench import nvml, peaks, timer
 from jetfire.bench.export_report import sections
-from jetfire.bench.plan import Case
-from jetfire.bench.results import Results, Row
 from jetfire.cli import execute
+from jetfire.core import profiles, registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.core.profiles import Entry
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned, make
 from jetfire.export.table import Table
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
-from jetfire.ops import profiles
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError, WrongResultError
-from jetfire.ops.profiles import Entry
+from jetfire.measure import nvml, peaks, timer
+from jetfire.measure.plan import Case
+from jetfire.measure.results import Results, Row
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
@@ -224,7 +223,7 @@ const char* jetfire_dequantize_error(int code) { return code ? "another GPU" : "
 @pytest.fixture(scope="module")
 def dequantize(tmp_path_factory):
     """A folder with a self-test of equal bits and one with a tolerance."""
-    op = ops.get("dequantize")
+    op = registry.get("dequantize")
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
     plan = make([Case(op, problem)], "triton", (9, 0), None)
     head = header(plan, workspace=False, any_size=True, contract=())
@@ -244,7 +243,7 @@ def dequantize(tmp_path_factory):
     [("quantize", {"q": 0.0, "scale": 0.0}), ("gelu", {"q": 1e-2, "scale": 1e-3})],
 )
 def test_a_sample_asks_for_equal_bits_only_of_what_has_them_everywhere(shipped, op_name, tolerance):
-    op = ops.get(op_name)
+    op = registry.get(op_name)
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
     sample = samples.record(make([Case(op, problem)], "triton", (9, 0), None))
     assert {name: sample.tolerance[name] for name in tolerance} == tolerance
@@ -297,11 +296,11 @@ def row(target, ratio, **changes):
 def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
     second, taken, tmp_path, monkeypatch
 ):
-    device, op = target_device((9, 0)), ops.get("gemm")
+    device, op = target_device((9, 0)), registry.get("gemm")
     problems = [op.Problem(4096, n, 4096, block=128) for n in (4096, 8192)]
     times, entries = {"wgmma": (1.0, second), "triton": (2.0, 0.5)}, []
     for name in times:
-        kernel = ops.get_kernel("gemm", name)
+        kernel = registry.get_kernel("gemm", name)
         origin = profiles.provenance(kernel, device, None)
         for problem, ms in zip(problems, times[name], strict=True):
             config = kernel.default(problem, device).as_dict()
@@ -378,7 +377,7 @@ def on_the_cpu(monkeypatch):
     """A plan of the CPU's GEMM, and where measuring finds a target and the CPU."""
     here = Device.parse("cpu")
     monkeypatch.setattr(measure.Device, "parse", lambda *_: here)
-    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "int_mm")
+    op, kernel = registry.get("gemm"), registry.get_kernel("gemm", "int_mm")
     problem = op.Problem(64, 96, 128, block=32)
     entry = profiles.read(SHIPPED / "nvidia-h200" / "gemm.json")[0]
     plan = Plan("it", op, kernel, here, (Tuned(problem, kernel.Config(), entry),))
@@ -438,7 +437,7 @@ def test_whatever_an_export_raises_is_a_wrong_result_in_a_line(on_the_cpu, error
 
 
 def test_an_export_without_a_plan_has_a_row_too():
-    problem = ops.get("quantize").Problem(64, 64)
+    problem = registry.get("quantize").Problem(64, 64)
     export = suite.Export("quantize", "nope", problem, "cubin")
     done = Future()
     done.set_exception(OSError("no space"))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench.results import Row
 from jetfire.cli import execute
 from jetfire.core import files
+from jetfire.core.errors import WrongResultError
 from jetfire.export import check, cuda, embedded, measure, targets
 from jetfire.export.library import Library, header
 from jetfire.export.target import Target, run
-from jetfire.ops.errors import WrongResultError
+from jetfire.measure.results import Row
 
 GEMM = ("gemm", "--m", "4096", "--block", "128")
 QUANTIZE = ("quantize", "--m", "8192", "--n", "4096")
@@ -173,7 +173,7 @@ def test_without_a_compiler_it_can_be_written_unbuilt(shipped, tmp_path, capsys,
                                               names - {"samples"}}  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::jetfire.ops.errors.JetfireWarning")
+@pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
 def test_the_nearest_size_s_time_is_not_taken_for_its_own(shipped, tmp_path):
     words = ("gemm", "--m", "4112", "--n", "4096", "--k", "4096", "--block", "128", "--no-check")
     assert export(tmp_path / "out", *words) == 0

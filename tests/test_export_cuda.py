@@ -11,7 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import Cubin, audit
+from jetfire.core.profiles import Entry
 from jetfire.export import cuda, flatten
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.target import cuda_home
@@ -20,12 +24,8 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.gemm import mma, wgmma
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
 from jetfire.kernels_cuda.gemm.wgmma import WgmmaConfig
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import Cubin, audit
-from jetfire.ops.profiles import Entry
 
-OP = ops.get("gemm")
+OP = registry.get("gemm")
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None or cuda_home() is None, reason="needs gcc and CUDA's headers"
 )
@@ -40,7 +40,7 @@ def plan_of(kernel, *cases, capability=(9, 0)):
                       "time", {}, 24, "gp", {})  # fmt: skip
         tuned.append(Tuned(problem, config, entry))
     device = target_device(capability)
-    return Plan("a_gemm", OP, ops.get_kernel("gemm", kernel), device, tuple(tuned))
+    return Plan("a_gemm", OP, registry.get_kernel("gemm", kernel), device, tuple(tuned))
 
 
 def fields(m=4096, n=4096, k=4096, **others):
@@ -141,7 +141,7 @@ def test_the_contract_of_several_configs_asks_for_the_largest_multiple(sizes):
 
 def test_a_kernel_without_host_code_is_refused():
     plan = plan_of("wgmma", WGMMA[0])
-    other = ops.get_kernel("gemm", "triton")
+    other = registry.get_kernel("gemm", "triton")
     assert cuda.takes(plan.kernel)
     assert not cuda.takes(other)
     with pytest.raises(UsageError, match="gemm/triton has no form as CUDA C"):
@@ -150,7 +150,7 @@ def test_a_kernel_without_host_code_is_refused():
 
 def test_every_constant_of_every_kernel_has_a_note():
     for kernel, problem, config in CASES:
-        host = cuda.host_of(ops.get_kernel("gemm", kernel))
+        host = cuda.host_of(registry.get_kernel("gemm", kernel))
         for code in host.codes(OP.Problem(**problem), config):
             named = re.findall(r"^constexpr \w+ (\w+) =", code.header, re.MULTILINE)
             assert {n for n in named if not n.startswith("EXPECTED")} <= set(host.notes)
@@ -209,7 +209,9 @@ def built(tmp_path_factory):
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
 def test_nvcc_makes_the_same_of_it_where_it_counts(built):
     """But for addresses of shared memory, which nvcc keeps in 32 bits and NVRTC in 64."""
-    (own,) = ops.get_kernel("gemm", "wgmma").cubins(OP.Problem(**WGMMA[0][0]), WGMMA[0][1], (9, 0))
+    (own,) = registry.get_kernel("gemm", "wgmma").cubins(
+        OP.Problem(**WGMMA[0][0]), WGMMA[0][1], (9, 0)
+    )
     nvcc, nvrtc = audit(built), audit(own)
     assert (nvcc.registers, nvcc.spills, nvcc.stack_bytes) == (nvrtc.registers, 0, 0)
     counted = ("IGMMA", "I2FP", "FFMA", "FADD", "FMUL", "F2FP", "LDS", "STS", "STSM", "LDG",
@@ -341,7 +343,7 @@ def tensor(address, rows, columns, itemsize=1):
 
 def launched_by_python(kernel, problem, config, tensors, counters, monkeypatch):
     """Blocks, threads, shared bytes and the argument of the workbench's own launch."""
-    (code,) = cuda.host_of(ops.get_kernel("gemm", kernel)).codes(problem, config)
+    (code,) = cuda.host_of(registry.get_kernel("gemm", kernel)).codes(problem, config)
     found = []
 
     def function(header, shared_bytes):
@@ -365,7 +367,7 @@ def launched_by_python(kernel, problem, config, tensors, counters, monkeypatch):
         patch.setattr(mma, "_function", mma_function)
         patch.setattr(mma, "Device", SimpleNamespace(of=lambda x: None))
         written = ("c", "q", "qt", "scale", "scale_t")
-        ops.get_kernel("gemm", kernel).launch(
+        registry.get_kernel("gemm", kernel).launch(
             problem,
             config,
             {name: x for name, x in tensors.items() if name not in written},

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError
 from jetfire.export import embedded, recording, samples
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.recording import Address, Argument, Call, Memory, Recording, Scratch, TensorMap
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
 FAKES = ROOT / "tests" / "fakes"
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 def plan_of(op_name, kernel_name, *fields, capability=(9, 0)):
     """A plan for some problems and default configs, as if these had been tuned."""
-    op, kernel = ops.get(op_name), ops.get_kernel(op_name, kernel_name)
+    op, kernel = registry.get(op_name), registry.get_kernel(op_name, kernel_name)
     device = target_device(capability)
     problems = [op.Problem(**each) for each in fields]
     tuned = tuple(Tuned(p, kernel.default(p, device), None) for p in problems)
@@ -526,7 +526,7 @@ def test_an_error_of_the_process_that_records_is_the_callers():
 
 def test_an_output_with_an_inputs_name_that_does_not_update_it_has_its_own():
     """Dropout's codes and scales: another tensor in than out."""
-    op = ops.get("dropout")
+    op = registry.get("dropout")
     signature = signature_of(op, op.Problem(m=64, n=64))
     assert [(p.name, p.key, p.role) for p in signature.parameters] == [
         ("q", "q", "input"), ("scale", "scale", "input"), ("seed", "seed", "input"),
@@ -537,7 +537,7 @@ def test_an_output_with_an_inputs_name_that_does_not_update_it_has_its_own():
 
 
 def test_an_updated_tensor_is_one_parameter():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(m=64, n=64, k=64, out="fp32", accumulate=True)
     roles = {p.name: p.role for p in signature_of(op, problem).parameters}
     assert list(roles.items()).count(("c", "updated")) == 1

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from jetfire import ops
-from jetfire.bench.plan import Case
 from jetfire.cli import execute
+from jetfire.core import profiles, registry
+from jetfire.core.errors import UsageError
 from jetfire.export import cuda, samples, targets
 from jetfire.export import plan as plans
 from jetfire.export.foreign import Foreign
@@ -23,8 +23,7 @@ from jetfire.export.library import Library, header
 from jetfire.export.render import render
 from jetfire.export.target import cuda_home
 from jetfire.export.targets import c_library
-from jetfire.ops import profiles
-from jetfire.ops.errors import UsageError
+from jetfire.measure.plan import Case
 
 HOSTILE = {
     "quotes": "\"; system(\"touch x\"); //'; import os; os.system('x') #",
@@ -73,7 +72,7 @@ def _forget():
 @pytest.fixture(scope="module")
 def plan():
     """A GEMM at sizes of a profile's own, and at others."""
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     cases = [Case(op, op.Problem(m, 4096, 4096, block=128)) for m in (4096, 4112)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiles, "SHIPPED", SHIPPED)

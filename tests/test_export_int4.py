@@ -14,7 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import Cubin, audit
+from jetfire.core.profiles import Entry
 from jetfire.export import cuda, samples
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.target import cuda_home
@@ -26,10 +30,6 @@ from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
 from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import Cubin, audit
-from jetfire.ops.profiles import Entry
 
 FAKES = Path(__file__).parent / "fakes"
 CC = ("gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared")
@@ -42,12 +42,12 @@ def plan_of(op, kernel, *cases, capability=(9, 0)):
     """A plan for some (fields, config), as if they had been tuned."""
     tuned = []
     for fields, config in cases:
-        problem = ops.get(op).Problem(**fields)
+        problem = registry.get(op).Problem(**fields)
         entry = Entry(kernel, problem.as_dict(), config.as_dict(), 1.0, 1.0, 1.0, 1, None, None,
                       "time", {}, 24, "gp", {})  # fmt: skip
         tuned.append(Tuned(problem, config, entry))
     device = target_device(capability)
-    return Plan(NAME, ops.get(op), ops.get_kernel(op, kernel), device, tuple(tuned))
+    return Plan(NAME, registry.get(op), registry.get_kernel(op, kernel), device, tuple(tuned))
 
 
 def gemm(m=1024, n=768, k=4096, **others):

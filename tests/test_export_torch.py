@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from jetfire import ops
-from jetfire.bench.plan import Case
+from jetfire.core import registry
+from jetfire.core.errors import UsageError
 from jetfire.export import operator, samples, targets
 from jetfire.export import plan as plans
 from jetfire.export.folder import implement
 from jetfire.export.library import Library, header, parameters
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home, run
-from jetfire.ops.errors import UsageError
+from jetfire.measure.plan import Case
 
 SM90 = (9, 0)
 # One of each kind: sizes read off shapes, off none, updated tensors, many of them, one output.
@@ -63,7 +63,7 @@ needs_compilers = pytest.mark.skipif(
 
 
 def plan_of(op_name, name=None, **fields):
-    op = ops.get(op_name)
+    op = registry.get(op_name)
     problem = op.Problem(**(fields or PROBLEMS[op_name]))
     return plans.make([Case(op, problem)], None, SM90, name)
 
@@ -98,12 +98,12 @@ def write(folder, files):
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_operators_take_inputs_in_order_and_return_what_they_allocate(name):
-    op = ops.get(name)
+    op = registry.get(name)
     assert operator.schema(signature_of(op, op.Problem(**PROBLEMS[name]))) == SCHEMAS[name]
 
 
 def test_a_size_that_no_shape_shows_is_an_argument():
-    op = ops.get("int4_gemm")
+    op = registry.get("int4_gemm")
     signature = signature_of(op, op.Problem(m=768, n=768, k=4096))
     assert signature.dim_from("k") is None
     assert operator.schema(signature).endswith(", SymInt k) -> Tensor")
@@ -230,7 +230,7 @@ def test_torch_is_built_of_cuda_sources(shipped, tmp_path):
 
 @pytest.fixture(scope="module")
 def three_sizes():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     return [Case(op, op.Problem(m=s, n=s, k=s, block=128)) for s in (2048, 4096, 8192)]
 
 

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from jetfire.core import files
+from jetfire.core.errors import UsageError
 from jetfire.core.files import Busy, Missing, Unreadable, Unwritable
-from jetfire.ops.errors import UsageError
 
 
 def fill_the_disk(monkeypatch):

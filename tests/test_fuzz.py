@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
 from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel, run
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge
@@ -16,8 +18,6 @@ from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.search import ENDED, run_huge
 from jetfire.fuzz.simplify import simplify
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
 from jetfire.reference.cross_entropy import IGNORED
 from jetfire.reference.sample_rows import factors
 
@@ -31,11 +31,11 @@ def here() -> Device:
 
 @pytest.fixture(scope="module")
 def right(here):
-    return ops.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
+    return registry.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
 
 
 def test_a_right_kernel_passes(here, right):
-    report = fuzz_kernel(ops.get("quantize"), right, here, examples=40, largest=70)
+    report = fuzz_kernel(registry.get("quantize"), right, here, examples=40, largest=70)
     assert report.failures == []
     assert report.examples == 40
     assert report.coverage["ragged"]
@@ -62,8 +62,8 @@ class _LastColumnUnwritten:
 
 def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     mutant = _LastColumnUnwritten(right)
-    monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
-    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=500, seed=1, failures=1)
+    monkeypatch.setitem(registry.kernels("quantize"), right.name, mutant)
+    report = fuzz_kernel(registry.get("quantize"), mutant, here, examples=500, seed=1, failures=1)
     (failure,) = report.failures
     assert failure.kind == "unwritten"
     case = failure.case
@@ -98,8 +98,8 @@ def test_one_fault_hides_no_other(here, right, monkeypatch):
             outputs["scale"] *= 2
 
     mutant = _Wrong(right, spoil)
-    monkeypatch.setitem(ops.kernels("quantize"), right.name, mutant)
-    report = fuzz_kernel(ops.get("quantize"), mutant, here, examples=200, largest=70)
+    monkeypatch.setitem(registry.kernels("quantize"), right.name, mutant)
+    report = fuzz_kernel(registry.get("quantize"), mutant, here, examples=200, largest=70)
     small = [
         (failure.case.problem["m"], failure.case.problem["block"]) for failure in report.failures
     ]
@@ -109,7 +109,7 @@ def test_one_fault_hides_no_other(here, right, monkeypatch):
 
 def test_of_examples_that_fail_alike_some_are_made_small():
     """And of those that end a worker there are few."""
-    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    op, kernel = registry.get("quantize"), registry.get_kernel("quantize", "triton")
     wrong = Recorder(lambda case: Outcome(None if case.empty else "wrong", "q: 1 of 2 differ"))
     report = fuzz_kernel(op, kernel, H200, examples=100, executor=wrong)
     assert (report.examples, report.failing) == (100, {"wrong q": 96})
@@ -123,14 +123,14 @@ def test_of_examples_that_fail_alike_some_are_made_small():
 def test_a_step_that_is_not_usable_has_no_gradient_to_compare_with():
     """The example that failed on a right tree: (1/√group)/step overflows in fp32."""
     fields = {"m": 2, "n": 32, "dtype": "fp32", "mode": "bwd", "given": "x", "gathered": True}
-    problem = ops.get("hadamard_quantize").Problem.parse(fields)
+    problem = registry.get("hadamard_quantize").Problem.parse(fields)
     case = Case("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
     assert run_case(case, Device.parse("cpu")) == Outcome()
 
 
 def test_a_row_of_one_column_has_the_gradient_that_rounding_leaves_it():
     """x − mean is 0 there; where x was code·scale in an FMA it is what rounding took from x."""
-    op = ops.get("layernorm")
+    op = registry.get("layernorm")
     problem = op.Problem(1, 1, mode="bwd", stats="row", eps=1e-12)
     inputs = op.inputs(problem, torch.device("cpu"))
     outputs = op.reference(problem, inputs)
@@ -145,13 +145,13 @@ def test_a_row_of_one_column_has_the_gradient_that_rounding_leaves_it():
 
 
 def test_a_kernel_for_another_device_is_passed_over():
-    old, op = Device(kind="cuda", capability=(7, 0)), ops.get("quantize")
-    report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), old, examples=10)
+    old, op = Device(kind="cuda", capability=(7, 0)), registry.get("quantize")
+    report = fuzz_kernel(op, registry.get_kernel("quantize", "triton"), old, examples=10)
     assert report.examples == 0
 
 
 def test_a_case_is_its_json(here, right):
-    problem = ops.get("quantize").Problem(3, 5)
+    problem = registry.get("quantize").Problem(3, 5)
     config = right.default(problem, here).as_dict()
     case = Case("quantize", right.name, problem.as_dict(), config, layout={"x": (3, 1)})
     assert Case.from_json(case.as_json()) == case
@@ -182,8 +182,8 @@ class Recorder:
 H200 = target_device((9, 0))
 GPU_KERNELS = [
     (name, kernel.name)
-    for name in ops.names()
-    for kernel in ops.kernels(name).values()
+    for name in registry.names()
+    for kernel in registry.kernels(name).values()
     if type(kernel).__module__.startswith(("jetfire.kernels_cuda", "jetfire.kernels_triton"))
 ]
 
@@ -191,7 +191,7 @@ GPU_KERNELS = [
 @pytest.mark.parametrize(("op", "kernel"), GPU_KERNELS)
 def test_what_is_drawn_for_a_gpu(op, kernel):
     """Legal problems of every kind, in few variants; one beyond 2^31 elements."""
-    op, kernel, seen = ops.get(op), ops.get_kernel(op, kernel), Recorder()
+    op, kernel, seen = registry.get(op), registry.get_kernel(op, kernel), Recorder()
     report = fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=seen)
     assert report.examples == len(seen.cases) == 30
     assert len(report.variants) <= 3 * (2 * VARIANTS)  # sizes may have defaults of their own
@@ -215,8 +215,8 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
 
 def test_what_is_drawn_for_a_cpu():
     """Nothing is compiled: flags are drawn for each example, and each kind of size in turn."""
-    op, seen = ops.get("gemm"), Recorder()
-    fuzz_kernel(op, ops.get_kernel("gemm", "int_mm"), Device(kind="cpu"), executor=seen)
+    op, seen = registry.get("gemm"), Recorder()
+    fuzz_kernel(op, registry.get_kernel("gemm", "int_mm"), Device(kind="cpu"), executor=seen)
     problems = [case.problem for case in seen.cases if not case.empty]
     flags = {(p["out"], p["block"], p["bias"], p["accumulate"]) for p in problems}
     assert len(flags) > 30  # of 42
@@ -229,7 +229,7 @@ def test_what_is_drawn_for_a_cpu():
 
 
 def test_another_seed_draws_other_examples():
-    op, kernel, drawn = ops.get("quantize"), ops.get_kernel("quantize", "triton"), []
+    op, kernel, drawn = registry.get("quantize"), registry.get_kernel("quantize", "triton"), []
     for seed in (0, 0, 1):
         seen = Recorder()
         fuzz_kernel(op, kernel, H200, examples=30, seed=seed, executor=seen)
@@ -239,8 +239,8 @@ def test_another_seed_draws_other_examples():
 
 
 def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
-    op, plain = ops.get("quantize"), Device(kind="cpu")
-    triton, torch = (ops.get_kernel("quantize", name) for name in ("triton", "torch"))
+    op, plain = registry.get("quantize"), Device(kind="cpu")
+    triton, torch = (registry.get_kernel("quantize", name) for name in ("triton", "torch"))
     interpreting = dataclasses.replace(plain, interpreted=True)
     assert usual(op, triton, plain) is None
     assert usual(op, triton, interpreting) == INTERPRETED
@@ -261,7 +261,7 @@ def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeyp
     def fail(*_):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(run if where == "launch" else type(ops.get("add")), where, fail)
+    monkeypatch.setattr(run if where == "launch" else type(registry.get("add")), where, fail)
     outcome = run_case(Case("add", "torch", {"m": 2, "n": 2}, {}), Device.parse("cpu"))
     assert outcome.kind == "skipped"
     assert said in outcome.message
@@ -269,8 +269,8 @@ def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeyp
 
 def test_what_does_not_fit_in_memory_is_another_huge_problem_s_turn():
     seen = Recorder(lambda case: Outcome("skipped", "too little memory"))
-    op = ops.get("quantize")
-    report = run_huge(Target(op, ops.get_kernel("quantize", "triton"), H200), 0, seen)
+    op = registry.get("quantize")
+    report = run_huge(Target(op, registry.get_kernel("quantize", "triton"), H200), 0, seen)
     assert len({case.id for case in seen.cases}) > 1
     assert report.failures == []
     assert report.coverage["skipped"] == len(seen.cases)
@@ -297,8 +297,8 @@ def test_a_failure_keeps_its_kind_while_it_shrinks():
             return found
 
     seen = Seen(first)
-    op = ops.get("quantize")
-    report = fuzz_kernel(op, ops.get_kernel("quantize", "triton"), H200, examples=200,
+    op = registry.get("quantize")
+    report = fuzz_kernel(op, registry.get_kernel("quantize", "triton"), H200, examples=200,
                          executor=seen, failures=1)  # fmt: skip
     (failure,) = report.failures
     assert (failure.kind, failure.case.problem["n"]) == ("guard", 41)
@@ -306,8 +306,8 @@ def test_a_failure_keeps_its_kind_while_it_shrinks():
 
 def test_nothing_is_begun_after_the_deadline():
     seen = Recorder()
-    op = ops.get("quantize")
-    kernel = ops.get_kernel("quantize", "triton")
+    op = registry.get("quantize")
+    kernel = registry.get_kernel("quantize", "triton")
     report = fuzz_kernel(op, kernel, H200, examples=50, executor=seen, deadline=0.0)
     assert (report.examples, seen.cases) == (0, [])
 
@@ -327,14 +327,14 @@ class _Ends(Recorder):
 
 
 def test_an_executor_that_fails_loses_no_failure():
-    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    op, kernel = registry.get("quantize"), registry.get_kernel("quantize", "triton")
     ends = _Ends(lambda case: Outcome("wrong", "off"), 1)
     (failure,) = fuzz_kernel(op, kernel, H200, examples=50, executor=ends).failures
     assert (failure.kind, [failure.case]) == ("wrong", ends.cases)
 
 
 def test_an_executor_that_fails_first_is_an_error():
-    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    op, kernel = registry.get("quantize"), registry.get_kernel("quantize", "triton")
     ends = _Ends(lambda case: Outcome(), 10)
     with pytest.raises(UsageError, match="no worker started in 120 s"):
         fuzz_kernel(op, kernel, H200, examples=50, executor=ends)
@@ -354,8 +354,8 @@ class _Named:
 
 
 def test_a_variant_with_the_same_config_is_another_kernel(here, right, monkeypatch):
-    op, variant = ops.get("quantize"), _Named(right, "variant")
-    monkeypatch.setitem(ops.kernels("quantize"), "variant", variant)
+    op, variant = registry.get("quantize"), _Named(right, "variant")
+    monkeypatch.setitem(registry.kernels("quantize"), "variant", variant)
     report = fuzz_kernel(op, variant, here, examples=10, largest=40, against=right)
     assert report.coverage["compared"] == 10
     assert report.compared > 0
@@ -368,9 +368,9 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
             return odd or self._kernel.legal(problem, config, device)
 
     cpu = Device.parse("cpu")
-    torch = ops.get_kernel("quantize", "torch")
-    monkeypatch.setitem(ops.kernels("quantize"), "even", Even(torch, "even"))
-    problem = ops.get("quantize").Problem(64, 64)
+    torch = registry.get_kernel("quantize", "torch")
+    monkeypatch.setitem(registry.kernels("quantize"), "even", Even(torch, "even"))
+    problem = registry.get("quantize").Problem(64, 64)
     case = Case("quantize", "torch", problem.as_dict(), {}, other=Other("even", {}))
     seen = []
 
@@ -384,10 +384,10 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
     assert small.other == Other("even", {})
 
 
-@pytest.mark.parametrize("name", ops.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_edges_are_inputs_like_the_others(name):
     """Of the same shapes and dtypes, the same for the same seed; matrices stay, but for logits."""
-    op, cpu = ops.get(name), torch.device("cpu")
+    op, cpu = registry.get(name), torch.device("cpu")
     flags = {"accumulate": True, "bias": True, "guarded": True, "rows": 40, "repeat": True}
     flags |= {"given": "x", "gathered": True, "stats": "given", "rounding": "stochastic"}
     known = op.Problem.__dataclass_fields__
@@ -412,7 +412,7 @@ def test_edges_are_inputs_like_the_others(name):
 
 
 def test_edges_of_targets_are_other_targets_in_32_bits():
-    op = ops.get("cross_entropy")
+    op = registry.get("cross_entropy")
     problem = op.Problem(64, 100, valid=90)
     inputs = op.inputs(problem, torch.device("cpu"))
     drawn = torch.cat([edges.apply(op, problem, inputs, seed)["targets"] for seed in range(16)])
@@ -425,7 +425,7 @@ def test_edges_of_targets_are_other_targets_in_32_bits():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_edges_of_logits_are_rows_far_from_0(dtype):
     """A whole row below any number that a maximum might begin at, or above where exp overflows."""
-    op = ops.get("cross_entropy")
+    op = registry.get("cross_entropy")
     problem = op.Problem(64, 100, dtype=dtype)
     inputs = op.inputs(problem, torch.device("cpu"))
     for seed in range(4):
@@ -438,7 +438,7 @@ def test_edges_of_logits_are_rows_far_from_0(dtype):
 @pytest.mark.parametrize("product", ["dgrad", "wgrad"])
 def test_edges_of_sizes_are_rows_that_weigh_the_same(product):
     """Two parts' weights, of 2^30 each, then sum to 2^31 for each row that is to be kept."""
-    op = ops.get("sample_rows")
+    op = registry.get("sample_rows")
     problem = op.Problem(200, product=product)
     inputs = op.inputs(problem, torch.device("cpu"))
     alike = 0

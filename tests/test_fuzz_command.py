@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 from filelock import FileLock
 
-from jetfire import ops
 from jetfire.cli import execute
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
 from jetfire.fuzz import (
     Case,
     Failure,
@@ -27,8 +29,6 @@ from jetfire.fuzz import (
 )
 from jetfire.fuzz.case import Other, Outcome
 from jetfire.fuzz.draw import Extent
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -64,8 +64,8 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     (failure,) = unwritten["failures"]
     assert failure["kind"] == "unwritten"
     assert torch["failures"] == []
-    alone = fuzz_kernel(ops.get("gelu"), ops.get_kernel("gelu", "torch"), CPU, examples=60,
-                        seed=5, largest=60)  # fmt: skip
+    op, kernel = registry.get("gelu"), registry.get_kernel("gelu", "torch")
+    alone = fuzz_kernel(op, kernel, CPU, examples=60, seed=5, largest=60)
     assert torch["examples"] == alone.examples == 60
     assert torch["coverage"] == dict(alone.coverage)
     line = next(line for line in err.splitlines() if "unwritten" in line)
@@ -95,7 +95,7 @@ def test_a_table(here, capsys):
 
 
 def test_a_saved_case_that_is_right_by_now(capsys):
-    problem = ops.get("transpose").Problem(3, 5)
+    problem = registry.get("transpose").Problem(3, 5)
     case = Case("transpose", "torch", problem.as_dict(), {})
     store.save(Failure(case, "was gone\nonce", "crash"), CPU, ())
     assert fuzz("--reproduce", case.id) == 0
@@ -104,7 +104,7 @@ def test_a_saved_case_that_is_right_by_now(capsys):
 
 @pytest.mark.parametrize("kind", ["nondeterministic", "wrong", "sanitizer"])
 def test_what_may_be_a_race_is_run_more_often(kind, monkeypatch, capsys):
-    problem = ops.get("transpose").Problem(3, 5)
+    problem = registry.get("transpose").Problem(3, 5)
     case = Case("transpose", "torch", problem.as_dict(), {})
     store.save(Failure(case, "q: 1 of 2 differ", kind), CPU, ())
     outcomes = [Outcome()] * 6 + [Outcome(kind, "differs")]
@@ -289,9 +289,9 @@ def test_bad_requests(words, code, said, capsys):
 
 def saved_gemm(kernel, other=None):
     """A failure's name, of a kernel at its default on an H200."""
-    op, device = ops.get("gemm"), target_device((9, 0))
+    op, device = registry.get("gemm"), target_device((9, 0))
     problem = op.Problem(128, 128, 128)
-    config = ops.get_kernel("gemm", kernel).default(problem, device).as_dict()
+    config = registry.get_kernel("gemm", kernel).default(problem, device).as_dict()
     case = Case("gemm", kernel, problem.as_dict(), config, other=other)
     store.save(Failure(case, "was wrong", "wrong"), device, ())
     return case.id, config
@@ -307,7 +307,7 @@ def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
 
 
 def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload):
-    problem = ops.get("gelu").Problem(3, 11)
+    problem = registry.get("gelu").Problem(3, 11)
     case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
     store.save(Failure(case, "was wrong", "wrong"), CPU, (tmp_path / "gone.py",))
     assert fuzz("--reproduce", case.id) == 2
@@ -324,7 +324,7 @@ def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
     """Under whatever name: only an ID of one's own folder may load what was saved with it."""
     ran, code = tmp_path / "ran", tmp_path / "code.py"
     code.write_text(f"open({str(ran)!r}, 'w').close()\n" + FILE.read_text())
-    problem = ops.get("gelu").Problem(3, 11)
+    problem = registry.get("gelu").Problem(3, 11)
     case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
     store.save(Failure(case, "was wrong", "wrong"), CPU, (code,))
     given = tmp_path / "given"
@@ -370,9 +370,9 @@ def test_nothing_compared_is_said(here, tmp_path, capsys):
 
 NARROW = """
 from jetfire import ops
-from jetfire.ops.op import Kernel
+from jetfire.core.contract import Kernel
 
-RIGHT = ops.get_kernel("gelu", "torch")
+RIGHT = registry.get_kernel("gelu", "torch")
 
 class Never(Kernel):
     op, name, Config = "gelu", "never", RIGHT.Config
@@ -405,7 +405,7 @@ def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys,
 def test_a_long_failure_that_cannot_be_saved_is_shown_whole(folder, tmp_path, capsys):
     folder.write_text("in the way")
     config = {f"field_{i}": "v" * 100 for i in range(60)}
-    case = Case("transpose", "torch", ops.get("transpose").Problem(3, 5).as_dict(), config)
+    case = Case("transpose", "torch", registry.get("transpose").Problem(3, 5).as_dict(), config)
     store.save(Failure(case, "x\x1b" * 10**5, "wrong"), CPU, ())
     _, saved = capsys.readouterr().err.splitlines()
     file = tmp_path / "failure.json"
@@ -450,7 +450,8 @@ def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
     """Its class, exit code and, asked for, its traceback."""
     file = tmp_path / "job.py"
     file.write_text(NARROW.replace('return "never"', "raise NoDeviceError('no such part')").replace(
-        "from jetfire.ops.op", "from jetfire.ops.errors import NoDeviceError\nfrom jetfire.ops.op"
+        "from jetfire.core.contract",
+        "from jetfire.core.errors import NoDeviceError\nfrom jetfire.core.contract",
     ))  # fmt: skip
     words = ["gelu", "--load", str(file), "--kernel", "never", "--jobs", "2", "--examples", "5"]
     assert fuzz(*words, "--debug") == 5

@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
 from jetfire.fuzz import Case
 from jetfire.fuzz.run import run_case
 from jetfire.ops import functional
-from jetfire.ops.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Device.parse("cpu")
@@ -24,7 +24,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrong", [None, "dtype", "shape"])
 def test_results_are_held_to_shapes_and_dtypes(name, wrong, monkeypatch):
-    op, (function, fields) = ops.get(name), CASES[name]
+    op, (function, fields) = registry.get(name), CASES[name]
     case = Case(
         name, "torch", {**op.Problem(32, *[32] * (len(op.dims) - 1)).as_dict(), **fields}, {}
     )

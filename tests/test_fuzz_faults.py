@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.worker import serve
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
-OP = ops.get("gelu")
+OP = registry.get("gelu")
 CPU = Device.parse("cpu")
 
 
@@ -26,7 +26,7 @@ def loaded(unload_after_all):
 
 
 def found(name, executor, **options):
-    kernel = ops.get_kernel("gelu", name)
+    kernel = registry.get_kernel("gelu", name)
     report = fuzz_kernel(OP, kernel, CPU, largest=60, executor=executor, failures=1, **options)
     (failure,) = report.failures
     assert report.examples <= 200

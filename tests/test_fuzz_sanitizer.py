@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.fuzz import Case, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
 from jetfire.fuzz.draw import Extent
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAULTS = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -38,9 +38,9 @@ SCRIPT = """\
 KERNELS = """
 import os, pathlib, threading, time
 from jetfire import ops
-from jetfire.ops.op import Kernel
+from jetfire.core.contract import Kernel
 
-RIGHT = ops.get_kernel("transpose", "torch")
+RIGHT = registry.get_kernel("transpose", "torch")
 
 class Odd(Kernel):
     op, name, Config = "transpose", "odd", RIGHT.Config
@@ -85,7 +85,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def case(n):
-    problem = ops.get("transpose").Problem(5, n)
+    problem = registry.get("transpose").Problem(5, n)
     return Case("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
 
 
@@ -140,8 +140,8 @@ class _Late(InProcess):
 
 
 def test_what_it_says_after_a_batch_is_a_failure():
-    kernel, late = ops.get_kernel("transpose", "torch"), _Late(CPU)
-    report = fuzz_kernel(ops.get("transpose"), kernel, CPU, examples=5, executor=late)
+    kernel, late = registry.get_kernel("transpose", "torch"), _Late(CPU)
+    report = fuzz_kernel(registry.get("transpose"), kernel, CPU, examples=5, executor=late)
     (failure,) = report.failures
     assert (failure.case, failure.kind, failure.message) == (late.cases[2], "sanitizer", "late")
 
@@ -188,7 +188,7 @@ START = """
 import sys
 from pathlib import Path
 from jetfire.fuzz import Case, Isolated
-from jetfire.ops.device import Device
+from jetfire.core.device import Device
 
 if __name__ == "__main__":
     executor = Isolated(Device.parse("cpu"), [Path(sys.argv[1])], sanitizer="memcheck")
@@ -223,15 +223,15 @@ def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
         assert list(folder.iterdir()) == []
     finally:
         load.cache_clear()
-        ops.kernels("transpose").pop("odd")
+        registry.kernels("transpose").pop("odd")
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 @pytest.mark.parametrize("op", ["adamw", "gemm", "gather_rows"])
 def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
-    op = ops.get(op)
+    op = registry.get(op)
     problem = op.Problem.parse(op.fitted(dict.fromkeys(op.dims, 34)))
-    (kernel, *_) = ops.kernels(op.name).values()
+    (kernel, *_) = registry.kernels(op.name).values()
     config = kernel.default(problem, CPU).as_dict()
     for offset in (0, 3):
         made = Case(op.name, kernel.name, problem.as_dict(), config, offset=offset)
@@ -240,7 +240,7 @@ def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
 
 @pytest.mark.parametrize(("tool", "kind"), [("memcheck", "wrong"), ("initcheck", None)])
 def test_results_are_checked_where_outputs_are_filled(tool, kind, unload):
-    problem = ops.get("gelu").Problem(2, 11)
+    problem = registry.get("gelu").Problem(2, 11)
     load(FAULTS)
     made = Case("gelu", "wrong", problem.as_dict(), {})
     assert run_case(made, CPU, sanitize.mode(tool)).kind == kind

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.ops.gather_rows import wanted
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
 from jetfire.reference.gather_rows import gather_rows
 from jetfire.reference.nibbles import pack, unpack
 
-OP = ops.get("gather_rows")
-KERNEL = ops.get_kernel("gather_rows", "triton")
+OP = registry.get("gather_rows")
+KERNEL = registry.get_kernel("gather_rows", "triton")
 MODULE = import_module(type(KERNEL).__module__)
 run_ptx = runpy.run_path(str(Path(__file__).with_name("ptx.py")))["run"]
 FORMS = ({}, {"wide": True}, {"rows": 80}, {"rows": 80, "wide": True}, {"rows": 80, "repeat": True})
@@ -76,7 +76,9 @@ def test_triton_gives_the_reference_bytes(device, m, n, transpose, form):
 @pytest.mark.parametrize("transpose", [False, True])
 def test_the_cpu_kernel_gives_the_reference_bytes(transpose, form):
     problem = OP.Problem(33, 70, transpose=transpose, **form)
-    check(problem, OP.inputs(problem, torch.device("cpu")), kernel=ops.kernels(OP.name)["torch"])
+    check(
+        problem, OP.inputs(problem, torch.device("cpu")), kernel=registry.kernels(OP.name)["torch"]
+    )
 
 
 @pytest.mark.parametrize("rows", [79, 81])

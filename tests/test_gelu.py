@@ -5,19 +5,19 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.check import codes
-from jetfire.ops.device import Device
-from jetfire.ops.run import verify
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import verify
+from jetfire.measure.check import codes
 from jetfire.reference import gelu as reference
 from jetfire.reference.quantize import quantize
 
 TORCH_NAME = {"tanh": "tanh", "erf": "none"}
-OP = ops.get("gelu")
+OP = registry.get("gelu")
 
 
 def check(problem, inputs, config=None):
-    kernel = ops.get_kernel("gelu", "triton")
+    kernel = registry.get_kernel("gelu", "triton")
     config = config or kernel.default(problem, Device.of(inputs["x"]))
     result = verify(OP, kernel, problem, config, inputs)
     assert result.ok, result.message
@@ -99,7 +99,7 @@ def test_triton_at_extreme_scales(device, mode, approximate):
 
 def test_triton_in_smaller_and_larger_tiles(device):
     """What a tile holds does not show in the result, stochastic draws included."""
-    kernel = ops.get_kernel("gelu", "triton")
+    kernel = registry.get_kernel("gelu", "triton")
     (problem,) = OP.problems("bwd", {"m": 64, "n": 128})
     inputs = OP.inputs(problem, device, data="gradient")
     for tile in ((32, 32, 1), (64, 64, 4), (32, 128, 2)):
@@ -109,7 +109,7 @@ def test_triton_in_smaller_and_larger_tiles(device):
 @pytest.mark.parametrize("tile", [(32, 32, 16), (64, 64, 4), (32, 128, 2)])
 def test_triton_over_its_input(device, tile):
     """No thread writes what another has yet to read, however few elements each has."""
-    kernel = ops.get_kernel("gelu", "triton")
+    kernel = registry.get_kernel("gelu", "triton")
     (problem,) = OP.problems("bwd", {"m": 70, "n": 130, "layout": "both"})
     inputs, config = OP.inputs(problem, device), kernel.Config(*tile)
     assert kernel.legal(problem, config, Device.of(inputs["x"])) is None

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.core.workloads import RAGGED
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
-from jetfire.ops.check import settled
-from jetfire.ops.data import TYPICAL
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.measure.check import settled
+from jetfire.measure.data import TYPICAL
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.gemm import fma, gemm, gemm_float64, gemm_telescoped
 from jetfire.reference.quantize import quantize, spread
@@ -49,7 +49,7 @@ def exact_config(kernel, problem, device):
 
 def run(name, problem, inputs):
     """Check one kernel with its default config, or skip where it is not legal."""
-    kernel, op = ops.get_kernel("gemm", name), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", name), registry.get("gemm")
     device = Device.of(inputs["a"])
     config = kernel.default(problem, device)
     if (reason := kernel.legal(problem, config, device)) is not None:
@@ -59,7 +59,7 @@ def run(name, problem, inputs):
 
 
 def launch(name, problem, inputs):
-    kernel, op = ops.get_kernel("gemm", name), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", name), registry.get("gemm")
     device = Device.of(inputs["a"])
     config = exact_config(kernel, problem, device)
     if (reason := kernel.legal(problem, config, device)) is not None:
@@ -107,7 +107,7 @@ def test_fma_passes_faults_on():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_reference_products_are_exact(block):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     inputs = op.inputs(op.Problem(5, 4, 150, block=block), torch.device("cpu"), data="outlier")
     a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
     c, c64 = gemm(a, a_scale, b, b_scale, block), gemm_float64(a, a_scale, b, b_scale, block)
@@ -129,7 +129,7 @@ def test_reference_products_are_exact(block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_reference_is_the_product_of_what_the_codes_stand_for(block):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     inputs = op.inputs(op.Problem(70, 90, 300, block=block), torch.device("cpu"), data="heavy")
     a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
     wide = (
@@ -163,7 +163,7 @@ def telescoped_in_fractions(a_scale, b_scale, inner, block):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("data", ["heavy", "gradient"])
 def test_telescoped_sums_are_rounded_as_they_are_defined(block, data):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     k = 1380
     inputs = op.inputs(op.Problem(3, 2, k, block=block), torch.device("cpu"), data=data)
     a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
@@ -180,7 +180,7 @@ def test_telescoped_sums_are_rounded_as_they_are_defined(block, data):
 @pytest.mark.parametrize("data", TYPICAL)
 @pytest.mark.parametrize("k", [31, 500, 2100])
 def test_telescoped_sums_err_within_their_bound(block, data, k):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(100, 130, k, block=block, out="fp32")
     inputs = op.inputs(problem, torch.device("cpu"), data=data)
     operands = [inputs[name] for name in ("a", "a_scale", "b", "b_scale")]
@@ -203,7 +203,7 @@ def unbounded(down, across):
 
 
 def test_a_kernels_own_noise_widens_the_tolerance_and_no_more():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     noise = torch.tensor([[0.5, 0.0], [0.0, 0.25]], dtype=torch.float64)
     exact = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     wide = spread(noise, 32, 40, 50)
@@ -224,7 +224,7 @@ def test_a_kernels_own_noise_widens_the_tolerance_and_no_more():
 @pytest.mark.parametrize("m", [1, 40])
 def test_equal_terms_are_rounded_alike(seed, data, m):
     """A right kernel's sums of 1437 blocks, which are off by more than as many random roundings."""
-    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "int_mm")
+    op, kernel = registry.get("gemm"), registry.get_kernel("gemm", "int_mm")
     problem = op.Problem(m, m, 45962, out="fp32")
     inputs = op.inputs(problem, torch.device("cpu"), seed, data)
     config = kernel.default(problem, Device.parse("cpu"))
@@ -242,7 +242,7 @@ def test_a_sum_that_may_have_either_sign_may_overflow_to_either():
 
 
 def test_noise_widens_codes_and_scales():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(64, 64, 32, out="int8")
     value = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = {"c": value, "scale": quantize(value, 32)[1], **unbounded(2, 2)}
@@ -257,7 +257,7 @@ def test_noise_widens_codes_and_scales():
 
 
 def test_backward_problems_are_the_gradients_of_a_linear_layer():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     dgrad, wgrad = op.problems("bwd", {"m": 40, "n": 50, "k": 60, "bias": True, "out": "int8"})
     assert (dgrad.rounding, dgrad.out, dgrad.bias) == ("stochastic", "int8", False)
     assert (wgrad.out, wgrad.accumulate, wgrad.rounding) == ("fp32", True, "nearest")
@@ -289,11 +289,11 @@ def test_backward_problems_are_the_gradients_of_a_linear_layer():
 )
 def test_what_makes_no_sense_is_refused(fields):
     with pytest.raises(UsageError):
-        ops.get("gemm").Problem.parse({"m": 8, "n": 8, "k": 8, **fields})
+        registry.get("gemm").Problem.parse({"m": 8, "n": 8, "k": 8, **fields})
 
 
 def test_fp16_may_overflow_and_underflow():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(2, 2, 32, out="fp16")
     expected = {"c": torch.tensor([[1e6, -1e-9], [1.0, 65520.0]], dtype=torch.float64)}
     expected |= unbounded(1, 1)
@@ -309,22 +309,22 @@ def test_fp16_may_overflow_and_underflow():
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_matches_the_reference(device, name, block, options):
-    problem = ops.get("gemm").Problem(131, 70, 208, block=block, **options)
-    run(name, problem, ops.get("gemm").inputs(problem, device, data="heavy"))
+    problem = registry.get("gemm").Problem(131, 70, 208, block=block, **options)
+    run(name, problem, registry.get("gemm").inputs(problem, device, data="heavy"))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (31, 33, 127), (129, 1, 31), (2, 130, 65)])
 @pytest.mark.parametrize("options", [{"out": "fp32"}, {"out": "int8", "layout": "both"}], ids=str)
 def test_ragged_shapes(device, name, m, n, k, options):
-    problem = ops.get("gemm").Problem(m, n, k, block=64, **options)
-    run(name, problem, ops.get("gemm").inputs(problem, device))
+    problem = registry.get("gemm").Problem(m, n, k, block=64, **options)
+    run(name, problem, registry.get("gemm").inputs(problem, device))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("pad", [16, 3])
 def test_row_strided_views(device, name, pad):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(70, 40, 96, out="fp32")
     inputs = op.inputs(problem, device)
     for x in ("a", "b"):
@@ -335,7 +335,7 @@ def test_row_strided_views(device, name, pad):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("out", ["fp32", "int8"])
 def test_faults_show_in_their_blocks_and_nowhere_else(device, name, out):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(100, 90, 208, out=out, bias=True)
     inputs = op.inputs(problem, device)
     inputs["a_scale"][1, 2] = float("nan")  # of rows 32…63, within K
@@ -353,7 +353,7 @@ def test_faults_show_in_their_blocks_and_nowhere_else(device, name, out):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_zero_blocks_give_zeros(device, name):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(64, 64, 96, out="int8", layout="both")
     inputs = op.inputs(problem, device)
     inputs["a"][:32], inputs["a_scale"][:1] = 0, 0.0
@@ -369,7 +369,7 @@ def test_zero_blocks_give_zeros(device, name):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     fields = {"block": block, "bias": True}
     problem = op.Problem(300, 400, 1008, out="int8", rounding=rounding, layout="both", **fields)
     inputs = op.inputs(problem, device, data="heavy")
@@ -389,8 +389,8 @@ def test_a_cpu_rounds_the_product_and_the_sum_apart(name):
     """What README says: not the FMA of a GPU, which differs by 1e-7."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is not chosen")
-    problem = ops.get("gemm").Problem(40, 33, 512, out="fp32")
-    inputs = ops.get("gemm").inputs(problem, torch.device("cpu"))
+    problem = registry.get("gemm").Problem(40, 33, 512, out="fp32")
+    inputs = registry.get("gemm").inputs(problem, torch.device("cpu"))
     a, a_scale, b, b_scale = (inputs[x] for x in ("a", "a_scale", "b", "b_scale"))
     expected = torch.zeros(40, 33)
     for i in range(16):
@@ -409,7 +409,7 @@ def test_a_cpu_rounds_the_product_and_the_sum_apart(name):
 @pytest.mark.parametrize("size", RAGGED)
 @pytest.mark.parametrize("dim", ["m", "n", "k"])
 def test_each_ragged_size_in_each_dimension(device, name, block, size, dim):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     for options in ({"out": "fp32"}, {"out": "int8", "layout": "both"}):
         problem = op.Problem(**{"m": 112, "n": 112, "k": 112, dim: size}, block=block, **options)
         run(name, problem, op.inputs(problem, device))
@@ -418,7 +418,7 @@ def test_each_ragged_size_in_each_dimension(device, name, block, size, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EXACT_KERNELS)
 def test_more_than_two_to_the_31_elements(device, name):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     m, n, k = 70000, 64, 32768
     assert m * k > 2**31
     small = op.inputs(op.Problem(m // 50, n, k, block=128, out="fp32"), device)
@@ -452,7 +452,7 @@ FAMILY_DATA = ("heavy", "normal", "outlier", "gradient")
 
 def wgmma_cases(block, schedule, device):
     """A legal problem, config and kind of data for each way to cut a tile."""
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     fields = itertools.product((1, 2, 3), (1, 2), (64, 96, 128, 192), ((1, 1), (1, 2), (2, 1)))
     for i, (groups, rows, tile_n, (cluster_m, cluster_n)) in enumerate(fields):
         m, n, k = FAMILY_SHAPES[i % len(FAMILY_SHAPES)]
@@ -482,7 +482,7 @@ def wgmma_cases(block, schedule, device):
     ids=str,
 )
 def test_streamed_sums_are_right_and_the_same_each_time(device, m, n, k, block, schedule):
-    op, kernel = ops.get("gemm"), ops.get_kernel("gemm", "wgmma")
+    op, kernel = registry.get("gemm"), registry.get_kernel("gemm", "wgmma")
     problem = op.Problem(m, n, k, block=block, out="fp32", accumulate=True, bias=True)
     inputs = op.inputs(problem, device)
     expected = op.reference(problem, inputs)
@@ -501,8 +501,8 @@ def test_streamed_sums_are_right_and_the_same_each_time(device, m, n, k, block, 
 
 
 def wgmma_reason(device):
-    problem = ops.get("gemm").Problem(256, 256, 256)
-    kernel = ops.get_kernel("gemm", "wgmma")
+    problem = registry.get("gemm").Problem(256, 256, 256)
+    kernel = registry.get_kernel("gemm", "wgmma")
     return kernel.legal(problem, kernel.default(problem, device), device)
 
 
@@ -516,7 +516,7 @@ def hopper(device):
 
 def wrong_of_wgmma(problem, config, data, device):
     """What is wrong with one call, against the tolerance and to the bit; empty if nothing is."""
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     inputs = op.inputs(problem, device, data=data)
     check = verify(op, kernel, problem, config, inputs)
     if not check.ok:
@@ -560,7 +560,7 @@ def test_every_way_to_cut_a_tile_rounds_as_its_schedule_does(hopper, block, sche
 @pytest.mark.parametrize("k", [1024, 1001])
 @pytest.mark.parametrize("schedule", ["exact", "telescoped"])
 def test_a_captured_launch_reads_its_inputs_anew(hopper, k, schedule):
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     problem = op.Problem(500, 300, k, block=32, out="fp32", bias=True)
     config = dataclasses.replace(
         kernel.default(problem, Device.parse(str(hopper))), schedule=schedule
@@ -583,7 +583,7 @@ def test_a_captured_launch_reads_its_inputs_anew(hopper, k, schedule):
 
 def many_launches(problem, config, inputs, expected, device):
     """A hundred launches on a stream of their own, each into poisoned outputs; what is wrong."""
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
@@ -597,7 +597,7 @@ def many_launches(problem, config, inputs, expected, device):
 
 
 def stream_cases(device):
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     for m, n, k, block in ((700, 500, 1024, 128), (300, 900, 777, 32)):
         problem = op.Problem(m, n, k, block=block, out="fp32")
         inputs = op.inputs(problem, device)
@@ -627,7 +627,7 @@ def test_a_launch_follows_its_tensors_to_their_device(hopper):
     assert torch.cuda.current_device() != other.index
     if (reason := wgmma_reason(Device.parse("cuda:1"))) is not None:
         pytest.skip(reason)
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     for problem, config, inputs, expected, _ in stream_cases(other):
         outputs = op.poison(problem, op.outputs(problem, inputs))
         kernel.launch(problem, config, inputs, outputs)
@@ -638,7 +638,7 @@ def test_a_launch_follows_its_tensors_to_their_device(hopper):
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [1024, 1001])
 def test_a_launch_does_not_synchronise(hopper, k):
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     problem = op.Problem(500, 300, k, out="int8", layout="both", rounding="stochastic", block=64)
     config = kernel.default(problem, Device.parse(str(hopper)))
     inputs = op.inputs(problem, hopper)
@@ -661,11 +661,11 @@ def test_a_launch_does_not_synchronise(hopper, k):
 
 
 def test_a_config_that_cannot_run_is_refused_with_a_reason():
-    from jetfire.ops.device import target_device
+    from jetfire.core.device import target_device
 
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(256, 256, 256, block=128)
-    triton, gluon = ops.get_kernel("gemm", "triton"), ops.get_kernel("gemm", "gluon")
+    triton, gluon = registry.get_kernel("gemm", "triton"), registry.get_kernel("gemm", "gluon")
     hopper, ada = target_device((9, 0)), target_device((8, 9))
     for kernel, device, fields, word in (
         (triton, hopper, {"tile_m": 64}, "tile_m=64"),
@@ -683,11 +683,11 @@ def test_a_config_that_cannot_run_is_refused_with_a_reason():
 AUDIT = """
 import json, sys
 from jetfire import ops
-from jetfire.ops.device import target_device
-from jetfire.ops.machine_code import audit
-op, problems = ops.get("gemm"), json.loads(sys.argv[1])
+from jetfire.core.device import target_device
+from jetfire.core.machine_code import audit
+op, problems = registry.get("gemm"), json.loads(sys.argv[1])
 for name, arch, fields in problems:
-    kernel, problem = ops.get_kernel("gemm", name), op.Problem(4096, 4096, 4096, **fields)
+    kernel, problem = registry.get_kernel("gemm", name), op.Problem(4096, 4096, 4096, **fields)
     config = kernel.default(problem, target_device(tuple(arch)))
     (cubin,) = kernel.cubins(problem, config, tuple(arch))
     a = audit(cubin)
@@ -714,10 +714,10 @@ def test_machine_code_of_the_defaults():
 
 
 def test_the_hopper_kernel_expects_its_default_to_be_the_fastest_of_what_it_knows():
-    from jetfire.ops.device import target_device
+    from jetfire.core.device import target_device
 
     device = target_device((9, 0))
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     for shape in ((8192, 1024, 4096), (616, 2080, 1024), (1504, 2752, 11168)):
         problem = op.Problem(*shape, block=32, out="fp32", accumulate=True)
         default = kernel.default(problem, device)

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.gemm import mma
 from jetfire.kernels_cuda.gemm.mma import Access, MmaConfig, shared_bytes
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import audit
-from jetfire.ops.run import verify
 from jetfire.reference.gemm import gemm
 from jetfire.reference.quantize import quantize
 
@@ -45,7 +45,7 @@ OPTIONS = (
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and 1 bytes; less than one block.
 SHAPES = ((256, 256, 512), (259, 144, 272), (272, 131, 1000), (97, 66, 332), (130, 75, 333),
           (1, 1, 1), (17, 9, 5))  # fmt: skip
-KERNEL, OP = ops.get_kernel("gemm", "mma"), ops.get("gemm")
+KERNEL, OP = registry.get_kernel("gemm", "mma"), registry.get("gemm")
 
 
 def compiled(problem, config, capability, access=mma.ALIGNED):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state
-from jetfire.ops.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

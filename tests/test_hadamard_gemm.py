@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.bench import command, peaks, plan
-from jetfire.bench.results import Results
+from jetfire.bench import command
 from jetfire.cli import execute
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import poison
-from jetfire.ops.run import launch, verify
+from jetfire.core import registry
+from jetfire.core.contract import poison
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.measure import peaks, plan
+from jetfire.measure.results import Results
 from jetfire.reference import hadamard_gemm as reference
 from jetfire.reference.hadamard import transform
 from jetfire.reference.nibbles import narrow, unpack
 
-OP = ops.get("hadamard_gemm")
-KERNEL = ops.get_kernel("hadamard_gemm", "staged")
+OP = registry.get("hadamard_gemm")
+KERNEL = registry.get_kernel("hadamard_gemm", "staged")
 FORWARD = ("quantize_x", "quantize_w", "gemm")
 BACKWARD = (
     "bit_split", "dgrad_sample", "dgrad_gather", "dgrad_gemm", "dgrad_hadamard", "wgrad_sample",

@@ -10,20 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry, workloads
+from jetfire.core.contract import float_dtype
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
-from jetfire.ops import workloads
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import audit
-from jetfire.ops.op import float_dtype
-from jetfire.ops.run import launch, verify
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
 
-OP = ops.get("hadamard_quantize")
-ROWS = ops.get_kernel("hadamard_quantize", "rows")
+OP = registry.get("hadamard_quantize")
+ROWS = registry.get_kernel("hadamard_quantize", "rows")
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 GRADIENTS = [
     {"mode": "bwd", "given": given, "gathered": gathered}
@@ -46,7 +45,7 @@ CONFIGS = (
 def kernel(device):
     """That of the device: the CPU's, or the CUDA kernel."""
     if device.type == "cpu":
-        return ops.get_kernel("hadamard_quantize", "torch")
+        return registry.get_kernel("hadamard_quantize", "torch")
     problem = OP.Problem(32, 64)
     found = Device.parse(str(device))
     if (reason := ROWS.legal(problem, ROWS.default(problem, found), found)) is not None:

@@ -10,12 +10,13 @@ import sys
 import pytest
 from hypothesis import given
 
-from jetfire.bench import peaks, report
+from jetfire.bench import report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import MOST, MOST_ROWS, Results, Row
-from jetfire.bench.runner import Runner
 from jetfire.cli import execute
-from jetfire.ops.device import Device
+from jetfire.core.device import Device
+from jetfire.measure import peaks
+from jetfire.measure.results import MOST, MOST_ROWS, Results, Row
+from jetfire.measure.runner import Runner
 from jetfire.tests.hostile import few, mutated, replaced
 
 CPU = Device.parse("cpu")

@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops import peers
-from jetfire.ops.data import TYPICAL
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import LAYERS, MODELS
+from jetfire.measure import peers
+from jetfire.measure.data import TYPICAL
 from jetfire.ops.int4_gemm import MOST_K, sampled
-from jetfire.ops.run import launch, verify
 from jetfire.ops.sample_rows import capacity
-from jetfire.ops.workloads import LAYERS, MODELS
 from jetfire.reference import int4_gemm as reference
 from jetfire.reference.nibbles import narrow, pack, unpack, widen
 
-OP = ops.get("int4_gemm")
+OP = registry.get("int4_gemm")
 KERNELS = ("int_mm", "mma", "wgmma")
 OUTPUTS = ("bf16", "fp16", "fp32")
 # Operands and products that there are.
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def case(name, problem, device):
     """A kernel's default config, or skip where the kernel does not take the problem."""
-    kernel, found = ops.get_kernel("int4_gemm", name), Device.parse(str(device))
+    kernel, found = registry.get_kernel("int4_gemm", name), Device.parse(str(device))
     config = kernel.default(problem, found)
     if (reason := kernel.legal(problem, config, found)) is not None:
         pytest.skip(reason)
@@ -317,7 +317,7 @@ def test_peers_are_libraries_products_of_what_is_counted():
 
 
 def test_the_cpu_kernel_is_of_the_cpu_alone():
-    kernel = ops.get_kernel("int4_gemm", "int_mm")
+    kernel = registry.get_kernel("int4_gemm", "int_mm")
     problem = OP.Problem(64, 64, 64)
     config = kernel.default(problem, Device.parse("cpu"))
     assert kernel.legal(problem, config, target_device((9, 0))) == "runs on the CPU only"

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.int4_gemm import mma
 from jetfire.kernels_cuda.int4_gemm.mma import Access, MmaConfig, shared_bytes
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import audit
-from jetfire.ops.run import verify
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 CAPABILITIES = (AMPERE, (8, 6), ADA, HOPPER)
@@ -41,7 +41,7 @@ OPTIONS = (
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and fewer bytes, packed and wide.
 SHAPES = ((256, 256, 512), (259, 144, 1056), (272, 131, 1000), (97, 66, 344), (130, 75, 334),
           (1, 1, 2), (17, 9, 6))  # fmt: skip
-KERNEL, OP = ops.get_kernel("int4_gemm", "mma"), ops.get("int4_gemm")
+KERNEL, OP = registry.get_kernel("int4_gemm", "mma"), registry.get("int4_gemm")
 
 
 def compiled(problem, config, capability, access=mma.ALIGNED):
@@ -170,7 +170,7 @@ def test_every_problem_has_a_legal_default():
 
 
 def test_hopper_prefers_its_own_kernel():
-    names = list(ops.kernels("int4_gemm"))
+    names = list(registry.kernels("int4_gemm"))
     assert names.index("wgmma") < names.index("mma")
 
 

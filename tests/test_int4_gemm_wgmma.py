@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.int4_gemm import wgmma
 from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import audit
-from jetfire.ops.run import verify
 
 HOPPER = target_device((9, 0))
-KERNEL, OP = ops.get_kernel("int4_gemm", "wgmma"), ops.get("int4_gemm")
+KERNEL, OP = registry.get_kernel("int4_gemm", "wgmma"), registry.get("int4_gemm")
 FWD = OP.Problem(4096, 4096, 4096, bias=True)
 DGRAD = OP.Problem(4096, 4096, 4096, operands="wide", product="dgrad")
 WGRAD = OP.Problem(4096, 4096, 4096, operands="wide", product="wgrad", out="fp32")

@@ -8,9 +8,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.errors import UsageError
 from jetfire.ops import functional as int4
 from jetfire.ops import library
-from jetfire.ops.errors import UsageError
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference.nibbles import unpack
 
@@ -20,7 +21,7 @@ SIZES = {"m": 40, "n": 64, "k": 96}
 
 def combinations(name):
     """Of an op's choices at one size: all, but for groups and dtypes, of which each is there."""
-    hints = get_type_hints(ops.get(name).Problem)
+    hints = get_type_hints(registry.get(name).Problem)
     choices = {
         field: (False, True) if hint is bool else get_args(hint)
         for field, hint in hints.items()
@@ -41,7 +42,7 @@ def combinations(name):
 def problems():
     found = {}
     for name in OPS:
-        op = ops.get(name)
+        op = registry.get(name)
         for fields in combinations(name):
             sizes = {dim: SIZES[dim] for dim in op.dims}
             if name == "int4_gemm":  # whose counts are multiples of 128
@@ -53,7 +54,7 @@ def problems():
             except UsageError:
                 continue
             found[name, problem] = "-".join([name, *map(str, fields.values())])
-    gather = ops.get("gather_rows").Problem
+    gather = registry.get("gather_rows").Problem
     found["gather_rows", gather(40, 64, rows=128)] = "gather_rows-some"
     found["gather_rows", gather(40, 64, rows=128, transpose=True)] = "gather_rows-some-transposed"
     return [pytest.param(name, problem, id=label) for (name, problem), label in found.items()]
@@ -79,7 +80,7 @@ def arguments(overload, problem, inputs):
 
 @pytest.mark.parametrize(("name", "problem"), problems())
 def test_opcheck(device, name, problem):
-    op = ops.get(name)
+    op = registry.get(name)
     inputs = op.inputs(problem, device)
     operator = overload(name, problem)
     leaves = {
@@ -163,7 +164,7 @@ def test_found_in_ops():
         assert getattr(ops, name) is getattr(int4, name)
     from jetfire.ops import int4_gemm
 
-    assert int4_gemm.OP is ops.get("int4_gemm")
+    assert int4_gemm.OP is registry.get("int4_gemm")
     with pytest.raises(AttributeError):
         _ = ops.int4_nothing
 

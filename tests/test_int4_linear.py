@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from jetfire.core.errors import UsageError
 from jetfire.nn import (
     RECIPES,
     Int4,
@@ -25,7 +26,6 @@ from jetfire.nn import (
 )
 from jetfire.nn import int4 as module_of_int4
 from jetfire.nn.int4 import MOST_TOKENS, SAMPLED, STATE
-from jetfire.ops.errors import UsageError
 from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference import hadamard

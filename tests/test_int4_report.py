@@ -2,12 +2,11 @@
 
 import pytest
 
-from jetfire import ops
 from jetfire.bench import int4_report, report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results, Row
+from jetfire.core import registry, workloads
 from jetfire.core.files import write
-from jetfire.ops import workloads
+from jetfire.measure.results import Results, Row
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {
     "copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0}}  # fmt: skip
@@ -22,7 +21,7 @@ def layer_rows():
     found = []
     for mode, op, ms in (("fwd", "int4_gemm", 1.0), ("fwd", "hadamard_gemm", 2.0),
                          ("bwd", "hadamard_gemm", 4.0)):  # fmt: skip
-        for i, problem in enumerate(workloads.problems(ops.get(op), "int4-paper", mode, {})):
+        for i, problem in enumerate(workloads.problems(registry.get(op), "int4-paper", mode, {})):
             stages = {"first": ms / 4, "second": 3 * ms / 4} if op == "hadamard_gemm" else None
             extra = {"extra": {"stages": stages}} if stages else {}
             # Half of the ratios are a quarter of the others': the mean is half of the larger one.
@@ -32,11 +31,11 @@ def layer_rows():
 
 
 def small_rows():
-    quantise = ops.get("hadamard_quantize")
+    quantise = registry.get("hadamard_quantize")
     return [
         row("hadamard_quantize", quantise.Problem(8192, 8192), 0.05, 1.0),
         row("hadamard_quantize", quantise.Problem(8192, 8192, mode="bwd", given="x"), 0.06, 1.0),
-        row("sample_rows", ops.get("sample_rows").Problem(8192), 0.02, 1.0),
+        row("sample_rows", registry.get("sample_rows").Problem(8192), 0.02, 1.0),
     ]
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.run import choose, verify
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.launch import choose, verify
 
 CPU = torch.device("cpu")
 FIELDS = {
@@ -46,7 +46,7 @@ def layouts(op):
 
 def check(op, problem, data):
     inputs = op.inputs(problem, CPU, data=data)
-    kernel = ops.get_kernel(op.name, "torch")
+    kernel = registry.get_kernel(op.name, "torch")
     config = kernel.default(problem, Device.of(torch.empty(0)))
     result = verify(op, kernel, problem, config, inputs)
     assert result.ok, f"{problem}: {result.message}"
@@ -54,7 +54,7 @@ def check(op, problem, data):
 
 @pytest.mark.parametrize(("name", "fields"), CASES)
 def test_matches_the_reference(name, fields):
-    op = ops.get(name)
+    op = registry.get(name)
     for block, layout in zip((32, 64, 128), layouts(op) * 3, strict=False):
         check(op, op.Problem(70, 200, block=block, **fields, **layout), "heavy")
 
@@ -62,7 +62,7 @@ def test_matches_the_reference(name, fields):
 @pytest.mark.parametrize(("name", "fields"), CASES)
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 127)])
 def test_ragged_shapes_and_every_layout(name, fields, m, n):
-    op = ops.get(name)
+    op = registry.get(name)
     for layout in layouts(op):
         check(op, op.Problem(m, n, **fields, **layout), "outlier")
 
@@ -71,14 +71,14 @@ def test_gelu_at_extreme_scales():
     """Where fp32's cubic and square overflow, and where every value is in the negative tail."""
     from jetfire.reference.quantize import quantize
 
-    op = ops.get("gelu")
+    op = registry.get("gelu")
     for magnitude in (1e-28, 3.0, 1e4, 1e13, 1e30):
         q, scale = quantize(-magnitude * (1 + torch.rand(32, 96)), 32)
         dy, dy_scale = quantize(torch.randn(32, 96), 32)
         q[:, 64:] *= -1
         for mode in ("fwd", "bwd"):
             problem = op.Problem(32, 96, mode=mode)
-            kernel = ops.get_kernel("gelu", "torch")
+            kernel = registry.get_kernel("gelu", "torch")
             inputs = {"x": q, "x_scale": scale, "dy": dy, "dy_scale": dy_scale}
             result = verify(op, kernel, problem, kernel.Config(), inputs)
             assert result.ok, f"{mode} {magnitude}: {result.message}"
@@ -86,7 +86,7 @@ def test_gelu_at_extreme_scales():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_chosen_on_the_cpu_and_only_there(name):
-    op = ops.get(name)
+    op = registry.get(name)
     problem = op.Problem(32, 32)
     kernel, config = choose(op, problem, Device(kind="cpu"))
     assert kernel.name == "torch"

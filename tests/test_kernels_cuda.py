@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from filelock import FileLock
 
-from jetfire import ops
 from jetfire.bench import audit as audit_command
-from jetfire.bench.plan import Case
+from jetfire.core import registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import Cubin, audit
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda.compile import CompileError, compile_cubin, header
 from jetfire.kernels_cuda.gemm import wgmma
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.machine_code import Cubin, audit
+from jetfire.measure.plan import Case
 
 
 def missing():
@@ -186,7 +186,7 @@ PER_KIND = 1
 
 def sample():
     """Problems, configs and paths to memory, dealt from the legal space so that each tile comes."""
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     draw = random.Random(0)
     kinds = list(itertools.product((32, 64, 128), OUTPUTS, ("exact", "telescoped")))
     for at, (block, output, schedule) in enumerate(kinds):
@@ -218,7 +218,7 @@ def machine_code(case):
 
 
 def defaults():
-    kernel, op = ops.get_kernel("gemm", "wgmma"), ops.get("gemm")
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     for block, output in itertools.product((32, 64, 128), DEFAULT_OUTPUTS):
         problem = op.Problem(4096, 4096, 4096, block=block, **output)
         config = kernel.default(problem, HOPPER)
@@ -300,7 +300,7 @@ def test_wgmma_fits_an_sm(audits):
 
 
 def test_shared_memory_that_is_counted_otherwise_does_not_compile(cache, monkeypatch):
-    problem = ops.get("gemm").Problem(4096, 4096, 4096, block=128)
+    problem = registry.get("gemm").Problem(4096, 4096, 4096, block=128)
     config = wgmma.WgmmaConfig(groups=2, tile_n=64, stages=3, schedule="exact")
     counted = wgmma.shared_bytes(problem, config)
     monkeypatch.setattr(wgmma, "shared_bytes", lambda *_: counted + 16)
@@ -309,7 +309,7 @@ def test_shared_memory_that_is_counted_otherwise_does_not_compile(cache, monkeyp
 
 
 def test_audit_shows_cuda_kernels(capsys):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     audit_command.run([Case(op, op.Problem(4096, 4096, 4096, block=128))], ["wgmma"], [HOPPER])
     [row] = [line for line in capsys.readouterr().out.splitlines() if "wgmma" in line]
     assert "IGMMA" in row
@@ -319,5 +319,5 @@ def test_audit_shows_cuda_kernels(capsys):
 def test_every_source_is_part_of_what_a_profile_was_tuned_for():
     """A file that no kernel's hash covers could change under its profiles unseen."""
     for file in sorted(compiler.ROOT.glob("*/*.cu")):
-        kernels = ops.kernels(file.parent.name).values()
+        kernels = registry.kernels(file.parent.name).values()
         assert any(file in kernel.sources() for kernel in kernels), file

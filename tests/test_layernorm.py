@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 from jetfire.reference import layernorm as reference
 from jetfire.reference.dequantize import dequantize
 
-OP = ops.get("layernorm")
+OP = registry.get("layernorm")
 SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
 CASES = [("fwd", "row"), ("fwd", "given"), ("bwd", "row")]
 
@@ -25,7 +25,7 @@ def choices(problem, device, every=False):
     """The Triton kernels that run here, each with its default config, or another one too."""
     where = Device.of(torch.empty(0, device=device))
     found = []
-    for kernel in ops.kernels("layernorm").values():
+    for kernel in registry.kernels("layernorm").values():
         if kernel.name == "torch":
             continue
         default = kernel.default(problem, where)
@@ -168,7 +168,7 @@ def test_legal_says_why_not():
         ("gluon", {"tile_n": 48, "warps": 3, "rows": 16, "steps": 64}),
         ("triton", {"tile_m": 48, "tile_n": 16, "warps": 3}),
     ):
-        kernel = ops.get_kernel("layernorm", name)
+        kernel = registry.get_kernel("layernorm", name)
         good = kernel.default(problem, where)
         assert kernel.legal(problem, good, where) is None
         for field, value in wrong.items():

@@ -9,12 +9,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from jetfire import ops
+from jetfire.core import profiles, registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import choose
 from jetfire.ops import functional as int8
-from jetfire.ops import library, profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import choose
+from jetfire.ops import library
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 
@@ -45,8 +45,8 @@ def overloads(name, problem):
 def problems():
     """Every combination of modes, layouts and roundings, and every dtype, at one ragged size."""
     found = []
-    for name in sorted(set(ops.names()) - set(INT4)):
-        kind = ops.get(name).Problem
+    for name in sorted(set(registry.names()) - set(INT4)):
+        kind = registry.get(name).Problem
         hints = {field: hint for field, hint in get_type_hints(kind).items() if field != "block"}
         choices = {
             field: (False, True) if hint is bool else get_args(hint)
@@ -62,7 +62,7 @@ def problems():
             if fields.get("mode") == "bwd" and "stats" in fields:
                 fields["stats"] = "given"
             try:
-                problem = kind(**{d: SIZES[d] for d in ops.get(name).dims}, **fields)
+                problem = kind(**{d: SIZES[d] for d in registry.get(name).dims}, **fields)
             except UsageError:
                 continue
             if problem not in seen:
@@ -84,7 +84,7 @@ def arguments(overload, problem, inputs):
 
 @pytest.mark.parametrize(("name", "problem"), problems())
 def test_opcheck(device, name, problem):
-    op = ops.get(name)
+    op = registry.get(name)
     inputs = op.inputs(problem, device)
     expected = op.reference(problem, inputs)
     for overload in overloads(name, problem):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetfire.bench import load, peaks
-from jetfire.bench.load import Load, doubts
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.results import Row
-from jetfire.bench.runner import Runner
 from jetfire.cli import execute
-from jetfire.ops.device import Device
+from jetfire.core.device import Device
+from jetfire.measure import load, peaks
+from jetfire.measure.load import Load, doubts
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.results import Row
+from jetfire.measure.runner import Runner
 
 CPU = Device("cpu", name="a CPU", sms=4)
 GPU = Device("cuda", name="a GPU")

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from jetfire import ops
 from jetfire.cli import execute
+from jetfire.core import registry
+from jetfire.core.device import Device
 from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load, store
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.simplify import simplify
-from jetfire.ops.device import Device
 from jetfire.tests.mutants.build import MovedOnError, build
 from jetfire.tests.mutants.planted import ALL, ANYWHERE, ON_A_GPU, ON_THE_CPU
 
@@ -32,7 +32,7 @@ def plant(tmp_path, unload):
 
 def found(mutant, device, executor):
     """The fuzzer's report, and its failure made as small as it gets."""
-    op, kernel = ops.get(mutant.op), ops.get_kernel(mutant.op, mutant.name)
+    op, kernel = registry.get(mutant.op), registry.get_kernel(mutant.op, mutant.name)
     report = fuzz_kernel(
         op, kernel, device, examples=EXAMPLES, largest=mutant.largest, executor=executor, failures=1
     )
@@ -60,7 +60,7 @@ def right(mutant, case):
 
 def check(mutant, device, executor):
     report, failure = found(mutant, device, executor)
-    sizes = [failure.case.problem[name] for name in ops.get(mutant.op).dims]
+    sizes = [failure.case.problem[name] for name in registry.get(mutant.op).dims]
     print(f"{mutant.name}: {report.examples} examples, {sizes} {failure.kind}: {failure.message}")
     assert failure.kind in mutant.kinds, failure
     small = {name: failure.case.problem[name] for name in mutant.most}
@@ -135,7 +135,7 @@ def test_every_class_of_bug_is_planted_where_no_gpu_is():
 def test_a_mutant_for_the_gpu_loads(mutant, plant):
     """Its text is there once, and its kernel is one that a problem may be given to."""
     load(plant(mutant))
-    kernel = ops.get_kernel(mutant.op, mutant.name)
+    kernel = registry.get_kernel(mutant.op, mutant.name)
     assert kernel.op == mutant.op
 
 
@@ -154,10 +154,10 @@ def seen():
 
 def test_first(unload):
     load(pathlib.Path({str(file)!r}))
-    assert {mutant.name!r} in ops.kernels({mutant.op!r}) and len(seen()) > 2
+    assert {mutant.name!r} in registry.kernels({mutant.op!r}) and len(seen()) > 2
 
 def test_second():
-    assert {mutant.name!r} not in ops.kernels({mutant.op!r}) and seen() == []
+    assert {mutant.name!r} not in registry.kernels({mutant.op!r}) and seen() == []
     assert {str(file.parent)!r} not in sys.path
 
 def test_third(unload):

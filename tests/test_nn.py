@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.nn import (
     RECIPES,
@@ -30,7 +31,6 @@ from jetfire.nn import (
 )
 from jetfire.nn import block as block_module
 from jetfire.nn.products import checked_block
-from jetfire.ops.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,6 +21,9 @@ import torch
 from torch.nn import functional
 
 from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import choose
 from jetfire.nn import (
     Int8Block,
     Int8Conv1D,
@@ -32,8 +35,6 @@ from jetfire.nn import (
     products,
 )
 from jetfire.nn import block as block_module
-from jetfire.ops.device import Device
-from jetfire.ops.run import choose
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.dropout import drop_threshold
 from jetfire.reference.philox import STREAM_DROPOUT, random_u16
@@ -292,7 +293,7 @@ def normalised(codes, statistics, norm, parameters, block):
 
 def kernel_noise(a, b, found, block, out):
     """What the kernel that makes a product may itself add to an element: telescoped sums do."""
-    op, (m, n) = ops.get("gemm"), found.shape
+    op, (m, n) = registry.get("gemm"), found.shape
     problem = op.Problem(m, n, a[0].shape[1], block=block, out=out, bias=True)
     kernel, config = choose(op, problem, Device.of(found))
     inputs = dict(zip(("a", "a_scale", "b", "b_scale"), (*a, *b), strict=True))

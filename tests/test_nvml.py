@@ -7,7 +7,7 @@ import pynvml
 import pytest
 import torch
 
-from jetfire.bench.nvml import Nvml
+from jetfire.measure.nvml import Nvml
 
 GPU = torch.device("cuda", 0)
 # nvml.h's nvmlClocksEventReason*, by pynvml's names, and what we call those that we tell of.

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.ops import workloads
-from jetfire.ops.data import DISTRIBUTIONS, Source
-from jetfire.ops.device import Device, capability_of, target_device
-from jetfire.ops.errors import NoDeviceError, UsageError
+from jetfire.core import registry, workloads
+from jetfire.core.device import Device, capability_of, target_device
+from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.measure.data import DISTRIBUTIONS, Source
 
 INT8_OPS = (
     "add", "column_sum", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize",
@@ -24,14 +24,14 @@ def small(op, **fields):
 
 
 def test_every_int8_op_is_found_with_triton_and_cpu_kernels():
-    assert set(INT8_OPS) <= set(ops.names())
+    assert set(INT8_OPS) <= set(registry.names())
     for name in INT8_OPS:
-        found = ops.kernels(name)
+        found = registry.kernels(name)
         assert "triton" in found
         assert any(
             kernel.legal(problem, kernel.default(problem, cpu), cpu) is None
             for cpu in [Device(kind="cpu")]
-            for problem in [ops.get(name).Problem.parse(small(ops.get(name)))]
+            for problem in [registry.get(name).Problem.parse(small(registry.get(name)))]
             for kernel in found.values()
         ), f"{name} has no kernel for the CPU"
 
@@ -43,9 +43,9 @@ def test_names_and_get_import_no_torch():
 
 def test_unknown_names_say_what_is_accepted():
     with pytest.raises(UsageError, match=r"no op 'gem' \(did you mean gemm\?\): expected one of "):
-        ops.get("gem")
+        registry.get("gem")
     with pytest.raises(UsageError, match=r"gemm has no kernel .cutlass.: expected one of .*triton"):
-        ops.get_kernel("gemm", "cutlass")
+        registry.get_kernel("gemm", "cutlass")
     with pytest.raises(AttributeError):
         _ = ops.no_such_function
 
@@ -63,13 +63,13 @@ def test_unknown_names_say_what_is_accepted():
     ],
 )
 def test_problem_refuses_in_one_line(fields, message):
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     with pytest.raises(UsageError, match=message):
         op.Problem.parse({**small(op), **fields})
 
 
 def test_problem_parses_text_and_round_trips():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem.parse({"m": "4", "n": "5", "k": "6", "block": "64", "bias": "true"})
     assert problem.as_dict()["block"] == 64
     assert problem.bias is True
@@ -80,7 +80,7 @@ def test_problem_parses_text_and_round_trips():
 
 @pytest.mark.parametrize("name", INT8_OPS)
 def test_bytes_count_every_input_and_output_once(name):
-    op = ops.get(name)
+    op = registry.get(name)
     for mode in op.modes:
         for problem in op.problems(mode, small(op)):
             inputs = op.inputs(problem, torch.device("cpu"))
@@ -91,7 +91,7 @@ def test_bytes_count_every_input_and_output_once(name):
 
 @pytest.mark.parametrize("name", INT8_OPS)
 def test_inputs_repeat_from_a_seed_and_reference_covers_the_outputs(name):
-    op = ops.get(name)
+    op = registry.get(name)
     for mode in op.modes:
         problem = op.problems(mode, small(op))[0]
         first, again, other = (
@@ -179,16 +179,16 @@ def test_fp16_holds_the_largest_values():
 
 def test_workloads_give_legal_problems_and_refuse_unknown_names():
     for name in INT8_OPS:
-        op = ops.get(name)
+        op = registry.get(name)
         for workload in workloads.names():
             for problem in workloads.problems(op, workload, op.modes[0], {"block": 64}):
                 assert problem.block == 64
     with pytest.raises(UsageError, match=r"no workload 'gpt5' \(did you mean gpt2-350m\?\)"):
-        workloads.problems(ops.get("gemm"), "gpt5", "fwd", {})
+        workloads.problems(registry.get("gemm"), "gpt5", "fwd", {})
 
 
 def test_gemm_backward_is_dgrad_and_wgrad():
-    dgrad, wgrad = ops.get("gemm").problems("bwd", {"m": 10, "n": 20, "k": 30, "block": 32})
+    dgrad, wgrad = registry.get("gemm").problems("bwd", {"m": 10, "n": 20, "k": 30, "block": 32})
     assert (dgrad.m, dgrad.n, dgrad.k) == (10, 30, 20)
     assert (wgrad.m, wgrad.n, wgrad.k, wgrad.accumulate) == (20, 30, 10, True)
 
@@ -204,7 +204,7 @@ def test_devices_are_parsed_or_refused():
 
 
 def test_legal_names_the_limit():
-    op, kernel = ops.get("quantize"), ops.get_kernel("quantize", "triton")
+    op, kernel = registry.get("quantize"), registry.get_kernel("quantize", "triton")
     problem = op.Problem(64, 64, block=64)
     config = kernel.default(problem, target_device((9, 0)))
     assert kernel.legal(problem, config, target_device((9, 0))) is None
@@ -214,10 +214,10 @@ def test_legal_names_the_limit():
 
 
 def test_every_default_config_survives_its_text():
-    for name in ops.names():
-        op = ops.get(name)
+    for name in registry.names():
+        op = registry.get(name)
         problem = op.Problem.parse(dict.fromkeys(op.dims, 4096))
-        for kernel in ops.kernels(name).values():
+        for kernel in registry.kernels(name).values():
             for capability in ((8, 0), (9, 0)):
                 config = kernel.default(problem, target_device(capability))
                 texts = {field: str(value) for field, value in config.as_dict().items()}

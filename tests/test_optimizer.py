@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.step import Step
 from jetfire.nn import AdamW, Int8Linear, products, quantised_weights, replaying
 from jetfire.ops import int8_quantize
-from jetfire.ops.errors import UsageError
 
 SHAPE = Shape(layers=2, heads=2, width=32, context=16, vocabulary=61)
 

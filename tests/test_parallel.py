@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from jetfire.cli import execute
 from jetfire.core import files
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import command, data, log, parallel, prepared
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.train import Training
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 
 SHARED = ("layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"
           "evaluate_batches=3,checkpoint_every=4,keep=3,graph=false")  # fmt: skip

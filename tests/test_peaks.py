@@ -8,11 +8,11 @@ import filelock
 import pytest
 import torch
 
-from jetfire.bench import load, peaks, timer
-from jetfire.bench.timer import Timing
 from jetfire.cli import execute
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireWarning
+from jetfire.measure import load, peaks, timer
+from jetfire.measure.timer import Timing
 
 CPU = Device.parse("cpu")
 HERE = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
 
 def test_a_gpu_s_int8_rate_is_the_better_of_the_library_s_and_the_instructions(clock, monkeypatch):
     took, _ = clock
-    from jetfire.bench import ceiling
+    from jetfire.measure import ceiling
 
     monkeypatch.setattr(peaks, "_product_tflops", lambda *_: 900.0)
     monkeypatch.setattr(torch.cuda, "get_device_properties",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jetfire.ops import peers
+from jetfire.measure import peers
 
 CPU = torch.device("cpu")
 

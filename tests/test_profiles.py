@@ -21,18 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetfire import cli, ops
-from jetfire.bench import runner
-from jetfire.bench.plan import Case
-from jetfire.core import schema
-from jetfire.ops import profiles, run, sources, workloads
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import JetfireWarning, UsageError
-from jetfire.ops.op import Config, Kernel
-from jetfire.ops.profiles import Entry, find
-from jetfire.ops.run import choose, command_for
+from jetfire.core import launch, profiles, registry, schema, sources, workloads
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import JetfireWarning, UsageError
+from jetfire.core.launch import choose, command_for
+from jetfire.core.profiles import Entry, find
+from jetfire.measure import runner
+from jetfire.measure.plan import Case
 from jetfire.tuner.show import show
 
-GEMM = ops.get("gemm")
+GEMM = registry.get("gemm")
 H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132, 227 << 10, 50 << 20)
 CPU = Device("cpu", name="Some CPU")
 
@@ -73,7 +72,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "user"))
     monkeypatch.delenv(profiles.STRICT, raising=False)
     monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(run, "_said", set())
+    monkeypatch.setattr(launch, "_said", set())
     profiles.forget()
     yield tmp_path / "user"
     profiles.forget()
@@ -151,7 +150,7 @@ def test_saving_replaces_the_same_problem_of_the_same_kernel():
 
 WRITER = """
 import os, signal, sys
-from jetfire.ops import profiles
+from jetfire.core import profiles
 from jetfire.tests.test_profiles import H200, entry, gemm
 first, count, fatal = map(int, sys.argv[1:])
 if fatal:
@@ -371,7 +370,7 @@ def test_the_nearest_is_of_the_same_block_and_output(toy):
 
 
 def test_a_field_that_matters_less_is_a_distance():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     place = profiles._place
     same = gemm(out="int8", layout="q", rounding="nearest")
     for other in (gemm(out="int8", layout="qt"), gemm(out="int8", bias=True)):
@@ -380,7 +379,7 @@ def test_a_field_that_matters_less_is_a_distance():
     assert math.dist(place(op, same), place(op, both)) == pytest.approx(
         math.hypot(profiles.OTHER_FIELD, profiles.OTHER_FIELD)
     )
-    assert profiles._other_fields(ops.get("cross_entropy")) == ()  # `valid` has many values
+    assert profiles._other_fields(registry.get("cross_entropy")) == ()  # `valid` has many values
 
 
 def test_a_profile_is_for_any_floats(toy):
@@ -392,7 +391,7 @@ def test_a_profile_is_for_any_floats(toy):
         return profiles.save(folder, H200, "layernorm", [entry(problem, tile=tile)])
 
     def norm(**fields):
-        return ops.get("layernorm").Problem(64, 64, **fields)
+        return registry.get("layernorm").Problem(64, 64, **fields)
 
     keep(norm(eps=1e-5), 4)
     found = find(toy, norm(eps=1e-6), H200)
@@ -485,7 +484,7 @@ def gpt2_350m(*token_counts):
 @pytest.fixture
 def lookups(monkeypatch):
     """Look up 25 problems among 600 entries, of which one has been looked up: their sources."""
-    gluon, triton = (ops.get_kernel("gemm", name) for name in ("gluon", "triton"))
+    gluon, triton = (registry.get_kernel("gemm", name) for name in ("gluon", "triton"))
     kinds = itertools.product((gluon, triton), (32, 64, 128), ("bf16", "fp16", "fp32", "int8"))
     entries = [
         entry(problem, kernel=kernel.name, config=kernel.default(problem, H200).as_dict())
@@ -573,7 +572,7 @@ def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
 
 def test_nothing_is_told_of_interpreted_kernels(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
-    triton = ops.get_kernel("gemm", "triton")
+    triton = registry.get_kernel("gemm", "triton")
     monkeypatch.setattr(ops, "kernels", lambda _: {"triton": triton})
     here = dataclasses.replace(CPU, interpreted=True)
     assert warned(lambda: choose(GEMM, gemm(), here)) == []
@@ -606,8 +605,8 @@ def test_a_choice_is_made_once_until_profiles_change(toy, monkeypatch):
 
 
 def every_problem():
-    for name in ops.names():
-        op = ops.get(name)
+    for name in registry.names():
+        op = registry.get(name)
         for mode in op.modes:
             for fields in ({}, {"m": "33"}):
                 yield from op.problems(mode, {**dict.fromkeys(op.dims, "96"), **fields})
@@ -616,14 +615,16 @@ def every_problem():
         gemm(5, 6, 7),
     )
     for name in ("gelu", "layernorm", "add"):
-        yield from ops.get(name).problems("bwd", {"m": 5, "n": 6, "rounding": "nearest"})
-    yield from ops.get("layernorm").problems("fwd", {"m": 5, "n": 6, "stats": "given", "eps": 1e-6})
-    yield from ops.get("dropout").problems("bwd", {"m": 5, "n": 6, "p": 0.25})
+        yield from registry.get(name).problems("bwd", {"m": 5, "n": 6, "rounding": "nearest"})
+    yield from registry.get("layernorm").problems(
+        "fwd", {"m": 5, "n": 6, "stats": "given", "eps": 1e-6}
+    )
+    yield from registry.get("dropout").problems("bwd", {"m": 5, "n": 6, "p": 0.25})
 
 
 @pytest.mark.parametrize("problem", list(every_problem()), ids=str)
 def test_the_command_tunes_just_the_problem(problem):
-    op = next(op for op in map(ops.get, ops.names()) if op.Problem is type(problem))
+    op = next(op for op in map(registry.get, registry.names()) if op.Problem is type(problem))
     script, *words = command_for(op, problem).split()
     assert script == "jetfire-tune"
     command = typer.main.get_command(cli.app).commands["tune"].commands["run"]
@@ -751,7 +752,7 @@ def test_a_hash_changes_with_code_alone(tmp_path, name, text, old, new, same):
 
 def test_a_kernel_is_made_of_its_own_sources():
     names = {
-        kernel: {file.name for file in ops.get_kernel("gemm", kernel).sources()}
+        kernel: {file.name for file in registry.get_kernel("gemm", kernel).sources()}
         for kernel in ("wgmma", "mma", "gluon", "triton")
     }
     assert {"wgmma.py", "wgmma.cu", "pad.cu", "epilogue.cuh", "ptx.cuh"} < names["wgmma"]
@@ -764,14 +765,14 @@ def test_a_kernel_is_made_of_its_own_sources():
 
 
 def test_every_kernel_has_a_hash_of_its_own():
-    kernels = [k for name in ops.names() for k in ops.kernels(name).values()]
+    kernels = [k for name in registry.names() for k in registry.kernels(name).values()]
     hashes = {kernel.source_hash() for kernel in kernels}
     assert len(hashes) == len(kernels)
     assert all(len(text) == 12 and int(text, 16) >= 0 for text in hashes)
 
 
 def test_provenance_names_what_times_depend_on():
-    kernel = ops.get_kernel("gemm", "triton")
+    kernel = registry.get_kernel("gemm", "triton")
     made = profiles.provenance(kernel, H200, "580.1")
     assert set(made) == {"gpu", "capability", "driver", "cuda", "torch", "triton", "source",
                          "timer", "date", "jetfire"}  # fmt: skip
@@ -792,7 +793,7 @@ def shown(capsys, *words):
 def test_show_lists_what_the_options_leave(folder, capsys):
     kept = [
         entry(gemm(m, n, k, block=block, out=out), kernel=kernel,
-              config=ops.get_kernel("gemm", kernel).default(gemm(), H200).as_dict())
+              config=registry.get_kernel("gemm", kernel).default(gemm(), H200).as_dict())
         for m, n, k, block, out, kernel in (
             (64, 64, 64, 32, "bf16", "gluon"),
             (64, 64, 64, 64, "int8", "gluon"),

@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from jetfire import ops
-from jetfire.bench import peaks, plan, report, suite
-from jetfire.bench.plan import Case, Request
+from jetfire.bench import report, suite
 from jetfire.bench.plot import plot
 from jetfire.bench.promotion import Curve, sqnr
-from jetfire.bench.results import Results, Row
-from jetfire.bench.runner import Options
 from jetfire.cli import execute
+from jetfire.core import registry
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.files import write
-from jetfire.ops.data import DISTRIBUTIONS
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.measure import peaks, plan
+from jetfire.measure.data import DISTRIBUTIONS
+from jetfire.measure.plan import Case, Request
+from jetfire.measure.results import Results, Row
+from jetfire.measure.runner import Options
 from jetfire.ops.gemm import OP as GEMM
-from jetfire.ops.op import Config, Kernel
 from jetfire.reference.quantize import block_amax, quantize
 
 CPU = Device.parse("cpu")
@@ -72,7 +74,7 @@ def kernels(monkeypatch):
         by_name = {kernel.name: kernel for kernel in found}
         monkeypatch.setattr(ops, "kernels", lambda _: by_name)
 
-    install(Scheduled(), ops.get_kernel("gemm", "int_mm"))
+    install(Scheduled(), registry.get_kernel("gemm", "int_mm"))
     return install
 
 

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import launch, verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.core.workloads import RAGGED
 
-OP = ops.get("quantize")
-KERNEL = ops.get_kernel("quantize", "triton")
+OP = registry.get("quantize")
+KERNEL = registry.get_kernel("quantize", "triton")
 
 
 def check(problem, inputs, config=None):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
 from jetfire.ops import int8_quantize, int8_quantize_qkv
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import verify
 
-OP = ops.get("quantize_qkv")
-KERNEL = ops.get_kernel("quantize_qkv", "triton")
+OP = registry.get("quantize_qkv")
+KERNEL = registry.get_kernel("quantize_qkv", "triton")
 
 
 def check(problem, inputs, config=None):

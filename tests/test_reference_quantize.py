@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 from jetfire.reference.transpose import transpose
@@ -30,8 +30,8 @@ def blocks_of(x, block):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("data", ["normal", "outlier", "heavy", "gradient"])
 def test_nearest_is_within_half_a_step(block, data):
-    problem = ops.get("quantize").Problem(130, 200, block=block, dtype="fp32")
-    x = ops.get("quantize").inputs(problem, torch.device("cpu"), data=data)["x"]
+    problem = registry.get("quantize").Problem(130, 200, block=block, dtype="fp32")
+    x = registry.get("quantize").inputs(problem, torch.device("cpu"), data=data)["x"]
     q, scale = quantize(x, block)
     q64, x64, scales = q.numpy().astype(np.float64), x.numpy().astype(np.float64), scale.numpy()
     assert np.abs(q64).max() <= 127

@@ -6,8 +6,8 @@ import pytest
 
 from jetfire.bench import report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results, Row
 from jetfire.core.files import write
+from jetfire.measure.results import Results, Row
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
     "copy_gbps": 4000.0, "int8_tops": 1000.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "a copy"},

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import plan, results
-from jetfire.bench.results import MOST, MOST_ROWS, Results, Row
-from jetfire.bench.runner import Runner
 from jetfire.cli import execute
+from jetfire.core.errors import UsageError
 from jetfire.core.files import write
-from jetfire.ops.errors import UsageError
+from jetfire.measure import plan, results
+from jetfire.measure.results import MOST, MOST_ROWS, Results, Row
+from jetfire.measure.runner import Runner
 
 SHIPPED = Path(__file__).parents[1] / "docs" / "results" / "h200.json"
 

@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops import workloads
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.run import launch, verify
+from jetfire.core import registry, workloads
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
 from jetfire.ops.sample_rows import SEGMENT, capacity
 from jetfire.reference.sample_rows import (
     LEAST,
@@ -22,9 +21,9 @@ from jetfire.reference.sample_rows import (
     weights,
 )
 
-OP = ops.get("sample_rows")
-KERNEL = ops.get_kernel("sample_rows", "triton")
-TORCH = ops.get_kernel("sample_rows", "torch")
+OP = registry.get("sample_rows")
+KERNEL = registry.get_kernel("sample_rows", "triton")
+TORCH = registry.get_kernel("sample_rows", "torch")
 CPU = torch.device("cpu")
 PRODUCTS = ("dgrad", "wgrad")
 SEED = torch.tensor([11])

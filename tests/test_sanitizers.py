@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from jetfire import ops
 from jetfire.cli import execute
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError
 from jetfire.fuzz import draw, sanitize
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError
 from jetfire.tests.mutants.build import Mutant, build
 from jetfire.tests.mutants.planted import ON_A_GPU
 
@@ -51,9 +51,9 @@ def for_a_gpu():
     device = Device.parse("cuda")
     return {
         (name, kernel.name)
-        for name in ops.names()
-        for kernel in ops.kernels(name).values()
-        if draw.usual(ops.get(name), kernel, device)
+        for name in registry.names()
+        for kernel in registry.kernels(name).values()
+        if draw.usual(registry.get(name), kernel, device)
     }
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import ops
 from jetfire.bench import report
 from jetfire.bench.tuned_report import ROUNDING
+from jetfire.core import profiles, registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import JetfireWarning
+from jetfire.core.launch import choose
 from jetfire.gpt2.report import addition
-from jetfire.ops import profiles
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import JetfireWarning
-from jetfire.ops.run import choose
 from jetfire.tuner import shipped as problems
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +27,7 @@ def entries(shipped):
         for file in sorted((shipped / profiles.device_slug(H200)).glob("*.json"))
         for entry in profiles.read(file)
     ]
-    assert {op for op, _ in found} == set(ops.names()) - set(problems.COMPOSITE)
+    assert {op for op, _ in found} == set(registry.names()) - set(problems.COMPOSITE)
     return found
 
 
@@ -47,7 +46,7 @@ def test_every_file_is_of_a_profile_that_can_be_read(shipped):
         warnings.simplefilter("error", JetfireWarning)
         for file in sorted(shipped.glob("*/*.json")):
             assert profiles.read(file), file
-            assert file.stem in ops.names()
+            assert file.stem in registry.names()
 
 
 def test_none_is_slower_than_its_default(entries):
@@ -64,8 +63,8 @@ def test_none_is_stale(entries):
 def test_every_config_is_legal(entries):
     illegal = {}
     for op, entry in entries:
-        kernel = ops.kernels(op)[entry.kernel]
-        problem = ops.get(op).Problem.parse(entry.problem)
+        kernel = registry.kernels(op)[entry.kernel]
+        problem = registry.get(op).Problem.parse(entry.problem)
         reason = kernel.legal(problem, kernel.Config.parse(entry.config), H200)
         if reason is not None:
             illegal[named(op, entry)] = reason

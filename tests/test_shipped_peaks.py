@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from jetfire.bench import shipped_peaks
-from jetfire.bench.results import Results
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import utilisation
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
+from jetfire.measure.results import Results
 
 ROOT = Path(__file__).parent.parent
 H200 = Device("cuda", name="NVIDIA H200")
@@ -45,7 +45,7 @@ def test_a_wheel_holds_them(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("jetfire/bench/peaks.json") == shipped_peaks.FILE.read_bytes()
+        assert archive.read("jetfire/measure/peaks.json") == shipped_peaks.FILE.read_bytes()
         assert not any("/docs/" in name for name in archive.namelist())
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from jetfire.bench import timer
-from jetfire.bench.timer import Timing, input_sets, time_calls
+from jetfire.measure import timer
+from jetfire.measure.timer import Timing, input_sets, time_calls
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import checkpoint, log
-from jetfire.ops.errors import UsageError
 
 # A machine may be busy: what does not end at all is what this is for.
 LIMIT_S = 3600

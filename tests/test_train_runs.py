@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from jetfire.cli import execute
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import checkpoint, command, data, log, prepare, prepared
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.runs import Asked, opened
 from jetfire.gpt2.train import Training
-from jetfire.ops.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jetfire.cli import execute
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.gpt2 import cases, prepare, tuning
 from jetfire.gpt2.settings import make
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError, WrongResultError
 from jetfire.tuner.asked import Asked
 from jetfire.tuner.command import Interrupted
 

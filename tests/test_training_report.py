@@ -6,10 +6,10 @@ import json
 import pytest
 
 from jetfire.bench import report
-from jetfire.bench.results import Results
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import curves, keep, log
 from jetfire.gpt2.report import _order, addition
-from jetfire.ops.errors import UsageError
+from jetfire.measure.results import Results
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.run import verify
-from jetfire.ops.workloads import RAGGED
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import verify
+from jetfire.core.workloads import RAGGED
 
-OP = ops.get("transpose")
-KERNEL = ops.get_kernel("transpose", "triton")
+OP = registry.get("transpose")
+KERNEL = registry.get_kernel("transpose", "triton")
 
 
 def check(problem, inputs, config=None):

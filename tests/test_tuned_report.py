@@ -5,25 +5,24 @@ import json
 
 import pytest
 
-from jetfire import ops
 from jetfire.bench import report, tuned_report
 from jetfire.bench.report import BEGIN, END
-from jetfire.bench.results import Results
+from jetfire.core import profiles, registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.files import write
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.profiles import Entry
+from jetfire.core.profiles import Entry
+from jetfire.measure.results import Results
 
 H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132, 227 << 10, 50 << 20)
 RECORD = {"name": "NVIDIA H200", "kind": "cuda"}
 
 
 def entry(op, kernel, ms, default_ms, n=64, peers=None, source=None, **fields):
-    problem = ops.get(op).Problem.parse({"m": 64, "n": n, "block": 32, **fields}).as_dict()
+    problem = registry.get(op).Problem.parse({"m": 64, "n": n, "block": 32, **fields}).as_dict()
     origin = {"gpu": "NVIDIA H200", "capability": [9, 0], "driver": "580", "cuda": "13.0",
               "torch": "2.11", "triton": "3.6", "timer": 4, "date": "2026-01-02",
-              "source": source or ops.kernels(op)[kernel].source_hash()}  # fmt: skip
+              "source": source or registry.kernels(op)[kernel].source_hash()}  # fmt: skip
     return Entry(kernel, problem, {}, ms, ms, ms, 15, default_ms, None, "time", peers or {}, 10,
                  "gp", origin)  # fmt: skip
 

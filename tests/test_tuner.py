@@ -26,18 +26,18 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rich.console import Console
 
-from jetfire import cli, ops
-from jetfire.bench.plan import BLOCKS
-from jetfire.bench.timer import Timing
+from jetfire import cli
+from jetfire.core import profiles, registry, workloads
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import JetfireError, UsageError, WrongResultError
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
-from jetfire.ops import profiles, workloads
+from jetfire.measure.plan import BLOCKS
+from jetfire.measure.timer import Timing
 from jetfire.ops.bit_split import BitSplitProblem
-from jetfire.ops.device import Device, target_device
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
 from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
-from jetfire.ops.op import Config, Kernel
 from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.tuner import display as display_module
 from jetfire.tuner import shipped, summary
@@ -55,7 +55,7 @@ from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import Measurement
 
 DATA = Path(__file__).parent / "data"
-TRANSPOSE = ops.get("transpose")
+TRANSPOSE = registry.get("transpose")
 PROBLEM = TRANSPOSE.Problem(m=64, n=64, block=32)
 HERE = Device("cpu", name="Some CPU")
 FOREVER = Limits(10**9, math.inf)
@@ -941,7 +941,7 @@ def test_the_objective_decides(objective, winner):
 
 def small_recording():
     """Of the real kernel, since a file names it."""
-    kernel = ops.get_kernel("transpose", "triton")
+    kernel = registry.get_kernel("transpose", "triton")
     fields = {"tile_m": [32, 64], "warps": [1, 2, 4]}
     base = kernel.default(PROBLEM, HERE)
     space = Space(fields, base, lambda _: None)
@@ -1113,9 +1113,9 @@ def shipped_cases():
 def test_every_op_block_and_model_is_shipped(shipped_cases):
     assert len(shipped_cases) == len(set(shipped_cases))
     problems = {(case.op.name, case.problem) for case in shipped_cases}
-    names = sorted(set(ops.names()) - {*shipped.INT4, *shipped.COMPOSITE})
+    names = sorted(set(registry.names()) - {*shipped.INT4, *shipped.COMPOSITE})
     for name, block, workload in itertools.product(names, BLOCKS, shipped.WORKLOADS):
-        op = ops.get(name)
+        op = registry.get(name)
         # A square GEMM is the same backward, but for the sums that wgrad may add to.
         for mode in op.modes[:1] if (name, workload) == ("gemm", "square") else op.modes:
             fields = {"block": block} if "block" in op.Problem.__dataclass_fields__ else {}
@@ -1147,7 +1147,7 @@ def test_every_launch_of_a_layer_in_4_bits_is_shipped():
     """Of models what a step in training asks for, of the paper's layers what the bench times."""
     found = {(case.op.name, case.problem) for case in shipped.cases(shipped.INT4)}
     assert {name for name, _ in found} == set(shipped.INT4)
-    layer = ops.get("hadamard_gemm")
+    layer = registry.get("hadamard_gemm")
     paper = workloads.problems(layer, "int4-paper", "fwd", {})
     paper += workloads.problems(layer, "int4-paper", "bwd", {})
     assert {(stage.op, stage.problem) for problem in paper for stage in plan(problem)} <= found
@@ -1170,7 +1170,7 @@ def test_every_launch_of_a_layer_in_4_bits_is_shipped():
 def test_a_kernel_takes_each_shipped_problem(names):
     device = target_device((9, 0))
     for case in shipped.cases(names):
-        kernels = ops.kernels(case.op.name).values()
+        kernels = registry.kernels(case.op.name).values()
         assert any(
             kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
             and kernel.space(case.problem, device)
@@ -1191,7 +1191,7 @@ def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
 SERVER = """
 import contextlib, io, json, os, sys
 from jetfire import cli
-from jetfire.ops import profiles
+from jetfire.core import profiles
 for line in sys.stdin:
     words, environment = json.loads(line)
     os.environ.update(environment)
@@ -1320,7 +1320,7 @@ def test_a_dry_run_measures_nothing(interpreted, tmp_path):
 
 def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     """Half of the problems have a profile."""
-    kernel = ops.get_kernel("transpose", "triton")
+    kernel = registry.get_kernel("transpose", "triton")
     cpu = Device.parse("cpu")
     origin = profiles.provenance(kernel, cpu, None)
     tuned = profiles.Entry(

@@ -30,17 +30,17 @@ sys.path.insert(0, str(FAULTS))  # workers are given it
 import faulty  # noqa: E402
 from faulty import FaultyConfig, FaultyCudaConfig  # noqa: E402
 
-from jetfire import cli, ops  # noqa: E402
-from jetfire.ops import profiles  # noqa: E402
-from jetfire.ops.device import Device  # noqa: E402
-from jetfire.ops.errors import WrongResultError  # noqa: E402
+from jetfire import cli  # noqa: E402
+from jetfire.core import profiles, registry  # noqa: E402
+from jetfire.core.device import Device  # noqa: E402
+from jetfire.core.errors import WrongResultError  # noqa: E402
+from jetfire.core.processes import Worker  # noqa: E402
 from jetfire.tuner import device as device_module  # noqa: E402
 from jetfire.tuner import session as session_module  # noqa: E402
 from jetfire.tuner import worker as workers_module  # noqa: E402
 from jetfire.tuner.device import DeviceRunner  # noqa: E402
 from jetfire.tuner.final import decide  # noqa: E402
 from jetfire.tuner.measure import Job  # noqa: E402
-from jetfire.tuner.process import Worker  # noqa: E402
 from jetfire.tuner.runner import ReplayRunner, RunnerError  # noqa: E402
 from jetfire.tuner.search import Limits, search  # noqa: E402
 from jetfire.tuner.space import Space  # noqa: E402
@@ -48,7 +48,7 @@ from jetfire.tuner.strategies import strategy_of  # noqa: E402
 from jetfire.tuner.study import Identity, StorageError, Study  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
-OP = ops.get("transpose")
+OP = registry.get("transpose")
 PROBLEM = OP.Problem(m=32, n=32, block=32)
 CPU = Device.parse("cpu")
 COMMON = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
@@ -64,8 +64,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setitem(ops.kernels("transpose"), "faulty", faulty.KERNEL)
-    monkeypatch.setitem(ops.kernels("transpose"), "faulty_cuda", faulty.KERNEL_CUDA)
+    monkeypatch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
+    monkeypatch.setitem(registry.kernels("transpose"), "faulty_cuda", faulty.KERNEL_CUDA)
     profiles.forget()
     yield tmp_path
     profiles.forget()

@@ -21,11 +21,11 @@ sys.path.insert(0, str(FAULTS))
 
 import faulty  # noqa: E402
 
-from jetfire import cli, ops  # noqa: E402
+from jetfire import cli  # noqa: E402
+from jetfire.core import profiles, registry  # noqa: E402
+from jetfire.core.device import Device  # noqa: E402
+from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
-from jetfire.ops import profiles  # noqa: E402
-from jetfire.ops.device import Device  # noqa: E402
-from jetfire.ops.errors import UsageError  # noqa: E402
 from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
 from jetfire.tuner import command, digest, session  # noqa: E402
 from jetfire.tuner.recording import Recording  # noqa: E402
@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
     """Profiles and studies of a test's own; configs are not measured."""
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
-    monkeypatch.setitem(ops.kernels("transpose"), "faulty", faulty.KERNEL)
+    monkeypatch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
     monkeypatch.setattr(session, "DeviceRunner", Runner)
     profiles.forget()
     yield tmp_path
@@ -107,7 +107,7 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_PROFILES", str(folder / "profiles"))
-        patch.setitem(ops.kernels("transpose"), "faulty", faulty.KERNEL)
+        patch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
         patch.setattr(session, "DeviceRunner", Runner)
         assert cli.execute("tune", [*EIGHT, "--storage", str(folder / "s.journal")]) == 0
     profiles.forget()
@@ -358,7 +358,7 @@ def origin():
 
 
 def entry(m=32, **more):
-    problem = ops.get("transpose").Problem(m, 32, block=32)
+    problem = registry.get("transpose").Problem(m, 32, block=32)
     fields = {
         "kernel": "faulty", "problem": problem.as_dict(), "config": {"tile": 2}, "ms": 1.0,
         "ms_p20": 0.9, "ms_p80": 1.1, "samples": 20, "default_ms": 1.5, "joules": None,
@@ -447,7 +447,7 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
         assert code == 0
         assert out or "nothing to tune" in errors[0]
         assert not any("skipped" in line for line in errors)
-    other = ops.get("transpose").Problem(64, 32, block=32)
+    other = registry.get("transpose").Problem(64, 32, block=32)
     assert profiles.find(faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
     code, _, errors = run(capsys, *EIGHT)
     assert code == 0, errors
@@ -476,7 +476,7 @@ def test_a_profile_s_gain_is_over_the_default(capsys, tmp_path):
     profiles.save(tmp_path / "profiles", Device.parse("cpu"), "transpose", [entry(64)])
     assert run(capsys, *EIGHT)[0] == 0
     (found,) = entries(tmp_path)
-    problem = ops.get("transpose").Problem(32, 32, block=32)
+    problem = registry.get("transpose").Problem(32, 32, block=32)
     default = faulty.KERNEL.default(problem, Device.parse("cpu"))
     assert default.tile != entry().config["tile"]
     assert found.default_ms == Recorded().get(default).ms

@@ -12,7 +12,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
 from jetfire.tuner import charts, report

@@ -12,10 +12,9 @@ from pathlib import Path
 import optuna
 import pytest
 
-from jetfire import ops
-from jetfire.ops import profiles
-from jetfire.ops.device import target_device
-from jetfire.ops.errors import UsageError
+from jetfire.core import profiles, registry
+from jetfire.core.device import target_device
+from jetfire.core.errors import UsageError
 from jetfire.tuner import study as studies
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import strategy_of
@@ -25,9 +24,9 @@ from jetfire.tuner.trial import Measurement
 HOST = socket.gethostname()
 
 
-KERNEL = ops.get_kernel("quantize", "triton")
+KERNEL = registry.get_kernel("quantize", "triton")
 DEVICE = target_device((9, 0))
-PROBLEM = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
+PROBLEM = registry.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
 
 
 def identity():
@@ -175,7 +174,7 @@ def test_without_proc_a_signal_tells(monkeypatch, ended):
     assert not is_dead(mine)
 
 
-OTHER = ops.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 64})
+OTHER = registry.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 64})
 NARROW = Space.of(KERNEL, PROBLEM, DEVICE, {"warps": ["4"]})
 
 

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import verify
 from jetfire.kernels_cpu.common import integers
-from jetfire.ops.check import bounded, codes
-from jetfire.ops.data import DISTRIBUTIONS, TYPICAL
-from jetfire.ops.device import Device
-from jetfire.ops.run import verify
+from jetfire.measure.check import bounded, codes
+from jetfire.measure.data import DISTRIBUTIONS, TYPICAL
 from jetfire.reference.quantize import quantize, scales, spread
 
 CPU = torch.device("cpu")
@@ -76,10 +76,10 @@ def right(op, kernel, problem, data, device=CPU):
         torch.testing.assert_close(inputs[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ops.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_on_the_cpu(name):
-    op = ops.get(name)
-    for kernel in ops.kernels(name).values():
+    op = registry.get(name)
+    for kernel in registry.kernels(name).values():
         for problem in problems(op):
             if kernel.legal(
                 problem, kernel.default(problem, Device(kind="cpu")), Device(kind="cpu")
@@ -90,9 +90,11 @@ def test_on_the_cpu(name):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy says so too
-@pytest.mark.parametrize("name", [name for name in ops.names() if "triton" in ops.kernels(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in registry.names() if "triton" in registry.kernels(name)]
+)
 def test_in_triton(device, name):
-    op, kernel = ops.get(name), ops.get_kernel(name, "triton")
+    op, kernel = registry.get(name), registry.get_kernel(name, "triton")
     found = list(problems(op))
     count = len(FIELDS.get(name, [{}]))
     for problem in found[count : 2 * count]:
@@ -109,7 +111,7 @@ def test_integer_products_of_any_depth():
 
 def test_a_product_s_small_elements_are_not_hidden_by_large_ones():
     """A row of C whose first element is a million times the others."""
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(64, 96, 64, out="bf16")
     inputs = op.inputs(problem, CPU)
     inputs["b_scale"][0] *= 1e6
@@ -121,7 +123,7 @@ def test_a_product_s_small_elements_are_not_hidden_by_large_ones():
 
 
 def test_overflow_may_show_where_sums_can_reach_it_and_nowhere_else():
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(64, 64, 64, out="fp32")
     inputs = op.inputs(problem, CPU)
     inputs["a_scale"][0] = 2.0**100
@@ -178,7 +180,10 @@ ZEROS = [
 @pytest.mark.parametrize(("name", "fields"), ZEROS)
 def test_blocks_without_a_scale_have_codes_of_zero(name, fields, data):
     """Whatever the noise, where a kernel's own scale is 0 or NaN."""
-    op, kernel = ops.get(name), ops.get_kernel(name, "int_mm" if name == "gemm" else "torch")
+    op, kernel = (
+        registry.get(name),
+        registry.get_kernel(name, "int_mm" if name == "gemm" else "torch"),
+    )
     problem = op.Problem(40, 70, **fields)
     inputs = op.inputs(problem, CPU, data=data)
     if data == "normal":
@@ -202,7 +207,7 @@ def test_blocks_without_a_scale_have_codes_of_zero(name, fields, data):
 
 def test_sums_that_cancel_may_have_a_scale_within_their_noise():
     """Every sum is 0, and in fp32 perhaps what its terms' rounding leaves."""
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(40, 70, 64, out="int8")
     inputs = op.inputs(problem, CPU)
     for x in ("a", "a_scale", "b", "b_scale"):  # the second block of K is the first, negative
@@ -227,7 +232,7 @@ def test_sums_that_cancel_may_have_a_scale_within_their_noise():
 @pytest.mark.parametrize("out", ["bf16", "fp16"])
 def test_products_are_rounded_to_nearest(out):
     """At any size: powers of two, just below them, and subnormal numbers."""
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(64, 96, 32, out=out)
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out])
     kind = torch.finfo(dtype)
@@ -262,7 +267,7 @@ def test_products_are_rounded_to_nearest(out):
 @pytest.mark.parametrize("out", ["bf16", "fp16"])
 def test_a_whole_product_rounded_toward_zero_is_seen(out):
     """By its norm, where what its terms may be off by hides it in each element."""
-    op = ops.get("gemm")
+    op = registry.get("gemm")
     problem = op.Problem(96, 96, 32, out=out)
     inputs = op.inputs(problem, CPU)
     expected = op.reference(problem, inputs)
@@ -279,11 +284,11 @@ def test_a_whole_product_rounded_toward_zero_is_seen(out):
 
 def test_a_row_s_statistics_are_held_each_to_its_own():
     """The rstd of a quiet row beside loud ones, which a norm over all rows would not see."""
-    op = ops.get("layernorm")
+    op = registry.get("layernorm")
     problem = op.Problem(64, 96, mode="fwd")
     inputs = op.inputs(problem, CPU)
     inputs["x_scale"][1] *= 1e4
-    outputs, kernel = op.outputs(problem, inputs), ops.get_kernel("layernorm", "torch")
+    outputs, kernel = op.outputs(problem, inputs), registry.get_kernel("layernorm", "torch")
     kernel.launch(problem, kernel.Config(), inputs, outputs)
     expected = op.reference(problem, inputs)
     assert op.check(problem, outputs, expected).ok

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from jetfire.core.errors import JetfireError, UsageError
 from jetfire.gpt2 import sample, tokenizers, weights
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.ops.errors import JetfireError, UsageError
 
 SHAPE = Shape(layers=2, heads=2, width=32, context=24, vocabulary=70)
 

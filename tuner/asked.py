@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jetfire.bench.plan import Case, check_data, check_peers
+from jetfire.core import device as devices
+from jetfire.core.errors import unknown
 from jetfire.core.files import check_output
-from jetfire.ops import device as devices
-from jetfire.ops.errors import unknown
+from jetfire.measure.plan import Case, check_data, check_peers
 from jetfire.tuner.trial import OBJECTIVES
 
 STRATEGIES = ("tpe", "gp", "random", "exhaustive")

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from jetfire import ops
-from jetfire.bench import plan
-from jetfire.bench.plan import Case
-from jetfire.core import terminal
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, NoDeviceError, TimedOutError, UsageError
-from jetfire.ops.op import Kernel
-from jetfire.ops.run import needs_another_device
+from jetfire.core import profiles, registry, terminal
+from jetfire.core.contract import Kernel
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.launch import needs_another_device
+from jetfire.measure import plan
+from jetfire.measure.plan import Case
 from jetfire.tuner import summary, unseen
 from jetfire.tuner.asked import EFFORTS, Asked, check
 from jetfire.tuner.display import Display
@@ -86,7 +84,7 @@ def _unseen(asked: Asked, device: Device) -> list[Target]:
     names = list(dict.fromkeys(case.op.name for case in asked.cases))
     drawn = unseen.draw(names, asked.unseen, asked.seed, device)
     return [
-        Target(Case(ops.get(kernel.op), problem), kernel, Space.of(kernel, problem, device))
+        Target(Case(registry.get(kernel.op), problem), kernel, Space.of(kernel, problem, device))
         for kernel, problem in drawn
     ]
 
@@ -97,7 +95,7 @@ def _is_tuned(target: Target, device: Device, objective: str) -> bool:
 
 
 def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
-    known = ops.kernels(case.op.name)
+    known = registry.kernels(case.op.name)
     return [known[name] for name in dict.fromkeys(names or known) if name in known]
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from multiprocessing import connection as mp_connection
 from typing import Any
 
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config
-from jetfire.tuner import interrupts
+from jetfire.core import interrupts
+from jetfire.core.contract import Config
+from jetfire.core.device import Device
+from jetfire.core.processes import Patience, Worker
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job
-from jetfire.tuner.process import Patience, Worker
 from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError
 from jetfire.tuner.trial import Measurement, Outcome
 from jetfire.tuner.worker import BEGUN, START, NotSetUp

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.bench.timer import Timing
-from jetfire.ops.errors import JetfireError, WrongResultError
-from jetfire.ops.op import Config
+from jetfire.core.contract import Config
+from jetfire.core.errors import JetfireError, WrongResultError
+from jetfire.measure.timer import Timing
 from jetfire.tuner.runner import ROUNDS, Comparison, Runner, RunnerError
 from jetfire.tuner.trial import Objective
 

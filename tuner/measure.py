@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.runner import LONG_FLOPS
-from jetfire.bench.timer import Timing, input_sets, time_calls
-from jetfire.ops import broken
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Config, Kernel, Op
-from jetfire.ops.run import launch, verify
+from jetfire.core import broken
+from jetfire.core.contract import Config, Kernel, Op
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import launch, verify
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.runner import LONG_FLOPS
+from jetfire.measure.timer import Timing, input_sets, time_calls
 from jetfire.tuner.runner import Comparison
 from jetfire.tuner.trial import Measurement, Outcome
 

@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from jetfire import ops
-from jetfire.core import schema
+from jetfire.core import registry, schema
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.errors import UsageError
 from jetfire.core.files import Unreadable, write
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Config, Kernel
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.trial import OUTCOMES, Measurement, Outcome
 
@@ -140,7 +139,7 @@ def _parsed(content: _File, file: Path) -> Recording:
     Raises:
         UsageError: what it names is not there, or does not fit together.
     """
-    op, kernel = ops.get(content.op), ops.get_kernel(content.op, content.kernel)
+    op, kernel = registry.get(content.op), registry.get_kernel(content.op, content.kernel)
     fields = {name: _typed(kernel, name, values) for name, values in content.fields.items()}
     base = kernel.Config.parse(content.base)
     space = Space(fields, base, lambda _: None)

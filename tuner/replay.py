@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import optuna
 
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config
+from jetfire.core.contract import Config
+from jetfire.core.device import Device
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.recording import Recording
 from jetfire.tuner.runner import ReplayRunner

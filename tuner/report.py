@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetfire.core import files
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 from jetfire.tuner.digest import Attempt, Digest, first_line, words
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from jetfire.bench.timer import Timing
-from jetfire.ops.op import Config
+from jetfire.core.contract import Config
+from jetfire.measure.timer import Timing
 from jetfire.tuner.trial import Measurement
 
 ROUNDS = 15

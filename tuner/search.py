@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetfire.core import interrupts
+from jetfire.core.contract import Config
 from jetfire.core.files import Unwritable, add, append
-from jetfire.ops.op import Config
-from jetfire.tuner import interrupts
 from jetfire.tuner.runner import Runner
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study

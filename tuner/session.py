@@ -9,15 +9,15 @@ from pathlib import Path
 from optuna.storages import InMemoryStorage
 
 from jetfire.bench import command as bench_command
-from jetfire.bench import peaks
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.plan import Case
+from jetfire.core import profiles
+from jetfire.core.contract import Kernel
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireError, TimedOutError, UsageError, WrongResultError
-from jetfire.ops.op import Kernel
-from jetfire.ops.profiles import Entry, Found
+from jetfire.core.profiles import Entry, Found
+from jetfire.measure import peaks
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.plan import Case
 from jetfire.tuner import summary
 from jetfire.tuner.asked import EFFORTS, Asked
 from jetfire.tuner.device import DeviceRunner

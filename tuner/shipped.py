@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jetfire import ops
 from jetfire.bench import suite
-from jetfire.bench.plan import BLOCKS, Case, choose_ops
+from jetfire.core import registry, workloads
+from jetfire.core.contract import Mode, Op
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
-from jetfire.ops import workloads
-from jetfire.ops.op import Mode, Op
+from jetfire.measure.plan import BLOCKS, Case, choose_ops
 
 WORKLOADS = (*workloads.MODELS, "square")
 # Of several ops' kernels: nothing is its own to be tuned.
@@ -67,7 +66,7 @@ def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
 
 def _of_layers(op: Op) -> Iterator[Case]:
     """What layers in 4 bits ask of an op: the models' with fp32 weights, the paper's as timed."""
-    layer = ops.get("hadamard_gemm")
+    layer = registry.get("hadamard_gemm")
     for workload in INT4_WORKLOADS:
         for mode in layer.modes:
             for problem in workloads.problems(layer, workload, mode, {}):

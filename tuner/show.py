@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire import ops
 from jetfire.bench import show as texts
-from jetfire.bench.plan import Request, choose_ops
-from jetfire.core import terminal
+from jetfire.core import profiles, registry, terminal, workloads
+from jetfire.core.contract import Op
+from jetfire.core.device import Device
+from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
-from jetfire.ops import profiles, workloads
-from jetfire.ops.device import Device
-from jetfire.ops.op import Op
-from jetfire.ops.profiles import Entry
+from jetfire.measure.plan import Request, choose_ops
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +74,7 @@ class Wanted:
             return False
         if any(str(problem.get(name)).lower() not in v for name, v in self.fields.items()):
             return False
-        return self.shapes is None or _sizes(ops.get(op), problem) in self.shapes.get(op, ())
+        return self.shapes is None or _sizes(registry.get(op), problem) in self.shapes.get(op, ())
 
 
 def _sizes(op: Op, problem: Mapping[str, Any]) -> tuple[int, ...]:

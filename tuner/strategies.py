@@ -17,7 +17,7 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from jetfire.ops.errors import unknown
+from jetfire.core.errors import unknown
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.trial import score
 

@@ -25,14 +25,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from jetfire.bench.timer import VERSION as TIMER_VERSION
-from jetfire.core import files
+from jetfire.core import files, interrupts, profiles
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Unreadable, Unwritable
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Config, Kernel
-from jetfire.tuner import interrupts
+from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted, Strategy, distributions, observations
 from jetfire.tuner.trial import Measurement, Objective, score

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jetfire.bench import show as texts
 from jetfire.bench.tuned_report import mean
 from jetfire.core import terminal
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Kernel
+from jetfire.core.contract import Config, Kernel
+from jetfire.core.device import Device
 from jetfire.tuner.final import Final
 from jetfire.tuner.trial import Measurement
 

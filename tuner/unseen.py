@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from jetfire import ops
-from jetfire.bench.plan import BLOCKS
 from jetfire.bench.tuned_report import LOOKUPS_SCHEMA, NEAR, mean
-from jetfire.core import files
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Kernel, Op
+from jetfire.core import files, profiles, registry
+from jetfire.core.contract import Kernel, Op
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.measure.plan import BLOCKS
 from jetfire.tuner.session import Tuned
 from jetfire.tuner.trial import digits
 
@@ -44,7 +42,7 @@ def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tu
     for attempt in range(100 * count):
         if len(found) == count:
             return list(found.values())
-        op = ops.get(names[attempt % len(names)])
+        op = registry.get(names[attempt % len(names)])
         problem = _draw(op, rng)
         kernel = _chosen(op, problem, device)
         if kernel is not None and profiles.find(kernel, problem, device).source != "tuned":
@@ -68,7 +66,7 @@ def _draw(op: Op, rng: np.random.Generator) -> Any:
 
 
 def _chosen(op: Op, problem: Any, device: Device) -> Kernel | None:
-    for kernel in ops.kernels(op.name).values():
+    for kernel in registry.kernels(op.name).values():
         config = profiles.find(kernel, problem, device).config
         if kernel.legal(problem, config, device) is None:
             return kernel if kernel.space(problem, device) else None

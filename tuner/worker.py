@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jetfire.ops.device import Device
+from jetfire.core.device import Device
 from jetfire.tuner.trial import Measurement, Outcome
 
 # Said once a worker has started and made what it needs: from here on its time is the config's.

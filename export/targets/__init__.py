@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
-from jetfire.ops.errors import unknown
+from jetfire.core.errors import unknown
 
 if TYPE_CHECKING:
     from jetfire.export.target import Target

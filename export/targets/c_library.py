@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jetfire.core.contract import Tensors
+from jetfire.core.errors import WrongResultError
 from jetfire.export.c_text import comment, fields
 from jetfire.export.library import Library
 from jetfire.export.operator import Origin, origin, recorded
@@ -20,8 +22,6 @@ from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample, small_problem
 from jetfire.export.signature import Extent, Parameter
 from jetfire.export.target import Target, cuda_home, program, run
-from jetfire.ops.errors import WrongResultError
-from jetfire.ops.op import Tensors
 
 if TYPE_CHECKING:
     from ctypes import CDLL

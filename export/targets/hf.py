@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jetfire
+from jetfire.core.contract import Tensors
+from jetfire.core.errors import UsageError
 from jetfire.export import operator
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
@@ -17,8 +19,6 @@ from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
 from jetfire.export.target import Target, run
 from jetfire.export.targets.torch_extension import tools
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Tensors
 
 _CLEAN = (sys.executable, "-B")  # the variant is shipped as it is: no bytecode in it
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetfire.core.contract import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
 from jetfire.export.target import Target, cuda_home, program, run
-from jetfire.ops.op import Tensors
 
 
 def tools(library: Library) -> Sequence[str]:

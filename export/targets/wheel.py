@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetfire.core.contract import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
@@ -15,7 +16,6 @@ from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
 from jetfire.export.target import Target, run
 from jetfire.export.targets.torch_extension import tools
-from jetfire.ops.op import Tensors
 
 INSTALLED = "installed"  # where the wheel is tried, away from its sources
 

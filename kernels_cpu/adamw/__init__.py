@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
+from jetfire.core.errors import UsageError
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel, with_transpose
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Tensors
 from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, quantised
-from jetfire.ops.op import Tensors
 from jetfire.reference.add import add
 from jetfire.reference.layernorm import statistics
 

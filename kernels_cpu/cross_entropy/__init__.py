@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.ops.op import Tensors
 from jetfire.reference.cross_entropy import IGNORED
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jetfire.core.contract import Tensors, float_dtype
 from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.ops.op import Tensors, float_dtype
 from jetfire.reference.dequantize import dequantize
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel
-from jetfire.ops.op import Tensors
 from jetfire.reference.gather_rows import gather_rows
 
 

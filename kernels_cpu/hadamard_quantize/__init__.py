@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
+from jetfire.core.errors import UsageError
 from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Tensors
 from jetfire.reference.hadamard import factor
 from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier
 from jetfire.reference.nibbles import pack, unpack, widen

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel, integers
-from jetfire.ops.op import Tensors
 from jetfire.reference.bit_split import HIGH
 from jetfire.reference.int4_gemm import scaled
 from jetfire.reference.nibbles import unpack

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, quantised
-from jetfire.ops.op import Tensors
 
 
 class TorchQuantizeQkv(TorchKernel):

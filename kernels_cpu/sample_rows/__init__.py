@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.ops.op import Tensors
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference.bit_split import HIGH
 from jetfire.reference.philox import STREAM_SAMPLING, random_u16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jetfire.core.contract import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, with_transpose
-from jetfire.ops.op import Tensors
 
 
 class TorchTranspose(TorchKernel):

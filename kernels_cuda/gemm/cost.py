@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from jetfire.core.contract import ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_cuda.gemm.wgmma import (
     PARTS_A_TILE,
     WgmmaConfig,
@@ -12,8 +14,6 @@ from jetfire.kernels_cuda.gemm.wgmma import (
     cluster_tiles,
 )
 from jetfire.kernels_cuda.hopper import TILE_K
-from jetfire.ops.device import Device
-from jetfire.ops.op import ceil_div
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem

@@ -9,13 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jetfire.core.contract import Kernel, Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.core.machine_code import Cubin
 from jetfire.kernels_cuda import driver, mma_tiles
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.mma_tiles import TileAccess, TileConfig, aligned, copy_bytes, places
-from jetfire.ops.device import Device
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Kernel, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch

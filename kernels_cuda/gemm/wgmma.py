@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jetfire.core.contract import Config, Kernel, Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.core.machine_code import Cubin
+from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
-from jetfire.ops.device import Device
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
-from jetfire.ops.workspace import counters
 
 if TYPE_CHECKING:
     import torch

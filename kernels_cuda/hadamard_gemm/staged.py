@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
+from jetfire.core import registry
+from jetfire.core.contract import Config, Kernel, Tensors
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import choose
 from jetfire.ops.bit_split import BitSplitProblem
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
 from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_gemm import HadamardGemmProblem
 from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
-from jetfire.ops.op import Config, Kernel, Tensors
-from jetfire.ops.run import choose
 from jetfire.ops.sample_rows import SampleRowsProblem, capacity
 
 
@@ -164,7 +164,7 @@ class Staged(Kernel):
         for stage in stages:
             reasons = [
                 kernel.legal(stage.problem, kernel.default(stage.problem, device), device)
-                for kernel in ops.kernels(stage.op).values()
+                for kernel in registry.kernels(stage.op).values()
             ]
             if None not in reasons:
                 return f"{stage.name}: no kernel of {stage.op}: {'; '.join(map(str, reasons))}"
@@ -192,7 +192,7 @@ class Staged(Kernel):
 
 def _prepared(stage: Stage, device: Device, tensors: Tensors) -> Callable[[], None]:
     """The launch of a stage, into those of `tensors` or, where there are none, new ones."""
-    op = ops.get(stage.op)
+    op = registry.get(stage.op)
     kernel, config = choose(op, stage.problem, device)
     inputs = {name: tensors[here] for name, here in stage.inputs.items()}
     outputs: dict[str, torch.Tensor] = {}

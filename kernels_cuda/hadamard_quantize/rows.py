@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jetfire.core.contract import Config, Kernel, Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.core.machine_code import Cubin
+from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
-from jetfire.ops.device import Device
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
-from jetfire.ops.workspace import counters
 
 if TYPE_CHECKING:
     import torch

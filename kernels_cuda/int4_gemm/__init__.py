@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jetfire.core.contract import Kernel
 from jetfire.kernels_cuda.int4_gemm.mma import MmaInt4Gemm
 from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaInt4Gemm
-from jetfire.ops.op import Kernel
 
 KERNELS: tuple[Kernel, ...] = (WgmmaInt4Gemm(), MmaInt4Gemm())

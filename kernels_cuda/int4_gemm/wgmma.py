@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jetfire.core.contract import Config, Kernel, Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.core.machine_code import Cubin
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
 from jetfire.kernels_cuda.int4_gemm.constants import problem_constants
-from jetfire.ops.device import Device
-from jetfire.ops.machine_code import Cubin
-from jetfire.ops.op import Config, Kernel, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch

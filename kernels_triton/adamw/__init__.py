@@ -11,6 +11,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import block_reduce_amax, block_scales, max_nan, tile_codes
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
@@ -23,8 +25,6 @@ from jetfire.kernels_triton.tiles import (
     store_tile,
     tile_grid,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.core.workspace import counters
 from jetfire.kernels_triton.codes import codes_to_floats
 from jetfire.kernels_triton.common import (
     INTERPRETED,
@@ -33,9 +36,6 @@ from jetfire.kernels_triton.tiles import (
     tile_origin,
     tile_reason,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors, ceil_div
-from jetfire.ops.workspace import counters
 
 
 @triton.jit

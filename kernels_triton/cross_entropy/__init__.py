@@ -9,11 +9,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Config, Tensors, ceil_div, float_dtype
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import INTERPRETED, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Tensors, ceil_div, float_dtype
 
 IGNORED = tl.constexpr(-100)  # as jetfire.reference.cross_entropy
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -8,6 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import INTERPRETED, STREAM_DROPOUT, random_u16, random_words
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
@@ -20,8 +22,6 @@ from jetfire.kernels_triton.tiles import (
     store_quantised,
     tile_grid,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors
 from jetfire.reference.dropout import drop_threshold
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import INTERPRETED
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
@@ -20,8 +22,6 @@ from jetfire.kernels_triton.tiles import (
     store_tile,
     tile_grid,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors, ceil_div
 
 
 def _signed(word: str, low: str, high: str) -> str:

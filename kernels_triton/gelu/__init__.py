@@ -14,6 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.codes import (
     codes_nearest,
     codes_stochastic,
@@ -38,8 +40,6 @@ from jetfire.kernels_triton.tiles import (
     tile_origin,
     tile_reason,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors, ceil_div
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # z = 2·√(2/π)·(x + 0.044715·x³): gelu(x) = x·σ(z).

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jetfire.core.contract import Config, Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Tensors, ceil_div
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Config, Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import quantize_tile, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Tensors, ceil_div
 
 
 @dataclass(frozen=True)

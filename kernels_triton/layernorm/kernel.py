@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from jetfire.core.contract import Config, Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.layernorm import gluon
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Tensors, ceil_div
 
 RUN = 16
 # A warp of the backward sums: rows and runs of a step, and registers. With 128 it spilled nothing

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import quantize_tile, spread
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
@@ -19,8 +21,6 @@ from jetfire.kernels_triton.tiles import (
     tile_origin,
     tile_reason,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors, ceil_div
 
 ROWS = 8  # that a program reduces
 

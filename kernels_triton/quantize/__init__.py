@@ -8,6 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import block_scales, tile_codes
 from jetfire.kernels_triton.halves import tile_amax, widen
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -22,8 +24,6 @@ from jetfire.kernels_triton.tiles import (
     store_quantised,
     tile_grid,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors
 
 
 @triton.jit

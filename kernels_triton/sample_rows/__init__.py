@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Config, Tensors, ceil_div
+from jetfire.core.device import Device
 from jetfire.kernels_triton.common import INTERPRETED, philox_words, random_u16
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason
-from jetfire.ops.device import Device
-from jetfire.ops.op import Config, Tensors, ceil_div
 
 # As in jetfire.reference: philox's stream, and sample_rows's constants.
 STREAM_SAMPLING = tl.constexpr(2)

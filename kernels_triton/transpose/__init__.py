@@ -8,6 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from jetfire.core.contract import Tensors
+from jetfire.core.device import Device
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -18,8 +20,6 @@ from jetfire.kernels_triton.tiles import (
     tile_grid,
     tile_reason,
 )
-from jetfire.ops.device import Device
-from jetfire.ops.op import Tensors
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from jetfire import ops
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError
-from jetfire.ops.op import Config, Kernel, Tensors, poison
+from jetfire.core import registry
+from jetfire.core.contract import Config, Kernel, Tensors, poison
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.reference.transpose import transpose
 
 Fault = Literal[
@@ -115,7 +115,7 @@ def spin(connection: Any, processor: int) -> None:
         pass
 
 
-class Unprepared(type(ops.get("transpose"))):  # type: ignore[misc]
+class Unprepared(type(registry.get("transpose"))):  # type: ignore[misc]
     """A transpose whose inputs find no memory, or whose worker dies of them."""
 
     def __init__(self, dies: bool) -> None:
@@ -197,7 +197,7 @@ KERNEL_CUDA = FaultyCuda()
 
 def register() -> None:
     """Make both kernels of the transpose, beside its own."""
-    from jetfire import ops
+    from jetfire.core import registry
 
-    known = ops.kernels("transpose")
+    known = registry.kernels("transpose")
     known.update({kernel.name: kernel for kernel in (KERNEL, KERNEL_CUDA)})

@@ -5,10 +5,10 @@ import os
 import time
 from dataclasses import dataclass
 
-from jetfire import ops
-from jetfire.ops.op import Config, Kernel
+from jetfire.core import registry
+from jetfire.core.contract import Config, Kernel
 
-RIGHT = ops.get_kernel("gelu", "torch")
+RIGHT = registry.get_kernel("gelu", "torch")
 
 
 @dataclass(frozen=True)

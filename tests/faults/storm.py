@@ -26,8 +26,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from jetfire import cli
-from jetfire.ops import profiles
-from jetfire.ops.device import Device
+from jetfire.core import profiles
+from jetfire.core.device import Device
 from jetfire.tuner import session
 from jetfire.tuner.runner import ReplayRunner
 from jetfire.tuner.trial import Measurement

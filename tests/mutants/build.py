@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jetfire.ops.sources import ROOT
+from jetfire.core.sources import ROOT
 
 Bug = Literal[
     "bound", "scale", "tile", "race", "edge", "draw", "nonfinite", "view", "input", "rounding"

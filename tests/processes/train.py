@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from jetfire.cli import execute
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.gpt2 import command, graph, parallel, train
 from jetfire.gpt2.train import Training
-from jetfire.ops.errors import JetfireWarning, UsageError
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
 HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from jetfire.ops.op import Check
+from jetfire.core.contract import Check
 
 # fp32 evaluation of a function of unit condition errs by a few 2^-24; 127 codes make that 1e-4 of
 # a code, and full-row sums of 50257 terms stay within ten times that.

@@ -13,15 +13,15 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from jetfire.ops import sources
-from jetfire.ops.device import Device
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.core import sources
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.machine_code import Cubin
-    from jetfire.ops.workloads import Model
+    from jetfire.core.machine_code import Cubin
+    from jetfire.core.workloads import Model
 
 Block = Literal[32, 64, 128]
 FloatName = Literal["bf16", "fp16", "fp32"]
@@ -170,7 +170,7 @@ class Op(ABC):
     def inputs(
         self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """Random inputs; `data` is a name of `ops.data.DISTRIBUTIONS`."""
+        """Random inputs; `data` is a name of `measure.data.DISTRIBUTIONS`."""
 
     @abstractmethod
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:

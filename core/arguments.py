@@ -13,7 +13,7 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.ops.errors import NoDeviceError, UsageError
+from jetfire.core.errors import NoDeviceError, UsageError
 
 if TYPE_CHECKING:
     import torch

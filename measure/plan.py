@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jetfire import ops
-from jetfire.bench.results import MOST_ROWS
-from jetfire.ops import data, workloads
-from jetfire.ops import peers as peer_ops
-from jetfire.ops.errors import UsageError, unknown
-from jetfire.ops.op import MOST_ELEMENTS, Op
+from jetfire.core import registry, workloads
+from jetfire.core.contract import MOST_ELEMENTS, Op
+from jetfire.core.errors import UsageError, unknown
+from jetfire.measure import data
+from jetfire.measure import peers as peer_ops
+from jetfire.measure.results import MOST_ROWS
 
 BLOCKS = ("32", "64", "128")
 EVERYWHERE = 1024  # a size that every op takes
@@ -192,9 +192,9 @@ def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
         UsageError: there is such a name, or no such op.
     """
     chosen = [op.name for op in choose_ops(op_names)] if kernels else []
-    known = dict.fromkeys(kernel for op in chosen for kernel in ops.kernel_names(op))
+    known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
     if "torch" in sys.modules:  # they may be loaded, and some have been added since
-        known |= dict.fromkeys(kernel for op in chosen for kernel in ops.kernels(op))
+        known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
     for name in kernels:
         if name not in known:
             raise unknown(f"no kernel {name!r}", name, known)
@@ -227,7 +227,8 @@ def check_rows(
     """
     beside = peer_ops.MOST if peers is None else min(len(peers), peer_ops.MOST)
     rows = {
-        name: beside + sum(kernels is None or kernel in kernels for kernel in ops.kernels(name))
+        name: beside
+        + sum(kernels is None or kernel in kernels for kernel in registry.kernels(name))
         for name in dict.fromkeys(case.op.name for case in chosen)
     }
     most = there + sum(rows[case.op.name] for case in chosen)
@@ -246,9 +247,9 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
         UsageError: none are given, or one does not exist.
     """
     if not names:
-        raise UsageError(f"which op? expected one of {', '.join(ops.names())}, or all")
-    every = [name for n in parse_list(names) for name in (ops.names() if n == "all" else (n,))]
-    return [ops.get(name) for name in dict.fromkeys(every)]
+        raise UsageError(f"which op? expected one of {', '.join(registry.names())}, or all")
+    every = [name for n in parse_list(names) for name in (registry.names() if n == "all" else (n,))]
+    return [registry.get(name) for name in dict.fromkeys(every)]
 
 
 def check(request: Request) -> None:

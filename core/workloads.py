@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from jetfire.ops.op import Op, Problem
+    from jetfire.core.contract import Op, Problem
 
 
 @dataclass(frozen=True)

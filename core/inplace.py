@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 Tensor = torch.Tensor
 

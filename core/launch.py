@@ -6,15 +6,14 @@ import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jetfire import ops
-from jetfire.ops import profiles
-from jetfire.ops.device import SHARED_KIB, Device, target_device
-from jetfire.ops.errors import JetfireWarning, UsageError
-from jetfire.ops.op import Check, Kernel, Op, Problem, Tensors
+from jetfire.core import profiles, registry
+from jetfire.core.contract import Check, Kernel, Op, Problem, Tensors
+from jetfire.core.device import SHARED_KIB, Device, target_device
+from jetfire.core.errors import JetfireWarning, UsageError
 
 if TYPE_CHECKING:
-    from jetfire.ops.op import Config
-    from jetfire.ops.profiles import Found
+    from jetfire.core.contract import Config
+    from jetfire.core.profiles import Found
 
 _said: set[tuple[str, ...]] = set()
 
@@ -31,7 +30,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
             first was not tuned for this problem.
     """
     reasons = []
-    for kernel in ops.kernels(op.name).values():
+    for kernel in registry.kernels(op.name).values():
         found = profiles.find(kernel, problem, device)
         reason = None
         if found.source == "default":
@@ -50,7 +49,7 @@ def _fastest(
     op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
 ) -> tuple[Kernel, Found]:
     """Itself, or where it was tuned for just this problem the fastest that was too."""
-    for other in ops.kernels(op.name).values():
+    for other in registry.kernels(op.name).values():
         if found.source != "tuned" or other is kernel:
             continue
         rival = profiles.exact(other, problem, device)

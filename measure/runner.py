@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
-from jetfire import ops
-from jetfire.bench import timer
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.plan import Case, Note
-from jetfire.bench.results import Row
-from jetfire.bench.timer import Timing
-from jetfire.core import terminal
-from jetfire.ops import broken, profiles
-from jetfire.ops import peers as peer_ops
-from jetfire.ops.device import Device
-from jetfire.ops.errors import NoDeviceError, unknown
-from jetfire.ops.op import Kernel, Tensors
-from jetfire.ops.run import interpreted, needs_another_device, report, verify
+from jetfire.core import broken, profiles, registry, terminal
+from jetfire.core.contract import Kernel, Tensors
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError, unknown
+from jetfire.core.launch import interpreted, needs_another_device, report, verify
+from jetfire.measure import peers as peer_ops
+from jetfire.measure import timer
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.plan import Case, Note
+from jetfire.measure.results import Row
+from jetfire.measure.timer import Timing
 
 LONG_FLOPS = 1e11
 # A stage of a launch moves less than the whole: with so many sets of inputs the smallest that is
@@ -37,8 +35,8 @@ class Options:
     Attributes:
         kernels, peers: names to keep; None keeps all.
         config: config fields that replace the profile's or the default's.
-        data: the inputs' distribution, as `jetfire.ops.data.Source` takes it.
-        rounds, sample_ms, budget_s, power_ms: as in `jetfire.bench.timer.time_calls`; samples are
+        data: the inputs' distribution, as `jetfire.measure.data.Source` takes it.
+        rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`; samples are
             as long as `sample_ms_of` says where None.
         schedules: measure each schedule of the kernels that have several, and no other kernel.
         recheck: check once more after timing, when whatever a launch leaves behind has piled up.
@@ -73,7 +71,7 @@ class Choice:
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
     """The kernels of a problem, each with its config or the reason for a no."""
     found: list[Choice] = []
-    for name, kernel in ops.kernels(case.op.name).items():
+    for name, kernel in registry.kernels(case.op.name).items():
         if options.kernels is not None and name not in options.kernels:
             continue
         if options.kernels is None and interpreted(kernel, device):
@@ -151,7 +149,7 @@ def check_config(cases: Sequence[Case], options: Options) -> None:
         UsageError: it lists those that they have.
     """
     names = dict.fromkeys(case.op.name for case in cases)
-    kernels = [kernel for op in names for kernel in ops.kernels(op).values()]
+    kernels = [kernel for op in names for kernel in registry.kernels(op).values()]
     chosen = [k for k in kernels if options.kernels is None or k.name in options.kernels]
     fields = dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__)
     for name in options.config:
@@ -174,7 +172,7 @@ def sample_ms_of(case: Case, device: Device) -> float:
 def sets_of(case: Case, device: Device) -> int:
     """How many sets of inputs to rotate among."""
     sets = timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
-    staged = any(_has_stages(kernel) for kernel in ops.kernels(case.op.name).values())
+    staged = any(_has_stages(kernel) for kernel in registry.kernels(case.op.name).values())
     return max(sets, STAGED_SETS) if staged and device.kind == "cuda" else sets
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from jetfire.ops.errors import UsageError
+from jetfire.core.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import torch
 from filelock import FileLock
 
-from jetfire.bench import load, timer
-from jetfire.bench.results import Peaks
 from jetfire.core import files, schema
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireWarning
 from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
 from jetfire.core.schema import Line, most
-from jetfire.ops import peers
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning
+from jetfire.measure import load, peers, timer
+from jetfire.measure.results import Peaks
 
 VERSION = 2  # 1 kept what was measured on a busy machine, and with threads that spin
 LOCK_S = 120.0  # another process may be measuring
@@ -63,7 +62,7 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
     """
     library = _product_tflops(device, "int8_torch", 8192), "torch._int_mm NT 8192³"
     try:
-        from jetfire.bench import ceiling
+        from jetfire.measure import ceiling
 
         programs = 3 * torch.cuda.get_device_properties(device).multi_processor_count
         call, operations = ceiling.int8_call(device, programs, 4000)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetfire.ops.errors import JetfireError, UsageError, WrongResultError
+from jetfire.core.errors import JetfireError, UsageError, WrongResultError
 
 ROOT = Path(__file__).parent.parent
 _NVRTC = re.compile(r"^(\S+)\((\d+)\): (?:catastrophic )?error: (.*)$", re.MULTILINE)

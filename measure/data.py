@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jetfire.ops.errors import unknown
+from jetfire.core.errors import unknown
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.op import FloatName
+    from jetfire.core.contract import FloatName
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Source:
         """
         import torch
 
-        from jetfire.ops.op import float_dtype
+        from jetfire.core.contract import float_dtype
 
         if self._generator is None:
             return torch.empty(shape, dtype=float_dtype(dtype), device=self.device)
@@ -248,7 +248,7 @@ class Source:
         """Codes (m×n int8) and scales of values drawn from the distribution."""
         import torch
 
-        from jetfire.ops.op import blocks_of
+        from jetfire.core.contract import blocks_of
         from jetfire.reference.quantize import quantize
 
         if self._generator is None:

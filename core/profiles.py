@@ -25,13 +25,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jetfire import ops
-from jetfire.core import schema
+from jetfire.core import registry, schema
+from jetfire.core.contract import Kernel, Op
+from jetfire.core.device import Device
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable, locked, write
 from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, NotNegative, Ratios
-from jetfire.ops.device import Device
-from jetfire.ops.errors import JetfireWarning, UsageError
-from jetfire.ops.op import Kernel, Op
 
 SCHEMA = 2
 SHIPPED = Path(__file__).parent.parent / "profiles"
@@ -277,7 +276,7 @@ def _entries(op: str, slug: str) -> Iterator[Entry]:
 
 @remembered
 def _index(kernel: Kernel, slug: str) -> _Index:
-    op = ops.get(kernel.op)
+    op = registry.get(kernel.op)
     index = _Index({}, {})
     for entry in _entries(kernel.op, slug):
         if entry.kernel != kernel.name:
@@ -308,7 +307,7 @@ def _legal_by_distance(
     alike = _index(kernel, device_slug(device)).alike.get(_kind(problem), ())
     if not alike:
         return
-    here = _place(ops.get(kernel.op), problem)
+    here = _place(registry.get(kernel.op), problem)
     distances = sorted((math.dist(here, tuned.place), i) for i, tuned in enumerate(alike))
     for distance, i in distances:
         if distance > farthest:
@@ -336,7 +335,7 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     if found := exact(kernel, problem, device):
         return found
     for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
-        same = same_shape(ops.get(kernel.op), problem, tuned.entry)
+        same = same_shape(registry.get(kernel.op), problem, tuned.entry)
         if same or _promising(kernel, problem, tuned.config, device):
             return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
     return Found(kernel.default(problem, device), "default")
@@ -366,7 +365,7 @@ def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[En
 
 def state(op: str, entry: Entry) -> str:
     """``stale`` where the kernel's source has changed since, ``no kernel`` where it has gone."""
-    kernel = ops.kernels(op).get(entry.kernel)
+    kernel = registry.kernels(op).get(entry.kernel)
     if kernel is None:
         return "no kernel"
     return "" if kernel.source_hash() == entry.provenance.get("source") else "stale"
@@ -396,7 +395,7 @@ def software() -> dict[str, str | None]:
 def provenance(kernel: Kernel, device: Device, driver: str | None) -> Provenance:
     """Return the provenance of a config that is tuned now, on this device."""
     import jetfire
-    from jetfire.bench.timer import VERSION
+    from jetfire.measure.timer import VERSION
 
     return {
         "gpu": device.name,
@@ -451,7 +450,7 @@ def _unused(file: Path) -> Path:
 
 
 def _identity(op: str, entry: Entry) -> tuple[str, Any]:
-    problem = _meant(ops.get(op).Problem, entry.problem)
+    problem = _meant(registry.get(op).Problem, entry.problem)
     if problem is None:
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
     return entry.kernel, _sort_of(problem)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.bench import show
-from jetfire.bench.nvml import Nvml
-from jetfire.bench.results import Row
-from jetfire.ops.device import Device
+from jetfire.core.device import Device
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.results import Row
 
 BUSY = 0.1  # a device's share of work for others
 # The 80th percentile over the 20th: of 1912 rows on a quiet H200 the widest has 1.11.

@@ -74,7 +74,7 @@ class Timing:
 
 
 class Monitor(Protocol):
-    """What reads a device's clock and power; `jetfire.bench.nvml.Nvml` is one."""
+    """What reads a device's clock and power; `jetfire.measure.nvml.Nvml` is one."""
 
     def sm_mhz(self) -> float | None: ...
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jetfire.tuner import interrupts
+from jetfire.core import interrupts
 
 LOG_TAIL = 4000  # bytes of what a dead worker printed that its last words have
 # Of a command in a process group of its own, which ends when who started it does.

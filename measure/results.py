@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from typing_extensions import TypedDict
 
 from jetfire.core import schema, terminal
+from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB
 from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
-from jetfire.ops.errors import UsageError
 
 SCHEMA = 1
 # What a file may hold: 740 bytes a row, where a gemm's on a GPU, the longest, have 630 in the mean.
@@ -36,7 +36,7 @@ Gibibytes = Annotated[dict[Name, Amount | None], most(100)]
 
 
 class Peaks(TypedDict):
-    """What a device can do at best, as `jetfire.bench.peaks` measures it.
+    """What a device can do at best, as `jetfire.measure.peaks` measures it.
 
     Attributes:
         copy_gbps: 1e9 bytes per second, read and written.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from jetfire.ops.arguments import shown
-from jetfire.ops.errors import UsageError, unknown
+from jetfire.core.arguments import shown
+from jetfire.core.errors import UsageError, unknown
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
 

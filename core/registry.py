@@ -1,0 +1,96 @@
+"""The ops there are and their kernels, found by name.
+
+An op is found by its module's name in `ops`, its kernels by their folder's in each `kernels_*`, so
+that adding either changes nothing here. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jetfire.core import broken
+from jetfire.core.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from jetfire.core.contract import Kernel, Op
+
+_NO_OPS = {"functional", "library"}  # modules of `ops` beside the ops
+_ROOT = Path(__file__).parent.parent
+# In the order of preference where several are legal.
+_BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every op, by name."""
+    found = (m.name for m in pkgutil.iter_modules([str(_ROOT / "ops")]))
+    return tuple(sorted(set(found) - _NO_OPS))
+
+
+@cache
+def get(name: str) -> Op:
+    """The op of a name; dashes may stand for underscores.
+
+    Raises:
+        UsageError: there is no such op.
+    """
+    stem = name.replace("-", "_")
+    if stem not in names():
+        raise unknown(f"no op {name!r}", name, names())
+    return importlib.import_module(f"jetfire.ops.{stem}").OP
+
+
+@cache
+def kernels(op: str) -> dict[str, Kernel]:
+    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name.
+
+    Raises:
+        UsageError: a module cannot be imported; its `details` show the line.
+    """
+    found: dict[str, Kernel] = {}
+    for backend in _BACKENDS:
+        if (_ROOT / backend / op / "__init__.py").exists():
+            with broken.loading(f"{op} of {backend}", _ROOT / backend):
+                module = importlib.import_module(f"jetfire.{backend}.{op}")
+            found.update({kernel.name: kernel for kernel in module.KERNELS})
+    return found
+
+
+@cache
+def kernel_names(op: str) -> tuple[str, ...]:
+    """Return the names that `kernels` has of an op, mostly without importing the kernels."""
+    from jetfire.core import declared
+
+    folders = [_ROOT / backend / op for backend in _BACKENDS]
+    found = [declared.names(folder) for folder in folders if (folder / "__init__.py").exists()]
+    if any(some is None for some in found):
+        return tuple(kernels(op))
+    return tuple(dict.fromkeys(name for some in found for name in some or ()))
+
+
+def register(kernel: Kernel) -> None:
+    """Add a kernel from elsewhere to those of its op, in this process.
+
+    Raises:
+        UsageError: there is no such op, or it has a kernel of that name.
+    """
+    known = kernels(get(kernel.op).name)
+    if kernel.name in known:
+        raise UsageError(f"{kernel.op} has a kernel {kernel.name!r} already: expected another name")
+    known[kernel.name] = kernel
+
+
+def get_kernel(op: str, name: str) -> Kernel:
+    """One kernel of an op.
+
+    Raises:
+        UsageError: the op has no such kernel.
+    """
+    known = kernels(op)
+    if name not in known:
+        raise unknown(f"{op} has no kernel {name!r}", name, known)
+    return known[name]
