@@ -40,6 +40,12 @@ def float_dtype(name: FloatName) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
+@cache
+def float_name(dtype: torch.dtype) -> FloatName:
+    """Return the short name of a torch dtype."""
+    return next(name for name in get_args(FloatName) if float_dtype(name) == dtype)
+
+
 # Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
 MOST_ELEMENTS = 2**40
 # 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from jetfire import ops
 from jetfire.core import registry
 from jetfire.core.contract import Op, Tensors
 from jetfire.core.device import Device
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.ops import functional
 
 UNIT = 1024  # every op takes multiples of it
 _OTHER_NAMES = {"hadamard_quantize": "int4_quantize"}
@@ -29,7 +29,7 @@ def function(op: Op, mode: str) -> Any:
     """The function that a caller of an op in one mode calls; None where there is none."""
     names = (_OTHER_NAMES.get(op.name, ""), f"int8_{op.name}", f"int4_{op.name}", op.name)
     suffix = "_backward" if mode == "bwd" else ""
-    found = (getattr(functional, name + suffix, None) for name in names if name)
+    found = (getattr(ops, name + suffix, None) for name in names if name)
     return next((f for f in found if callable(f)), None)
 
 
