@@ -20,7 +20,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetfire import cli, ops
+from jetfire import cli
 from jetfire.core import launch, profiles, registry, schema, sources, workloads
 from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device, target_device
@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch):
 def toy(monkeypatch):
     """The only kernel that there is."""
     kernel = Toy()
-    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": kernel})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"toy": kernel})
     return kernel
 
 
@@ -566,21 +566,21 @@ def test_strict_makes_a_miss_an_error(toy, monkeypatch):
 
 def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
-    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": Toy(values=())})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"toy": Toy(values=())})
     assert warned(lambda: choose(GEMM, gemm(), H200)) == []
 
 
 def test_nothing_is_told_of_interpreted_kernels(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
     triton = registry.get_kernel("gemm", "triton")
-    monkeypatch.setattr(ops, "kernels", lambda _: {"triton": triton})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"triton": triton})
     here = dataclasses.replace(CPU, interpreted=True)
     assert warned(lambda: choose(GEMM, gemm(), here)) == []
 
 
 def test_the_fastest_is_chosen_of_kernels_tuned_for_a_problem(monkeypatch):
     kernels = {name: Toy(name) for name in ("first", "second", "third")}
-    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
     save(entry(gemm(), kernel="second", ms=2.0))
     with pytest.warns(JetfireWarning):  # nobody knows that the first is slower
         assert choose(GEMM, gemm(), H200)[0].name == "first"
@@ -647,7 +647,7 @@ def test_the_bench_says_where_a_config_comes_from(toy):
 
 def test_the_bench_asks_for_no_second_kernel_to_be_tuned(monkeypatch):
     kernels = {name: Toy(name) for name in ("first", "second")}
-    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
     save(entry(gemm(), kernel="first"))
     case = Case(GEMM, gemm())
     assert warned(lambda: runner.choices(case, H200, runner.Options())) == []
