@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -363,13 +361,17 @@ class Kernel(ABC):
         """Microseconds that a launch should take, to tell configs apart by; None where unknown."""
         return None
 
-    def sources(self) -> Sequence[Path]:
-        """The files that decide how fast a config runs."""
-        return sources.made_of(Path(inspect.getfile(type(self))))
+    def device_code(self) -> dict[str, str]:
+        """The code that a device runs, without comments, by file or by file and name."""
+        return sources.device_code(self._classes())
 
     def source_hash(self) -> str:
-        """12 hex digits that change with the code of `sources`, not with its comments."""
-        return sources.digest(tuple(self.sources()))
+        """12 hex digits that change with `device_code`: `core.sources` says with what not."""
+        return sources.digest(self._classes())
+
+    def _classes(self) -> tuple[type, ...]:
+        own = type(self).__mro__
+        return tuple(cls for cls in own if issubclass(cls, Kernel) and cls is not Kernel)
 
     def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin] | None:
         """The machine code of every function that a launch runs, in order; no device is needed.
