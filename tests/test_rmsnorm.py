@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.launch import launch, verify
 from jetfire.core.workloads import RAGGED
 from jetfire.ops.rmsnorm import _gradients
@@ -30,8 +30,11 @@ def choices(problem, device, every=False):
         default = kernel.default(problem, where)
         configs = [default]
         if every and kernel.space(problem, where):
-            for tile_n, warps in ((2 * default.tile_n, 2 * default.warps), (problem.block, 1)):
-                configs.append(dataclasses.replace(default, tile_n=tile_n, warps=warps))
+            wide = {"tile_n": 2 * default.tile_n}
+            small = {"tile_n": problem.block, "sum_n": problem.block, "warps": 1}
+            for other in (wide, small):
+                fields = {k: v for k, v in other.items() if hasattr(default, k)}
+                configs.append(dataclasses.replace(default, **fields))
         found += [(kernel, c) for c in configs if kernel.legal(problem, c, where) is None]
     assert found
     return found
@@ -180,6 +183,23 @@ def test_nothing_has_no_statistics():
     outputs = OP.outputs(problem, OP.inputs(problem, torch.device("cpu")))
     OP.nothing(problem, {}, outputs)
     assert outputs["rstd"].isnan().all()
+
+
+def test_legal_says_why_not():
+    problem = problem_of("fwd", m=64, n=64)
+    where = target_device((9, 0))
+    for name, wrong in (
+        ("gluon", {"tile_n": 48, "sum_n": 4096, "warps": 32}),
+        ("triton", {"tile_m": 48, "tile_n": 16, "warps": 3}),
+    ):
+        kernel = registry.get_kernel("rmsnorm", name)
+        good = kernel.default(problem, where)
+        assert kernel.legal(problem, good, where) is None
+        for field, value in wrong.items():
+            assert field in kernel.legal(
+                problem, dataclasses.replace(good, **{field: value}), where
+            )
+        assert kernel.legal(problem, good, Device(kind="cpu")) is not None
 
 
 @pytest.mark.gpu
