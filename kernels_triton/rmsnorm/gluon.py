@@ -98,8 +98,9 @@ def forward_kernel(
     row_rstd = gl.rsqrt(gl.sum(square, 1) / N + eps)
     out = row0 + gl.arange(0, BLOCK, layout=row_rstd.type.layout)
     gl.store(rstd_ptr + out, row_rstd, mask=out < M)
-    rstd = by_row(row_rstd, layout)
     rows = row_places(row0, BLOCK, layout)
+    # Without eps that of rows beyond the last is infinite.
+    rstd = gl.where(rows < M, by_row(row_rstd, layout), 0.0)
     last = (gl.cdiv(N, WIDTH) - 1) * WIDTH
     for back in range(0, N, WIDTH):
         col0 = last - back
