@@ -22,7 +22,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 GRADIENTS = ("dgate", "dup")
 # A gradient's outputs, by the names that a single quantised output has.
