@@ -138,6 +138,16 @@ class Check:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """One of a backward's outputs: as it is, as it should be, and how far off it may be."""
+
+    name: str
+    got: torch.Tensor
+    exact: torch.Tensor
+    allowed: torch.Tensor | float
+
+
 class Op(ABC):
     """An operation: problem, inputs, reference, tolerance, costs and peers.
 
@@ -152,6 +162,8 @@ class Op(ABC):
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
     # Matrices that a launch takes contiguous alone; of others rows may be any distance apart.
     contiguous: ClassVar[frozenset[str]] = frozenset()
+    # Why a backward has no `gradients`; every other op with one has.
+    no_gradients: ClassVar[str | None] = None
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """The problems of one shape in one mode; a GEMM's backward is two of them."""
@@ -233,6 +245,19 @@ class Op(ABC):
         """
         for tensor in outputs.values():
             tensor.zero_()
+
+    def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        """A backward's outputs beside what autograd makes of a float64 forward.
+
+        That forward shares no formula of a gradient with the reference. What is allowed is what
+        quantising or rounding the gradient takes, and a little for fp32: that a kernel rounds as it
+        should is checked against the reference. Empty where inputs have no gradient to compare
+        with.
+        """
+        raise NotImplementedError(
+            f"{self.name} has a backward and no check of its gradients: expected `gradients` in "
+            "its class, or `no_gradients`, why not"
+        )
 
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:

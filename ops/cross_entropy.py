@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.core.contract import (
     Check,
     FloatName,
+    Gradient,
     Mode,
     Op,
     Problem,
@@ -111,6 +112,29 @@ class CrossEntropy(Op):
                 for name, out in outputs.items()
             ]
         )
+
+    def gradients(
+        self, problem: CrossEntropyProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Empty where a target is no column."""
+        import torch
+
+        from jetfire.measure import gradient
+        from jetfire.reference.cross_entropy import IGNORED
+
+        logits = inputs["logits"].double().requires_grad_()
+        targets, dloss = inputs["targets"], inputs["dloss"].double()
+        columns = (targets >= 0) & (targets < problem.columns)
+        if not bool(((targets == IGNORED) | columns).all()):
+            return []
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, : problem.columns], targets, ignore_index=IGNORED, reduction="none"
+        )
+        (dlogits,) = gradient.of(loss, dloss, logits)
+        # exp(logit − lse) of an lse rounded to fp32
+        of_lse = gradient.FP32 + 2.0**-23 * inputs["lse"].double().abs()
+        allowed = gradient.HALF[problem.dtype] * dlogits.abs() + (dloss.abs() * of_lse)[:, None]
+        return [Gradient("dlogits", outputs["dlogits"], dlogits, allowed + gradient.LEAST)]
 
     def same_bits(self, problem: CrossEntropyProblem) -> SameBits:
         return "runs" if problem.mode == "fwd" else "configs"

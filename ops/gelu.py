@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -103,6 +104,17 @@ class Gelu(Op):
             outputs, expected["value"], expected["scale"], problem.block, expected.get("u"),
             noise=expected["noise"],
         )  # fmt: skip
+
+    def gradients(self, problem: GeluProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        from torch.nn import functional
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        approximate = "tanh" if problem.approximate == "tanh" else "none"
+        (dx,) = gradient.of(functional.gelu(x, approximate=approximate), dy, x)
+        return gradient.quantised(problem, outputs, dx, gradient.FP32 * dy.abs())
 
     def peers(
         self, problem: GeluProblem, inputs: Tensors

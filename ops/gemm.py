@@ -74,6 +74,7 @@ class Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of other operands"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).

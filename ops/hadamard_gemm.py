@@ -57,6 +57,8 @@ class HadamardGemm(Op):
     Problem = HadamardGemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    # tests/test_hadamard_gemm.py holds them to that.
+    no_gradients: ClassVar[str | None] = "of rows drawn at random, right in the mean alone"
     workload: ClassVar[str | None] = "int4-paper"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:

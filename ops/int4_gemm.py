@@ -104,6 +104,7 @@ class Int4Gemm(Op):
     Problem = Int4GemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad and wgrad of half of the gradient's split rows.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -157,6 +158,36 @@ class LayerNorm(Op):
         for name in {"mean", "rstd"} & outputs.keys():
             outputs[name].fill_(torch.nan)
 
+    def gradients(
+        self, problem: LayerNormProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Empty where the statistics that are given are not those of x's rows."""
+        import torch
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        if not _has_statistics(x.detach(), inputs["mean"], inputs["rstd"], problem.eps):
+            return []
+        weight = inputs["weight"].double().requires_grad_()
+        bias = torch.zeros_like(weight, requires_grad=True)
+        y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, problem.eps)
+        dx, dweight, dbias = gradient.of(y, dy, x, weight, bias)
+        rstd = inputs["rstd"].double()[:, None]
+        terms = (dy * weight.detach()).abs().amax(1, keepdim=True)
+        normal = ((x.detach() - x.detach().mean(1, keepdim=True)) * rstd).abs()
+        # x and the mean in fp32: of a row of one column, or of equal ones, all that is left of it.
+        rounded = 2.0**-23 * x.detach().abs().amax(1, keepdim=True) * rstd
+        most, fp32 = 1 + normal.amax(1, keepdim=True), 10 * gradient.FP32
+        of_dx = terms * rstd * (fp32 * most**2 + 2 * rounded * most)
+        of_weight = (dy.abs() * (fp32 * (1 + normal) + rounded)).sum(0)
+        return [
+            *gradient.quantised(problem, outputs, dx, of_dx),
+            Gradient("dweight", outputs["dweight"], dweight, of_weight),
+            Gradient("dbias", outputs["dbias"], dbias, fp32 * dy.abs().sum(0)),
+        ]
+
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
 
@@ -192,6 +223,15 @@ class LayerNorm(Op):
                 )
 
         return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+def _has_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps: float) -> bool:
+    """Whether the statistics of a backward are those of its rows, as autograd takes them."""
+    import torch
+
+    variance, own = torch.var_mean(x, dim=1, correction=0)
+    given = torch.stack([mean.double(), rstd.double()])
+    return torch.allclose(given, torch.stack([own, (variance + eps).rsqrt()]), 1e-3, 1e-3)
 
 
 def _noise(terms: torch.Tensor, block: int) -> torch.Tensor:
