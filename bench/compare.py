@@ -12,7 +12,7 @@ from jetfire.bench import show
 from jetfire.core import terminal
 from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
-from jetfire.measure.results import Results, Row
+from jetfire.measure.results import Results, Row, problem_text, shape_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +27,7 @@ def time_of(row: Row) -> float | None:
 
 
 def name_of(row: Row) -> str:
-    return f"{row.op} {row.label} {show.problem_text(row.problem)}"
+    return f"{row.op} {row.label} {problem_text(row.problem)}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def table(pairs: Sequence[Pair]) -> Table:
     for pair in sorted(pairs, key=_badness, reverse=True):
         data = f" data={pair.after.data}" if several else ""
         made.add_row(
-            show.shape_text(pair.after.problem, differing) + data,
+            shape_text(pair.after.problem, differing) + data,
             pair.after.label,
             show.time_text(time_of(pair.before)),
             show.spread_text(pair.before),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.measure.results import Results, Row
+from jetfire.measure.results import Results, Row, shape_text
 
 LAUNCH = "launch"
 
@@ -22,7 +22,7 @@ def _described(row: Row) -> str:
     """``gemm wgmma 8192×8192×8192 block=128``"""
     fields = [name for name in ("block",) if name in row.problem]
     mode = row.problem.get("mode", "")
-    return " ".join(filter(None, [row.op, mode, row.kernel, show.shape_text(row.problem, fields)]))
+    return " ".join(filter(None, [row.op, mode, row.kernel, shape_text(row.problem, fields)]))
 
 
 def _ratio(row: Row | None) -> str:

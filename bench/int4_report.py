@@ -13,7 +13,7 @@ from jetfire.bench.markdown import Table
 from jetfire.bench.suite import INT4
 from jetfire.bench.tuned_report import mean
 from jetfire.core.workloads import LAYERS
-from jetfire.measure.results import Results, Row
+from jetfire.measure.results import Results, Row, problem_text
 
 Shape = tuple[int, int, int]
 
@@ -122,7 +122,7 @@ def _described(row: Row) -> str:
     if "group" in row.problem and mode == "fwd":
         fields = {"group": row.problem["group"], "layout": row.problem["layout"]}
     return " ".join(filter(None, [row.op, mode if "mode" in row.problem else "",
-                                  show.problem_text(fields)]))  # fmt: skip
+                                  problem_text(fields)]))  # fmt: skip
 
 
 def memory_bound(results: Results) -> Table | None:
@@ -132,7 +132,7 @@ def memory_bound(results: Results) -> Table | None:
     for row in results.rows:
         if row.op not in alone or row.role != "kernel" or row.ms is None:
             continue
-        key = show.problem_text({"op": row.op, **row.problem})
+        key = problem_text({"op": row.op, **row.problem})
         if key not in best or row.ms < (best[key].ms or 0.0):
             best[key] = row
     if not best:

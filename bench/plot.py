@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from jetfire.bench import show
-from jetfire.measure.results import Row
+from jetfire.measure.results import Row, problem_text, shape_text
 
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",
@@ -230,7 +230,7 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
         axis = axis_of([row for one in series for row in one.rows])
         compute = {"int8_tops", "copy_gbps"} <= set(peaks) and any(row.tflops for row in part)
         shared, _ = show.varying(part)
-        sub.suptitle(f"{part[0].op}   {show.problem_text(shared)}\n{where(device)}", fontsize=11)
+        sub.suptitle(f"{part[0].op}   {problem_text(shared)}\n{where(device)}", fontsize=11)
         axes = sub.subplots(1, 3 if compute else 2)
         _time(axes[0], series, axis)
         _rate(axes[1], series, axis, peaks)
@@ -256,7 +256,7 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     charts = [(kind, False) for kind in dict.fromkeys(row.data for row in timed)]
     charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
     fig = Figure(figsize=(3.7 * len(charts) + 2.4, 4.8), layout="constrained")
-    shape = show.shape_text(timed[0].problem, ())
+    shape = shape_text(timed[0].problem, ())
     fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}", fontsize=11)
     axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     for ax, (kind, by_row) in zip(axes, charts, strict=True):

@@ -22,7 +22,7 @@ from jetfire.core import files, registry, schema
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.core.workloads import MODELS
-from jetfire.measure.results import Results, Row
+from jetfire.measure.results import Results, Row, problem_text, shape_text
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
@@ -138,7 +138,7 @@ def gemm_outputs(results: Results) -> Table | None:
 
 
 def _fields(row: Row, names: Sequence[str]) -> str:
-    return show.problem_text({name: row.problem[name] for name in names if name in row.problem})
+    return problem_text({name: row.problem[name] for name in names if name in row.problem})
 
 
 def _share(row: Row) -> str:
@@ -162,7 +162,7 @@ def large(results: Results) -> Table | None:
         settings = {n: v for n, v in row.problem.items()
                     if n in ("block", "mode", "stats", "rounding", "layout")}  # fmt: skip
         lines.append([
-            f"{row.op} {show.problem_text(settings)}", row.kernel,
+            f"{row.op} {problem_text(settings)}", row.kernel,
             f"{row.problem['m']}×{row.problem['n']}", show.number((row.ms or 0) * 1e3, 1),
             show.number(row.gbps), _share(row),
             "–" if other is None or row.ms is None else f"{other / row.ms:.2f}×",
@@ -278,7 +278,7 @@ def promotion(results: Results) -> Table | None:
             _cell(of[PROMOTION_DATA[-1]], lambda r: r.row_sqnr_db, 1),
             f"{max(errors):.1e}" if errors else "–",
         ])  # fmt: skip
-    shape = show.shape_text(rows[0].problem, ())
+    shape = shape_text(rows[0].problem, ())
     names = [show.data_text(kind) for kind in PROMOTION_DATA]
     text = (
         f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "

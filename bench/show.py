@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.markdown import Table as Markdown
 from jetfire.core import terminal
-from jetfire.measure.results import Row
+from jetfire.measure.results import Row, problem_text, shape_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,21 +73,9 @@ def error_text(row: Row) -> str:
     return "" if row.rel_err is None else ("exact" if row.rel_err == 0 else f"{row.rel_err:.1e}")
 
 
-def problem_text(problem: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_plain(value)}" for name, value in problem.items())
-
-
 def data_text(data: str | None) -> str:
     """``outlier × normal``: the operands' distributions, or the one of both."""
     return (data or "any").replace("/", " × ")
-
-
-def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
-    """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
-    sizes = "×".join(str(problem[dim]) for dim in ("m", "n", "k") if dim in problem)
-    named = [name for name in fields if name in problem and name not in ("m", "n", "k")]
-    rest = {name: problem[name] for name in named}
-    return " ".join(text for text in (sizes, problem_text(rest)) if text)
 
 
 def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
@@ -104,10 +92,6 @@ def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
         else:
             differing.append(name)
     return shared, differing
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, dict[str, Any], list[Row]]]:

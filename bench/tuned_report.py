@@ -17,14 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire.bench import show
 from jetfire.bench.markdown import Table
 from jetfire.core import profiles, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
-from jetfire.measure.results import Amount, Milliseconds
+from jetfire.measure.results import Amount, Milliseconds, shape_text
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -217,7 +216,7 @@ def by_kernel(entries: Sequence[Shipped]) -> Table:
         blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem.get("block", "–"))
         for block, part in sorted(blocks.items()):
             best = max(part, key=lambda one: one.gain or 0)
-            where = show.shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"
+            where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"
             rows.append([
                 f"{op} {kind}".strip(), kernel, str(block), str(len(part)),
                 mean_gain(part), mean_gain([best]), where,
@@ -289,7 +288,7 @@ def alt(entries: Sequence[Shipped], found: Sequence[Lookup]) -> str:
 
 def _worst(part: Sequence[Lookup], ratio: Callable[[Lookup], float]) -> str:
     worst = max(part, key=ratio)
-    return f"{ratio(worst):.2f}× ({show.shape_text(worst.problem, ('block',))})"
+    return f"{ratio(worst):.2f}× ({shape_text(worst.problem, ('block',))})"
 
 
 def near(found: Iterable[Lookup]) -> int:

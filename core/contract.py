@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from jetfire.core.machine_code import Cubin
-    from jetfire.core.workloads import Model
 
 Block = Literal[32, 64, 128]
 FloatName = Literal["bf16", "fp16", "fp32"]
@@ -146,6 +145,33 @@ class Gradient:
     got: torch.Tensor
     exact: torch.Tensor
     allowed: torch.Tensor | float
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of one transformer block and the tokens of a step.
+
+    Attributes:
+        width: the residual stream's width.
+        hidden: the MLP's width.
+        gated: the MLP has a gate (SwiGLU), so its first product is twice as wide.
+        tokens: batch × sequence length.
+    """
+
+    width: int
+    hidden: int
+    tokens: int = 8 * 1024
+    gated: bool = False
+
+    def linears(self) -> list[tuple[int, int]]:
+        """The block's linear layers as (out features, in features)."""
+        first = (2 if self.gated else 1) * self.hidden
+        return [
+            (3 * self.width, self.width),
+            (self.width, self.width),
+            (first, self.width),
+            (self.width, self.hidden),
+        ]
 
 
 class Op(ABC):

@@ -8,7 +8,6 @@ them read anew.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import itertools
 import json
@@ -377,36 +376,6 @@ def strict() -> bool:
 
 
 # Writing.
-
-
-def software() -> dict[str, str | None]:
-    """The versions of what compiles kernels: ``cuda``, ``torch``, ``triton``."""
-    from importlib import metadata
-
-    import torch
-
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
-    return {"cuda": torch.version.cuda, "torch": str(torch.__version__), "triton": triton}
-
-
-def provenance(kernel: Kernel, device: Device, driver: str | None) -> Provenance:
-    """Return the provenance of a config that is tuned now, on this device."""
-    import jetfire
-    from jetfire.measure.timer import VERSION
-
-    return {
-        "gpu": device.name,
-        "capability": device.capability,
-        "driver": driver,
-        **software(),  # type: ignore[typeddict-item]
-        "source": kernel.source_hash(),
-        "timer": VERSION,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "jetfire": jetfire.__version__,
-    }
 
 
 def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Path:

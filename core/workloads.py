@@ -4,40 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jetfire.core.contract import Model, Op, Problem
 from jetfire.core.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from jetfire.core.contract import Op, Problem
-
-
-@dataclass(frozen=True)
-class Model:
-    """Widths of one transformer block and the tokens of a step.
-
-    Attributes:
-        width: the residual stream's width.
-        hidden: the MLP's width.
-        gated: the MLP has a gate (SwiGLU), so its first product is twice as wide.
-        tokens: batch × sequence length.
-    """
-
-    width: int
-    hidden: int
-    tokens: int = 8 * 1024
-    gated: bool = False
-
-    def linears(self) -> list[tuple[int, int]]:
-        """The block's linear layers as (out features, in features)."""
-        first = (2 if self.gated else 1) * self.hidden
-        return [
-            (3 * self.width, self.width),
-            (self.width, self.width),
-            (first, self.width),
-            (self.width, self.hidden),
-        ]
-
 
 MODELS = {
     "gpt2-124m": Model(768, 3072),

@@ -54,9 +54,9 @@ def _ratio(row: Row) -> float:
 
 
 def _sizes(row: Row) -> str:
-    from jetfire.bench import show
+    from jetfire.measure.results import shape_text
 
-    return show.shape_text(row.problem, ())
+    return shape_text(row.problem, ())
 
 
 def _speed(row: Row) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import show
 from jetfire.core.device import Device
 from jetfire.measure.nvml import Nvml
-from jetfire.measure.results import Row
+from jetfire.measure.results import Row, shape_text
 
 BUSY = 0.1  # a device's share of work for others
 # The 80th percentile over the 20th: of 1912 rows on a quiet H200 the widest has 1.11.
@@ -129,4 +128,4 @@ def doubts(rows: Sequence[Row], busy: str | None, peaks: Mapping[str, Any]) -> s
 
 
 def _name(row: Row) -> str:
-    return f"{row.op} {row.label} {show.shape_text(row.problem, ())}"
+    return f"{row.op} {row.label} {shape_text(row.problem, ())}"

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -279,3 +279,19 @@ def _flatten(row: Row) -> dict[str, Any]:
         else:
             flat[name] = "; ".join(value) if isinstance(value, list) else value
     return flat
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_plain(value)}" for name, value in problem.items())
+
+
+def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
+    """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
+    sizes = "×".join(str(problem[dim]) for dim in ("m", "n", "k") if dim in problem)
+    named = [name for name in fields if name in problem and name not in ("m", "n", "k")]
+    rest = {name: problem[name] for name in named}
+    return " ".join(text for text in (sizes, problem_text(rest)) if text)
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

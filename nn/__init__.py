@@ -1,17 +1,49 @@
-"""Modules over the ops: what a model uses instead of torch.nn to train in INT8 or INT4."""
+"""Modules over the ops: what a model uses instead of torch.nn to train in INT8 or INT4.
 
-from jetfire.nn.block import Int8Block, Stream
-from jetfire.nn.convert import Report, convert
-from jetfire.nn.embedding import TiedGradient, tied_embedding
-from jetfire.nn.gelu import Int8GELU
-from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
-from jetfire.nn.layernorm import Int8LayerNorm
-from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
-from jetfire.nn.loss import linear_cross_entropy
-from jetfire.nn.optimizer import AdamW, replaying
-from jetfire.nn.products import weights_changed
-from jetfire.nn.recipes import RECIPES, Int4, Recipe
+Importing this imports no torch: a name's module is imported when the name is asked for.
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetfire.nn.block import Int8Block, Stream
+    from jetfire.nn.conversion import Report, convert
+    from jetfire.nn.embedding import TiedGradient, tied_embedding
+    from jetfire.nn.gelu import Int8GELU
+    from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
+    from jetfire.nn.layernorm import Int8LayerNorm
+    from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
+    from jetfire.nn.loss import linear_cross_entropy
+    from jetfire.nn.optimizer import AdamW, replaying
+    from jetfire.nn.products import weights_changed
+    from jetfire.nn.recipes import RECIPES, Int4, Recipe
+
+_MODULES = {
+    "AdamW": "optimizer",
+    "Int4": "recipes",
+    "Int4Conv1D": "int4",
+    "Int4Linear": "int4",
+    "Int8Block": "block",
+    "Int8Conv1D": "linear",
+    "Int8GELU": "gelu",
+    "Int8LayerNorm": "layernorm",
+    "Int8Linear": "linear",
+    "RECIPES": "recipes",
+    "Recipe": "recipes",
+    "Report": "conversion",
+    "Stream": "block",
+    "TiedGradient": "embedding",
+    "convert": "conversion",
+    "is_int4_state": "int4",
+    "linear_cross_entropy": "loss",
+    "quantised_weights": "linear",
+    "replaying": "optimizer",
+    "tied_embedding": "embedding",
+    "weights_changed": "products",
+}
 __all__ = [
     "RECIPES",
     "AdamW",
@@ -35,3 +67,13 @@ __all__ = [
     "tied_embedding",
     "weights_changed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jetfire.nn.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

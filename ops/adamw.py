@@ -22,7 +22,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively

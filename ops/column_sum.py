@@ -12,7 +12,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 
 OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way

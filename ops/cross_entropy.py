@@ -22,7 +22,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 VOCABULARY = 50257  # GPT-2's
 PADDED = 50304  # to a multiple of 128

@@ -23,7 +23,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 Approximate = Literal["tanh", "erf"]
 

@@ -19,7 +19,7 @@ from jetfire.ops.hadamard_quantize import (
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 
 @dataclass(frozen=True)

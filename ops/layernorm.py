@@ -25,7 +25,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A few of them: what evaluation may add to a result, in units of its largest term.

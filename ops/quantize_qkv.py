@@ -12,7 +12,7 @@ from jetfire.ops.quantize import Quantize, QuantizeProblem
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
     from jetfire.measure.data import Source
 
 PARTS = ("query", "key", "value")

@@ -12,7 +12,7 @@ from jetfire.measure.data import Source
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.workloads import Model
+    from jetfire.core.contract import Model
 
 Parts = Literal[2, 1]
 Product = Literal["dgrad", "wgrad"]

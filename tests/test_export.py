@@ -26,7 +26,7 @@ from jetfire.export.plan import Plan, Tuned, make
 from jetfire.export.table import Table
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
-from jetfire.measure import nvml, peaks, timer
+from jetfire.measure import nvml, peaks, provenance, timer
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 
@@ -301,7 +301,7 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
     times, entries = {"wgmma": (1.0, second), "triton": (2.0, 0.5)}, []
     for name in times:
         kernel = registry.get_kernel("gemm", name)
-        origin = profiles.provenance(kernel, device, None)
+        origin = provenance.of(kernel, device, None)
         for problem, ms in zip(problems, times[name], strict=True):
             config = kernel.default(problem, device).as_dict()
             entries.append(

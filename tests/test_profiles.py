@@ -27,7 +27,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.launch import choose, command_for
 from jetfire.core.profiles import Entry, find
-from jetfire.measure import runner
+from jetfire.measure import provenance, runner
 from jetfire.measure.plan import Case
 from jetfire.tuner.show import show
 
@@ -773,7 +773,7 @@ def test_every_kernel_has_a_hash_of_its_own():
 
 def test_provenance_names_what_times_depend_on():
     kernel = registry.get_kernel("gemm", "triton")
-    made = profiles.provenance(kernel, H200, "580.1")
+    made = provenance.of(kernel, H200, "580.1")
     assert set(made) == {"gpu", "capability", "driver", "cuda", "torch", "triton", "source",
                          "timer", "date", "jetfire"}  # fmt: skip
     assert (made["gpu"], made["capability"], made["driver"]) == ("NVIDIA H200", (9, 0), "580.1")

@@ -32,6 +32,7 @@ from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireError, UsageError, WrongResultError
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
+from jetfire.measure import provenance
 from jetfire.measure.plan import BLOCKS
 from jetfire.measure.timer import Timing
 from jetfire.ops.bit_split import BitSplitProblem
@@ -1322,7 +1323,7 @@ def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     """Half of the problems have a profile."""
     kernel = registry.get_kernel("transpose", "triton")
     cpu = Device.parse("cpu")
-    origin = profiles.provenance(kernel, cpu, None)
+    origin = provenance.of(kernel, cpu, None)
     tuned = profiles.Entry(
         "triton", PROBLEM.as_dict(), kernel.default(PROBLEM, cpu).as_dict(), 1.0, 1.0, 1.0, 9, 1.0,
         None, "time", {}, 3, "tpe", origin,

@@ -26,6 +26,7 @@ from jetfire.core import profiles, registry  # noqa: E402
 from jetfire.core.device import Device  # noqa: E402
 from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
+from jetfire.measure import provenance  # noqa: E402
 from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
 from jetfire.tuner import command, digest, session  # noqa: E402
 from jetfire.tuner.recording import Recording  # noqa: E402
@@ -354,7 +355,7 @@ def test_a_database_of_a_stranger(capsys, tmp_path):
 
 
 def origin():
-    return profiles.provenance(faulty.KERNEL, Device.parse("cpu"), None)
+    return provenance.of(faulty.KERNEL, Device.parse("cpu"), None)
 
 
 def entry(m=32, **more):

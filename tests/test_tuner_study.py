@@ -15,6 +15,7 @@ import pytest
 from jetfire.core import profiles, registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
+from jetfire.measure import provenance
 from jetfire.tuner import study as studies
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import strategy_of
@@ -191,7 +192,7 @@ def test_an_upgrade_begins_another_study(monkeypatch, name):
     known = identity()
     before = known.name
     assert known.name == before
-    versions = profiles.software()
+    versions = provenance.software()
     monkeypatch.setattr(profiles, "software", lambda: {**versions, name: "99.0"})
     assert known.name != before
     assert known.name.rpartition("-")[0] == before.rpartition("-")[0]

@@ -15,7 +15,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
 from jetfire.core.profiles import Entry, Found
-from jetfire.measure import peaks
+from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.tuner import summary
@@ -262,7 +262,7 @@ class Session:
             objective=self.objective,
             vs_peer={name: digits(ratio) for name, ratio in final.vs_peer.items()},
             trials=len(study.finished()), strategy=str(study.optuna.user_attrs["strategy"]),
-            provenance=profiles.provenance(target.kernel, self.device, self.driver),
+            provenance=provenance.of(target.kernel, self.device, self.driver),
         )  # fmt: skip
         return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
 

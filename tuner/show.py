@@ -16,6 +16,7 @@ from jetfire.core.device import Device
 from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops
+from jetfire.measure.results import problem_text, shape_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -148,7 +149,7 @@ def _shared(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _heading(profile: Profile) -> tuple[Text, str]:
-    shared = texts.problem_text(_shared([entry.problem for entry in profile.entries]))
+    shared = problem_text(_shared([entry.problem for entry in profile.entries]))
     where = f"{profile.device}, {profile.source}: {profile.file}"
     return terminal.styled(profile.op, "bold"), f" on {where}\n{shared}".rstrip()
 
@@ -167,8 +168,8 @@ def _table(profile: Profile) -> Table:
         rest = [name for name in entry.problem if name not in shared]
         table.add_row(
             entry.kernel,
-            texts.shape_text(entry.problem, rest),
-            texts.problem_text(entry.config),
+            shape_text(entry.problem, rest),
+            problem_text(entry.config),
             texts.time_text(entry.ms),
             "" if entry.gain is None else f"{entry.gain:.2f}×",
             _peer_text(entry),

@@ -30,6 +30,7 @@ from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Unreadable, Unwritable
+from jetfire.measure import provenance
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted, Strategy, distributions, observations
@@ -78,7 +79,7 @@ class Identity:
         shape = "-".join(str(value) for value in self.problem.as_dict().values())
         told = [self.kernel.source_hash(), TIMER_VERSION, self.objective, self.data,
                 self.problem.as_dict(), {k: list(v) for k, v in self.space.fields.items()},
-                self.space.base.as_dict(), profiles.software()]  # fmt: skip
+                self.space.base.as_dict(), provenance.software()]  # fmt: skip
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         device = profiles.device_slug(self.device)
         return f"{device}/{self.kernel.op}/{self.kernel.name}-{shape}-{key}"

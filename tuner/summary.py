@@ -11,6 +11,7 @@ from jetfire.bench.tuned_report import mean
 from jetfire.core import terminal
 from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
+from jetfire.measure.results import problem_text, shape_text
 from jetfire.tuner.final import Final
 from jetfire.tuner.trial import Measurement
 
@@ -70,7 +71,7 @@ def changes(config: Config, default: Config) -> str:
     """The fields in which a config is not the default."""
     usual = default.as_dict()
     found = {name: v for name, v in config.as_dict().items() if v != usual[name]}
-    return texts.problem_text(found) or "the default"
+    return problem_text(found) or "the default"
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
@@ -78,7 +79,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     failed = sum(not measurement.measured for _, measurement in outcome.trials)
     peers = [f"{ratio:.2f}× {name}" for name, ratio in final.vs_peer.items()]
     return (
-        f"{outcome.kernel.op} {texts.shape_text(problem, problem)}", outcome.kernel.name,
+        f"{outcome.kernel.op} {shape_text(problem, problem)}", outcome.kernel.name,
         changes(final.config, outcome.default), texts.time_text(final.timing.ms),
         "fails" if final.default is None else texts.time_text(final.default.ms),
         "" if final.gain is None else f"{final.gain:.3f}×", "\n".join(peers),

@@ -1,0 +1,38 @@
+"""Where a tuned config comes from: the device, the software and the timer."""
+
+from __future__ import annotations
+
+import datetime
+
+from jetfire import __version__
+from jetfire.core.contract import Kernel
+from jetfire.core.device import Device
+from jetfire.core.profiles import Provenance
+from jetfire.measure.timer import VERSION
+
+
+def software() -> dict[str, str | None]:
+    """The versions of what compiles kernels: ``cuda``, ``torch``, ``triton``."""
+    from importlib import metadata
+
+    import torch
+
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {"cuda": torch.version.cuda, "torch": str(torch.__version__), "triton": triton}
+
+
+def of(kernel: Kernel, device: Device, driver: str | None) -> Provenance:
+    """Return the provenance of a config that is tuned now, on this device."""
+    return {
+        "gpu": device.name,
+        "capability": device.capability,
+        "driver": driver,
+        **software(),  # type: ignore[typeddict-item]
+        "source": kernel.source_hash(),
+        "timer": VERSION,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "jetfire": __version__,
+    }
