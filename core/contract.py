@@ -10,8 +10,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from jetfire.core import sources
 from jetfire.core.device import Device
@@ -31,6 +42,7 @@ Rounding = Literal["nearest", "stochastic"]
 # kernel; or the runs of one config.
 SameBits = Literal["kernels", "configs", "runs"]
 Tensors = dict[str, "torch.Tensor"]
+Value = TypeVar("Value")
 
 
 def float_dtype(name: FloatName) -> torch.dtype:
@@ -190,6 +202,12 @@ class Op(ABC):
     contiguous: ClassVar[frozenset[str]] = frozenset()
     # Why a backward has no `gradients`; every other op with one has.
     no_gradients: ClassVar[str | None] = None
+    # The public function of `ops.functional` (backward's ends in ``_backward``); None without one.
+    function: ClassVar[str | None] = "int8_{name}"
+    # Sizes that may not be 0.
+    never_empty: ClassVar[frozenset[str]] = frozenset()
+    # By size, the outputs that are sums over it: of nothing they are 0, or what was to be added to.
+    sums: ClassVar[Mapping[str, Collection[str]]] = {}
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """The problems of one shape in one mode; a GEMM's backward is two of them."""
@@ -271,6 +289,22 @@ class Op(ABC):
         """
         for tensor in outputs.values():
             tensor.zero_()
+
+    def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
+        """Inputs beside the matrices at the ends of what they may be, in place of what is usual.
+
+        What a kernel reads in one place and may get wrong for all. Drawn by `measure.edges` on the
+        CPU; seeds need none.
+        """
+        return {}
+
+    def in_place(self, problem: Any, inputs: Tensors) -> Mapping[str, str]:
+        """Outputs that may be written over an input that the caller gives up: its name."""
+        return {}
+
+    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
+        """Of all outputs, in order, those that the public function returns."""
+        return dict(outputs)
 
     def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
         """A backward's outputs beside what autograd makes of a float64 forward.

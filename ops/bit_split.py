@@ -48,6 +48,7 @@ class BitSplit(Op):
     name = "bit_split"
     summary = "a gradient as two 4-bit parts, the low one rounded stochastically"
     Problem = BitSplitProblem
+    function = "int4_bit_split"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(out for out, _ in model.linears())

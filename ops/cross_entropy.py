@@ -20,6 +20,8 @@ from jetfire.core.contract import (
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -50,6 +52,8 @@ class CrossEntropy(Op):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
+    function = "cross_entropy"
+    never_empty: ClassVar[frozenset[str]] = frozenset({"n"})  # no logits, no loss
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -112,6 +116,33 @@ class CrossEntropy(Op):
                 for name, out in outputs.items()
             ]
         )
+
+    def edges(self, problem: CrossEntropyProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Half of the targets are the first column, the last one or none.
+
+        In one case of two some are no column, but in 32 bits the first, or to be ignored. Forward,
+        rows lie far from 0.
+        """
+        import torch
+
+        from jetfire.measure import edges
+        from jetfire.reference.cross_entropy import IGNORED
+
+        targets, columns = inputs["targets"].cpu(), problem.columns
+        wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
+        ends = edges.each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
+        kept = edges.each(rng, (0, 1), targets).bool()
+        rare = {"targets": torch.where(kept, targets, ends)}
+        if problem.mode == "fwd":
+            # Where a maximum begins at a number, or a sum of exponentials is taken without it.
+            far = edges.each(rng, (0.0, -(2.0**15), 2.0**15), inputs["logits"][:, :1])
+            rare["logits"] = inputs["logits"].cpu() + far.to(inputs["logits"].dtype)
+        else:
+            rare["dloss"] = edges.each(rng, (0.0, 1.0, -1.0, 1 / problem.m, 1e4), inputs["dloss"])
+        return rare
+
+    def in_place(self, problem: CrossEntropyProblem, inputs: Tensors) -> dict[str, str]:
+        return {"dlogits": "logits"} if problem.mode == "bwd" else {}
 
     def gradients(
         self, problem: CrossEntropyProblem, inputs: Tensors, outputs: Tensors

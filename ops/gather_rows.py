@@ -11,6 +11,8 @@ from jetfire.core.errors import UsageError
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -57,6 +59,7 @@ class GatherRows(Op):
     name = "gather_rows"
     summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
     Problem = GatherRowsProblem
+    function = "int4_gather_rows"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(width for linear in model.linears() for width in linear)
@@ -125,6 +128,24 @@ class GatherRows(Op):
             return outputs
         codes, count = outputs["codes"], int(inputs["counts"][1])
         return {"codes": codes[:, :count] if problem.transpose else codes[:count]}
+
+    def edges(self, problem: GatherRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Rows in any order, the first and the last of a part more often; few wanted, or all."""
+        import torch
+
+        from jetfire.measure import edges
+
+        if problem.rows is None:
+            return {}
+        m, room = problem.m, problem.rows
+        any_row = torch.randint(-1, 2 * m, (room,), generator=edges.generator(rng), device="cpu")
+        ends = edges.each(rng, (-1, 0, m - 1, m, 2 * m - 1), inputs["rows"]).long()
+        count = rng.choice((0, 1, room - 1, room, room))
+        rare = {
+            "rows": torch.where(edges.each(rng, (0, 1), ends).bool(), any_row, ends),
+            "counts": edges.int64(rng.randint(0, count), count),
+        }
+        return rare | ({"repeat": edges.each(rng, (0, 1, 16), ends)} if problem.repeat else {})
 
     def same_bits(self, problem: GatherRowsProblem) -> SameBits:
         return "kernels"

@@ -105,6 +105,11 @@ class Gelu(Op):
             noise=expected["noise"],
         )  # fmt: skip
 
+    def in_place(self, problem: GeluProblem, inputs: Tensors) -> dict[str, str]:
+        """dx over dy, which must be contiguous as an output is."""
+        backward = problem.mode == "bwd" and problem.layout == "both"
+        return {"q": "dy"} if backward and inputs["dy"].is_contiguous() else {}
+
     def gradients(self, problem: GeluProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
         from torch.nn import functional
 

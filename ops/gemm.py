@@ -25,6 +25,8 @@ from jetfire.core.errors import UsageError
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -74,6 +76,7 @@ class Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of other operands"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
@@ -213,6 +216,17 @@ class Gemm(Op):
 
     def flops(self, problem: GemmProblem) -> float:
         return 2.0 * problem.m * problem.n * problem.k
+
+    def edges(self, problem: GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """What is added to a product is much larger than it, or much smaller."""
+        from jetfire.measure import edges
+
+        rare = {}
+        if problem.bias:
+            rare["bias"] = edges.each(rng, (0.0, 1e-4, -1e4), inputs["bias"])
+        if problem.accumulate:
+            rare["c"] = inputs["c"] * rng.choice((0.0, 2.0**-12, 2.0**10))
+        return rare
 
     def same_bits(self, problem: GemmProblem) -> SameBits:
         """Blocks of K are summed in order, but for stream-K's, which adds parts to C in fp32."""

@@ -17,6 +17,8 @@ from jetfire.ops.hadamard_quantize import (
 )
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -55,6 +57,7 @@ class HadamardGemm(Op):
     name = "hadamard_gemm"
     summary = "a linear layer in 4 bits, all stages: Hadamard, codes, product; sampled gradients"
     Problem = HadamardGemmProblem
+    function = None  # `Int4Linear` calls those of its stages
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
     # tests/test_hadamard_gemm.py holds them to that.
@@ -139,6 +142,13 @@ class HadamardGemm(Op):
         """Of the product; backward of two, in each of which a row of two parts is kept once."""
         products = 2 if problem.mode == "bwd" else 1
         return products * 2.0 * problem.m * problem.n * problem.k
+
+    def edges(self, problem: HadamardGemmProblem, inputs: Tensors, rng: Random) -> Tensors:
+        from jetfire.measure import edges
+
+        return {
+            name: edges.step(rng, inputs[name]) for name in ("step_x", "step_w") if name in inputs
+        }
 
     def same_bits(self, problem: HadamardGemmProblem) -> SameBits:
         """The step's gradient is a sum."""

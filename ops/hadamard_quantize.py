@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,6 +23,8 @@ from jetfire.core.errors import UsageError
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -77,6 +80,7 @@ class HadamardQuantize(Op):
     Problem = HadamardQuantizeProblem
     contiguous: ClassVar[frozenset[str]] = frozenset({"slots"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    function = "int4_quantize"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         """The inputs of a block's linear layers, and their weights."""
@@ -174,6 +178,24 @@ class HadamardQuantize(Op):
             step = inputs["step"]
             bad = multiplier(step, problem.group) == 0
             outputs["scale"].copy_(step.masked_fill(bad, torch.nan))
+
+    def edges(self, problem: HadamardQuantizeProblem, inputs: Tensors, rng: Random) -> Tensors:
+        import torch
+
+        from jetfire.measure import edges
+
+        rare = {"step": edges.step(rng, inputs["step"])} if "step" in inputs else {}
+        if "slots" in inputs:
+            room = len(inputs["dx_hat"])
+            rare["slots"] = torch.randint(
+                -1,
+                rng.choice((0, 1, room)),
+                inputs["slots"].shape,
+                generator=edges.generator(rng),
+                device="cpu",
+            )
+            rare["unit"] = edges.throughout(rng, (0.0, 1.0, math.inf, math.nan), inputs["unit"])
+        return rare
 
     def gradients(
         self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors

@@ -23,6 +23,8 @@ from jetfire.core.contract import (
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -60,6 +62,7 @@ class LayerNorm(Op):
     summary = "LayerNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = LayerNormProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight", "dbias")}
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Gradients are rounded stochastically unless the caller says otherwise."""
@@ -157,6 +160,18 @@ class LayerNorm(Op):
         super().nothing(problem, inputs, outputs)
         for name in {"mean", "rstd"} & outputs.keys():
             outputs[name].fill_(torch.nan)
+
+    def edges(self, problem: LayerNormProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Weights of all sizes and signs; statistics that are not the row's own."""
+        from jetfire.measure import edges
+
+        rare = {"weight": edges.each(rng, (0.0, 1.0, -1.0, 1e-3, 1e3), inputs["weight"])}
+        if "bias" in inputs:
+            rare["bias"] = edges.each(rng, (0.0, 1.0, -1e3), inputs["bias"])
+        if "mean" in inputs:
+            rare["mean"] = edges.each(rng, (0.0, 1.0, -3.0), inputs["mean"])
+            rare["rstd"] = edges.each(rng, (0.01, 1.0, 30.0), inputs["rstd"])
+        return rare
 
     def gradients(
         self, problem: LayerNormProblem, inputs: Tensors, outputs: Tensors

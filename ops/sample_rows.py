@@ -10,6 +10,8 @@ from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_di
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -44,6 +46,7 @@ class SampleRows(Op):
     name = "sample_rows"
     summary = "leverage-score sampling of a split gradient's rows, and their compaction"
     Problem = SampleRowsProblem
+    function = "int4_sample_rows"
     dims: ClassVar[tuple[str, ...]] = ("m",)
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -111,6 +114,24 @@ class SampleRows(Op):
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
 
+    def edges(self, problem: SampleRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
+
+        Or sizes of which every row weighs the same: the most that weights sum to.
+        """
+        import torch
+
+        from jetfire.reference.bit_split import HIGH
+
+        if rng.random() < 0.25:
+            alike = {name: torch.ones_like(x) for name, x in inputs.items() if name != "seed"}
+            if problem.parts == 2:
+                alike["squares"][problem.m :] = HIGH**2
+            return alike
+        return {
+            name: _sizes(rng, inputs[name]) for name in ("squares", "x_squares") if name in inputs
+        }
+
     def same_bits(self, problem: SampleRowsProblem) -> SameBits:
         return "kernels"
 
@@ -153,6 +174,18 @@ def _squares(codes: torch.Tensor) -> torch.Tensor:
     import torch
 
     return codes.square().sum(dim=1).to(torch.int32)
+
+
+def _sizes(rng: Random, like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    from jetfire.measure import edges
+
+    generator, double = edges.generator(rng), torch.float64
+    most, share = rng.choice((0, 4, 23)), rng.choice((0.02, 0.5, 1.0))
+    powers = most * torch.rand(like.shape, dtype=double, generator=generator, device="cpu")
+    some = torch.rand(like.shape, dtype=double, generator=generator, device="cpu") < share
+    return powers.exp2().floor() * some
 
 
 def capacity(m: int, parts: int, product: str, keep: str) -> int:
