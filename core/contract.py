@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from jetfire.core.machine_code import Cubin
+    from jetfire.core.suites import Exported, Timed
 
 Block = Literal[32, 64, 128]
 FloatName = Literal["bf16", "fp16", "fp32"]
@@ -202,6 +203,8 @@ class Op(ABC):
     contiguous: ClassVar[frozenset[str]] = frozenset()
     # Why a backward has no `gradients`; every other op with one has.
     no_gradients: ClassVar[str | None] = None
+    # Peers that its time is compared with first, before those of `bench.show`.
+    baselines: ClassVar[tuple[str, ...]] = ()
     # The public function of `ops.functional` (backward's ends in ``_backward``); None without one.
     function: ClassVar[str | None] = "int8_{name}"
     # Sizes that may not be 0.
@@ -326,6 +329,50 @@ class Op(ABC):
     def peers(self, problem: Any, inputs: Tensors) -> dict[str, Callable[[], Callable[[], Any]]]:
         """What a user would use instead: name → a factory that prepares operands, gives a thunk."""
         return {}
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """Further fields worth a row each in the suite `results`: by default one, then each other.
+
+        Of a memory-bound op; the first also beside torch.compile, and each that has other fields
+        than these, which change what is compiled.
+        """
+        fields = self.Problem.__dataclass_fields__
+        rounded = "rounding" in fields
+        usual = {"rounding": ["stochastic" if mode == "bwd" else "nearest"]} if rounded else {}
+        found = [usual]
+        if rounded and mode == "fwd":
+            found.append({"rounding": ["stochastic"]})
+        if "layout" in fields:
+            found.append({**usual, "layout": ["both"]})
+        return found
+
+    def timed(self) -> list[Timed] | None:
+        """What the suites measure of it; None for what they measure of any memory-bound op."""
+        return None
+
+    def exported(self) -> list[Exported]:
+        """What the suite `export` measures of it."""
+        return []
+
+    def shipped(self, workload: str, mode: Mode) -> list[dict[str, Any]]:
+        """Further fields worth a profile of their own, for each problem of a workload in a mode.
+
+        Those that decide what is written; with other layouts, biases and roundings the same shape's
+        entry is found as the nearest.
+        """
+        return [{}]
+
+    def parts(self, workload: str) -> list[tuple[str, Any]]:
+        """Other ops, each with a problem that this one's kernels have them solve for a workload.
+
+        An op with parts has nothing of its own to tune; profiles of its parts are shipped for these
+        problems alone.
+        """
+        return []
+
+    def kinds(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Problems of some sizes of which one is drawn, to see how good a lookup's config is."""
+        return [self.problems(mode, fields)[0] for mode in self.modes]
 
     def flops(self, problem: Any) -> float:
         """Multiply-add operations of the matrix unit, two each; 0 for a memory-bound op."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -149,6 +151,21 @@ class GatherRows(Op):
 
     def same_bits(self, problem: GatherRowsProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        """Of 8192 tokens' split gradient those kept, as each product reads them; a weight's all."""
+        from jetfire.ops.sample_rows import capacity
+
+        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
+        kept = partial(at, sizes={"m": [2 * 8192], "n": [8192]})
+        dgrad, wgrad = ([str(capacity(8192, 2, p, "half"))] for p in ("dgrad", "wgrad"))
+        repeated = {"repeat": ["true"], "transpose": ["true"]}
+        weight = {"transpose": ["false", "true"], "wide": ["true"]}
+        return [
+            kept(settings={"rows": dgrad, "wide": ["true"]}),
+            kept(settings={"rows": wgrad, **repeated}),
+            at(sizes={"m": [8192], "n": [8192]}, settings=weight),
+        ]
 
     def peers(
         self, problem: GatherRowsProblem, inputs: Tensors

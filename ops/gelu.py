@@ -18,6 +18,7 @@ from jetfire.core.contract import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ class Gelu(Op):
         approximate = "tanh" if problem.approximate == "tanh" else "none"
         (dx,) = gradient.of(functional.gelu(x, approximate=approximate), dy, x)
         return gradient.quantised(problem, outputs, dx, gradient.FP32 * dy.abs())
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 8192, "n": 4096, "block": 32}
+        return [Exported("triton", problem, ("cubin",), turn=4)]
 
     def peers(
         self, problem: GeluProblem, inputs: Tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.contract import (
@@ -20,6 +21,7 @@ from jetfire.core.contract import (
     float_dtype,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.suites import COMPILED, Exported, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -244,6 +246,21 @@ class HadamardQuantize(Op):
     def same_bits(self, problem: HadamardQuantizeProblem) -> SameBits:
         """The step's gradient is a sum."""
         return "runs" if problem.mode == "bwd" and problem.given == "x" else "kernels"
+
+    def timed(self) -> list[Timed]:
+        """One of each direction beside torch.compile, at 8192×8192; groups and layouts alone."""
+        at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
+        compiled = partial(at, turn=2, peers=COMPILED, power_ms=200.0)
+        settings = {"group": ["1", "32", "128", "1024"], "layout": ["packed", "both"]}
+        return [
+            compiled(),
+            compiled(modes=["bwd"], settings={"gathered": ["true"]}),
+            compiled(modes=["bwd"], settings={"given": ["x"]}),
+            at(turn=4, settings=settings, peers=("copy",)),
+        ]
+
+    def exported(self) -> list[Exported]:
+        return [Exported("rows", {"m": 8192, "n": 4096, "layout": "both"}, ("cuda",), turn=3)]
 
     def peers(
         self, problem: HadamardQuantizeProblem, inputs: Tensors

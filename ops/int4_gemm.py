@@ -18,6 +18,7 @@ from jetfire.core.contract import (
     float_dtype,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.suites import Exported, Timed
 from jetfire.measure.data import Source
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
@@ -108,6 +109,7 @@ class Int4Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
     function = "int4_gemm"
+    baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
 
@@ -226,6 +228,14 @@ class Int4Gemm(Op):
 
     def same_bits(self, problem: Int4GemmProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        packed = {"operands": ["packed"]}
+        return [Timed("int4", workload="int4-paper", settings=packed, power_ms=200.0)]
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
+        return [Exported("wgmma", problem, ("cuda",), turn=2)]
 
     def peers(
         self, problem: Int4GemmProblem, inputs: Tensors

@@ -20,6 +20,7 @@ from jetfire.core.contract import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -205,6 +206,15 @@ class LayerNorm(Op):
 
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """Forward, too, with statistics that it is given."""
+        given = {"rounding": ["nearest"], "stats": ["given"]}
+        return [*super().settings(mode), *([given] if mode == "fwd" else [])]
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 8192, "n": 4096, "block": 32}
+        return [Exported("gluon", problem, ("cubin",), turn=5)]
 
     def peers(
         self, problem: LayerNormProblem, inputs: Tensors

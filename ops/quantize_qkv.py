@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Tensors, quantised_outputs
+from jetfire.core.contract import Mode, Op, Tensors, quantised_outputs
+from jetfire.core.suites import Exported
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ class QuantizeQkv(Quantize):
         )
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """As of ops in general: `quantize` shows the rest."""
+        return Op.settings(self, mode)
+
+    def exported(self) -> list[Exported]:
+        return []
 
     def peers(
         self, problem: QuantizeProblem, inputs: Tensors

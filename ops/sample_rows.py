@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -134,6 +135,19 @@ class SampleRows(Op):
 
     def same_bits(self, problem: SampleRowsProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        return [
+            Timed(
+                "int4",
+                3,
+                sizes={"m": [8192, 16384]},
+                settings={"product": ["dgrad", "wgrad"]},
+                peers=COMPILED,
+                rounds=20,
+                power_ms=200.0,
+            )
+        ]
 
     def peers(
         self, problem: SampleRowsProblem, inputs: Tensors
