@@ -22,7 +22,7 @@ from jetfire.core.schema import Line, Name
 from jetfire.measure.results import Peaks, Results
 
 SCHEMA = 1
-FILE = Path(__file__).with_name("peaks.json")
+FILE = Path(__file__).parent.parent / "measure" / "peaks.json"
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

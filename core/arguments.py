@@ -73,7 +73,10 @@ def mistake(
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
     """A function's signature, and the annotations of its parameters, but for ``*`` and ``**``."""
-    signature, hints = inspect.signature(function), get_type_hints(function)
+    import torch  # which a function's module need not have imported
+
+    signature = inspect.signature(function)
+    hints = get_type_hints(function, localns={"torch": torch, "Tensor": torch.Tensor})
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for name, parameter in signature.parameters.items():
         if parameter.kind in several:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 from types import UnionType
 from typing import (
@@ -51,6 +49,12 @@ def float_dtype(name: FloatName) -> torch.dtype:
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+@cache
+def float_name(dtype: torch.dtype) -> FloatName:
+    """Return the short name of a torch dtype."""
+    return next(name for name in get_args(FloatName) if float_dtype(name) == dtype)
 
 
 # Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
@@ -205,8 +209,6 @@ class Op(ABC):
     no_gradients: ClassVar[str | None] = None
     # Peers that its time is compared with first, before those of `bench.show`.
     baselines: ClassVar[tuple[str, ...]] = ()
-    # The public function of `ops.functional` (backward's ends in ``_backward``); None without one.
-    function: ClassVar[str | None] = "int8_{name}"
     # Sizes that may not be 0.
     never_empty: ClassVar[frozenset[str]] = frozenset()
     # By size, the outputs that are sums over it: of nothing they are 0, or what was to be added to.
@@ -463,13 +465,17 @@ class Kernel(ABC):
         """Microseconds that a launch should take, to tell configs apart by; None where unknown."""
         return None
 
-    def sources(self) -> Sequence[Path]:
-        """The files that decide how fast a config runs."""
-        return sources.made_of(Path(inspect.getfile(type(self))))
+    def device_code(self) -> dict[str, str]:
+        """The code that a device runs, without comments, by file or by file and name."""
+        return sources.device_code(self._classes())
 
     def source_hash(self) -> str:
-        """12 hex digits that change with the code of `sources`, not with its comments."""
-        return sources.digest(tuple(self.sources()))
+        """12 hex digits that change with `device_code`: `core.sources` says with what not."""
+        return sources.digest(self._classes())
+
+    def _classes(self) -> tuple[type, ...]:
+        own = type(self).__mro__
+        return tuple(cls for cls in own if issubclass(cls, Kernel) and cls is not Kernel)
 
     def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin] | None:
         """The machine code of every function that a launch runs, in order; no device is needed.

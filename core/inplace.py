@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from jetfire.core.errors import UsageError
 
-Tensor = torch.Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def refuse_in_place(
@@ -25,6 +25,8 @@ def refuse_in_place(
         UsageError: one that is written requires grad while gradients are recorded, or shares
             memory with itself or another tensor of the call.
     """
+    import torch
+
     if torch.is_grad_enabled():
         for name, x in written.items():
             if x.requires_grad and not (adds and not _is_of_a_leaf(x)):
@@ -38,6 +40,8 @@ def refuse_in_place(
 
 
 def _is_of_a_leaf(x: Tensor) -> bool:
+    import torch
+
     if torch.compiler.is_compiling():  # Dynamo traces no _is_view
         return x.is_leaf
     base = x._base if x._is_view() else x

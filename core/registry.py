@@ -18,7 +18,6 @@ from jetfire.core.errors import UsageError, unknown
 if TYPE_CHECKING:
     from jetfire.core.contract import Kernel, Op
 
-_NO_OPS = {"functional", "library"}  # modules of `ops` beside the ops
 _ROOT = Path(__file__).parent.parent
 # In the order of preference where several are legal.
 _BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
@@ -28,7 +27,7 @@ _BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
 def names() -> tuple[str, ...]:
     """Every op, by name."""
     found = (m.name for m in pkgutil.iter_modules([str(_ROOT / "ops")]))
-    return tuple(sorted(set(found) - _NO_OPS))
+    return tuple(sorted(found))
 
 
 @cache

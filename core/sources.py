@@ -1,20 +1,38 @@
-"""What a kernel is made of, as files, and a hash of them that comments and layout do not change.
+"""What a kernel has a device run, found in its source files, and a hash of that.
 
-A profile keeps the hash of the kernel that was tuned. It is the same under every Python version.
+A profile keeps the hash of the kernel that was tuned. What counts is
+
+* of a CUDA kernel the ``.cu`` files that its host code names, the headers that these include, and
+  Python functions that write CUDA;
+* of a Triton or Gluon kernel the jit functions that its host code names, and all functions and
+  globals that those reach;
+* of a kernel with neither, as on the CPU, its class and what that reaches.
+
+Files are read as text. Nothing is imported or compiled, so the hash needs no GPU and is the same
+under every version of Python and Triton. Comments, docstrings, layout, where in its module and in
+which module a function stands, and what else is imported there do not count.
+
+Nor does the host: grid, tile sizes and constants are made of the problem and the config, which a
+profile holds beside the hash, and host code that is moved or shared leaves what the GPU runs as it
+was. So no hash tells that a launch makes something else of the same config (a warp group's share of
+the registers, a layout): whoever changes that must tune anew.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+# Packages of `jetfire` whose modules are followed, beside the kernel's own.
+_FOLLOWED = re.compile(r"jetfire\.(kernels_\w+|reference)\b")
 _CUDA_TOKEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|\w+|[^\w\s])', re.DOTALL
 )
@@ -22,80 +40,214 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class _File:
-    needs: tuple[Path, ...]
-    code: str
+class _Definition:
+    """A function, class or global of a module: every statement that defines it."""
+
+    file: Path
+    name: str
+    nodes: tuple[ast.stmt, ...] = field(compare=False)
+
+    def is_class(self) -> bool:
+        return any(isinstance(node, ast.ClassDef) for node in self.nodes)
+
+    def is_device_code(self) -> bool:
+        """A jit function, or one that writes CUDA."""
+        return any(
+            isinstance(node, ast.FunctionDef)
+            and (any(map(_is_jit, node.decorator_list)) or "__device__" in "".join(_texts(node)))
+            for node in self.nodes
+        )
 
 
-def made_of(file: Path) -> tuple[Path, ...]:
-    """A kernel's module and all that it needs of its backend, directly or not, sorted.
+@dataclass(frozen=True)
+class _Module:
+    """What a module's top level defines, and the dotted names of what it imports."""
 
-    That is what a module imports from its own `kernels_*` at its top level, the ``.cu`` files
-    beside it that it names, and what those include.
-    """
-    found: set[Path] = set()
-    waiting = [file]
-    while waiting:
-        path = waiting.pop()
-        if path not in found:
-            found.add(path)
-            waiting += _read(path).needs
-    return tuple(sorted(found))
+    tree: ast.Module
+    definitions: dict[str, tuple[ast.stmt, ...]]
+    imports: dict[str, str]
 
 
 @cache
-def digest(files: Sequence[Path]) -> str:
-    """12 hex digits over the files' code: no comments, docstrings, white space or file names."""
-    codes = sorted(_read(file).code for file in files)
+def digest(classes: tuple[type, ...]) -> str:
+    """12 hex digits that change with `device_code` alone.
+
+    Args:
+        classes: the kernel's own and those that it inherits from.
+    """
+    codes = sorted(device_code(classes).values())
     return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:12]
 
 
+def device_code(classes: Iterable[type]) -> dict[str, str]:
+    """The code that counts of a kernel's classes, by file or by ``file:name``."""
+    own = [_definition_of(cls) for cls in classes]
+    host = _reached(own, lambda found: not found.is_class() and not found.is_device_code())
+    named = {needed for found in host for needed in _needs(found)}
+    device = _reached((found for found in named if found.is_device_code()), lambda _: True)
+    files = _with_headers(file for found in host for file in _cuda_files(found))
+    if not device and not files:
+        device = _reached(own, lambda _: True)
+    return {
+        **{f"{found.file}:{found.name}": _code(list(found.nodes)) for found in device},
+        **{str(file): cuda_code(file.read_text(encoding="utf-8")) for file in files},
+    }
+
+
+def cuda_code(text: str) -> str:
+    """The tokens of CUDA C++, comments left out."""
+    return " ".join(filter(None, _CUDA_TOKEN.findall(text)))  # a comment is an empty one
+
+
+# Definitions and what they name.
+
+
+def _definition_of(cls: type) -> _Definition:
+    file = Path(inspect.getfile(cls))
+    nodes = (node for node in ast.walk(_module(file).tree) if isinstance(node, ast.ClassDef))
+    return _Definition(file, cls.__name__, tuple(n for n in nodes if n.name == cls.__name__))
+
+
+def _reached(
+    first: Iterable[_Definition], follow: Callable[[_Definition], bool]
+) -> set[_Definition]:
+    """Definitions, and those to follow that they name, directly or not."""
+    reached: set[_Definition] = set()
+    waiting = list(first)
+    while waiting:
+        found = waiting.pop()
+        if found not in reached:
+            reached.add(found)
+            waiting += filter(follow, _needs(found))
+    return reached
+
+
 @cache
-def _read(path: Path) -> _File:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        tokens = filter(None, _CUDA_TOKEN.findall(text))  # a comment is an empty one
-        return _File(tuple(_included(path, text)), " ".join(tokens))
-    tree = ast.parse(text)
-    return _File((*_imported(path, tree), *_named(path, tree)), _code(tree))
+def _needs(definition: _Definition) -> frozenset[_Definition]:
+    """The definitions that one names; a local variable counts as the global of its name."""
+    parts = [part for node in definition.nodes for part in ast.walk(node)]
+    imports = dict(_imports(parts))
+    dotted = {name for part in parts if (name := _dotted(part)) is not None}
+    found = {_find(definition.file, name, imports) for name in dotted}
+    return frozenset(found - {None, definition})  # type: ignore[arg-type]
 
 
-def _included(path: Path, text: str) -> Iterator[Path]:
-    """Headers beside a CUDA file or at its backend's root; `config.cuh` is written at run time."""
-    for name in _INCLUDE.findall(text):
-        yield from (file for file in (path.parent / name, path.parent.parent / name)
-                    if file.exists())  # fmt: skip
+def _find(file: Path, dotted: str, imports: dict[str, str] | None = None) -> _Definition | None:
+    """What a name means in a file, whose own imports the given ones go before."""
+    first, _, rest = dotted.partition(".")
+    module = _module(file)
+    absolute = {**module.imports, **(imports or {})}.get(first)
+    if absolute is None:
+        nodes = module.definitions.get(first)
+        return None if nodes is None else _Definition(file, first, nodes)
+    names = absolute.split(".") + (rest.split(".") if rest else [])
+    for end in range(len(names) - 1, 0, -1):  # the longest name of a module, then one in it
+        if (inner := _file_of(".".join(names[:end]))) is not None:
+            return _find(inner, names[end])
+    return None
 
 
-def _named(path: Path, tree: ast.Module) -> Iterator[Path]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and str(node.value).endswith(".cu"):
-            file = path.parent / str(node.value)
-            if file.exists():
-                yield file
-
-
-def _imported(path: Path, tree: ast.Module) -> Iterator[Path]:
-    """Modules of the same backend; of ``from package import module`` the module alone."""
-    if not path.is_relative_to(ROOT):
-        return
-    backend = f"jetfire.{path.relative_to(ROOT).parts[0]}"
-    for node in tree.body:
-        names: Iterable[str] = ()
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            modules = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
-            names = (inner if _file_of(inner) else outer for inner, outer in modules)
-        elif isinstance(node, ast.Import):
-            names = (alias.name for alias in node.names)
-        for name in names:
-            if name.startswith(f"{backend}.") and (file := _file_of(name)):
-                yield file
-
-
+@cache
 def _file_of(module: str) -> Path | None:
+    if not _FOLLOWED.match(module):
+        return None
     stem = ROOT.joinpath(*module.split(".")[1:])
     files = (stem.with_suffix(".py"), stem / "__init__.py")
     return next((file for file in files if file.exists()), None)
+
+
+@cache
+def _module(file: Path) -> _Module:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    definitions: dict[str, tuple[ast.stmt, ...]] = {}
+    for node in _top_level(tree.body):
+        for name in _defined(node):
+            definitions[name] = (*definitions.get(name, ()), node)
+    return _Module(tree, definitions, dict(_imports(_top_level(tree.body))))
+
+
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """A module's statements, those under an `if` or a `try` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            for name in ("body", "handlers", "orelse", "finalbody"):
+                for inner in getattr(node, name, ()):
+                    nested = inner.body if isinstance(inner, ast.ExceptHandler) else [inner]
+                    yield from _top_level(nested)
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Names that absolute imports bind, each with the dotted name that it stands for."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (top, top)
+
+
+def _dotted(node: ast.AST) -> str | None:
+    """``a.b.c`` of a name or of attributes of one."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
+        return f"{before}.{node.attr}"
+    return None
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    """``@triton.jit``, ``@gluon.jit``, with arguments or without."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (_dotted(called) or "").rpartition(".")[2] == "jit"
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The strings in some code."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+# CUDA files.
+
+
+def _cuda_files(definition: _Definition) -> Iterator[Path]:
+    """The ``.cu`` files beside its module that a definition names."""
+    for text in (text for node in definition.nodes for text in _texts(node)):
+        if text.endswith(".cu") and (file := definition.file.parent / text).exists():
+            yield file
+
+
+def _with_headers(files: Iterable[Path]) -> set[Path]:
+    """CUDA files and the headers that they include, directly or not.
+
+    Those lie beside a file or at its backend's root; `config.cuh` is written at run time.
+    """
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            for name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
+                places = (file.parent / name, file.parent.parent / name)
+                waiting += (place for place in places if place.exists())
+    return found
+
+
+# Python code as text.
 
 
 def _code(node: Any) -> str:

@@ -448,9 +448,11 @@ class Batch:
 
     def _empty(self) -> Case | None:
         """A call of the op's public function with one size of 0, or more."""
+        from jetfire.fuzz.empty import function
+
         op, rng = self._target.op, self._rng
         names = [d for d in op.dims if d in sizes_of(op) and d not in op.never_empty]
-        for _ in range(0 if op.function is None else TRIES):
+        for _ in range(TRIES if function(op, "fwd") else 0):
             flags = rng.choice(self._pool).flags
             problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
             if problem is None:

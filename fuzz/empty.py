@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from jetfire import ops
 from jetfire.core import registry
 from jetfire.core.contract import Op, Tensors
 from jetfire.core.device import Device
 from jetfire.fuzz.case import Case, Outcome
-from jetfire.ops import functional
 
 UNIT = 1024  # every op takes multiples of it
 
 
 def function(op: Op, mode: str) -> Any:
     """The function that a caller of an op in one mode calls; None where there is none."""
-    if op.function is None:
-        return None
-    name = op.function.format(name=op.name)
-    return getattr(functional, f"{name}_backward" if mode == "bwd" else name)
+    public = getattr(sys.modules[type(op).__module__], "__all__", ())
+    names = [name for name in public if name.endswith("_backward") == (mode == "bwd")]
+    return getattr(ops, names[0]) if names else None
 
 
 def run(case: Case, device: Device) -> Outcome:

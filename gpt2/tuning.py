@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from jetfire.core import profiles
+from jetfire.core import calls, profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
@@ -19,7 +19,6 @@ from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Step
 from jetfire.measure.plan import Case
-from jetfire.ops import library
 from jetfire.tuner import command
 from jetfire.tuner.asked import Asked
 
@@ -68,7 +67,7 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
         warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
         step([(ids, ids)])
     found: dict[str, list[Case]] = {}
-    for op, problem, kernel in library.planned():
+    for op, problem, kernel in calls.planned():
         found.setdefault(kernel.name, []).append(Case(op, problem))
     return found
 

@@ -33,16 +33,15 @@ from jetfire.nn.products import (
     draw,
 )
 from jetfire.nn.recipes import DEFAULT, Gradient, Int4, as_group
-from jetfire.ops.functional import (
+from jetfire.ops import (
     int4_bit_split,
     int4_gather_rows,
-    int4_gemm,
     int4_quantize,
     int4_quantize_backward,
     int4_sample_rows,
 )
 from jetfire.ops.hadamard_quantize import Group
-from jetfire.ops.int4_gemm import MOST_K
+from jetfire.ops.int4_gemm import MOST_K, int4_gemm
 from jetfire.ops.sample_rows import Keep, Parts, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 

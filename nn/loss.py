@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.nn.embedding import TiedGradient
-from jetfire.ops.functional import cross_entropy, cross_entropy_backward
+from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

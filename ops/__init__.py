@@ -1,19 +1,64 @@
 """Operations: each pairs a reference with its kernels.
 
-The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are found here. Importing this
-package imports no torch.
+The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are found here, wherever an op
+has them in its `__all__`. Importing this package imports no torch.
+
+Quantised tensors are pairs ``q, scale``: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉. Inputs may be
+row-strided views. Each function returns its op's outputs in order, a single one bare. `layout` says
+whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as all four ("both").
+The kernel is the one that `core.launch.choose` finds for the tensors' device; empty tensors need
+none: their results are empty, or zeros where they are sums over nothing. To autograd results are
+constants, but for those of an operator that is `Differentiable`.
+
+`int4_*` are the steps of a linear layer in 4 bits: codes are a tensor's own, with one scale, a
+tensor of one element on its device.
+
+Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from jetfire.core import registry
+from jetfire.core.operators import Operator
+
+
+class _Package(ModuleType):
+    """A package in which an op's function is found even where the op's module has its name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and name in getattr(value, "__all__", ()):
+            value = getattr(value, name)  # the import system binds a submodule's name
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+@cache
+def _homes() -> dict[str, ModuleType]:
+    """Return the public functions' names, and the module that each is in."""
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in registry.names()]
+    return {name: module for module in modules for name in getattr(module, "__all__", ())}
 
 
 def __getattr__(name: str) -> Any:
-    # Not cross_entropy and int4_gemm, which here are their ops' modules: `functional` has them.
-    if name.startswith(("int8_", "int4_")) and name not in registry.names():
-        return getattr(importlib.import_module("jetfire.ops.functional"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__all__":
+        return sorted(_homes())
+    if name.startswith("__") or name not in _homes():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _homes()[name]
+    for operator in vars(module).values():
+        if isinstance(operator, Operator):
+            operator.define()  # now rather than while torch.compile traces the first call
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_homes()})

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -18,14 +20,20 @@ from jetfire.core.contract import (
     quantised_outputs,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_adamw"]
+
 
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
@@ -233,3 +241,102 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
 
 
 OP = Adamw()
+
+
+def _codes_given(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    q: Tensor | None,
+    scale: Tensor | None,
+    qt: Tensor | None,
+    scale_t: Tensor | None,
+    grad: Tensor,
+    rate: Tensor,
+    step: Tensor,
+    grad_scale: Tensor | None,
+    *rest: Any,
+) -> dict[str, Any]:
+    """The codes that are given say the layout."""
+    m, n = param.shape
+    layout = "q" if qt is None else "qt" if q is None else "both"
+    return {"m": m, "n": n, "layout": layout, "guarded": grad_scale is not None}
+
+
+_adamw = Operator(
+    "adamw(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? q,"
+    " Tensor(e!)? scale, Tensor(f!)? qt, Tensor(g!)? scale_t, Tensor grad, Tensor rate,"
+    " Tensor step, Tensor? grad_scale, Tensor? found_inf, int block, float beta1, float"
+    " beta2, float eps, float decay) -> ()",
+    derive=_codes_given,
+)
+
+
+@checked
+def int8_adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Tensor,
+    step: Tensor,
+    *,
+    block: Block = 32,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    decay: float = 0.01,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    layout: Layout = "both",
+    out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """A step of AdamW in place, and the codes of the new param, rounded to nearest.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: fp32 m×n, all but grad contiguous. What is written shares
+            no memory with another argument.
+        rate, step: fp32, one element; `step` counts this one too. Below 1 it is refused on a CPU;
+            on a GPU, which nothing waits for, what it gives is NaN.
+        decay: decoupled: param is multiplied by 1 − rate·decay first.
+        grad_scale, found_inf: fp32, one element; both or neither. The gradient is divided by the
+            one; where the other is not 0 nothing changes, and the codes are those of param as it
+            is.
+        out: tensors to write the codes into.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
+    for name, x in {**state, "grad": grad}.items():
+        expect.same_shape(name, x, param)
+    for name, x in state.items():
+        expect.contiguous(name, x)
+    if (grad_scale is None) != (found_inf is None):
+        raise UsageError("grad_scale and found_inf: expected both or neither")
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            expect.scalar(name, scalar, param)
+    expect.choice("block", block, Block)
+    expect.choice("layout", layout, Layout)
+    m, n = param.shape
+    codes = expect.room(out, m, n, block, layout, param)
+    refuse_in_place({**state, **codes}, {"grad": grad, **scalars})
+    _adamw(
+        param,
+        exp_avg,
+        exp_avg_sq,
+        *(codes.get(k) for k in ("q", "scale", "qt", "scale_t")),
+        grad,
+        rate,
+        step,
+        grad_scale,
+        found_inf,
+        block,
+        beta1,
+        beta2,
+        eps,
+        decay,
+    )
+    return tuple(codes.values())

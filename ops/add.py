@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -20,12 +22,16 @@ from jetfire.core.contract import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.core.operators import Differentiable, Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_add", "int8_add_backward"]
 
 
 @dataclass(frozen=True)
@@ -177,3 +183,77 @@ class Add(Op):
 
 
 OP = Add()
+
+
+def _keep_stream(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1 if ctx.needs_input_grad[0] else 0 :])
+
+
+def _stream_gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return grads[0], None, None, None, None, None, None, None
+
+
+_add = Differentiable(
+    "add(Tensor x, Tensor y, Tensor y_scale, Tensor? seed, int block, float eps, str"
+    " rounding, str layout) -> Tensor[]",
+    leaf=0,
+    backward=_stream_gradient,
+    setup=_keep_stream,
+    mode="fwd",
+)
+_add_backward = Operator(
+    "add_backward(Tensor dsum, Tensor dq, Tensor dq_scale, Tensor? seed, int block, str"
+    " rounding, str layout) -> Tensor[]",
+    mode="bwd",
+    op="add",
+)
+
+
+def _addends(name: str, x: Tensor, y: Tensor, y_scale: Tensor, block: Block) -> None:
+    expect.matrix("the stream", x, ("bfloat16",))
+    expect.codes(name, y, y_scale, block, like=x)
+
+
+@checked
+def int8_add(
+    x: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    *,
+    block: Block = 32,
+    eps: float = 1e-5,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """The residual stream x (m×n bf16) plus a quantised branch.
+
+    Returns:
+        The sum (bf16); its copy as `layout` says: q, scale and/or qt, scale_t; and the mean and
+        rstd (with `eps`) of its rows, fp32, m.
+    """
+    _addends("y", x, y, y_scale, block)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(_add(x, y, y_scale, seed, block, eps, rounding, layout))
+
+
+@checked
+def int8_add_backward(
+    dsum: Tensor,
+    dq: Tensor,
+    dq_scale: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """The stream's gradient (m×n bf16) plus the one that its quantised copy received.
+
+    Returns:
+        dx (bf16), and its copy as `layout` says: q, scale and/or qt, scale_t.
+    """
+    _addends("dq", dsum, dq, dq_scale, block)
+    seed = expect.rounding_seed(rounding, seed, layout, dsum)
+    return tuple(_add_backward(dsum, dq, dq_scale, seed, block, rounding, layout))

@@ -7,15 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, FloatName, Op, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int4_bit_split"]
+
 
 Bits = Literal[8, 4]
 
@@ -50,7 +57,6 @@ class BitSplit(Op):
     name = "bit_split"
     summary = "a gradient as two 4-bit parts, the low one rounded stochastically"
     Problem = BitSplitProblem
-    function = "int4_bit_split"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(out for out, _ in model.linears())
@@ -133,3 +139,27 @@ class BitSplit(Op):
 
 
 OP = BitSplit()
+
+_bit_split = Operator(
+    "bit_split(Tensor x, Tensor? seed, int bits) -> (Tensor, Tensor, Tensor)",
+    derive=dtype_of_first,
+)
+
+
+@checked
+def int4_bit_split(
+    x: Tensor, *, bits: Bits = 8, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient (m×n bf16, fp16 or fp32) as unit·(14·hi + lo), lo rounded stochastically.
+
+    Args:
+        bits: 8; or 4 for unit·q alone, rounded to nearest, which needs no seed.
+
+    Returns:
+        Packed codes in [−7, 7], hi's rows above lo's (2m×n/2; of 4 bits m×n/2), the unit (fp32,
+        one element) and the sum of the squares of each row's codes (int32, 2m or m).
+    """
+    expect.matrix("x", x, expect.FLOATS)
+    expect.choice("bits", bits, Bits)
+    seed = expect.seed_on(seed, x) if bits == 8 else None
+    return _bit_split(x, seed, bits)

@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_column_sum"]
 
 
 OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way
@@ -110,3 +116,21 @@ def _bound(
 
 
 OP = ColumnSum()
+
+
+def _transposed(qt: Tensor, *rest: Any) -> dict[str, Any]:
+    n, m = qt.shape
+    return {"m": m, "n": n}
+
+
+_column_sum = Operator(
+    "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor",
+    derive=_transposed,
+)
+
+
+@checked
+def int8_column_sum(qt: Tensor, scale_t: Tensor, *, block: Block = 32) -> Tensor:
+    """The column sums (fp32, n) of an m×n tensor from its transposed copy: a bias's gradient."""
+    expect.codes("qt", qt, scale_t, block)
+    return _column_sum(qt, scale_t, block)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Check,
     FloatName,
@@ -17,14 +19,21 @@ from jetfire.core.contract import (
     Tensors,
     float_dtype,
 )
+from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
+from jetfire.core.operators import Differentiable, Operator, dtype_of_first
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["cross_entropy", "cross_entropy_backward"]
+
 
 VOCABULARY = 50257  # GPT-2's
 PADDED = 50304  # to a multiple of 128
@@ -52,7 +61,6 @@ class CrossEntropy(Op):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
-    function = "cross_entropy"
     never_empty: ClassVar[frozenset[str]] = frozenset({"n"})  # no logits, no loss
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
@@ -240,3 +248,101 @@ def _backward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
 
 
 OP = CrossEntropy()
+
+
+def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, targets, ctx.valid = inputs
+    loss, lse = output
+    ctx.mark_non_differentiable(*([lse] if ctx.needs_input_grad[0] else [loss, lse]))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, lse)
+
+
+def _logits_gradient(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+    if dloss is None:
+        return None, None, None
+    gradient = _cross_entropy_backward(*ctx.saved_tensors, dloss.contiguous(), ctx.valid)
+    return gradient, None, None
+
+
+_cross_entropy = Differentiable(
+    "cross_entropy(Tensor logits, Tensor targets, SymInt? valid) -> (Tensor, Tensor)",
+    leaf=0,
+    backward=_logits_gradient,
+    setup=_keep_logits,
+    derive=dtype_of_first,
+    mode="fwd",
+)
+_cross_entropy_backward = Operator(
+    "cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, SymInt?"
+    " valid) -> Tensor",
+    derive=dtype_of_first,
+    mode="bwd",
+    op="cross_entropy",
+)
+# `dlogits` holds the logits, and then their gradient.
+_cross_entropy_backward_inplace = Operator(
+    "cross_entropy_backward_inplace(Tensor(a!) dlogits, Tensor targets, Tensor lse, Tensor"
+    " dloss, SymInt? valid) -> ()",
+    derive=dtype_of_first,
+    renamed={"logits": "dlogits"},
+    mode="bwd",
+    op="cross_entropy",
+)
+
+
+def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
+    expect.matrix("logits", logits, expect.FLOATS)
+    expect.same_device("targets", targets, logits)
+    rows, columns = logits.shape
+    if columns == 0 and rows > 0:
+        raise UsageError(f"logits has shape {tuple(logits.shape)}: expected at least one column")
+    if expect.named(targets.dtype) != "int64" or targets.shape != (rows,):
+        dtype = expect.named(targets.dtype)
+        raise UsageError(f"targets is {dtype} {tuple(targets.shape)}: expected int64 {(rows,)}")
+    if valid is not None and not 1 <= valid <= columns:
+        raise UsageError(f"valid={valid}: expected 1 to {columns}, the columns of logits")
+
+
+@checked
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, valid: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """−log softmax(logits)[target] of every row, and lse = log Σ exp(logits), both fp32, m.
+
+    The loss has a gradient in the logits.
+
+    Args:
+        logits: m×n bf16, fp16 or fp32; columns from `valid` on are padding and count as −∞.
+        targets: int64, m; −100 gives a loss of 0, and what is no column NaN.
+    """
+    _labelled(logits, targets, valid)
+    return _cross_entropy(logits, targets.contiguous(), valid)
+
+
+@checked
+def cross_entropy_backward(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    *,
+    valid: int | None = None,
+    inplace: bool = False,
+) -> Tensor:
+    """dloss·(softmax(logits) − one-hot(target)), m×n as the logits; 0 in the padding.
+
+    Args:
+        lse: from `cross_entropy`.
+        dloss: fp32, m.
+        inplace: overwrite the logits, whose rows do not overlap, and return them.
+    """
+    _labelled(logits, targets, valid)
+    m = logits.shape[0]
+    lse, dloss = expect.vector("lse", lse, m, logits), expect.vector("dloss", dloss, m, logits)
+    operands = (logits, targets.contiguous(), lse, dloss, valid)
+    if not inplace:
+        return _cross_entropy_backward(*operands)
+    refuse_in_place({"logits": logits}, {"targets": operands[1], "lse": lse, "dloss": dloss})
+    _cross_entropy_backward_inplace(*operands)
+    return logits

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -16,12 +18,16 @@ from jetfire.core.contract import (
     Tensors,
     float_dtype,
 )
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_dequantize"]
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,17 @@ class Dequantize(Op):
 
 
 OP = Dequantize()
+
+_dequantize = Operator(
+    "dequantize(Tensor q, Tensor scale, int block, str out) -> Tensor",
+)
+
+
+@checked
+def int8_dequantize(
+    q: Tensor, scale: Tensor, *, block: Block = 32, out: FloatName = "bf16"
+) -> Tensor:
+    """q·scale as `out`, m×n."""
+    expect.codes("q", q, scale, block)
+    expect.choice("out", out, FloatName)
+    return _dequantize(q, scale, block, out)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -19,12 +21,16 @@ from jetfire.core.contract import (
     quantised_outputs,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_dropout", "int8_dropout_backward"]
 
 
 @dataclass(frozen=True)
@@ -137,3 +143,54 @@ class Dropout(Op):
 
 
 OP = Dropout()
+
+_dropout = Operator(
+    "dropout(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout) -> Tensor[]",
+    mode="fwd",
+)
+_dropout_backward = Operator(
+    "dropout_backward(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout)"
+    " -> Tensor[]",
+    mode="bwd",
+    op="dropout",
+)
+
+
+def _droppable(q: Tensor, scale: Tensor, seed: Tensor, block: Block, layout: Layout) -> None:
+    expect.codes("q", q, scale, block)
+    expect.seed_on(seed, q)
+    expect.choice("layout", layout, Layout)
+
+
+@checked
+def int8_dropout(
+    q: Tensor,
+    scale: Tensor,
+    seed: Tensor,
+    *,
+    p: float = 0.1,
+    block: Block = 32,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Codes zeroed with probability p and scales divided by 1 − p; nothing is requantised.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    _droppable(q, scale, seed, block, layout)
+    return tuple(_dropout(q, scale, seed, p, block, layout))
+
+
+@checked
+def int8_dropout_backward(
+    q: Tensor,
+    scale: Tensor,
+    seed: Tensor,
+    *,
+    p: float = 0.1,
+    block: Block = 32,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """The gradient of `int8_dropout` with the same seed, from its output's gradient."""
+    _droppable(q, scale, seed, block, layout)
+    return tuple(_dropout_backward(q, scale, seed, p, block, layout))

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
@@ -16,8 +19,11 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int4_gather_rows"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,6 @@ class GatherRows(Op):
     name = "gather_rows"
     summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
     Problem = GatherRowsProblem
-    function = "int4_gather_rows"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(width for linear in model.linears() for width in linear)
@@ -195,3 +200,56 @@ class GatherRows(Op):
 
 
 OP = GatherRows()
+
+
+def _drawn(
+    q: Tensor, rows: Tensor | None, counts: Tensor | None, repeat: Tensor | None, *rest: Any
+) -> dict[str, Any]:
+    return {
+        "m": q.shape[0],
+        "n": 2 * q.shape[1],
+        "rows": None if rows is None else rows.shape[0],
+        "repeat": repeat is not None,
+    }
+
+
+_gather_rows = Operator(
+    "gather_rows(Tensor q, Tensor? rows, Tensor? counts, Tensor? repeat, bool transpose,"
+    " bool wide) -> Tensor",
+    derive=_drawn,
+)
+
+
+@checked
+def int4_gather_rows(
+    q: Tensor,
+    *,
+    rows: Tensor | None = None,
+    counts: Tensor | None = None,
+    repeat: Tensor | None = None,
+    transpose: bool = False,
+    wide: bool = False,
+) -> Tensor:
+    """Packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
+
+    Args:
+        rows, counts: of `int4_sample_rows`, both or neither; row i of them is q's row i mod m.
+            What rows from counts[1] on hold is not said.
+        repeat: multiplies each row; not with `wide`, for which a byte then has no room.
+        wide: codes are put in the high halves of their bytes, as `int4_gemm` reads them but in a
+            weight's gradient.
+
+    Returns:
+        int8, rows×n, or n×rows where transposed.
+    """
+    expect.matrix("q", q, ("int8",))
+    if (rows is None) != (counts is None):
+        raise UsageError("rows and counts: expected both or neither")
+    if rows is not None and counts is not None:
+        rows = expect.exactly("rows", rows, "int32", (rows.numel(),), q)
+        counts = expect.exactly("counts", counts, "int32", (2,), q)
+    if repeat is not None:
+        if rows is None:
+            raise UsageError("repeat: expected rows and counts with it")
+        repeat = expect.exactly("repeat", repeat, "int8", (rows.numel(),), q)
+    return _gather_rows(q, rows, counts, repeat, transpose, wide)

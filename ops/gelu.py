@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -18,13 +20,20 @@ from jetfire.core.contract import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
+from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_gelu", "int8_gelu_backward"]
+
 
 Approximate = Literal["tanh", "erf"]
 
@@ -180,3 +189,88 @@ def _noise(problem: GeluProblem, inputs: Tensors, value: torch.Tensor) -> torch.
 
 
 OP = Gelu()
+
+_gelu = Operator(
+    "gelu(Tensor x, Tensor x_scale, Tensor? seed, int block, str approximate, str rounding,"
+    " str layout) -> Tensor[]",
+    mode="fwd",
+)
+_gelu_backward = Operator(
+    "gelu_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed, int"
+    " block, str approximate, str rounding, str layout) -> Tensor[]",
+    mode="bwd",
+    op="gelu",
+)
+# `q` holds dy's codes, and then dx's.
+_gelu_backward_inplace = Operator(
+    "gelu_backward_inplace(Tensor x, Tensor x_scale, Tensor(a!) q, Tensor dy_scale,"
+    " Tensor(b!) scale, Tensor(c!) qt, Tensor(d!) scale_t, Tensor? seed, int block, str"
+    " approximate, str rounding) -> ()",
+    renamed={"dy": "q"},
+    mode="bwd",
+    layout="both",
+    op="gelu",
+)
+
+
+@checked
+def int8_gelu(
+    x: Tensor,
+    x_scale: Tensor,
+    *,
+    block: Block = 32,
+    approximate: Approximate = "tanh",
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """gelu(x), quantised; `approximate` is "tanh" or "erf".
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    expect.codes("x", x, x_scale, block)
+    expect.choice("approximate", approximate, Approximate)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(_gelu(x, x_scale, seed, block, approximate, rounding, layout))
+
+
+@checked
+def int8_gelu_backward(
+    x: Tensor,
+    x_scale: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    *,
+    block: Block = 32,
+    approximate: Approximate = "tanh",
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+    inplace: bool = False,
+) -> tuple[Tensor, ...]:
+    """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`.
+
+    Args:
+        inplace: write dx's codes over dy's (contiguous, apart from x's); `layout` is then "both".
+    """
+    expect.codes("x", x, x_scale, block)
+    expect.codes("dy", dy, dy_scale, block, like=x)
+    expect.choice("approximate", approximate, Approximate)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    if not inplace:
+        return tuple(
+            _gelu_backward(x, x_scale, dy, dy_scale, seed, block, approximate, rounding, layout)
+        )
+    if layout != "both" or not dy.is_contiguous():
+        raise UsageError(
+            f"inplace with layout={layout}, strides {dy.stride()}: expected "
+            "layout=both and contiguous dy"
+        )
+    refuse_in_place({"dy": dy}, {"x": x})
+    scale, qt = dy_scale.new_empty(dy_scale.shape), dy.new_empty(dy.shape[::-1])
+    scale_t = scale.new_empty(scale.shape[::-1])
+    _gelu_backward_inplace(
+        x, x_scale, dy, dy_scale, scale, qt, scale_t, seed, block, approximate, rounding
+    )
+    return dy, scale, qt, scale_t

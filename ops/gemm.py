@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from jetfire.core import workloads
+from jetfire.core import expect, workloads
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    FloatName,
     Layout,
     Mode,
     Op,
@@ -21,9 +23,12 @@ from jetfire.core.contract import (
     Tensors,
     ceil_div,
     float_dtype,
+    float_name,
     quantised_outputs,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
+from jetfire.core.operators import Differentiable, Operator
 from jetfire.core.suites import Exported, Timed
 from jetfire.measure.data import Source
 
@@ -31,8 +36,11 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_gemm"]
 
 
 @dataclass(frozen=True)
@@ -394,3 +402,108 @@ def _check_floats(
 
 
 OP = Gemm()
+
+
+def _sizes(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, *rest: Any
+) -> dict[str, Any]:
+    return {"m": a.shape[0], "n": b.shape[0], "k": a.shape[1], "bias": bias is not None}
+
+
+def _sizes_and_type(c: Tensor, *operands: Any) -> dict[str, Any]:
+    return {**_sizes(*operands), "out": float_name(c.dtype)}
+
+
+def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if not ctx.needs_input_grad[4]:
+        ctx.mark_non_differentiable(output)
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    import torch
+
+    dbias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[4] else None
+    return None, None, None, None, dbias, None, None
+
+
+_gemm = Differentiable(
+    "gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int block, str"
+    " out) -> Tensor",
+    leaf=4,
+    backward=_bias_gradient,
+    setup=_keep_bias,
+    derive=_sizes,
+)
+_gemm_quantized = Operator(
+    "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
+    " Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    derive=_sizes,
+    out="int8",
+    op="gemm",
+)
+_gemm_accumulate = Operator(
+    "gemm_accumulate(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
+    " Tensor? bias, int block) -> ()",
+    derive=_sizes_and_type,
+    accumulate=True,
+    op="gemm",
+)
+
+
+@checked
+def int8_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    block: Block = 32,
+    out: str = "bf16",
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> Any:
+    """A (m×k)·Bᵀ (B n×k) + bias, both quantised.
+
+    Args:
+        out: "bf16", "fp16", "fp32", or "int8" to requantise with `rounding` and `layout`.
+        bias: fp32, n.
+        c: m×n contiguous of dtype `out`: the product is added to it, in place. It shares no memory
+            with another argument.
+
+    Returns:
+        C, m×n; for int8, q, scale and/or qt, scale_t.
+    """
+    expect.codes("a", a, a_scale, block)
+    expect.codes("b", b, b_scale, block)
+    expect.same_device("b", b, a)
+    if a.shape[1] != b.shape[1]:
+        raise UsageError(f"a has k={a.shape[1]} and b k={b.shape[1]}: expected one k")
+    m, n = a.shape[0], b.shape[0]
+    operands = (a, a_scale.contiguous(), b, b_scale.contiguous())
+    if bias is not None:
+        bias = expect.vector("bias", bias, n, a)
+    if c is not None:
+        _accumulator(c, m, n, out, a)
+        read = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias}
+        refuse_in_place({"c": c}, read, adds=True)
+        _gemm_accumulate(c, *operands, bias, block)
+        return c
+    if out == "int8":
+        seed = expect.rounding_seed(rounding, seed, layout, a)
+        return tuple(_gemm_quantized(*operands, bias, seed, block, rounding, layout))
+    expect.choice("out", out, FloatName, "int8")
+    if layout != "q":
+        raise UsageError(f"layout={layout} out={out}: expected out=int8")
+    return _gemm(*operands, bias, block, out)
+
+
+def _accumulator(c: Tensor, m: int, n: int, out: Any, like: Tensor) -> None:
+    if out not in get_args(FloatName):
+        raise UsageError(f"c with out={out}: expected out=bf16 or fp16 or fp32")
+    expect.matrix("c", c, (expect.named(float_dtype(out)),))
+    expect.same_device("c", c, like)
+    if c.shape != (m, n) or not c.is_contiguous():
+        raise UsageError(f"c has shape {tuple(c.shape)}: expected {(m, n)}, contiguous")

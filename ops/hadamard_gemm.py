@@ -62,7 +62,6 @@ class HadamardGemm(Op):
     summary = "a linear layer in 4 bits, all stages: Hadamard, codes, product; sampled gradients"
     Problem = HadamardGemmProblem
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
-    function = None  # `Int4Linear` calls those of its stages
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
     # tests/test_hadamard_gemm.py holds them to that.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Check,
     FloatName,
@@ -19,8 +21,10 @@ from jetfire.core.contract import (
     Tensors,
     ceil_div,
     float_dtype,
+    float_name,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import COMPILED, Exported, Timed
 from jetfire.measure.data import Source
 
@@ -28,8 +32,12 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int4_quantize", "int4_quantize_backward"]
+
 
 Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 Codes = Literal["packed", "wide", "both"]
@@ -82,7 +90,6 @@ class HadamardQuantize(Op):
     Problem = HadamardQuantizeProblem
     contiguous: ClassVar[frozenset[str]] = frozenset({"slots"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
-    function = "int4_quantize"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         """The inputs of a block's linear layers, and their weights."""
@@ -388,3 +395,108 @@ def _eager_backward(
 
 
 OP = HadamardQuantize()
+
+
+def _given(
+    dx_hat: Tensor,
+    q: Tensor | None,
+    x: Tensor | None,
+    step: Tensor | None,
+    slots: Tensor | None,
+    *rest: Any,
+) -> dict[str, Any]:
+    """Of q or of x and step; with slots and unit, dx_hat holds the kept rows alone."""
+    rows, n = dx_hat.shape
+    return {
+        "m": rows if slots is None else slots.shape[0],
+        "n": n,
+        "dtype": float_name(dx_hat.dtype),
+        "given": "codes" if x is None else "x",
+        "gathered": slots is not None,
+    }
+
+
+_hadamard_quantize = Operator(
+    "hadamard_quantize(Tensor x, Tensor step, int group, str layout) -> Tensor[]",
+    derive=dtype_of_first,
+    mode="fwd",
+)
+_hadamard_quantize_backward = Operator(
+    "hadamard_quantize_backward(Tensor dx_hat, Tensor? q, Tensor? x, Tensor? step, Tensor?"
+    " slots, Tensor? unit, int group) -> Tensor[]",
+    derive=_given,
+    mode="bwd",
+    op="hadamard_quantize",
+)
+
+
+@checked
+def int4_quantize(
+    x: Tensor, step: Tensor, *, group: Group = 32, layout: Codes = "packed"
+) -> tuple[Tensor, ...]:
+    """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
+
+    Args:
+        step: fp32, one element: what codes are multiples of.
+        group: a power of two up to 1024 that divides n; 1 transforms nothing.
+
+    Returns:
+        As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one in the high half
+        of a byte (int8 m×n, "wide"), or both; then their scale (fp32, one element), NaN if x is not
+        finite or the step not finite and above 0, and the sum of the squares of each row's codes
+        (int32, m).
+    """
+    expect.matrix("x", x, expect.FLOATS)
+    expect.scalar("step", step, x)
+    expect.choice("group", group, Group)
+    expect.choice("layout", layout, Codes)
+    return tuple(_hadamard_quantize(x, step.view(1), group, layout))
+
+
+@checked
+def int4_quantize_backward(
+    dx_hat: Tensor,
+    *,
+    q: Tensor | None = None,
+    x: Tensor | None = None,
+    step: Tensor | None = None,
+    group: Group = 32,
+    slots: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> Any:
+    """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
+
+    Args:
+        dx_hat: m×n bf16, fp16 or fp32; with `slots` the kept rows alone, as `int4_gemm` leaves
+            them.
+        q: the packed codes, m×n/2: a code at either end counts as clipped. Or else
+        x, step: what was quantised, and its step: then the step has a gradient too.
+        slots, unit: of `int4_sample_rows` and `int4_bit_split`: the rows that belong to each row
+            of x; both or neither.
+
+    Returns:
+        dx, m×n as dx_hat; with `x` also the step's gradient by rows, fp32, m.
+    """
+    expect.matrix("dx_hat", dx_hat, expect.FLOATS)
+    expect.choice("group", group, Group)
+    if (q is None) == (x is None) or (x is None) != (step is None):
+        raise UsageError("q, x and step: expected q alone, or x and step")
+    if (slots is None) != (unit is None):
+        raise UsageError("slots and unit: expected both or neither")
+    rows, n = dx_hat.shape
+    if slots is not None and unit is not None:
+        rows = len(slots) if slots.dim() else 0
+        slots = expect.exactly("slots", slots, "int32", (rows, 2), dx_hat)
+        expect.scalar("unit", unit, dx_hat)
+        unit = unit.view(1)
+    name, given, columns = ("x", x, n) if x is not None else ("q", q, n // 2)
+    assert given is not None
+    expect.matrix(name, given, ("int8" if x is None else expect.named(dx_hat.dtype),))
+    expect.same_device(name, given, dx_hat)
+    if given.shape != (rows, columns):
+        raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {(rows, columns)}")
+    if step is not None:
+        expect.scalar("step", step, dx_hat)
+        step = step.view(1)
+    found = _hadamard_quantize_backward(dx_hat, q, x, step, slots, unit, group)
+    return found[0] if x is None else tuple(found)

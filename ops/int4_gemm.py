@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Check,
     FloatName,
@@ -18,6 +20,7 @@ from jetfire.core.contract import (
     float_dtype,
 )
 from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported, Timed
 from jetfire.measure.data import Source
 from jetfire.ops.sample_rows import SEGMENT, capacity
@@ -26,8 +29,12 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int4_gemm"]
+
 
 Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
@@ -108,7 +115,6 @@ class Int4Gemm(Op):
     Problem = Int4GemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
-    function = "int4_gemm"
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
@@ -318,3 +324,80 @@ def _bytes(source: Source, *shape: int) -> torch.Tensor:
 
 
 OP = Int4Gemm()
+
+
+def _sizes(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    counts: Tensor | None,
+    operands: str,
+    out: str,
+) -> dict[str, Any]:
+    """An input's gradient where a weight of each row and counts are given, a weight's where counts
+    alone are."""
+    return {
+        "m": a.shape[0],
+        "n": b.shape[0],
+        "k": a.shape[1] * (2 if operands == "packed" else 1),
+        "product": "fwd" if counts is None else "wgrad" if weight is None else "dgrad",
+        "bias": bias is not None,
+    }
+
+
+_int4_gemm = Operator(
+    "int4_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor?"
+    " weight, Tensor? counts, str operands, str out) -> Tensor",
+    derive=_sizes,
+)
+
+
+@checked
+def int4_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    packed: bool = False,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    counts: Tensor | None = None,
+    out: FloatName = "bf16",
+) -> Tensor:
+    """A (m×k)·Bᵀ (B n×k) + bias, of 4-bit codes with a scale (fp32, one element) each.
+
+    Args:
+        packed: codes are two a byte, m×k/2 and n×k/2; else one in a byte's high half, but for a
+            weight's gradient, whose bytes are the numbers that are meant. k is even either way.
+        bias: fp32, n.
+        weight, counts: of `int4_sample_rows`, for an input's gradient: row i is multiplied by
+            weight[i], and what rows from counts[1] on hold is not said.
+        counts alone: for a weight's gradient: what is summed over are the first counts[1], of
+            which the first counts[0] count 14 times.
+
+    Returns:
+        C, m×n of `out`.
+    """
+    for name, codes, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        expect.matrix(name, codes, ("int8",))
+        expect.same_device(name, codes, a)
+        expect.scalar(f"{name}'s scale", scale, a)
+    if a.shape[1] != b.shape[1]:
+        unit = 2 if packed else 1
+        raise UsageError(f"a has k={a.shape[1] * unit} and b k={b.shape[1] * unit}: expected one k")
+    expect.choice("out", out, FloatName)
+    if bias is not None:
+        bias = expect.vector("bias", bias, b.shape[0], a)
+    if weight is not None:
+        if counts is None:
+            raise UsageError("weight: expected counts with it")
+        weight = expect.vector("weight", weight, a.shape[0], a)
+    if counts is not None:
+        counts = expect.exactly("counts", counts, "int32", (2,), a)
+    a_scale, b_scale = a_scale.view(1), b_scale.view(1)
+    operands = "packed" if packed else "wide"
+    return _int4_gemm(a, a_scale, b, b_scale, bias, weight, counts, operands, out)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -20,6 +22,8 @@ from jetfire.core.contract import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
@@ -27,8 +31,12 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_layernorm", "int8_layernorm_backward"]
+
 
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A few of them: what evaluation may add to a result, in units of its largest term.
@@ -364,3 +372,95 @@ def _backward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
 
 
 OP = LayerNorm()
+
+
+def _statistics(
+    x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, *rest: Any
+) -> dict[str, Any]:
+    m, n = x.shape
+    return {"m": m, "n": n, "stats": "row" if mean is None else "given"}
+
+
+_layernorm = Operator(
+    "layernorm(Tensor x, Tensor x_scale, Tensor weight, Tensor bias, Tensor? mean, Tensor?"
+    " rstd, Tensor? seed, int block, float eps, str rounding, str layout) -> Tensor[]",
+    derive=_statistics,
+    mode="fwd",
+)
+_layernorm_backward = Operator(
+    "layernorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
+    " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout) ->"
+    " Tensor[]",
+    mode="bwd",
+    op="layernorm",
+)
+
+
+@checked
+def int8_layernorm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    block: Block = 32,
+    eps: float = 1e-5,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """LayerNorm of whole rows, quantised.
+
+    Args:
+        weight, bias: fp32, n.
+        mean, rstd: fp32, m, the rows' statistics where known (from `int8_add`); both or neither.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t; then mean and rstd unless they were given.
+    """
+    expect.codes("x", x, x_scale, block)
+    m, n = x.shape
+    weight, bias = expect.vector("weight", weight, n, x), expect.vector("bias", bias, n, x)
+    if (mean is None) != (rstd is None):
+        raise UsageError("mean and rstd: expected both or neither")
+    if mean is not None and rstd is not None:
+        mean, rstd = expect.vector("mean", mean, m, x), expect.vector("rstd", rstd, m, x)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(
+        _layernorm(x, x_scale, weight, bias, mean, rstd, seed, block, eps, rounding, layout)
+    )
+
+
+@checked
+def int8_layernorm_backward(
+    x: Tensor,
+    x_scale: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Gradients of `int8_layernorm`, through the statistics as well.
+
+    Returns:
+        dx as `layout` says: q, scale and/or qt, scale_t; then dweight and dbias, fp32, n.
+    """
+    expect.codes("x", x, x_scale, block)
+    expect.codes("dy", dy, dy_scale, block, like=x)
+    m, n = x.shape
+    weight = expect.vector("weight", weight, n, x)
+    mean, rstd = expect.vector("mean", mean, m, x), expect.vector("rstd", rstd, m, x)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(
+        _layernorm_backward(
+            x, x_scale, dy, dy_scale, weight, mean, rstd, seed, block, rounding, layout
+        )
+    )

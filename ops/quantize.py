@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
@@ -19,13 +21,17 @@ from jetfire.core.contract import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_quantize"]
 
 
 @dataclass(frozen=True)
@@ -122,3 +128,28 @@ class Quantize(Op):
 
 
 OP = Quantize()
+
+_quantize = Operator(
+    "quantize(Tensor x, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    derive=dtype_of_first,
+)
+
+
+@checked
+def int8_quantize(
+    x: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Codes and scales of x, m×n bf16, fp16 or fp32.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    expect.matrix("x", x, expect.FLOATS)
+    expect.choice("block", block, Block)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(_quantize(x, seed, block, rounding, layout))

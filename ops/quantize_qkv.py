@@ -6,15 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Mode, Op, Tensors, quantised_outputs
+from jetfire.core import expect
+from jetfire.core.arguments import checked
+from jetfire.core.contract import Block, Layout, Mode, Op, Rounding, Tensors, quantised_outputs
+from jetfire.core.errors import UsageError
+from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import Exported
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
     from jetfire.measure.data import Source
+
+__all__ = ["int8_quantize_qkv"]
+
 
 PARTS = ("query", "key", "value")
 
@@ -83,3 +91,36 @@ class QuantizeQkv(Quantize):
 
 
 OP = QuantizeQkv()
+
+_quantize_qkv = Operator(
+    "quantize_qkv(Tensor query, Tensor key, Tensor value, Tensor? seed, int block, str"
+    " rounding, str layout) -> Tensor[]",
+    derive=dtype_of_first,
+)
+
+
+@checked
+def int8_quantize_qkv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Codes and scales of [query | key | value], m×3w, of three m×w matrices of one float dtype.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    expect.matrix("query", query, expect.FLOATS)
+    for name, x in (("key", key), ("value", value)):
+        expect.matrix(name, x, (expect.named(query.dtype),))
+        expect.same_device(name, x, query)
+        if x.shape != query.shape:
+            raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(query.shape)}")
+    expect.choice("block", block, Block)
+    seed = expect.rounding_seed(rounding, seed, layout, query)
+    return tuple(_quantize_qkv(query, key, value, seed, block, rounding, layout))

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.operators import Operator
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
@@ -14,8 +17,12 @@ if TYPE_CHECKING:
     from random import Random
 
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int4_sample_rows"]
+
 
 Parts = Literal[2, 1]
 Product = Literal["dgrad", "wgrad"]
@@ -47,7 +54,6 @@ class SampleRows(Op):
     name = "sample_rows"
     summary = "leverage-score sampling of a split gradient's rows, and their compaction"
     Problem = SampleRowsProblem
-    function = "int4_sample_rows"
     dims: ClassVar[tuple[str, ...]] = ("m",)
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -217,3 +223,50 @@ def capacity(m: int, parts: int, product: str, keep: str) -> int:
 
 
 OP = SampleRows()
+
+
+def _product(
+    squares: Tensor, x_squares: Tensor | None, seed: Tensor, parts: int, keep: str
+) -> dict[str, Any]:
+    """For a weight's gradient where x_squares are given, else for an input's."""
+    m = squares.shape[0] // parts
+    return {"m": m, "product": "dgrad" if x_squares is None else "wgrad"}
+
+
+_sample_rows = Operator(
+    "sample_rows(Tensor squares, Tensor? x_squares, Tensor seed, int parts, str keep) -> Tensor[]",
+    derive=_product,
+)
+
+
+@checked
+def int4_sample_rows(
+    squares: Tensor,
+    *,
+    x_squares: Tensor | None = None,
+    parts: Parts = 2,
+    keep: Keep = "half",
+    seed: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Which rows of a split gradient to multiply, drawn with probabilities as their norms are.
+
+    Args:
+        squares: int32, parts·m, of `int4_bit_split`.
+        x_squares: int32, m, of `int4_quantize`: the draw is then for the weight's gradient.
+        keep: "half" of the rows of both parts (m) are expected to be kept, or "all" but the zero
+            ones.
+
+    Returns:
+        rows (int32): the rows to gather, those of each part up to a multiple of 128, −1 elsewhere;
+        counts (int32, 2): the ends of the first part's rows and of all. For the input's gradient
+        weight (fp32, for each of the rows) and slots (int32, m×2: where a row's two parts are in
+        rows); for the weight's repeat (int8, for each of the rows).
+    """
+    expect.choice("parts", parts, Parts)
+    expect.choice("keep", keep, Keep)
+    m = squares.shape[0] // parts if squares.dim() == 1 else 0
+    squares = expect.exactly("squares", squares, "int32", (parts * m,), squares)
+    if x_squares is not None:
+        x_squares = expect.exactly("x_squares", x_squares, "int32", (m,), squares)
+    seed = expect.seed_on(seed, squares)
+    return tuple(_sample_rows(squares, x_squares, seed, parts, keep))

@@ -6,13 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, quantised_outputs
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_transpose"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +86,14 @@ class Transpose(Op):
 
 
 OP = Transpose()
+
+_transpose = Operator(
+    "transpose(Tensor q, Tensor scale, int block) -> (Tensor, Tensor)",
+)
+
+
+@checked
+def int8_transpose(q: Tensor, scale: Tensor, *, block: Block = 32) -> tuple[Tensor, Tensor]:
+    """qt (int8 n×m) and scale_t, contiguous; nothing is requantised."""
+    expect.codes("q", q, scale, block)
+    return _transpose(q, scale, block)

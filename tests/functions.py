@@ -1,24 +1,17 @@
 """The public functions of `jetfire.ops`, each with arguments that it takes."""
 
-import inspect
 from typing import Any
 
 import torch
 
-from jetfire.ops import functional
+from jetfire import ops
 
 M, N = 40, 64  # of every matrix: whole blocks across, a ragged one down
 
 
 def names() -> list[str]:
     """Every public function, by name."""
-    return [
-        name
-        for name, function in vars(functional).items()
-        if inspect.isfunction(inspect.unwrap(function))
-        and function.__module__ == functional.__name__
-        and not name.startswith("_")
-    ]
+    return list(ops.__all__)
 
 
 def arguments() -> dict[str, list[dict[str, Any]]]:
@@ -39,28 +32,26 @@ def arguments() -> dict[str, list[dict[str, Any]]]:
     x, weight, logits = normal(M, N), normal(N, N), normal(M, N)
     bias, gain, seed = normal(N), normal(N), scalar(7, torch.int64)
     stream = x.bfloat16()
-    q, scale, qt, scale_t = functional.int8_quantize(x, layout="both")
-    dy, dy_scale = functional.int8_quantize(normal(M, N))
-    w, w_scale = functional.int8_quantize(weight)
+    q, scale, qt, scale_t = ops.int8_quantize(x, layout="both")
+    dy, dy_scale = ops.int8_quantize(normal(M, N))
+    w, w_scale = ops.int8_quantize(weight)
     product = {"a": q, "a_scale": scale, "b": w, "b_scale": w_scale}
-    *_, mean, rstd = functional.int8_layernorm(q, scale, gain, bias)
+    *_, mean, rstd = ops.int8_layernorm(q, scale, gain, bias)
     targets = torch.arange(M, dtype=torch.int64, device="cpu") % 50
-    _, lse = functional.cross_entropy(logits, targets)
+    _, lse = ops.cross_entropy(logits, targets)
     entropy = {"logits": logits, "targets": targets, "lse": lse, "dloss": normal(M)}
     step = scalar(0.5)
-    packed, wide, x_step, squares = functional.int4_quantize(x, step, layout="both")
-    packed_w, wide_w, w_step, _ = functional.int4_quantize(weight, step, layout="both")
-    split, unit, of_split = functional.int4_bit_split(x, seed=seed)
-    rows, counts, row_weight, slots = functional.int4_sample_rows(of_split, seed=seed)
-    drawn, drawn_counts, repeat = functional.int4_sample_rows(
-        of_split, x_squares=squares, seed=seed
-    )
-    kept = functional.int4_gather_rows(split, rows=rows, counts=counts, wide=True)
+    packed, wide, x_step, squares = ops.int4_quantize(x, step, layout="both")
+    packed_w, wide_w, w_step, _ = ops.int4_quantize(weight, step, layout="both")
+    split, unit, of_split = ops.int4_bit_split(x, seed=seed)
+    rows, counts, row_weight, slots = ops.int4_sample_rows(of_split, seed=seed)
+    drawn, drawn_counts, repeat = ops.int4_sample_rows(of_split, x_squares=squares, seed=seed)
+    kept = ops.int4_gather_rows(split, rows=rows, counts=counts, wide=True)
     gathered = {"rows": drawn, "counts": drawn_counts, "transpose": True}
-    gt = functional.int4_gather_rows(split, **gathered, repeat=repeat)
-    xt = functional.int4_gather_rows(packed, **gathered)
-    wide_wt = functional.int4_gather_rows(packed_w, transpose=True, wide=True)
-    dx_hat = functional.int4_gemm(kept, unit, wide_wt, w_step, weight=row_weight, counts=counts)
+    gt = ops.int4_gather_rows(split, **gathered, repeat=repeat)
+    xt = ops.int4_gather_rows(packed, **gathered)
+    wide_wt = ops.int4_gather_rows(packed_w, transpose=True, wide=True)
+    dx_hat = ops.int4_gemm(kept, unit, wide_wt, w_step, weight=row_weight, counts=counts)
     stochastic = {"rounding": "stochastic", "seed": seed}
     codes, gradient = {"x": q, "x_scale": scale}, {"dy": dy, "dy_scale": dy_scale}
     both = {**codes, **gradient, "seed": seed, "layout": "both"}

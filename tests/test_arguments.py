@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from jetfire import ops
 from jetfire.core.arguments import checked, mistake
 from jetfire.core.errors import UsageError
 from jetfire.nn import (
@@ -24,7 +25,6 @@ from jetfire.nn import (
     quantised_weights,
     tied_embedding,
 )
-from jetfire.ops import functional
 from jetfire.tests import functions
 
 WRONG = {
@@ -71,7 +71,7 @@ def arguments():
 @pytest.mark.parametrize("name", functions.names())
 def test_functions(arguments, name):
     """Whatever an argument is: it works, or it is refused, and where its type is wrong by name."""
-    function = getattr(functional, name)
+    function = getattr(ops, name)
     for good in arguments[name]:
         for key in good:
             for wrong in WRONG.values():
@@ -149,20 +149,20 @@ def refused(function, *args, **options):
     ("call", "message"),
     [
         (
-            lambda x: functional.int8_quantize(x.numpy()),
+            lambda x: ops.int8_quantize(x.numpy()),
             "x is of type numpy.ndarray: expected a tensor",
         ),
-        (lambda x: functional.int8_quantize(x.tolist()), "x is of type list: expected a tensor"),
+        (lambda x: ops.int8_quantize(x.tolist()), "x is of type list: expected a tensor"),
         (
-            lambda x: functional.int8_quantize(x, rounding="stochastic", seed=3),
+            lambda x: ops.int8_quantize(x, rounding="stochastic", seed=3),
             "seed=3: expected a tensor or None",
         ),
-        (lambda x: functional.int8_quantize(x, block=32.0), "block=32.0: expected 32 or 64 or 128"),
+        (lambda x: ops.int8_quantize(x, block=32.0), "block=32.0: expected 32 or 64 or 128"),
         (
-            lambda x: functional.int8_quantize(x, rounding="up" * 99),
+            lambda x: ops.int8_quantize(x, rounding="up" * 99),
             f"rounding={'up' * 19}u…: expected nearest or stochastic",
         ),
-        (lambda x: functional.int4_quantize(x, 0.5), "step=0.5: expected a tensor"),
+        (lambda x: ops.int4_quantize(x, 0.5), "step=0.5: expected a tensor"),
         (lambda x: convert(MODEL, None), "recipe=None: expected text or a Recipe"),
         (lambda x: convert(None, "bf16"), "model=None: expected a Module"),
         (lambda x: convert(MODEL, "bf16", skip="head"), "skip='head': expected a tuple, each text"),
@@ -194,14 +194,14 @@ def test_messages(call, message):
 @pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["int8_layernorm", "int8_add", "int8_adamw"])
 def test_eps(arguments, name, eps):
-    message = refused(getattr(functional, name), **{**arguments[name][0], "eps": eps})
+    message = refused(getattr(ops, name), **{**arguments[name][0], "eps": eps})
     assert message == f"eps={eps}: expected a finite number of at least 0"
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
 def test_probability(arguments, p):
     keywords = {**arguments["int8_dropout"][0], "p": p}
-    assert refused(functional.int8_dropout, **keywords).startswith(f"p={p}: expected")
+    assert refused(ops.int8_dropout, **keywords).startswith(f"p={p}: expected")
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, math.nan])
@@ -209,22 +209,20 @@ def test_a_step_of_adamw_is_counted_from_one(arguments, step):
     keywords = {**arguments["int8_adamw"][0], "step": torch.tensor([step])}
     before = keywords["param"].clone()
     message = f"step={step:g}: expected at least 1, for it counts this step too"
-    assert refused(functional.int8_adamw, **keywords) == message
+    assert refused(ops.int8_adamw, **keywords) == message
     assert torch.equal(keywords["param"], before)
 
 
 def test_odd_k_of_wide_codes(arguments):
     a, one = torch.ones(4, 33, dtype=torch.int8), torch.ones(1)
     message = "k=33: expected an even number, for wide codes too"
-    assert refused(functional.int4_gemm, a, one, a, one) == message
+    assert refused(ops.int4_gemm, a, one, a, one) == message
 
 
 def test_slots_that_name_no_row(arguments):
     keywords = arguments["int4_quantize_backward"][1]
     few = {**keywords, "dx_hat": keywords["dx_hat"][:3]}
-    assert "expected rows of dx_hat, which has 3" in refused(
-        functional.int4_quantize_backward, **few
-    )
+    assert "expected rows of dx_hat, which has 3" in refused(ops.int4_quantize_backward, **few)
 
 
 def test_other_errors_are_left_as_they_are():
@@ -243,7 +241,7 @@ def test_other_errors_are_left_as_they_are():
 
 def test_a_call_that_succeeds_is_not_looked_at(monkeypatch):
     monkeypatch.setattr("jetfire.core.arguments.mistake", None)
-    functional.int8_quantize(torch.ones(32, 32))
+    ops.int8_quantize(torch.ones(32, 32))
 
 
 # What is written in place
@@ -267,7 +265,7 @@ IN_PLACE = {"int8_gemm": 2, "int8_gelu_backward": 1, "cross_entropy_backward": 1
 
 @pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw"])
 def test_a_leaf_that_requires_grad_is_not_written(arguments, name):
-    function = getattr(functional, name)
+    function = getattr(ops, name)
     for key in written(name, arguments[name][IN_PLACE[name]])[1]:
         keywords, _ = written(name, arguments[name][IN_PLACE[name]])
         whole = leaf(keywords[key])
@@ -285,7 +283,7 @@ def test_a_leaf_that_requires_grad_is_not_written(arguments, name):
 def test_what_is_no_leaf_is_added_to_with_its_gradient(arguments):
     keywords = arguments["int8_gemm"][2]
     x = leaf(keywords["c"])
-    y = functional.int8_gemm(**{**keywords, "c": 3 * x})
+    y = ops.int8_gemm(**{**keywords, "c": 3 * x})
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
@@ -296,11 +294,11 @@ def test_rows_that_overlap_are_not_written(arguments):
         keywords["logits"][:1].expand(functions.M, -1),
         torch.zeros(9999).as_strided((functions.M, functions.N), (functions.N - 1, 1)),
     ):
-        message = refused(functional.cross_entropy_backward, **{**keywords, "logits": wide})
+        message = refused(ops.cross_entropy_backward, **{**keywords, "logits": wide})
         strides = f"({wide.stride(0)}, 1)"
         assert message == f"logits has strides {strides}: expected rows that do not overlap"
     padded = torch.zeros(functions.M, functions.N + 8)[:, : functions.N]
-    found = functional.cross_entropy_backward(**{**keywords, "logits": padded})
+    found = ops.cross_entropy_backward(**{**keywords, "logits": padded})
     assert found is padded
 
 
@@ -318,15 +316,15 @@ def test_what_is_written_shares_no_memory_with_another_argument(arguments, name,
     x = keywords[other]
     shape = keywords[one].shape if one in keywords else (functions.N,)
     keywords[one] = x.flatten()[: math.prod(shape)].view(shape)
-    message = refused(getattr(functional, name), **keywords)
+    message = refused(getattr(ops, name), **keywords)
     assert message == f"{one} and {other} share memory: expected another {other}, which is written"
 
 
 def test_codes_are_written_apart(arguments):
     keywords = arguments["int8_adamw"][0]
-    q, scale, _, scale_t = functional.int8_adamw(**keywords)
-    message = refused(functional.int8_adamw, **keywords, out=(q, scale, q, scale_t))
+    q, scale, _, scale_t = ops.int8_adamw(**keywords)
+    message = refused(ops.int8_adamw, **keywords, out=(q, scale, q, scale_t))
     assert message == "qt and q share memory: expected another q, which is written"
     whole = torch.zeros(2, *q.shape, dtype=torch.int8)
-    functional.int8_adamw(**keywords, out=(whole[0], scale, whole[1], scale_t))
+    ops.int8_adamw(**keywords, out=(whole[0], scale, whole[1], scale_t))
     assert torch.equal(whole[1], whole[0].t())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from jetfire import ops
 from jetfire.bench import suite
 from jetfire.bench.plot import plot, series_of
 from jetfire.cli import execute
@@ -88,7 +87,7 @@ def _right_once(kernel, problem, inputs, outputs):
 def with_kernels(monkeypatch):
     def install(*kernels: Fake):
         found = {kernel.name: kernel for kernel in kernels}
-        monkeypatch.setattr(ops, "kernels", lambda _: found)
+        monkeypatch.setattr(registry, "kernels", lambda _: found)
 
     return install
 

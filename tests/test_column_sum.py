@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from jetfire import ops as int8
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.workloads import RAGGED
-from jetfire.ops import functional as int8
 from jetfire.reference.column_sum import column_sum
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize

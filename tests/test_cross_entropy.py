@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from jetfire import ops as ours
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.workloads import RAGGED
-from jetfire.ops import functional as ours
 from jetfire.reference import cross_entropy as reference
 
 OP = registry.get("cross_entropy")

@@ -109,6 +109,16 @@ def test_every_launch_fits_its_architecture(audits):
             assert audit["registers"] * 32 * audit["warps"] <= 65536, label(answer)
 
 
+def test_every_function_that_is_launched_is_part_of_what_a_profile_was_tuned_for(audits):
+    """A function that no hash covers could change under its kernel's profiles unseen."""
+    for answer in audits:
+        code = registry.get_kernel(answer["op"], answer["kernel"]).device_code()
+        cuda = "\n".join(text for place, text in code.items() if place.endswith(".cu"))
+        for name in {audit["name"] for audit in answer.get("audits", ())}:
+            found = any(place.endswith(f".py:{name}") for place in code) or f" {name} (" in cuda
+            assert found, f"{label(answer)}: {name}"
+
+
 def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
     """The default configs of aligned shapes: at least one LDG and one STG for 16 bytes a thread.
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from jetfire import ops
 from jetfire.core import launch, registry
 from jetfire.core.device import Device
 from jetfire.gpt2 import settings
@@ -36,7 +37,6 @@ from jetfire.nn import (
     linear_cross_entropy,
     tied_embedding,
 )
-from jetfire.ops import functional
 from jetfire.tests import functions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,14 +103,14 @@ def results(which):
     found = {}
     for name, keywords in calls.items():
         with default(which):
-            found[name] = [getattr(functional, name)(**options) for options in keywords]
+            found[name] = [getattr(ops, name)(**options) for options in keywords]
     leaf = calls["cross_entropy"][0]["logits"].requires_grad_()
     product = calls["int8_gemm"][0] | {"bias": torch.ones(64, device=CPU, requires_grad=True)}
     stream = calls["int8_add"][0] | {"x": calls["int8_add"][0]["x"].requires_grad_()}
     with default(which):
-        functional.cross_entropy(leaf, calls["cross_entropy"][0]["targets"])[0].sum().backward()
-        functional.int8_gemm(**product).sum().backward()
-        functional.int8_add(**stream)[0].sum().backward()
+        ops.cross_entropy(leaf, calls["cross_entropy"][0]["targets"])[0].sum().backward()
+        ops.int8_gemm(**product).sum().backward()
+        ops.int8_add(**stream)[0].sum().backward()
     found["gradients"] = [leaf.grad, product["bias"].grad, stream["x"].grad]
     return found
 

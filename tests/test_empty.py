@@ -6,10 +6,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jetfire import nn
+from jetfire import ops as int8
 from jetfire.core import profiles, registry
 from jetfire.core.contract import blocks_of
 from jetfire.core.errors import UsageError
-from jetfire.ops import functional as int8
 from jetfire.reference.dequantize import dequantize
 
 EMPTY = [(0, 40), (40, 0), (0, 0)]
@@ -223,11 +223,11 @@ def test_layers(device, shape):
 
 
 def test_nothing_is_tuned_or_planned(device):
-    from jetfire.ops import library
+    from jetfire.core import calls
 
     profiles.forget()
     int8.int8_quantize(torch.empty(0, 8, device=device))
-    assert library.planned() == []
+    assert calls.planned() == []
 
 
 def test_what_is_not_empty_still_needs_sizes():

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from jetfire import ops
+from jetfire import ops as int8
 from jetfire.core.errors import UsageError
-from jetfire.ops import functional as int8
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 

@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 
+from jetfire import ops
 from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.fuzz import Case
 from jetfire.fuzz.run import run_case
-from jetfire.ops import functional
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = Device.parse("cpu")
@@ -28,7 +28,7 @@ def test_results_are_held_to_shapes_and_dtypes(name, wrong, monkeypatch):
     case = Case(
         name, "torch", {**op.Problem(32, *[32] * (len(op.dims) - 1)).as_dict(), **fields}, {}
     )
-    right = getattr(functional, function)
+    right = getattr(ops, function)
 
     def changed(tensor):
         return tensor.double() if wrong == "dtype" else tensor[None]
@@ -41,7 +41,7 @@ def test_results_are_held_to_shapes_and_dtypes(name, wrong, monkeypatch):
 
     called.__signature__ = inspect.signature(right)
     if wrong:
-        monkeypatch.setattr(functional, function, called)
+        monkeypatch.setattr(ops, function, called)
     outcome = run_case(case, CPU)
     assert outcome.kind == ("wrong" if wrong else None), outcome
     assert not wrong or outcome.message.startswith("results [")

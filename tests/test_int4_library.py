@@ -1,6 +1,8 @@
 """The operators and functions of INT4: opcheck, torch.compile, and what they refuse."""
 
 import itertools
+import subprocess
+import sys
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -8,10 +10,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jetfire import ops
+from jetfire import ops as int4
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
-from jetfire.ops import functional as int4
-from jetfire.ops import library
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference.nibbles import unpack
 
@@ -158,15 +159,23 @@ def test_compiles_once_for_any_number_of_rows(device):
 
 
 def test_found_in_ops():
-    names = [name for name in dir(int4) if name.startswith("int4_")]
-    assert len(names) == 6
-    for name in set(names) - {"int4_gemm"}:
-        assert getattr(ops, name) is getattr(int4, name)
-    from jetfire.ops import int4_gemm
-
-    assert int4_gemm.OP is registry.get("int4_gemm")
+    assert len([name for name in dir(ops) if name.startswith("int4_")]) == 6
     with pytest.raises(AttributeError):
         _ = ops.int4_nothing
+
+
+@pytest.mark.parametrize("first", ["import jetfire.ops.int4_gemm", "import jetfire.ops"])
+def test_a_function_hides_its_op_s_module(first):
+    """Whichever is imported first: `int4_gemm` is an op's module and a function of its package."""
+    code = f"""{first}
+from jetfire.core import registry
+registry.get("int4_gemm"), registry.get("cross_entropy")
+from jetfire.ops import *
+from jetfire.ops import cross_entropy as one
+from jetfire.ops.int4_gemm import OP
+assert int4_gemm.__name__ == "int4_gemm" and one is cross_entropy and callable(int8_gelu)
+assert OP is registry.get("int4_gemm")"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_strided_rows(device):
@@ -264,7 +273,7 @@ def test_refuses_operands_that_do_not_fit(device):
     refuse("counts is int32 (72,): expected int32 (2,)", int4.int4_gemm, *given, counts=squares)
     with pytest.raises(UsageError, match=r"^bias=true product=wgrad"):
         int4.int4_gemm(*given, counts=squares[:2], bias=bias)
-    assert library.FLOAT_NAMES[int4.int4_gemm(*given, packed=True, bias=bias).dtype] == "bf16"
+    assert int4.int4_gemm(*given, packed=True, bias=bias).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

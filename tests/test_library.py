@@ -9,12 +9,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from jetfire.core import profiles, registry
+from jetfire import ops as int8
+from jetfire.core import calls, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose
-from jetfire.ops import functional as int8
-from jetfire.ops import library
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
 
@@ -339,8 +338,8 @@ def test_plans_once(device, monkeypatch):
         chosen.append(args[1])
         return original(*args)
 
-    original = library.choose
-    monkeypatch.setattr(library, "choose", choose)
+    original = calls.choose
+    monkeypatch.setattr(calls, "choose", choose)
     profiles.forget()
     x = torch.randn(40, 70, device=device)
     for _ in range(3):

@@ -20,8 +20,8 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetfire import cli, ops
-from jetfire.core import launch, profiles, registry, schema, sources, workloads
+from jetfire import cli
+from jetfire.core import launch, profiles, registry, schema, workloads
 from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch):
 def toy(monkeypatch):
     """The only kernel that there is."""
     kernel = Toy()
-    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": kernel})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"toy": kernel})
     return kernel
 
 
@@ -566,21 +566,21 @@ def test_strict_makes_a_miss_an_error(toy, monkeypatch):
 
 def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
-    monkeypatch.setattr(ops, "kernels", lambda _: {"toy": Toy(values=())})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"toy": Toy(values=())})
     assert warned(lambda: choose(GEMM, gemm(), H200)) == []
 
 
 def test_nothing_is_told_of_interpreted_kernels(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
     triton = registry.get_kernel("gemm", "triton")
-    monkeypatch.setattr(ops, "kernels", lambda _: {"triton": triton})
+    monkeypatch.setattr(registry, "kernels", lambda _: {"triton": triton})
     here = dataclasses.replace(CPU, interpreted=True)
     assert warned(lambda: choose(GEMM, gemm(), here)) == []
 
 
 def test_the_fastest_is_chosen_of_kernels_tuned_for_a_problem(monkeypatch):
     kernels = {name: Toy(name) for name in ("first", "second", "third")}
-    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
     save(entry(gemm(), kernel="second", ms=2.0))
     with pytest.warns(JetfireWarning):  # nobody knows that the first is slower
         assert choose(GEMM, gemm(), H200)[0].name == "first"
@@ -647,7 +647,7 @@ def test_the_bench_says_where_a_config_comes_from(toy):
 
 def test_the_bench_asks_for_no_second_kernel_to_be_tuned(monkeypatch):
     kernels = {name: Toy(name) for name in ("first", "second")}
-    monkeypatch.setattr(ops, "kernels", lambda _: kernels)
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
     save(entry(gemm(), kernel="first"))
     case = Case(GEMM, gemm())
     assert warned(lambda: runner.choices(case, H200, runner.Options())) == []
@@ -703,72 +703,6 @@ def test_show_says_where_it_found_nothing(capsys):
     assert "no profile of gemm on NVIDIA H200 in " in shown.err
     with pytest.raises(UsageError, match="no op 'nope'"):
         show(["nope"], None)
-
-
-# Sources.
-
-
-PYTHON = '''"""A module."""
-from x import y  # a comment
-def f(a: int, *, b=None) -> str:
-    """A function."""
-    return f"{a!r:>{b}} {{}}" + "  x # y" if a else y(-1.5e-3, [...], b"z")
-'''
-CUDA = """// A kernel.
-#include "a.cuh"
-__global__ void f(int* x) { x[0] = 1 /* one */ + 2; printf("// %d\\n", x[0]); }
-"""
-
-
-def code(tmp_path, name, text):
-    file = tmp_path / f"{abs(hash(text))}-{name}"
-    file.write_text(text)
-    return sources.digest((file,))
-
-
-def test_a_hash_is_the_same_under_every_python(tmp_path):
-    assert code(tmp_path, "a.py", PYTHON) == "c62c9d01df6c"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "old", "new", "same"),
-    [
-        ("a.py", PYTHON, "# a comment", "", True),
-        ("a.py", PYTHON, '"""A function."""', '"""Another."""', True),
-        ("a.py", PYTHON, "a: int, *,", "\n  a:int,*,", True),
-        ("a.py", PYTHON, "# y", "# z", False),
-        ("a.py", PYTHON, "1.5e-3", "1.6e-3", False),
-        ("a.py", PYTHON, "b=None", "b=0", False),
-        ("a.cu", CUDA, "A kernel", "Another", True),
-        ("a.cu", CUDA, "/* one */ + 2", "+\n  2", True),
-        ("a.cu", CUDA, "// %d", "//%d", False),
-        ("a.cu", CUDA, "= 1", "= 3", False),
-    ],
-)
-def test_a_hash_changes_with_code_alone(tmp_path, name, text, old, new, same):
-    assert old in text
-    assert (code(tmp_path, name, text) == code(tmp_path, name, text.replace(old, new))) is same
-
-
-def test_a_kernel_is_made_of_its_own_sources():
-    names = {
-        kernel: {file.name for file in registry.get_kernel("gemm", kernel).sources()}
-        for kernel in ("wgmma", "mma", "gluon", "triton")
-    }
-    assert {"wgmma.py", "wgmma.cu", "pad.cu", "epilogue.cuh", "ptx.cuh"} < names["wgmma"]
-    assert {"mma.py", "mma.cu", "epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
-    assert not {"mma.py", "mma.cu", "ptx_sm80.cuh"} & names["wgmma"]
-    assert not {"wgmma.py", "wgmma.cu", "pad.cu"} & names["mma"]
-    assert {"hopper.py", "mainloop.py", "gluon_common.py"} < names["gluon"]
-    assert "mainloop.py" not in names["triton"]
-    assert "common.py" in names["triton"]
-
-
-def test_every_kernel_has_a_hash_of_its_own():
-    kernels = [k for name in registry.names() for k in registry.kernels(name).values()]
-    hashes = {kernel.source_hash() for kernel in kernels}
-    assert len(hashes) == len(kernels)
-    assert all(len(text) == 12 and int(text, 16) >= 0 for text in hashes)
 
 
 def test_provenance_names_what_times_depend_on():

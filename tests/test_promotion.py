@@ -8,7 +8,6 @@ from typing import Literal
 import pytest
 import torch
 
-from jetfire import ops
 from jetfire.bench import report, suite
 from jetfire.bench.plot import plot
 from jetfire.bench.promotion import Curve, sqnr
@@ -73,7 +72,7 @@ class Scheduled(Kernel):
 def kernels(monkeypatch):
     def install(*found):
         by_name = {kernel.name: kernel for kernel in found}
-        monkeypatch.setattr(ops, "kernels", lambda _: by_name)
+        monkeypatch.setattr(registry, "kernels", lambda _: by_name)
 
     install(Scheduled(), registry.get_kernel("gemm", "int_mm"))
     return install

@@ -1,0 +1,99 @@
+"""What an operator does when it is called: find the kernel of its problem, and launch it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jetfire.core import profiles, registry
+from jetfire.core.contract import Kernel, Op, Tensors
+from jetfire.core.device import Device
+from jetfire.core.launch import choose
+
+if TYPE_CHECKING:
+    from jetfire.core.operators import Operator
+
+# Operators live as long as this object does.
+LIBRARY = torch.library.Library("jetfire", "DEF")
+# Stands for a symbolic size, or 0: a multiple of whatever a `Problem` may ask that they are one of.
+_ANY_SIZE = 3 * 1024
+_SIZES = ("m", "n", "k", "rows")
+
+
+@profiles.remembered
+def _planned() -> dict[tuple[str, Any], Kernel]:
+    """The problems that were asked for, and the kernel that took each."""
+    return {}
+
+
+def planned() -> list[tuple[Op, Any, Kernel]]:
+    """Return op, problem and kernel of every different call since `profiles.forget`."""
+    return [(registry.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
+
+
+def _problem(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return a problem, of which a size may be symbolic, or 0; and whether one is 0."""
+    symbolic = {key: size for key, size in fields.items() if isinstance(size, torch.SymInt)}
+    none = {key: 0 for key in _SIZES if type(size := fields.get(key)) is int and size == 0}
+    problem = op.Problem.parse({**fields, **dict.fromkeys(symbolic | none, _ANY_SIZE)})
+    for key, size in (symbolic | none).items():
+        object.__setattr__(problem, key, size)
+    return problem, bool(none)
+
+
+@profiles.remembered
+def _plan(
+    operator: Operator, device: torch.device, key: tuple[Any, ...]
+) -> tuple[Op, Any, Kernel | None, Any]:
+    """Return op, problem, kernel and config of a call; of an empty tensor there is no kernel."""
+    op = registry.get(operator.op)
+    problem, empty = _problem(op, operator.fields(key))
+    if empty:
+        return op, problem, None, None
+    kernel, config = choose(op, problem, Device.of(torch.empty(0, dtype=torch.int8, device=device)))
+    _planned()[operator.op, problem] = kernel
+    return op, problem, kernel, config
+
+
+def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
+    """Return what a launch there needs around it, if anything.
+
+    Triton launches on the current device; CPU kernels are torch operations, which autograd sees.
+    """
+    if device.type == "cpu":
+        return torch.no_grad()
+    if device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return None
+
+
+def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
+    """Launch into the inputs that are written, or else into new outputs; return these in order."""
+    inputs, device, written = operator.inputs(args), args[0].device, operator.written
+    op, problem, kernel, config = _plan(operator, device, operator.key(args))
+    outputs = {key: inputs[key] for key in written if key in inputs} if written else None
+    outputs = outputs or op.outputs(problem, inputs)
+    context = _launch_context(device)
+    if kernel is None:
+        with torch.no_grad():
+            op.nothing(problem, inputs, outputs)
+    elif context is None:
+        kernel.launch(problem, config, inputs, outputs)
+    else:
+        with context:
+            kernel.launch(problem, config, inputs, outputs)
+    if written:  # a launch does not tell autograd of its writes
+        for tensor in outputs.values():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+    return outputs
+
+
+def allocate(operator: Operator, args: tuple[Any, ...]) -> Tensors:
+    """Return the outputs alone, for tracing: sizes may be symbolic, and stay so."""
+    op = registry.get(operator.op)
+    problem, _ = _problem(op, operator.fields(operator.key(args)))
+    return op.outputs(problem, operator.inputs(args))

@@ -1,0 +1,151 @@
+"""What a public function expects of the tensors and options that it is given.
+
+Raises:
+    UsageError: of every function here, in a line that says what was given and what is expected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jetfire.core.contract import Block, Layout, Rounding, blocks_of
+from jetfire.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def choice(name: str, value: Any, hint: Any, *more: Any) -> None:
+    """Have a value be one of a `Literal`, or of some more."""
+    if value not in hint.__args__ and value not in more:
+        choices = " or ".join(map(str, (*hint.__args__, *more)))
+        raise UsageError(f"{name}={value}: expected {choices}")
+
+
+def matrix(name: str, x: Tensor, dtypes: tuple[str, ...]) -> None:
+    """Have a tensor be 2-D, of one of the dtypes, its last dimension contiguous."""
+    if named(x.dtype) not in dtypes:
+        raise UsageError(f"{name} is {named(x.dtype)}: expected {' or '.join(dtypes)}")
+    if x.dim() != 2:
+        raise UsageError(f"{name} has shape {tuple(x.shape)}: expected two dimensions")
+    if x.device.type not in ("cuda", "cpu"):
+        raise UsageError(f"{name} is on {x.device}: expected cuda or cpu")
+    if x.stride(1) != 1 and x.shape[1] > 1 and x.shape[0] > 0:
+        raise UsageError(
+            f"{name} has strides {x.stride()}: expected a contiguous last dimension; "
+            f"call .contiguous()"
+        )
+
+
+def named(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``: names need no torch to be written down."""
+    if not _NAMES:  # a dtype takes a microsecond to say its own name
+        import torch
+
+        _NAMES.update({getattr(torch, name): name for name in (*FLOATS, "int8", "int32", "int64")})
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def same_device(name: str, x: Tensor, like: Tensor) -> None:
+    if x.device != like.device:
+        raise UsageError(f"{name} is on {x.device}: expected {like.device}, as the first tensor")
+
+
+def codes(name: str, q: Tensor, scale: Tensor, block: int, like: Tensor | None = None) -> None:
+    """Have codes and scales belong together, of `like`'s shape and device where there is one."""
+    matrix(name, q, ("int8",))
+    if like is not None:
+        same_device(name, q, like)
+        if q.shape != like.shape:
+            raise UsageError(f"{name} has shape {tuple(q.shape)}: expected {tuple(like.shape)}")
+    matrix(f"{name}'s scale", scale, ("float32",))
+    same_device(f"{name}'s scale", scale, q)
+    choice("block", block, Block)
+    expected = blocks_of(q.shape[0], q.shape[1], block)
+    if scale.shape != expected:
+        raise UsageError(
+            f"{name}'s scale has shape {tuple(scale.shape)}: expected {expected} "
+            f"for {tuple(q.shape)} codes in blocks of {block}"
+        )
+
+
+def vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
+    """Return an fp32 vector of a size on `like`'s device, contiguous."""
+    same_device(name, x, like)
+    if named(x.dtype) != "float32" or x.shape != (size,):
+        dtype = named(x.dtype)
+        raise UsageError(f"{name} is {dtype} {tuple(x.shape)}: expected float32 {(size,)}")
+    return x.contiguous()
+
+
+def rounding_seed(rounding: str, seed: Tensor | None, layout: str, like: Tensor) -> Tensor | None:
+    """Return the seed where rounding is stochastic, once the options are checked."""
+    choice("rounding", rounding, Rounding)
+    choice("layout", layout, Layout)
+    return seed_on(seed, like) if rounding == "stochastic" else None
+
+
+def seed_on(seed: Tensor | None, like: Tensor) -> Tensor:
+    if (
+        seed is None
+        or named(seed.dtype) != "int64"
+        or seed.numel() != 1
+        or seed.device != like.device
+    ):
+        raise UsageError(f"seed: expected an int64 tensor of one element on {like.device}")
+    return seed
+
+
+def same_shape(name: str, x: Tensor, like: Tensor) -> None:
+    """Have an fp32 matrix be as `like` is."""
+    matrix(name, x, ("float32",))
+    same_device(name, x, like)
+    if x.shape != like.shape:
+        raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(like.shape)}")
+
+
+def contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise UsageError(f"{name} has strides {x.stride()}: expected a contiguous tensor")
+
+
+def scalar(name: str, x: Tensor, like: Tensor) -> None:
+    if named(x.dtype) != "float32" or x.numel() != 1 or x.device != like.device:
+        raise UsageError(f"{name}: expected a float32 tensor of one element on {like.device}")
+
+
+def room(
+    out: tuple[Tensor, ...] | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
+) -> dict[str, Tensor]:
+    """Return tensors for the codes of an m×n matrix: those given, if they fit, else new ones."""
+    import torch
+
+    wanted: dict[str, tuple[torch.dtype, tuple[int, int]]] = {}
+    if layout != "qt":
+        wanted |= {"q": (torch.int8, (m, n)), "scale": (torch.float32, blocks_of(m, n, block))}
+    if layout != "q":
+        wanted |= {"qt": (torch.int8, (n, m)), "scale_t": (torch.float32, blocks_of(n, m, block))}
+    if out is None:
+        return {k: torch.empty(s, dtype=d, device=like.device) for k, (d, s) in wanted.items()}
+    fits = len(out) == len(wanted) and all(
+        (x.dtype, x.shape) == kind and x.is_contiguous() and x.device == like.device
+        for x, kind in zip(out, wanted.values(), strict=True)
+    )
+    if not fits:
+        kinds = (f"{k} {named(d)} {s}" for k, (d, s) in wanted.items())
+        raise UsageError(f"out: expected {', '.join(kinds)}, contiguous, on {like.device}")
+    return dict(zip(wanted, out, strict=True))
+
+
+def exactly(name: str, x: Tensor, dtype: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a tensor of just one dtype and shape on `like`'s device, contiguous."""
+    same_device(name, x, like)
+    if named(x.dtype) != dtype or x.shape != shape:
+        found = f"{named(x.dtype)} {tuple(x.shape)}"
+        raise UsageError(f"{name} is {found}: expected {dtype} {shape}")
+    return x.contiguous()

@@ -1,0 +1,184 @@
+"""The ops as torch operators, `torch.ops.jetfire.*`: what torch.compile and profilers see.
+
+An op's file declares its operators by their schemas, whose names are those of the op: a tensor is
+an input, anything else a field of the `Problem`. Sizes come from the tensors. Nothing is checked
+here beyond what `Problem` checks: an op's public functions do, and are what to call. To autograd
+all is constant, inputs that require gradients included, but for what is `Differentiable`.
+
+Importing this imports no torch: an operator is defined once torch is there, or when it is called.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jetfire.core.contract import Tensors, float_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# From an operator's arguments the fields of its problem that follow from its tensors.
+Derive = Callable[..., dict[str, Any]]
+# What an operator returns of the op's outputs, by what its schema says.
+_PACKED: dict[str, Callable[[Tensors], Any]] = {
+    "()": lambda outputs: None,
+    "Tensor": lambda outputs: next(iter(outputs.values())),
+    "Tensor[]": lambda outputs: list(outputs.values()),
+    "(Tensor, Tensor)": lambda outputs: tuple(outputs.values()),
+    "(Tensor, Tensor, Tensor)": lambda outputs: tuple(outputs.values()),
+}
+_ARGUMENT = re.compile(r"(\w+)(?:\((\w)!\))?(\?)? (\w+)")
+
+
+def size_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
+    """Return the size that the first tensor gives a problem."""
+    m, n = first.shape
+    return {"m": m, "n": n}
+
+
+def dtype_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
+    """Return the size and the float type that the first tensor gives a problem."""
+    m, n = first.shape
+    return {"m": m, "n": n, "dtype": float_name(first.dtype)}
+
+
+class Operator:
+    """A torch operator of an op, called with the arguments of its schema in their order.
+
+    It returns what its schema says, the op's outputs in order; or nothing, where outputs are
+    arguments that it writes.
+
+    Args:
+        schema: ``name(Tensor x, Tensor? seed, int block, …) -> Tensor[]``, tensors first.
+        op: whose it is; None for the op that the schema names.
+        derive: fields that tensors give, from all arguments; by default the size of the first.
+        renamed: inputs that another argument is, too: ``dy`` of an operator that overwrites it.
+        fields: those that every call has.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        op: str | None = None,
+        derive: Derive = size_of_first,
+        renamed: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
+        self.schema = schema
+        self.name, _, rest = schema.partition("(")
+        self.op = op or self.name
+        arguments = _ARGUMENT.findall(rest.rpartition(" -> ")[0])
+        self._tensors = tuple(name for kind, _, _, name in arguments if kind == "Tensor")
+        self._scalars = tuple(name for kind, _, _, name in arguments if kind != "Tensor")
+        self.written = tuple(name for _, writes, _, name in arguments if writes)
+        self._returns = rest.rpartition(" -> ")[2]
+        self._derive, self._renamed, self._fields = derive, tuple((renamed or {}).items()), fields
+        if "torch" in sys.modules:
+            self.define()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+    def define(self) -> None:
+        """Define it in torch; once is enough."""
+        _ = self.overload
+
+    @cached_property
+    def overload(self) -> Any:
+        """The operator in torch: what to call."""
+        return self._define(self.schema)
+
+    def inputs(self, args: tuple[Any, ...]) -> Tensors:
+        """Return the op's inputs, those that are given."""
+        found = {name: x for name, x in zip(self._tensors, args, strict=False) if x is not None}
+        for name, source in self._renamed:
+            found[name] = found[source]
+        return found
+
+    def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all that a call's problem depends on: what tensors give, then the other arguments.
+
+        A model repeats few of them, and a key takes less time to make than the fields.
+        """
+        return (*self._derive(*args).items(), *args[len(self._tensors) :])
+
+    def fields(self, key: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the fields of the problem of a call with this key."""
+        derived = len(key) - len(self._scalars)
+        scalars = zip(self._scalars, key[derived:], strict=True)
+        return {**dict(key[:derived]), **self._fields, **dict(scalars)}
+
+    def _define(self, schema: str, constant: bool = True) -> Any:
+        """Define an overload, and have autograd take it for a constant or leave that open."""
+        import torch
+
+        from jetfire.core import calls
+
+        packed, launch, allocate = _PACKED[self._returns], calls.launch, calls.allocate
+
+        def run(*args: Any) -> Any:
+            return packed(launch(self, args))
+
+        def fake(*args: Any) -> Any:
+            return packed(allocate(self, args))
+
+        name, library = schema.partition("(")[0], calls.LIBRARY
+        # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        library.define(schema, tags=tags)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, run, key)
+        torch.library.register_fake(f"jetfire::{name}", fake, lib=library)
+        if constant:
+            # Left to torch, float outputs would require gradients, and backward warn of none.
+            library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        packet, _, variant = name.partition(".")
+        return getattr(getattr(torch.ops.jetfire, packet), variant or "default")
+
+
+class Differentiable(Operator):
+    """An operator whose first output has a gradient in its argument number `leaf`.
+
+    Of its two overloads `constant` has none, and is called where none is asked for: in torch 2.13
+    the other costs 20 µs more per call, as every argument is converted twice more.
+
+    Args:
+        backward, setup: as `torch.library.register_autograd` takes them.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        leaf: int,
+        backward: Callable[..., Any],
+        setup: Callable[..., None],
+        derive: Derive = size_of_first,
+        **fields: Any,
+    ) -> None:
+        self._leaf, self._backward, self._setup = leaf, backward, setup
+        super().__init__(schema, derive=derive, **fields)
+
+    @cached_property
+    def overload(self) -> Any:
+        import torch
+
+        from jetfire.core.calls import LIBRARY
+
+        name, _, arguments = self.schema.partition("(")
+        differentiable = self._define(self.schema, constant=False)
+        torch.library.register_autograd(
+            f"jetfire::{name}", self._backward, setup_context=self._setup, lib=LIBRARY
+        )
+        constant, leaf = self._define(f"{name}.constant({arguments}"), self._leaf
+
+        def call(*args: Any) -> Any:
+            x = args[leaf]
+            if x is not None and x.requires_grad and torch.is_grad_enabled():
+                return differentiable(*args)
+            return constant(*args)
+
+        return call
