@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.export.host import Code, Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.gemm import mma, wgmma
-from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs, WgmmaConfig
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig
+from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
@@ -109,7 +110,7 @@ class WgmmaHost(Host):
         panel = next(width for width in (128, 64, 32) if row % width == 0)
         return {
             "path": path,
-            "parts": wgmma.PARTS_A_TILE,
+            "parts": PARTS_A_TILE,
             "constants": {
                 "TILE_M": (config.tile_m, "rows and"),
                 "TILE_N": (config.tile_n, "columns of a tile"),

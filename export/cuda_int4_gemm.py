@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.export.host import Code, Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
+from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
-from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
 from jetfire.ops.int4_gemm import MOST_K
 
 if TYPE_CHECKING:

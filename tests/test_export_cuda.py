@@ -22,8 +22,8 @@ from jetfire.export.target import cuda_home
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.gemm import mma, wgmma
+from jetfire.kernels_cuda.gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
-from jetfire.kernels_cuda.gemm.wgmma import WgmmaConfig
 
 OP = registry.get("gemm")
 needs_gcc = pytest.mark.skipif(

@@ -28,8 +28,8 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
+from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
-from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
 
 FAKES = Path(__file__).parent / "fakes"
 CC = ("gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared")

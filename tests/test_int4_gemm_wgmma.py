@@ -13,7 +13,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.int4_gemm import wgmma
-from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaConfig
+from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 
 HOPPER = target_device((9, 0))
 KERNEL, OP = registry.get_kernel("int4_gemm", "wgmma"), registry.get("int4_gemm")

@@ -5,14 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.core.contract import ceil_div
+from jetfire.core.contract import Kernel, ceil_div
 from jetfire.core.device import Device
-from jetfire.kernels_cuda.gemm.wgmma import (
-    PARTS_A_TILE,
-    WgmmaConfig,
-    WgmmaGemm,
-    cluster_tiles,
-)
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, cluster_tiles
 from jetfire.kernels_cuda.hopper import TILE_K
 
 if TYPE_CHECKING:
@@ -36,9 +31,8 @@ TILE_US, ADD_US = 1.2, 2.0  # of a tile's beginning and end; of one more block t
 
 
 @lru_cache(maxsize=4096)
-def fastest(problem: GemmProblem, device: Device) -> WgmmaConfig:
-    """The candidate that should be fastest; every call of a model asks."""
-    kernel = WgmmaGemm()
+def fastest(kernel: Kernel, problem: GemmProblem, device: Device) -> WgmmaConfig:
+    """Return the candidate that should be fastest; every call of a model asks."""
     legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
     if not legal:
         return WgmmaConfig()

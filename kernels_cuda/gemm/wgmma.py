@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetfire.core.contract import Config, Kernel, Tensors, ceil_div
+from jetfire.core.contract import Kernel, Tensors, ceil_div
 from jetfire.core.device import Device
 from jetfire.core.machine_code import Cubin
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
+from jetfire.kernels_cuda.gemm import cost
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, cluster_tiles
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
@@ -28,57 +30,9 @@ if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
-# With `stream`, at most this many blocks share a tile: they add to it one after another, at about
-# 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
-# no more than there are multiprocessors, once whatever else is running ends.
-PARTS_A_TILE = 4
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
 REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
-
-
-@dataclass(frozen=True)
-class WgmmaConfig(Config):
-    """How a block's tile is cut and fed.
-
-    Attributes:
-        groups: warp groups that multiply, one below the other.
-        rows: times 64, that each of them has of a tile of 64·rows·groups.
-        tile_n: columns of a tile.
-        stages: of 128 of K in shared memory.
-        buffers: of 8 KiB or more a group, on their way out.
-        cluster_m, cluster_n: blocks that fetch B, or A, together.
-        raster: rows of (cluster) tiles that are walked column by column.
-        in_flight: groups that may multiply at once; 0 for all.
-        stream: stream-K: deal K out evenly, to blocks that add to C one after another; for fp32
-            outputs that accumulate.
-        schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
-            ``telescoped``, which `default` takes, within `noise`.
-    """
-
-    groups: int = 3
-    rows: int = 1
-    tile_n: int = 128
-    stages: int = 4
-    buffers: int = 1
-    cluster_m: int = 1
-    cluster_n: int = 1
-    raster: int = 8
-    in_flight: Literal[0, 1, 2] = 0
-    stream: bool = False
-    schedule: Literal["exact", "telescoped"] = "exact"
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.rows * self.groups
-
-    @property
-    def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
-
-    @property
-    def telescoped(self) -> bool:
-        return self.schedule == "telescoped"
 
 
 @dataclass(frozen=True)
@@ -219,15 +173,9 @@ class WgmmaGemm(Kernel):
         return None
 
     def default(self, problem: GemmProblem, device: Device) -> WgmmaConfig:
-        # Imported here: what a default is says nothing of how fast a config is, so that a change of
-        # it leaves profiles as they are.
-        from jetfire.kernels_cuda.gemm import cost
-
-        return cost.fastest(problem, device)
+        return cost.fastest(self, problem, device)
 
     def estimate(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
-        from jetfire.kernels_cuda.gemm import cost
-
         return cost.estimate(problem, config, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -279,12 +227,6 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 def _pad(device: int) -> driver.Function:
     code = compile_cubin(SOURCE.with_name("pad.cu"), header({}), "sm_90a")
     return driver.Function(code, "pad", device, 0)
-
-
-def cluster_tiles(problem: GemmProblem, config: WgmmaConfig) -> int:
-    return ceil_div(problem.m, config.tile_m * config.cluster_m) * ceil_div(
-        problem.n, config.tile_n * config.cluster_n
-    )
 
 
 def _counters(

@@ -5,15 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from jetfire.core.contract import ceil_div
+from jetfire.core.contract import Kernel, ceil_div
 from jetfire.core.device import Device
 from jetfire.kernels_cuda.hopper import TILE_K
-from jetfire.kernels_cuda.int4_gemm.wgmma import (
-    SPACE,
-    WgmmaConfig,
-    WgmmaInt4Gemm,
-    cluster_tiles,
-)
+from jetfire.kernels_cuda.int4_gemm.config import SPACE, WgmmaConfig, cluster_tiles
 
 if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
@@ -42,9 +37,8 @@ SHARED_WAVES = 4
 
 
 @lru_cache(maxsize=4096)
-def fastest(problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
-    """The candidate that should be fastest; every call of a model asks."""
-    kernel = WgmmaInt4Gemm()
+def fastest(kernel: Kernel, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
+    """Return the candidate that should be fastest; every call of a model asks."""
     legal = [c for c in _candidates(device) if kernel.legal(problem, c, device) is None]
     if not legal:
         return WgmmaConfig()

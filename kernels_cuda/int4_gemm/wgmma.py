@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetfire.core.contract import Config, Kernel, Tensors, ceil_div
+from jetfire.core.contract import Kernel, Tensors, ceil_div
 from jetfire.core.device import Device
 from jetfire.core.machine_code import Cubin
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
+from jetfire.kernels_cuda.int4_gemm import cost
+from jetfire.kernels_cuda.int4_gemm.config import SPACE, WgmmaConfig, cluster_tiles
 from jetfire.kernels_cuda.int4_gemm.constants import problem_constants
 
 if TYPE_CHECKING:
@@ -33,53 +34,6 @@ STAGING_BYTES = 8192
 REGISTERS = {1: (240, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
 # Sums of a thread that leave it registers for the rest, so that nothing spills, by warp groups.
 MOST_SUMS = {1: 160, 2: 128, 3: 96, 4: 64}
-
-
-@dataclass(frozen=True)
-class WgmmaConfig(Config):
-    """How a block's tile is cut and fed.
-
-    Attributes:
-        groups: warp groups that multiply, one below the other.
-        rows: times 64, that each of them has of a tile of 64·rows·groups.
-        tile_n: columns of a tile.
-        stages: of 128 of K in shared memory.
-        buffers: of 8 KiB a group, on their way out.
-        cluster_m, cluster_n: blocks that fetch B, or A, together.
-        raster: rows of (cluster) tiles that are walked column by column.
-        split: parts of K with blocks of their own, whose raw sums a second kernel adds.
-    """
-
-    groups: int = 2
-    rows: int = 1
-    tile_n: int = 256
-    stages: int = 4
-    buffers: int = 1
-    cluster_m: int = 2
-    cluster_n: int = 1
-    raster: int = 8
-    split: int = 1
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.rows * self.groups
-
-    @property
-    def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
-
-
-SPACE: dict[str, Sequence[Any]] = {
-    "groups": (1, 2, 3, 4),
-    "rows": (1, 2),
-    "tile_n": (64, 96, 128, 192, 256),
-    "stages": (3, 4, 5, 6, 7, 8),
-    "buffers": (1, 2),
-    "cluster_m": (1, 2, 4),
-    "cluster_n": (1, 2),
-    "raster": (1, 2, 4, 8, 16, 32),
-    "split": (1, 2, 3, 4, 6, 8, 12, 16),
-}
 
 
 def shared_bytes(config: WgmmaConfig) -> int:
@@ -151,15 +105,9 @@ class WgmmaInt4Gemm(Kernel):
         return None
 
     def default(self, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
-        # Imported here: what a default is says nothing of how fast a config is, so that a change of
-        # it leaves profiles as they are.
-        from jetfire.kernels_cuda.int4_gemm import cost
-
-        return cost.fastest(problem, device)
+        return cost.fastest(self, problem, device)
 
     def estimate(self, problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> float:
-        from jetfire.kernels_cuda.int4_gemm import cost
-
         return cost.estimate(problem, config, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -263,12 +211,6 @@ def _small(source: Path, text: str, device: int) -> driver.Function:
 def _function(text: str, shared: int, device: int) -> driver.Function:
     """The kernel with this `config.cuh`, which says all that the code depends on; kept for ever."""
     return driver.Function(_cubin(SOURCE, text), "gemm", device, shared)
-
-
-def cluster_tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
-    """(Cluster) tiles, each as often as its K is split."""
-    down = ceil_div(problem.m, config.tile_m * config.cluster_m)
-    return down * ceil_div(problem.n, config.tile_n * config.cluster_n) * config.split
 
 
 @lru_cache(maxsize=16384)

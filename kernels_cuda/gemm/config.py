@@ -1,0 +1,66 @@
+"""How the sm_90a kernel cuts and feeds its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jetfire.core.contract import Config, ceil_div
+
+if TYPE_CHECKING:
+    from jetfire.ops.gemm import GemmProblem
+
+# With `stream`, at most this many blocks share a tile: they add to it one after another, at about
+# 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
+# no more than there are multiprocessors, once whatever else is running ends.
+PARTS_A_TILE = 4
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(Config):
+    """How a block's tile is cut and fed.
+
+    Attributes:
+        groups: warp groups that multiply, one below the other.
+        rows: times 64, that each of them has of a tile of 64·rows·groups.
+        tile_n: columns of a tile.
+        stages: of 128 of K in shared memory.
+        buffers: of 8 KiB or more a group, on their way out.
+        cluster_m, cluster_n: blocks that fetch B, or A, together.
+        raster: rows of (cluster) tiles that are walked column by column.
+        in_flight: groups that may multiply at once; 0 for all.
+        stream: stream-K: deal K out evenly, to blocks that add to C one after another; for fp32
+            outputs that accumulate.
+        schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
+            ``telescoped``, which `default` takes, within `noise`.
+    """
+
+    groups: int = 3
+    rows: int = 1
+    tile_n: int = 128
+    stages: int = 4
+    buffers: int = 1
+    cluster_m: int = 1
+    cluster_n: int = 1
+    raster: int = 8
+    in_flight: Literal[0, 1, 2] = 0
+    stream: bool = False
+    schedule: Literal["exact", "telescoped"] = "exact"
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.rows * self.groups
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def telescoped(self) -> bool:
+        return self.schedule == "telescoped"
+
+
+def cluster_tiles(problem: GemmProblem, config: WgmmaConfig) -> int:
+    return ceil_div(problem.m, config.tile_m * config.cluster_m) * ceil_div(
+        problem.n, config.tile_n * config.cluster_n
+    )
