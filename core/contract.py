@@ -207,6 +207,8 @@ class Op(ABC):
     contiguous: ClassVar[frozenset[str]] = frozenset()
     # Why a backward has no `gradients`; every other op with one has.
     no_gradients: ClassVar[str | None] = None
+    # Its kernels launch those of other ops (`Kernel.parts`): nothing is its own to be tuned.
+    composite: ClassVar[bool] = False
     # Peers that its time is compared with first, before those of `bench.show`.
     baselines: ClassVar[tuple[str, ...]] = ()
     # Sizes that may not be 0.
@@ -364,14 +366,6 @@ class Op(ABC):
         """
         return [{}]
 
-    def parts(self, workload: str) -> list[tuple[str, Any]]:
-        """Other ops, each with a problem that this one's kernels have them solve for a workload.
-
-        An op with parts has nothing of its own to tune; profiles of its parts are shipped for these
-        problems alone.
-        """
-        return []
-
     def kinds(self, fields: Mapping[str, Any]) -> list[Any]:
         """Problems of some sizes of which one is drawn, to see how good a lookup's config is."""
         return [self.problems(mode, fields)[0] for mode in self.modes]
@@ -451,6 +445,13 @@ class Kernel(ABC):
         is still there.
         """
         return {}
+
+    def parts(self, workload: str) -> list[tuple[str, Any]]:
+        """Other ops, each with a problem that is solved for a workload of a composite.
+
+        Profiles of these ops are shipped for these problems alone.
+        """
+        return []
 
     def noise(self, problem: Any, config: Any, inputs: Tensors) -> torch.Tensor | None:
         """What a config's own rounding may add to an element before it is stored.

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.core import workloads
 from jetfire.core.contract import Check, Mode, Op, Problem, SameBits, Tensors, ceil_div, float_dtype
 from jetfire.core.errors import UsageError
 from jetfire.core.suites import Timed
 from jetfire.measure.data import Source
-from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_quantize import (
     Group,
     HadamardQuantizeProblem,
     dstep_bound,
     first_step,
 )
-from jetfire.ops.int4_gemm import Int4GemmProblem
 
 if TYPE_CHECKING:
     from random import Random
@@ -61,6 +58,7 @@ class HadamardGemm(Op):
     name = "hadamard_gemm"
     summary = "a linear layer in 4 bits, all stages: Hadamard, codes, product; sampled gradients"
     Problem = HadamardGemmProblem
+    composite = True
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
@@ -161,26 +159,6 @@ class HadamardGemm(Op):
     def timed(self) -> list[Timed]:
         return [Timed("int4", 1, self.modes, workload="int4-paper", peers=self.baselines)]
 
-    def parts(self, workload: str) -> list[tuple[str, Any]]:
-        """Its stages' problems, the product of packed codes, and a weight's codes turned (`wt`).
-
-        As the INT4 paper's layers are timed; of a model in training weights and their gradients are
-        fp32.
-        """
-        from jetfire.kernels_cuda.hadamard_gemm.staged import plan
-
-        trained = workload in workloads.MODELS
-        if not trained and workload not in workloads.LAYERS:
-            return []
-        layers: list[Any] = workloads.problems(self, workload, "fwd", {})
-        backward = workloads.problems(self, workload, "bwd", {})
-        stages = [stage for p in (*layers, *backward) for stage in plan(p)]
-        found = [(s.op, _trained(s.problem) if trained else s.problem) for s in stages]
-        found += [("int4_gemm", Int4GemmProblem(p.m, p.n, p.k)) for p in layers]
-        for p in layers if trained else ():
-            found.append(("gather_rows", GatherRowsProblem(p.n, p.k, transpose=True, wide=True)))
-        return found
-
     def peers(
         self, problem: HadamardGemmProblem, inputs: Tensors
     ) -> dict[str, Callable[[], Callable[[], Any]]]:
@@ -191,17 +169,6 @@ class HadamardGemm(Op):
         if problem.mode == "fwd":
             return peers.int4_gemm(m, n, k, device)
         return peers.both(peers.int4_gemm(m, k, n, device), peers.int4_gemm(n, k, m, device))
-
-
-def _trained(problem: Any) -> Any:
-    """A stage's problem as a model in training has it: weights and their gradients are fp32."""
-    if isinstance(problem, HadamardQuantizeProblem) and problem.layout == "wide":
-        return replace(problem, dtype="fp32", layout="both")
-    if isinstance(problem, HadamardQuantizeProblem) and problem.given == "x":
-        return replace(problem, dtype="fp32")
-    if isinstance(problem, Int4GemmProblem) and problem.product == "wgrad":
-        return replace(problem, out="fp32")
-    return problem
 
 
 def _codes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,25 +15,15 @@ WORKLOADS = (*workloads.MODELS, "square")
 
 
 @cache
-def composites() -> tuple[str, ...]:
-    """The ops whose kernels launch those of other ops: nothing is their own to be tuned."""
-    return tuple(name for name in registry.names() if _parts(name))
-
-
-@cache
 def parts() -> dict[str, list[Case]]:
     """By op that is a part of others, the problems that these have for it."""
     found: dict[str, list[Case]] = {}
-    for composite in composites():
-        for name, problem in _parts(composite):
+    composites = [name for name in registry.names() if registry.get(name).composite]
+    kernels = [kernel for name in composites for kernel in registry.kernels(name).values()]
+    for kernel, workload in itertools.product(kernels, (*workloads.MODELS, *workloads.LAYERS)):
+        for name, problem in kernel.parts(workload):
             found.setdefault(name, []).append(Case(registry.get(name), problem))
     return found
-
-
-@cache
-def _parts(name: str) -> list[tuple[str, Any]]:
-    op = registry.get(name)
-    return [part for w in (*workloads.MODELS, *workloads.LAYERS) for part in op.parts(w)]
 
 
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
@@ -42,7 +33,7 @@ def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
     """
     found: dict[Case, None] = {}
     for op in choose_ops(names or ["all"]):
-        if op.name in composites():
+        if op.composite:
             continue
         if op.name in parts():
             found.update(dict.fromkeys(parts()[op.name]))
