@@ -217,13 +217,18 @@ class Op(ABC):
     sums: ClassVar[Mapping[str, Collection[str]]] = {}
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """The problems of one shape in one mode; a GEMM's backward is two of them."""
+        """Return the problems of one shape in one mode; a GEMM's backward is two of them.
+
+        Gradients are rounded stochastically unless the caller says otherwise.
+        """
         if mode not in self.modes:
             raise UsageError(
                 f"{self.name} has no mode {mode!r}: expected {' or '.join(self.modes)}"
             )
-        extra = {"mode": mode} if len(self.modes) > 1 else {}
-        return [self.Problem.parse({**extra, **fields})]
+        usual: dict[str, Any] = {"mode": mode} if len(self.modes) > 1 else {}
+        if mode == "bwd" and "rounding" in _hints(self.Problem):
+            usual["rounding"] = "stochastic"
+        return [self.Problem.parse({**usual, **fields})]
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Fields drawn at random with sizes that go together, where few would otherwise."""

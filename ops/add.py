@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,11 +60,6 @@ class Add(Op):
     summary = "residual addition, BF16 stream + INT8 branch, with row statistics"
     Problem = AddProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
-
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """Gradients are rounded stochastically unless the caller says otherwise."""
-        rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
-        return super().problems(mode, {**rounding, **fields})
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
