@@ -206,7 +206,7 @@ def small_suite() -> list[suite.Entry]:
 
 def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
-    monkeypatch.setattr(suite, "_promotion", small_suite)
+    monkeypatch.setattr(suite, "_part", small_suite)
     file = tmp_path / "r.json"
     ordinary = Row("gemm", "wgmma", "kernel", case(64).problem.as_dict(), data="normal", ms=1.0,
                    config=ScheduledConfig().as_dict())  # fmt: skip
@@ -230,7 +230,7 @@ def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatc
 
 
 def test_a_dry_run_names_the_schedules(kernels, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "_promotion", small_suite)
+    monkeypatch.setattr(suite, "_part", small_suite)
     assert execute("bench", ["--suite", "promotion", "--device", "cpu", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "wgmma exact (default) tile=64 schedule=exact" in shown
