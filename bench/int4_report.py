@@ -10,8 +10,9 @@ from typing import Any
 
 from jetfire.bench import show
 from jetfire.bench.markdown import Table
-from jetfire.bench.suite import INT4
+from jetfire.bench.suite import ops_of
 from jetfire.bench.tuned_report import mean
+from jetfire.core import registry
 from jetfire.core.workloads import LAYERS
 from jetfire.measure.results import Results, Row, problem_text
 
@@ -112,8 +113,6 @@ def stages(results: Results) -> str | None:
 
 def _described(row: Row) -> str:
     """The op with those of its problem's fields that are not its default's."""
-    from jetfire.core import registry
-
     op = registry.get(row.op)
     mode = row.problem.get("mode", "fwd")
     sizes = {name: row.problem[name] for name in op.dims}
@@ -128,7 +127,8 @@ def _described(row: Row) -> str:
 def memory_bound(results: Results) -> Table | None:
     """The other ops alone: bandwidth, and against torch.compile."""
     best: dict[str, Row] = {}
-    alone = set(INT4) - set(show.FP16_FIRST)
+    names = ops_of("int4")
+    alone = [name for name in names if not registry.get(name).baselines]
     for row in results.rows:
         if row.op not in alone or row.role != "kernel" or row.ms is None:
             continue
@@ -138,7 +138,7 @@ def memory_bound(results: Results) -> Table | None:
     if not best:
         return None
     lines = []
-    for row in sorted(best.values(), key=lambda row: INT4.index(row.op)):
+    for row in sorted(best.values(), key=lambda row: names.index(row.op)):
         ratio = (row.vs_peer or {}).get("compile")
         shape = "×".join(str(row.problem[d]) for d in ("m", "n") if row.problem[d] != 1)
         lines.append([

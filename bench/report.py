@@ -17,12 +17,13 @@ from typing import Any
 
 from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
 from jetfire.bench.markdown import Table
-from jetfire.bench.suite import INT4, PROMOTION_DATA
+from jetfire.bench.suite import ops_of
 from jetfire.core import files, registry, schema
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.core.workloads import MODELS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
+from jetfire.ops.gemm import PROMOTION_DATA
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
@@ -59,7 +60,7 @@ Adds = Callable[[Results, Path], Addition]
 def _timed(results: Results, op: str | None = None) -> list[Row]:
     """Every timed row of an op that is no curve's: those, training's and INT4's have their own
     tables."""
-    own = (*training_report.OPS, *INT4)
+    own = (*training_report.OPS, *ops_of("int4"))
     return [
         row for row in results.rows
         if row.ms is not None and row.curve is None and row.op not in own

@@ -8,19 +8,18 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.markdown import Table as Markdown
-from jetfire.core import terminal
+from jetfire.core import registry, terminal
 from jetfire.measure.results import Row, problem_text, shape_text
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# The peer that a kernel's time is first compared with: what training uses today.
+# The peer that a kernel's time is first compared with, after its op's own (`Op.baselines`): what
+# training uses today.
 BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy",
              "launch")  # fmt: skip
-# Of INT4 the paper's own (arXiv 2306.11987).
-FP16 = "cublas_fp16"
-FP16_FIRST = ("int4_gemm", "hadamard_gemm")
+FP16 = "cublas_fp16"  # of INT4 the paper's own (arXiv 2306.11987)
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 
 
@@ -62,7 +61,8 @@ def share_text(share: float | None) -> str:
 def ratio_text(row: Row) -> str:
     """The kernel against its first baseline: above 1 it is faster."""
     ratios = row.vs_peer or {}
-    order = (FP16, *BASELINES) if row.op in FP16_FIRST else BASELINES
+    own = registry.get(row.op).baselines if row.op in registry.names() else ()
+    order = (*own, *BASELINES)
     name = next((n for n in order if n in ratios), None)
     return "" if name is None else f"{ratios[name]:.2f}× {name}"
 

@@ -8,8 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from jetfire.core import sources
 from jetfire.core.device import Device
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from jetfire.core.machine_code import Cubin
+    from jetfire.core.suites import Exported, Timed
 
 Block = Literal[32, 64, 128]
 FloatName = Literal["bf16", "fp16", "fp32"]
@@ -29,6 +41,7 @@ Rounding = Literal["nearest", "stochastic"]
 # kernel; or the runs of one config.
 SameBits = Literal["kernels", "configs", "runs"]
 Tensors = dict[str, "torch.Tensor"]
+Value = TypeVar("Value")
 
 
 def float_dtype(name: FloatName) -> torch.dtype:
@@ -142,6 +155,16 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """One of a backward's outputs: as it is, as it should be, and how far off it may be."""
+
+    name: str
+    got: torch.Tensor
+    exact: torch.Tensor
+    allowed: torch.Tensor | float
+
+
+@dataclass(frozen=True)
 class Model:
     """Widths of one transformer block and the tokens of a step.
 
@@ -182,6 +205,16 @@ class Op(ABC):
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
     # Matrices that a launch takes contiguous alone; of others rows may be any distance apart.
     contiguous: ClassVar[frozenset[str]] = frozenset()
+    # Why a backward has no `gradients`; every other op with one has.
+    no_gradients: ClassVar[str | None] = None
+    # Its kernels launch those of other ops (`Kernel.parts`): nothing is its own to be tuned.
+    composite: ClassVar[bool] = False
+    # Peers that its time is compared with first, before those of `bench.show`.
+    baselines: ClassVar[tuple[str, ...]] = ()
+    # Sizes that may not be 0.
+    never_empty: ClassVar[frozenset[str]] = frozenset()
+    # By size, the outputs that are sums over it: of nothing they are 0, or what was to be added to.
+    sums: ClassVar[Mapping[str, Collection[str]]] = {}
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Return the problems of one shape in one mode; a GEMM's backward is two of them.
@@ -269,6 +302,35 @@ class Op(ABC):
         for tensor in outputs.values():
             tensor.zero_()
 
+    def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
+        """Inputs beside the matrices at the ends of what they may be, in place of what is usual.
+
+        What a kernel reads in one place and may get wrong for all. Drawn by `measure.edges` on the
+        CPU; seeds need none.
+        """
+        return {}
+
+    def in_place(self, problem: Any, inputs: Tensors) -> Mapping[str, str]:
+        """Outputs that may be written over an input that the caller gives up: its name."""
+        return {}
+
+    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
+        """Of all outputs, in order, those that the public function returns."""
+        return dict(outputs)
+
+    def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        """A backward's outputs beside what autograd makes of a float64 forward.
+
+        That forward shares no formula of a gradient with the reference. What is allowed is what
+        quantising or rounding the gradient takes, and a little for fp32: that a kernel rounds as it
+        should is checked against the reference. Empty where inputs have no gradient to compare
+        with.
+        """
+        raise NotImplementedError(
+            f"{self.name} has a backward and no check of its gradients: expected `gradients` in "
+            "its class, or `no_gradients`, why not"
+        )
+
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:
         """The op's shapes in one transformer block, as problem fields."""
@@ -276,6 +338,42 @@ class Op(ABC):
     def peers(self, problem: Any, inputs: Tensors) -> dict[str, Callable[[], Callable[[], Any]]]:
         """What a user would use instead: name → a factory that prepares operands, gives a thunk."""
         return {}
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """Further fields worth a row each in the suite `results`: by default one, then each other.
+
+        Of a memory-bound op; the first also beside torch.compile, and each that has other fields
+        than these, which change what is compiled.
+        """
+        fields = self.Problem.__dataclass_fields__
+        rounded = "rounding" in fields
+        usual = {"rounding": ["stochastic" if mode == "bwd" else "nearest"]} if rounded else {}
+        found = [usual]
+        if rounded and mode == "fwd":
+            found.append({"rounding": ["stochastic"]})
+        if "layout" in fields:
+            found.append({**usual, "layout": ["both"]})
+        return found
+
+    def timed(self) -> list[Timed] | None:
+        """What the suites measure of it; None for what they measure of any memory-bound op."""
+        return None
+
+    def exported(self) -> list[Exported]:
+        """What the suite `export` measures of it."""
+        return []
+
+    def shipped(self, workload: str, mode: Mode) -> list[dict[str, Any]]:
+        """Further fields worth a profile of their own, for each problem of a workload in a mode.
+
+        Those that decide what is written; with other layouts, biases and roundings the same shape's
+        entry is found as the nearest.
+        """
+        return [{}]
+
+    def kinds(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Problems of some sizes of which one is drawn, to see how good a lookup's config is."""
+        return [self.problems(mode, fields)[0] for mode in self.modes]
 
     def flops(self, problem: Any) -> float:
         """Multiply-add operations of the matrix unit, two each; 0 for a memory-bound op."""
@@ -352,6 +450,13 @@ class Kernel(ABC):
         is still there.
         """
         return {}
+
+    def parts(self, workload: str) -> list[tuple[str, Any]]:
+        """Other ops, each with a problem that is solved for a workload of a composite.
+
+        Profiles of these ops are shipped for these problems alone.
+        """
+        return []
 
     def noise(self, problem: Any, config: Any, inputs: Tensors) -> torch.Tensor | None:
         """What a config's own rounding may add to an element before it is stored.

@@ -1,8 +1,7 @@
 """`jetfire bench --suite export`: exports that are built, tested, and timed beside the workbench.
 
-Every target of the CUDA GEMM, and of other kernels those that say something of their own. All are
-built and pass their self-tests first, several at a time; then each is timed while nothing else
-runs.
+Each op says which of its kernels, to which targets (`Op.exported`). All are built and pass their
+self-tests first, several at a time; then each is timed while nothing else runs.
 """
 
 from __future__ import annotations
@@ -30,20 +29,6 @@ from jetfire.measure.results import Row
 
 CAPABILITY = (9, 0)
 AT_ONCE = 8
-LARGE = {"m": 8192, "n": 4096}
-SQUARE = {"m": 8192, "n": 8192, "k": 8192}
-PAPER = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
-TRITON = ("cubin", "torch", "wheel")
-# Op, kernel, problem, targets.
-EXPORTS: Sequence[tuple[str, str, Mapping[str, Any], Sequence[str]]] = (
-    ("gemm", "wgmma", {**SQUARE, "block": 128}, targets.NAMES),
-    ("gemm", "wgmma", {**SQUARE, "block": 32}, targets.NAMES),
-    ("quantize", "triton", {**LARGE, "block": 32}, TRITON),
-    ("int4_gemm", "wgmma", PAPER, ("cuda",)),
-    ("hadamard_quantize", "rows", {**LARGE, "layout": "both"}, ("cuda",)),
-    ("gelu", "triton", {**LARGE, "block": 32}, ("cubin",)),
-    ("layernorm", "gluon", {**LARGE, "block": 32}, ("cubin",)),
-)
 
 
 @dataclass(frozen=True)
@@ -64,10 +49,13 @@ class Export:
 
 
 def exports() -> list[Export]:
+    """What ops say (`Op.exported`), each to every target that it names."""
+    ops = [registry.get(name) for name in registry.names()]
+    found = [(exported, op) for op in ops for exported in op.exported()]
     return [
-        Export(op, kernel, registry.get(op).Problem.parse(fields), target)
-        for op, kernel, fields, names in EXPORTS
-        for target in names
+        Export(op.name, exported.kernel, op.Problem.parse(exported.problem), target)
+        for exported, op in sorted(found, key=lambda pair: pair[0].turn)
+        for target in exported.targets or targets.NAMES
     ]
 
 

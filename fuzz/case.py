@@ -45,7 +45,7 @@ class Case:
             how many its first one is moved from an aligned address; none where not named.
         offset: by how many elements outputs that are updated are moved from an aligned address;
             others by 16 times as many.
-        edges: scalars, lists and parameters are at the ends of what they may be (`fuzz.edges`).
+        edges: scalars, lists and parameters are at the ends of what they may be (`Op.edges`).
         version: of this format.
     """
 

@@ -82,6 +82,7 @@ def fuzz(asked: Asked) -> None:
         load(file)
     pairs = _pairs(asked)
     plan = _plan(asked, pairs)
+    _note_ungraded(plan)
     results = jobs.Results(plan)
     elsewhere = [pair for pair in pairs if pair not in plan.extents]
     try:
@@ -95,6 +96,13 @@ def fuzz(asked: Asked) -> None:
         if asked.output is not None:
             write(asked.output, json.dumps(summary, indent=1) + "\n")
     _judge(plan, summary)
+
+
+def _note_ungraded(plan: Plan) -> None:
+    """Say of which backwards no gradient is compared with autograd's, and why."""
+    for name in dict.fromkeys(name for name, _ in plan.extents):
+        if why := registry.get(name).no_gradients:
+            terminal.note(f"{name}: gradients are not compared with autograd's: {why}")
 
 
 def _check(asked: Asked) -> None:

@@ -47,8 +47,6 @@ TALL = (2**16, 2**17, 2**15)
 MOST_OF_TALL = 2**26  # bytes that they move at the least
 UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
-_FULL = {"cross_entropy": ("n",)}  # a row of no logits has no loss
-_NO_FUNCTION = ("hadamard_gemm",)
 
 
 @dataclass(frozen=True)
@@ -450,11 +448,11 @@ class Batch:
 
     def _empty(self) -> Case | None:
         """A call of the op's public function with one size of 0, or more."""
+        from jetfire.fuzz.empty import function
+
         op, rng = self._target.op, self._rng
-        names = [
-            name for name in op.dims if name in sizes_of(op) and name not in _FULL.get(op.name, ())
-        ]
-        for _ in range(0 if op.name in _NO_FUNCTION else TRIES):
+        names = [d for d in op.dims if d in sizes_of(op) and d not in op.never_empty]
+        for _ in range(TRIES if function(op, "fwd") else 0):
             flags = rng.choice(self._pool).flags
             problem = problem_of(op, flags, {name: rng.randint(1, 100) for name in sizes_of(op)})
             if problem is None:

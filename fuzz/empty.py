@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,22 +16,13 @@ from jetfire.core.device import Device
 from jetfire.fuzz.case import Case, Outcome
 
 UNIT = 1024  # every op takes multiples of it
-_OTHER_NAMES = {"hadamard_quantize": "int4_quantize"}
-# Sums over nothing; other outputs that are not empty may hold what they like.
-_ZERO = {
-    "gemm": ("k", None),
-    "int4_gemm": ("k", None),
-    "column_sum": ("m", None),
-    "layernorm": ("m", ("dweight", "dbias")),
-}
 
 
 def function(op: Op, mode: str) -> Any:
     """The function that a caller of an op in one mode calls; None where there is none."""
-    names = (_OTHER_NAMES.get(op.name, ""), f"int8_{op.name}", f"int4_{op.name}", op.name)
-    suffix = "_backward" if mode == "bwd" else ""
-    found = (getattr(ops, name + suffix, None) for name in names if name)
-    return next((f for f in found if callable(f)), None)
+    public = getattr(sys.modules[type(op).__module__], "__all__", ())
+    names = [name for name in public if name.endswith("_backward") == (mode == "bwd")]
+    return getattr(ops, names[0]) if names else None
 
 
 def run(case: Case, device: Device) -> Outcome:
@@ -46,14 +38,12 @@ def run(case: Case, device: Device) -> Outcome:
     bias, c = (inputs[k].clone() if k in inputs else None for k in ("bias", "c"))
     returned = call(**{name: given[name] for name in parameters if name in given})
     found = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    expected = _results(op, fields)
-    if case.op == "adamw":  # what is updated is not returned
-        expected = {k: v for k, v in expected.items() if k not in inputs}
+    expected = op.returned(_results(op, fields))
     results = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
     if results != list(expected.values()):
         return Outcome("wrong", f"results {results}: expected {expected}")
     for name, tensor in zip(expected, found, strict=True):
-        if _is_sum(case, name):
+        if _is_sum(op, fields, name):
             value = torch.zeros_like(tensor)
             for term in (bias, c) if name == "c" else ():
                 value = value if term is None else value + term
@@ -62,12 +52,9 @@ def run(case: Case, device: Device) -> Outcome:
     return Outcome()
 
 
-def _is_sum(case: Case, name: str) -> bool:
-    """Whether an output is a sum over a size of 0."""
-    over, outputs = _ZERO.get(case.op, (None, None))
-    if over is None or case.problem[over] != 0 or case.problem.get("out") == "int8":
-        return False
-    return outputs is None or name in outputs
+def _is_sum(op: Op, fields: Mapping[str, Any], name: str) -> bool:
+    """Whether an output is a sum over a size of 0; others that are not empty may hold anything."""
+    return any(fields[size] == 0 and name in outputs for size, outputs in op.sums.items())
 
 
 def _sized(op: Op, fields: Mapping[str, Any], size: int) -> Any:

@@ -31,8 +31,6 @@ from jetfire.measure.runner import memory_free
 SECOND_POISON = 0x5B
 # A float64 reference and its temporaries, for each byte that the op must move.
 REFERENCE_BYTES = 12
-# What backwards may be asked to write over: output, input, and whether that must be contiguous.
-_IN_PLACE = {"gelu": ("q", "dy", True), "cross_entropy": ("dlogits", "logits", False)}
 ALIGNED = 16  # bytes, as a new output is: and so elements enough
 LARGE = 2**30  # bytes to move, from which on it is asked whether they fit
 
@@ -243,19 +241,18 @@ def _check_written(
 
 
 def _check_in_place(s: _Setting, outputs: Tensors) -> None:
-    """The same bits where an output takes the place of the input that a caller may give up."""
-    if s.op.name not in _IN_PLACE or s.problem.mode != "bwd":
-        return
-    output, place, contiguous = _IN_PLACE[s.op.name]
-    if contiguous and not (s.placed[place].view.is_contiguous() and s.problem.layout == "both"):
+    """The same bits where outputs take the place of inputs that a caller may give up."""
+    taken = s.op.in_place(s.problem, {name: where.view for name, where in s.placed.items()})
+    if not taken:
         return
     given = {k: where.on(where.buffer.clone()).view for k, where in s.placed.items()}
     views = {name: where.view for name, where in _outputs(s, None).items()}
-    views[output] = given[place]
+    views |= {output: given[place] for output, place in taken.items()}
     launch(s.kernel, s.problem, s.config, given, views)
     for name, view in views.items():
         if message := _differing(outputs[name], view, nan=True):
-            raise _Found("wrong", f"{name}, with {output} in place of {place}: {message}")
+            how = " and ".join(f"{output} in place of {place}" for output, place in taken.items())
+            raise _Found("wrong", f"{name}, with {how}: {message}")
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor, nan: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from jetfire.core.contract import (
     Op,
     Problem,
     Tensors,
+    Value,
     at_least_zero,
     quantised_outputs,
 )
@@ -24,6 +25,8 @@ from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -149,6 +152,29 @@ class Adamw(Op):
         ]
         exact = [check.exact(k, t, codes[k]) for k, t in outputs.items() if k not in UPDATED]
         return check.every(bounded + exact)
+
+    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
+        """The codes: the rest is updated in place."""
+        return {name: value for name, value in outputs.items() if name not in UPDATED}
+
+    def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Any step of a long training; one that is left out; moments that have just been made."""
+        import torch
+
+        from jetfire.measure import edges
+
+        rare = {
+            "rate": edges.throughout(rng, (0.0, 1e-8, 1e-3, 0.1, 1.0), inputs["rate"]),
+            "step": edges.throughout(rng, (1, 2, 10, 1000, 10**4, 10**5, 10**6), inputs["step"]),
+        }
+        if problem.guarded:
+            rare["found_inf"] = edges.throughout(rng, (0, 1, 1, 2), inputs["found_inf"])
+            rare["grad_scale"] = edges.throughout(
+                rng, (1.0, 2.0**16, 2.0**-10), inputs["grad_scale"]
+            )
+        if rng.random() < 0.5:
+            rare |= {name: torch.zeros_like(inputs[name]) for name in ("exp_avg", "exp_avg_sq")}
+        return rare
 
     def peers(
         self, problem: AdamwProblem, inputs: Tensors

@@ -11,6 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -131,6 +132,21 @@ class Add(Op):
         super().nothing(problem, inputs, outputs)
         for name in {"mean", "rstd"} & outputs.keys():
             outputs[name].fill_(torch.nan)
+
+    def gradients(self, problem: AddProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        """The sum's quantised copy passes its gradient on."""
+        import torch
+
+        from jetfire.measure import gradient
+
+        dsum = inputs["dsum"].double()
+        dq = gradient.values(inputs["dq"], inputs["dq_scale"], problem.block)
+        total = torch.zeros_like(dsum, requires_grad=True)
+        copy = total + (total.round() - total).detach()
+        (dx,) = torch.autograd.grad((total, copy), total, (dsum, dq))
+        noise = gradient.HALF["bf16"] * dx.abs() + 2.0**-22 * (dsum.abs() + dq.abs()) + 2.0**-130
+        quantised = gradient.quantised(problem, outputs, dx, noise)
+        return [Gradient("dx", outputs["dx"], dx, noise), *quantised]
 
     def same_bits(self, problem: AddProblem) -> SameBits:
         """The statistics are sums over tiles."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
@@ -11,6 +12,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, FloatName, Op, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -100,6 +102,13 @@ class BitSplit(Op):
 
     def same_bits(self, problem: BitSplitProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
+        return [
+            at(turn=3, peers=COMPILED, power_ms=200.0),
+            at(turn=5, settings={"bits": ["4"]}, peers=("copy",)),
+        ]
 
     def peers(
         self, problem: BitSplitProblem, inputs: Tensors

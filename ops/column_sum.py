@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -35,6 +35,7 @@ class ColumnSum(Op):
     name = "column_sum"
     summary = "column sums of a per-block INT8 gradient: the gradient of a bias"
     Problem = ColumnSumProblem
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("sums",)}
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(out for out, _ in model.linears())

@@ -11,6 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Check,
     FloatName,
+    Gradient,
     Mode,
     Op,
     Problem,
@@ -24,6 +25,8 @@ from jetfire.core.operators import Differentiable, Operator, dtype_of_first
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -58,6 +61,7 @@ class CrossEntropy(Op):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
+    never_empty: ClassVar[frozenset[str]] = frozenset({"n"})  # no logits, no loss
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -120,6 +124,56 @@ class CrossEntropy(Op):
                 for name, out in outputs.items()
             ]
         )
+
+    def edges(self, problem: CrossEntropyProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Half of the targets are the first column, the last one or none.
+
+        In one case of two some are no column, but in 32 bits the first, or to be ignored. Forward,
+        rows lie far from 0.
+        """
+        import torch
+
+        from jetfire.measure import edges
+        from jetfire.reference.cross_entropy import IGNORED
+
+        targets, columns = inputs["targets"].cpu(), problem.columns
+        wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
+        ends = edges.each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
+        kept = edges.each(rng, (0, 1), targets).bool()
+        rare = {"targets": torch.where(kept, targets, ends)}
+        if problem.mode == "fwd":
+            # Where a maximum begins at a number, or a sum of exponentials is taken without it.
+            far = edges.each(rng, (0.0, -(2.0**15), 2.0**15), inputs["logits"][:, :1])
+            rare["logits"] = inputs["logits"].cpu() + far.to(inputs["logits"].dtype)
+        else:
+            rare["dloss"] = edges.each(rng, (0.0, 1.0, -1.0, 1 / problem.m, 1e4), inputs["dloss"])
+        return rare
+
+    def in_place(self, problem: CrossEntropyProblem, inputs: Tensors) -> dict[str, str]:
+        return {"dlogits": "logits"} if problem.mode == "bwd" else {}
+
+    def gradients(
+        self, problem: CrossEntropyProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Empty where a target is no column."""
+        import torch
+
+        from jetfire.measure import gradient
+        from jetfire.reference.cross_entropy import IGNORED
+
+        logits = inputs["logits"].double().requires_grad_()
+        targets, dloss = inputs["targets"], inputs["dloss"].double()
+        columns = (targets >= 0) & (targets < problem.columns)
+        if not bool(((targets == IGNORED) | columns).all()):
+            return []
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, : problem.columns], targets, ignore_index=IGNORED, reduction="none"
+        )
+        (dlogits,) = gradient.of(loss, dloss, logits)
+        # exp(logit − lse) of an lse rounded to fp32
+        of_lse = gradient.FP32 + 2.0**-23 * inputs["lse"].double().abs()
+        allowed = gradient.HALF[problem.dtype] * dlogits.abs() + (dloss.abs() * of_lse)[:, None]
+        return [Gradient("dlogits", outputs["dlogits"], dlogits, allowed + gradient.LEAST)]
 
     def same_bits(self, problem: CrossEntropyProblem) -> SameBits:
         return "runs" if problem.mode == "fwd" else "configs"

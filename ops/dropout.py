@@ -11,6 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -90,6 +91,30 @@ class Dropout(Op):
         return check.every(
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
+
+    def gradients(
+        self, problem: DropoutProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """What the forward drops of ones is what it drops, by the seed and the threshold of p."""
+        import torch
+
+        from jetfire.measure import gradient
+        from jetfire.reference.dropout import drop_threshold, dropout
+
+        dy = gradient.values(inputs["q"], inputs["scale"], problem.block)
+        ones = torch.ones_like(inputs["q"])
+        kept = dropout(ones, inputs["scale"], problem.p, inputs["seed"])[0].double()
+        x = torch.zeros_like(dy, requires_grad=True)
+        (dx,) = gradient.of(x * kept / (1 - drop_threshold(problem.p) / 65536), dy, x)
+        allowed = gradient.FP32 * dx.abs() + 2.0**-140
+        found = []
+        if "q" in outputs:
+            got = gradient.values(outputs["q"], outputs["scale"], problem.block)
+            found.append(Gradient("q", got, dx, allowed))
+        if "qt" in outputs:
+            got = gradient.values(outputs["qt"], outputs["scale_t"], problem.block).t()
+            found.append(Gradient("qt", got, dx, allowed))
+        return found
 
     def same_bits(self, problem: DropoutProblem) -> SameBits:
         return "kernels"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
@@ -11,9 +12,12 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
+from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -132,8 +136,41 @@ class GatherRows(Op):
         codes, count = outputs["codes"], int(inputs["counts"][1])
         return {"codes": codes[:, :count] if problem.transpose else codes[:count]}
 
+    def edges(self, problem: GatherRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Rows in any order, the first and the last of a part more often; few wanted, or all."""
+        import torch
+
+        from jetfire.measure import edges
+
+        if problem.rows is None:
+            return {}
+        m, room = problem.m, problem.rows
+        any_row = torch.randint(-1, 2 * m, (room,), generator=edges.generator(rng), device="cpu")
+        ends = edges.each(rng, (-1, 0, m - 1, m, 2 * m - 1), inputs["rows"]).long()
+        count = rng.choice((0, 1, room - 1, room, room))
+        rare = {
+            "rows": torch.where(edges.each(rng, (0, 1), ends).bool(), any_row, ends),
+            "counts": edges.int64(rng.randint(0, count), count),
+        }
+        return rare | ({"repeat": edges.each(rng, (0, 1, 16), ends)} if problem.repeat else {})
+
     def same_bits(self, problem: GatherRowsProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        """Of 8192 tokens' split gradient those kept, as each product reads them; a weight's all."""
+        from jetfire.ops.sample_rows import capacity
+
+        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
+        kept = partial(at, sizes={"m": [2 * 8192], "n": [8192]})
+        dgrad, wgrad = ([str(capacity(8192, 2, p, "half"))] for p in ("dgrad", "wgrad"))
+        repeated = {"repeat": ["true"], "transpose": ["true"]}
+        weight = {"transpose": ["false", "true"], "wide": ["true"]}
+        return [
+            kept(settings={"rows": dgrad, "wide": ["true"]}),
+            kept(settings={"rows": wgrad, **repeated}),
+            at(sizes={"m": [8192], "n": [8192]}, settings=weight),
+        ]
 
     def peers(
         self, problem: GatherRowsProblem, inputs: Tensors

@@ -11,6 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -22,6 +23,7 @@ from jetfire.core.contract import (
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator
+from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -107,6 +109,26 @@ class Gelu(Op):
             outputs, expected["value"], expected["scale"], problem.block, expected.get("u"),
             noise=expected["noise"],
         )  # fmt: skip
+
+    def in_place(self, problem: GeluProblem, inputs: Tensors) -> dict[str, str]:
+        """dx over dy, which must be contiguous as an output is."""
+        backward = problem.mode == "bwd" and problem.layout == "both"
+        return {"q": "dy"} if backward and inputs["dy"].is_contiguous() else {}
+
+    def gradients(self, problem: GeluProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        from torch.nn import functional
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        approximate = "tanh" if problem.approximate == "tanh" else "none"
+        (dx,) = gradient.of(functional.gelu(x, approximate=approximate), dy, x)
+        return gradient.quantised(problem, outputs, dx, gradient.FP32 * dy.abs())
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 8192, "n": 4096, "block": 32}
+        return [Exported("triton", problem, ("cubin",), turn=4)]
 
     def peers(
         self, problem: GeluProblem, inputs: Tensors

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from jetfire.core import expect
+from jetfire.core import expect, workloads
 from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
@@ -28,9 +29,12 @@ from jetfire.core.contract import (
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Differentiable, Operator
+from jetfire.core.suites import Exported, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -74,6 +78,11 @@ SMALLEST = 2.0**-149
 # scales, which it has times 2^22.
 MOST, MOST_TELESCOPED = 2.0**127, 2.0**104
 FEW = 4096  # elements, of which a norm says little
+SUITE_KERNELS = ("wgmma", "gluon")
+# As a linear layer has them: activations, activations with outliers and gradients, times weights.
+# Of two such operands the few places where outliers or large rows meet would decide everything.
+PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
+PROMOTION_PEERS = ("cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block")
 
 
 class Gemm(Op):
@@ -83,6 +92,8 @@ class Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
+    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of other operands"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).
@@ -222,9 +233,78 @@ class Gemm(Op):
     def flops(self, problem: GemmProblem) -> float:
         return 2.0 * problem.m * problem.n * problem.k
 
+    def edges(self, problem: GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """What is added to a product is much larger than it, or much smaller."""
+        from jetfire.measure import edges
+
+        rare = {}
+        if problem.bias:
+            rare["bias"] = edges.each(rng, (0.0, 1e-4, -1e4), inputs["bias"])
+        if problem.accumulate:
+            rare["c"] = inputs["c"] * rng.choice((0.0, 2.0**-12, 2.0**10))
+        return rare
+
     def same_bits(self, problem: GemmProblem) -> SameBits:
         """Blocks of K are summed in order, but for stream-K's, which adds parts to C in fp32."""
         return "runs" if problem.accumulate and problem.out == "fp32" else "configs"
+
+    def timed(self) -> list[Timed]:
+        """At 8192³ with each output, ragged, as a wgrad; over models and squares; each schedule."""
+        square, bf16 = {"m": [8192]}, ("cublas_bf16",)
+        codes = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
+        targets = partial(Timed, "targets", turn=2)
+        ragged = {"m": [8191], "n": [8193], "k": [8200]}
+        wgrad = partial(
+            targets,
+            sizes={"m": [4096], "n": [4096], "k": [8192]},
+            peers=bf16,
+            kernels=SUITE_KERNELS,
+        )
+        models = partial(
+            Timed,
+            "gemm",
+            modes=("fwd", "bwd"),
+            peers=("cublas_bf16", "fp8_scaled_mm_block"),
+            rounds=6,
+            kernels=SUITE_KERNELS,
+        )
+        promotion = partial(
+            Timed,
+            "promotion",
+            sizes=square,
+            peers=PROMOTION_PEERS,
+            schedules=True,
+        )
+        return [
+            targets(sizes=square, power_ms=200.0),
+            targets(sizes=square, settings=codes, peers=bf16, rounds=6),
+            targets(sizes=square, settings={"out": ["fp16", "fp32"]}, peers=bf16, rounds=6),
+            targets(sizes=ragged, peers=bf16, rounds=6, kernels=SUITE_KERNELS),
+            wgrad(settings={"out": ["bf16"]}),
+            wgrad(settings={"out": ["fp32"], "accumulate": ["true"]}),
+            Timed("gemm", sizes={"m": [512, *workloads.SQUARES]}),
+            *(models(workload=name) for name in workloads.MODELS),
+            *(promotion(data=data) for data in PROMOTION_DATA),
+        ]
+
+    def exported(self) -> list[Exported]:
+        square = {"m": 8192, "n": 8192, "k": 8192}
+        return [Exported("wgmma", {**square, "block": b}, None, turn=0) for b in (128, 32)]
+
+    def shipped(self, workload: str, mode: Mode) -> list[dict[str, Any]]:
+        """Every output of a square, which backward is the same problem; else the float's and int8.
+
+        Stochastic where int8 is a gradient.
+        """
+        if workload == "square":
+            outs = ("bf16", "fp16", "fp32", "int8")
+            return [{"out": out} for out in outs] if mode == "fwd" else []
+        rounding = "stochastic" if mode == "bwd" else "nearest"
+        return [{}, {"out": "int8", "rounding": rounding}]
+
+    def kinds(self, fields: Mapping[str, Any]) -> list[Any]:
+        outputs = {"out": "bf16"}, {"out": "int8"}, {"out": "fp32", "accumulate": True}
+        return [self.Problem.parse({**fields, **output}) for output in outputs]
 
     def peers(
         self, problem: GemmProblem, inputs: Tensors

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.contract import Check, Mode, Op, Problem, SameBits, Tensors, ceil_div, float_dtype
 from jetfire.core.errors import UsageError
+from jetfire.core.suites import Timed
 from jetfire.measure.data import Source
 from jetfire.ops.hadamard_quantize import (
     Group,
@@ -17,6 +18,8 @@ from jetfire.ops.hadamard_quantize import (
 )
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
 
     from jetfire.core.contract import Model
@@ -55,8 +58,12 @@ class HadamardGemm(Op):
     name = "hadamard_gemm"
     summary = "a linear layer in 4 bits, all stages: Hadamard, codes, product; sampled gradients"
     Problem = HadamardGemmProblem
+    composite = True
+    baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    # tests/test_hadamard_gemm.py holds them to that.
+    no_gradients: ClassVar[str | None] = "of rows drawn at random, right in the mean alone"
     workload: ClassVar[str | None] = "int4-paper"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -138,9 +145,19 @@ class HadamardGemm(Op):
         products = 2 if problem.mode == "bwd" else 1
         return products * 2.0 * problem.m * problem.n * problem.k
 
+    def edges(self, problem: HadamardGemmProblem, inputs: Tensors, rng: Random) -> Tensors:
+        from jetfire.measure import edges
+
+        return {
+            name: edges.step(rng, inputs[name]) for name in ("step_x", "step_w") if name in inputs
+        }
+
     def same_bits(self, problem: HadamardGemmProblem) -> SameBits:
         """The step's gradient is a sum."""
         return "runs" if problem.mode == "bwd" else "kernels"
+
+    def timed(self) -> list[Timed]:
+        return [Timed("int4", 1, self.modes, workload="int4-paper", peers=self.baselines)]
 
     def peers(
         self, problem: HadamardGemmProblem, inputs: Tensors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
@@ -11,6 +13,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Check,
     FloatName,
+    Gradient,
     Mode,
     Op,
     Problem,
@@ -22,9 +25,12 @@ from jetfire.core.contract import (
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.suites import COMPILED, Exported, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -182,9 +188,86 @@ class HadamardQuantize(Op):
             bad = multiplier(step, problem.group) == 0
             outputs["scale"].copy_(step.masked_fill(bad, torch.nan))
 
+    def edges(self, problem: HadamardQuantizeProblem, inputs: Tensors, rng: Random) -> Tensors:
+        import torch
+
+        from jetfire.measure import edges
+
+        rare = {"step": edges.step(rng, inputs["step"])} if "step" in inputs else {}
+        if "slots" in inputs:
+            room = len(inputs["dx_hat"])
+            rare["slots"] = torch.randint(
+                -1,
+                rng.choice((0, 1, room)),
+                inputs["slots"].shape,
+                generator=edges.generator(rng),
+                device="cpu",
+            )
+            rare["unit"] = edges.throughout(rng, (0.0, 1.0, math.inf, math.nan), inputs["unit"])
+        return rare
+
+    def gradients(
+        self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not.
+
+        Only the Hadamard matrix and how nibbles are packed are the reference's. With a step that is
+        not usable nothing is quantised: there is no gradient to compare with.
+        """
+        import torch
+
+        from jetfire.measure import gradient
+        from jetfire.reference.hadamard import matrix
+        from jetfire.reference.hadamard_quantize import multiplier
+        from jetfire.reference.nibbles import unpack
+
+        group, device = problem.group, inputs["dx_hat"].device
+        h = matrix(group).to(device)
+        upstream = _dense(inputs) if problem.gathered else inputs["dx_hat"].double()
+        given = problem.given == "x"
+        if given and not bool(multiplier(inputs["step"], group)):
+            return []
+        one = torch.ones(1, dtype=torch.float64, device=device)
+        step = inputs["step"].double() if given else one
+        x = inputs["x"].double() if given else _transformed(unpack(inputs["q"]).double(), h)
+        steps = step.expand(len(x)).clone().requires_grad_()  # its gradient comes by rows
+        v = _transformed(x.requires_grad_(), h) / steps[:, None]
+        q = v.detach().round().clamp(-8, 7)
+        passed = (q > -8) & (q < 7)
+        y = steps[:, None] * (torch.where(passed, v, v.detach()) + (q - v).detach())
+        dx, dstep = gradient.of(y, upstream, x, steps)
+        v = v.detach()
+        terms = upstream.abs().amax(1, keepdim=True) * group**0.5
+        rounded = gradient.HALF[problem.dtype] * dx.abs()
+        allowed = rounded + gradient.FP32 * terms + gradient.LEAST
+        if not given:
+            return [Gradient("dx", outputs["dx"], dx, allowed)]
+        # In fp32 what is nearly a tie may be rounded the other way.
+        sure = ~((v % 1.0 - 0.5).abs() < 1e-4 * (1 + v.abs())).any(1)
+        noise = 10 * gradient.FP32 * (upstream.abs() * (9 + v.abs())).sum(1) + 2.0**-126
+        return [
+            Gradient("dx", outputs["dx"][sure], dx[sure], allowed[sure]),
+            Gradient("dstep", outputs["dstep"][sure], dstep[sure], noise[sure]),
+        ]
+
     def same_bits(self, problem: HadamardQuantizeProblem) -> SameBits:
         """The step's gradient is a sum."""
         return "runs" if problem.mode == "bwd" and problem.given == "x" else "kernels"
+
+    def timed(self) -> list[Timed]:
+        """One of each direction beside torch.compile, at 8192×8192; groups and layouts alone."""
+        at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
+        compiled = partial(at, turn=2, peers=COMPILED, power_ms=200.0)
+        settings = {"group": ["1", "32", "128", "1024"], "layout": ["packed", "both"]}
+        return [
+            compiled(),
+            compiled(modes=["bwd"], settings={"gathered": ["true"]}),
+            compiled(modes=["bwd"], settings={"given": ["x"]}),
+            at(turn=4, settings=settings, peers=("copy",)),
+        ]
+
+    def exported(self) -> list[Exported]:
+        return [Exported("rows", {"m": 8192, "n": 4096, "layout": "both"}, ("cuda",), turn=3)]
 
     def peers(
         self, problem: HadamardQuantizeProblem, inputs: Tensors
@@ -236,6 +319,22 @@ def _slots(source: Source, m: int) -> tuple[torch.Tensor, int]:
     kept &= kept.flatten().cumsum(0).view(2, m) <= m
     slots = torch.where(kept, kept.flatten().cumsum(0).view(2, m) - 1, -1)
     return slots.t().contiguous().int(), rows
+
+
+def _transformed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return (x.reshape(-1, len(h)) @ h).view(x.shape)
+
+
+def _dense(inputs: Tensors) -> torch.Tensor:
+    """A gradient whose rows are the sums of the kept ones that belong to them."""
+    import torch
+
+    rows, missing = inputs["dx_hat"].double(), 0.0 * inputs["unit"].double()
+    parts = (
+        torch.where((slot >= 0)[:, None], rows[slot.clamp(min=0).long()], missing)
+        for slot in inputs["slots"].unbind(1)
+    )
+    return sum(parts, start=torch.zeros((), dtype=torch.float64, device=rows.device))
 
 
 def dstep_bound(terms: torch.Tensor) -> Tensors:

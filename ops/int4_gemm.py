@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,10 +21,13 @@ from jetfire.core.contract import (
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
+from jetfire.core.suites import Exported, Timed
 from jetfire.measure.data import Source
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -111,6 +115,9 @@ class Int4Gemm(Op):
     Problem = Int4GemmProblem
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
+    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad and wgrad of half of the gradient's split rows.
@@ -205,8 +212,36 @@ class Int4Gemm(Op):
             return outputs
         return {"c": outputs["c"][: int(inputs["counts"][1])]}
 
+    def edges(self, problem: Int4GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Scales of any size; all rows wanted, one or none; of a depth a part, or none."""
+        from jetfire.measure import edges
+
+        scales = (0.0, 1.0, 2.0**-60, 2.0**60, math.nan)
+        rare = {
+            name: edges.throughout(rng, scales, inputs[name]) for name in ("a_scale", "b_scale")
+        }
+        if problem.bias:
+            rare["bias"] = edges.each(rng, (0.0, 1.0, -1e4), inputs["bias"])
+        if problem.product == "dgrad":
+            end = rng.choice((0, 1, int(inputs["counts"][1])))
+            rare["counts"] = edges.int64(rng.randint(0, end), end)
+            rare["weight"] = edges.each(rng, (0.0, 1.0, 14.0, 2.0**20), inputs["weight"])
+        elif problem.product == "wgrad":
+            end = rng.randint(0, int(inputs["counts"][1]) // SEGMENT)
+            high = rng.choice((0, end, rng.randint(0, end)))
+            rare["counts"] = edges.int64(high * SEGMENT, end * SEGMENT)
+        return rare
+
     def same_bits(self, problem: Int4GemmProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        packed = {"operands": ["packed"]}
+        return [Timed("int4", workload="int4-paper", settings=packed, power_ms=200.0)]
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
+        return [Exported("wgmma", problem, ("cuda",), turn=2)]
 
     def peers(
         self, problem: Int4GemmProblem, inputs: Tensors

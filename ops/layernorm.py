@@ -11,6 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -23,9 +24,12 @@ from jetfire.core.contract import (
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
+from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -67,6 +71,7 @@ class LayerNorm(Op):
     summary = "LayerNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = LayerNormProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight", "dbias")}
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
@@ -160,8 +165,59 @@ class LayerNorm(Op):
         for name in {"mean", "rstd"} & outputs.keys():
             outputs[name].fill_(torch.nan)
 
+    def edges(self, problem: LayerNormProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Weights of all sizes and signs; statistics that are not the row's own."""
+        from jetfire.measure import edges
+
+        rare = {"weight": edges.each(rng, (0.0, 1.0, -1.0, 1e-3, 1e3), inputs["weight"])}
+        if "bias" in inputs:
+            rare["bias"] = edges.each(rng, (0.0, 1.0, -1e3), inputs["bias"])
+        if "mean" in inputs:
+            rare["mean"] = edges.each(rng, (0.0, 1.0, -3.0), inputs["mean"])
+            rare["rstd"] = edges.each(rng, (0.01, 1.0, 30.0), inputs["rstd"])
+        return rare
+
+    def gradients(
+        self, problem: LayerNormProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Empty where the statistics that are given are not those of x's rows."""
+        import torch
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        if not _has_statistics(x.detach(), inputs["mean"], inputs["rstd"], problem.eps):
+            return []
+        weight = inputs["weight"].double().requires_grad_()
+        bias = torch.zeros_like(weight, requires_grad=True)
+        y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, problem.eps)
+        dx, dweight, dbias = gradient.of(y, dy, x, weight, bias)
+        rstd = inputs["rstd"].double()[:, None]
+        terms = (dy * weight.detach()).abs().amax(1, keepdim=True)
+        normal = ((x.detach() - x.detach().mean(1, keepdim=True)) * rstd).abs()
+        # x and the mean in fp32: of a row of one column, or of equal ones, all that is left of it.
+        rounded = 2.0**-23 * x.detach().abs().amax(1, keepdim=True) * rstd
+        most, fp32 = 1 + normal.amax(1, keepdim=True), 10 * gradient.FP32
+        of_dx = terms * rstd * (fp32 * most**2 + 2 * rounded * most)
+        of_weight = (dy.abs() * (fp32 * (1 + normal) + rounded)).sum(0)
+        return [
+            *gradient.quantised(problem, outputs, dx, of_dx),
+            Gradient("dweight", outputs["dweight"], dweight, of_weight),
+            Gradient("dbias", outputs["dbias"], dbias, fp32 * dy.abs().sum(0)),
+        ]
+
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """Forward, too, with statistics that it is given."""
+        given = {"rounding": ["nearest"], "stats": ["given"]}
+        return [*super().settings(mode), *([given] if mode == "fwd" else [])]
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 8192, "n": 4096, "block": 32}
+        return [Exported("gluon", problem, ("cubin",), turn=5)]
 
     def peers(
         self, problem: LayerNormProblem, inputs: Tensors
@@ -195,6 +251,15 @@ class LayerNorm(Op):
                 )
 
         return peers.elementwise(eager, self.bytes(problem), x.device)
+
+
+def _has_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps: float) -> bool:
+    """Whether the statistics of a backward are those of its rows, as autograd takes them."""
+    import torch
+
+    variance, own = torch.var_mean(x, dim=1, correction=0)
+    given = torch.stack([mean.double(), rstd.double()])
+    return torch.allclose(given, torch.stack([own, (variance + eps).rsqrt()]), 1e-3, 1e-3)
 
 
 def _noise(terms: torch.Tensor, block: int) -> torch.Tensor:

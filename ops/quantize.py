@@ -13,6 +13,7 @@ from jetfire.core.contract import (
     Check,
     FloatName,
     Layout,
+    Mode,
     Op,
     Problem,
     Rounding,
@@ -21,6 +22,7 @@ from jetfire.core.contract import (
     quantised_outputs,
 )
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.suites import Exported
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -87,6 +89,14 @@ class Quantize(Op):
 
     def same_bits(self, problem: QuantizeProblem) -> SameBits:
         return "kernels"
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """All of them."""
+        return [{"rounding": ["nearest", "stochastic"], "layout": ["q", "qt", "both"]}]
+
+    def exported(self) -> list[Exported]:
+        problem = {"m": 8192, "n": 4096, "block": 32}
+        return [Exported("triton", problem, ("cubin", "torch", "wheel"), turn=1)]
 
     def peers(
         self, problem: QuantizeProblem, inputs: Tensors

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout, Rounding, Tensors, quantised_outputs
+from jetfire.core.contract import Block, Layout, Mode, Op, Rounding, Tensors, quantised_outputs
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.suites import Exported
 from jetfire.ops.quantize import Quantize, QuantizeProblem
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ class QuantizeQkv(Quantize):
         )
         qt, scale_t = transpose(q, scale)
         return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+
+    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
+        """As of ops in general: `quantize` shows the rest."""
+        return Op.settings(self, mode)
+
+    def exported(self) -> list[Exported]:
+        return []
 
     def peers(
         self, problem: QuantizeProblem, inputs: Tensors

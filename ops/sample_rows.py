@@ -10,9 +10,12 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_div
 from jetfire.core.operators import Operator
+from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
     from torch import Tensor
 
@@ -118,8 +121,39 @@ class SampleRows(Op):
             [check.exact(name, out, expected[name]) for name, out in outputs.items()]
         )
 
+    def edges(self, problem: SampleRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
+
+        Or sizes of which every row weighs the same: the most that weights sum to.
+        """
+        import torch
+
+        from jetfire.reference.bit_split import HIGH
+
+        if rng.random() < 0.25:
+            alike = {name: torch.ones_like(x) for name, x in inputs.items() if name != "seed"}
+            if problem.parts == 2:
+                alike["squares"][problem.m :] = HIGH**2
+            return alike
+        return {
+            name: _sizes(rng, inputs[name]) for name in ("squares", "x_squares") if name in inputs
+        }
+
     def same_bits(self, problem: SampleRowsProblem) -> SameBits:
         return "kernels"
+
+    def timed(self) -> list[Timed]:
+        return [
+            Timed(
+                "int4",
+                3,
+                sizes={"m": [8192, 16384]},
+                settings={"product": ["dgrad", "wgrad"]},
+                peers=COMPILED,
+                rounds=20,
+                power_ms=200.0,
+            )
+        ]
 
     def peers(
         self, problem: SampleRowsProblem, inputs: Tensors
@@ -160,6 +194,18 @@ def _squares(codes: torch.Tensor) -> torch.Tensor:
     import torch
 
     return codes.square().sum(dim=1).to(torch.int32)
+
+
+def _sizes(rng: Random, like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    from jetfire.measure import edges
+
+    generator, double = edges.generator(rng), torch.float64
+    most, share = rng.choice((0, 4, 23)), rng.choice((0.02, 0.5, 1.0))
+    powers = most * torch.rand(like.shape, dtype=double, generator=generator, device="cpu")
+    some = torch.rand(like.shape, dtype=double, generator=generator, device="cpu") < share
+    return powers.exp2().floor() * some
 
 
 def capacity(m: int, parts: int, product: str, keep: str) -> int:

@@ -148,7 +148,7 @@ MINE = """
 import triton
 import triton.language as tl
 
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.cli import execute
 from jetfire.kernels_triton.transpose import TritonTranspose
 

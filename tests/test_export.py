@@ -474,8 +474,9 @@ def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, 
     monkeypatch.setattr(bench_command, "device_record", lambda *_: {"name": "H"})
     monkeypatch.setattr(nvml.Nvml, "open", lambda *_: None)
     monkeypatch.setattr(peaks, "cached", lambda *_: {})
-    problem = {"m": 8192, "n": 4096, "block": 32}
-    monkeypatch.setattr(suite, "EXPORTS", [("quantize", "triton", problem, suite.TRITON)])
+    problem = registry.get("quantize").Problem(8192, 4096, block=32)
+    exports = [suite.Export("quantize", "triton", problem, t) for t in ("cubin", "torch", "wheel")]
+    monkeypatch.setattr(suite, "exports", lambda: exports)
     finished = []
 
     def prepare(export, folder):

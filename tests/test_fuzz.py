@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from jetfire.core import registry
+from jetfire.core.contract import Op
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel, run
@@ -142,6 +143,23 @@ def test_a_row_of_one_column_has_the_gradient_that_rounding_leaves_it():
     for times, wrong in ((1, False), (100, True)):
         found["dweight"] = torch.full((1,), dy * times * residue, dtype=torch.float32)
         assert (inconsistency(op, problem, inputs, found) is not None) == wrong
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_backward_has_a_check_of_its_gradients_or_says_why_not(name):
+    op = registry.get(name)
+    checked = type(op).gradients is not Op.gradients
+    assert (checked or bool(op.no_gradients)) == ("bwd" in op.modes)
+    assert not (checked and op.no_gradients)
+
+
+def test_a_backward_without_a_check_of_its_gradients_is_a_fault(here, monkeypatch):
+    op = registry.get("gelu")
+    monkeypatch.delattr(type(op), "gradients")
+    problem = op.Problem(3, 5, mode="bwd")
+    outcome = run_case(Case("gelu", "torch", problem.as_dict(), {}), here)
+    assert outcome.kind == "raised"
+    assert "gelu has a backward and no check of its gradients" in outcome.message
 
 
 def test_a_kernel_for_another_device_is_passed_over():

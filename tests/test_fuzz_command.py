@@ -369,7 +369,7 @@ def test_nothing_compared_is_said(here, tmp_path, capsys):
 
 
 NARROW = """
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.core.contract import Kernel
 
 RIGHT = registry.get_kernel("gelu", "torch")

@@ -37,7 +37,7 @@ SCRIPT = """\
     """
 KERNELS = """
 import os, pathlib, threading, time
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.core.contract import Kernel
 
 RIGHT = registry.get_kernel("transpose", "torch")

@@ -682,7 +682,7 @@ def test_a_config_that_cannot_run_is_refused_with_a_reason():
 
 AUDIT = """
 import json, sys
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.machine_code import audit
 op, problems = registry.get("gemm"), json.loads(sys.argv[1])

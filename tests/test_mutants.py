@@ -146,7 +146,7 @@ def test_what_a_test_loads_is_gone_after_it(tmp_path):
     (tmp_path / "conftest.py").write_text("from jetfire.tests.conftest import unload\n")
     (tmp_path / "test_it.py").write_text(
         f"""import pathlib, sys
-from jetfire import ops
+from jetfire.core import registry
 from jetfire.fuzz import load
 
 def seen():

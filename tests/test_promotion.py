@@ -23,6 +23,7 @@ from jetfire.measure.plan import Case, Request
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options
 from jetfire.ops.gemm import OP as GEMM
+from jetfire.ops.gemm import PROMOTION_DATA, PROMOTION_PEERS
 from jetfire.reference.quantize import block_amax, quantize
 
 CPU = Device.parse("cpu")
@@ -170,7 +171,7 @@ def test_a_wrong_schedule_is_no_point(kernels):
 def test_the_suite_has_every_block_and_kind_of_data():
     cases = suite.cases("promotion", Options(data="heavy"))
     assert {(c.problem.block, o.data) for c, o in cases} == {
-        (block, data) for block in (32, 64, 128) for data in suite.PROMOTION_DATA
+        (block, data) for block in (32, 64, 128) for data in PROMOTION_DATA
     }
     assert len(cases) == 9
     assert {(c.problem.m, c.problem.n, c.problem.k, c.problem.out) for c, _ in cases} == {
@@ -205,7 +206,7 @@ def small_suite() -> list[suite.Entry]:
 
 def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
-    monkeypatch.setattr(suite, "_promotion", small_suite)
+    monkeypatch.setattr(suite, "_part", small_suite)
     file = tmp_path / "r.json"
     ordinary = Row("gemm", "wgmma", "kernel", case(64).problem.as_dict(), data="normal", ms=1.0,
                    config=ScheduledConfig().as_dict())  # fmt: skip
@@ -229,7 +230,7 @@ def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatc
 
 
 def test_a_dry_run_names_the_schedules(kernels, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "_promotion", small_suite)
+    monkeypatch.setattr(suite, "_part", small_suite)
     assert execute("bench", ["--suite", "promotion", "--device", "cpu", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "wgmma exact (default) tile=64 schedule=exact" in shown
@@ -244,7 +245,7 @@ PEERS = {"cublas_bf16": (700, 50.0), "fp8_scaled_mm": (1300, 28.0)}
 
 def points() -> list[Row]:
     found = []
-    for lost, data in enumerate(suite.PROMOTION_DATA):
+    for lost, data in enumerate(PROMOTION_DATA):
         for block in (32, 64, 128):
             problem = GEMM.Problem(8192, 8192, 8192, block=block).as_dict()
             for schedule in ("exact", "telescoped"):
@@ -334,15 +335,15 @@ def test_files_from_before_the_curve_are_read(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("data", suite.PROMOTION_DATA)
+@pytest.mark.parametrize("data", PROMOTION_DATA)
 def test_the_curve_on_the_gpu(data):
     device = Device.parse("cuda")
     if device.capability != (9, 0):
         pytest.skip("needs sm_90")
-    options = dataclasses.replace(OPTIONS, data=data, peers=suite.PROMOTION_PEERS)
+    options = dataclasses.replace(OPTIONS, data=data, peers=PROMOTION_PEERS)
     rows = Curve(device, {"copy_gbps": 4e3, "int8_tops": 1900}, options, print).measure(case(512))
     by_label = {row.label: row for row in rows}
-    assert {"wgmma exact", "wgmma telescoped", *suite.PROMOTION_PEERS} == set(by_label)
+    assert {"wgmma exact", "wgmma telescoped", *PROMOTION_PEERS} == set(by_label)
     assert by_label["wgmma exact"].schedule_err <= 1e-6
     assert by_label["wgmma telescoped"].schedule_err <= 1e-3
     assert 45 < by_label["cublas_bf16"].sqnr_db < 56

@@ -20,12 +20,6 @@ from jetfire.tuner.session import Tuned
 from jetfire.tuner.trial import digits
 
 SMALLEST, LARGEST = 512, 16384
-# Outputs and the like that a shape is drawn with, beside the block and the mode.
-GEMM_SETTINGS: tuple[dict[str, Any], ...] = (
-    {"out": "bf16"},
-    {"out": "int8"},
-    {"out": "fp32", "accumulate": True},
-)
 
 
 def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tuple[Kernel, Any]]:
@@ -59,10 +53,8 @@ def _draw(op: Op, rng: np.random.Generator) -> Any:
     block = BLOCKS[int(rng.integers(len(BLOCKS)))]
     has_blocks = "block" in op.Problem.__dataclass_fields__
     fields: dict[str, Any] = {**dims, "block": block} if has_blocks else {**dims}
-    if op.name == "gemm":
-        return op.Problem.parse({**fields, **GEMM_SETTINGS[int(rng.integers(len(GEMM_SETTINGS)))]})
-    mode = op.modes[int(rng.integers(len(op.modes)))]
-    return op.problems(mode, fields)[0]
+    kinds = op.kinds(fields)
+    return kinds[int(rng.integers(len(kinds)))]
 
 
 def _chosen(op: Op, problem: Any, device: Device) -> Kernel | None:

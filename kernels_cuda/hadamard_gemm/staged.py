@@ -7,13 +7,13 @@ for any device, and runs where every stage has a kernel: on the CPU too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from jetfire.core import registry
+from jetfire.core import registry, workloads
 from jetfire.core.contract import Config, Kernel, Tensors
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
@@ -183,11 +183,40 @@ class Staged(Kernel):
         tensors = {**inputs, **outputs}
         return {stage.name: _prepared(stage, device, tensors) for stage in plan(problem)}
 
+    def parts(self, workload: str) -> list[tuple[str, Any]]:
+        """Its stages' problems, the product of packed codes, and a weight's codes turned (`wt`).
+
+        As the INT4 paper's layers are timed; of a model in training weights and their gradients are
+        fp32.
+        """
+        op, trained = registry.get(self.op), workload in workloads.MODELS
+        forward: list[Any] = workloads.problems(op, workload, "fwd", {})
+        backward: list[Any] = workloads.problems(op, workload, "bwd", {})
+        stages = [stage for problem in (*forward, *backward) for stage in plan(problem)]
+        found = [(s.op, _trained(s.problem) if trained else s.problem) for s in stages]
+        for p in forward:
+            found.append(("int4_gemm", Int4GemmProblem(p.m, p.n, p.k)))
+            if trained:
+                turned = GatherRowsProblem(p.n, p.k, transpose=True, wide=True)
+                found.append(("gather_rows", turned))
+        return found
+
     def launch(
         self, problem: HadamardGemmProblem, config: StagedConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
         for run in self.stages(problem, config, inputs, outputs).values():
             run()
+
+
+def _trained(problem: Any) -> Any:
+    """A stage's problem as a model in training has it: weights and their gradients are fp32."""
+    if isinstance(problem, HadamardQuantizeProblem) and problem.layout == "wide":
+        return replace(problem, dtype="fp32", layout="both")
+    if isinstance(problem, HadamardQuantizeProblem) and problem.given == "x":
+        return replace(problem, dtype="fp32")
+    if isinstance(problem, Int4GemmProblem) and problem.product == "wgrad":
+        return replace(problem, out="fp32")
+    return problem
 
 
 def _prepared(stage: Stage, device: Device, tensors: Tensors) -> Callable[[], None]:
