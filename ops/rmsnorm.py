@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -19,12 +22,18 @@ from jetfire.core.contract import (
     at_least_zero,
     quantised_outputs,
 )
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
+    from random import Random
+
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_rmsnorm", "int8_rmsnorm_backward"]
 
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A few of them: what evaluation may add to a result, in units of its largest term.
@@ -57,11 +66,43 @@ class RmsNorm(Op):
     summary = "RMSNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = RmsNormProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight",)}
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """Gradients are rounded stochastically unless the caller says otherwise."""
-        rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
-        return super().problems(mode, {**rounding, **fields})
+    def edges(self, problem: RmsNormProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Weights of all sizes and signs; an rstd that is not the row's own."""
+        from jetfire.measure import edges
+
+        rare = {"weight": edges.each(rng, (0.0, 1.0, -1.0, 1e-3, 1e3), inputs["weight"])}
+        if "rstd" in inputs:
+            rare["rstd"] = edges.each(rng, (0.01, 1.0, 30.0), inputs["rstd"])
+        return rare
+
+    def gradients(
+        self, problem: RmsNormProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        """Empty where the rstd that is given is not that of x's rows."""
+        import torch
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        given = inputs["rstd"].double()
+        own = (x.detach().square().mean(dim=1) + problem.eps).rsqrt()
+        if not torch.allclose(given, own, 1e-3, 1e-3):
+            return []
+        weight = inputs["weight"].double().requires_grad_()
+        y = torch.nn.functional.rms_norm(x, weight.shape, weight, problem.eps)
+        dx, dweight = gradient.of(y, dy, x, weight)
+        rstd = given[:, None]
+        terms = (dy * weight.detach()).abs().amax(1, keepdim=True)
+        normal, fp32 = (x.detach() * rstd).abs(), 10 * gradient.FP32
+        of_dx = terms * rstd * fp32 * (1 + normal.amax(1, keepdim=True)) ** 2
+        of_weight = (dy.abs() * fp32 * (1 + normal)).sum(0)
+        return [
+            *gradient.quantised(problem, outputs, dx, of_dx),
+            Gradient("dweight", outputs["dweight"], dweight, of_weight),
+        ]
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
@@ -282,3 +323,69 @@ def _backward(problem: RmsNormProblem, inputs: Tensors) -> Tensors:
 
 
 OP = RmsNorm()
+
+_rmsnorm = Operator(
+    "rmsnorm(Tensor x, Tensor x_scale, Tensor weight, Tensor? seed, int block, float eps,"
+    " str rounding, str layout) -> Tensor[]",
+    mode="fwd",
+)
+_rmsnorm_backward = Operator(
+    "rmsnorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
+    " Tensor rstd, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    mode="bwd",
+    op="rmsnorm",
+)
+
+
+@checked
+def int8_rmsnorm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    *,
+    block: Block = 32,
+    eps: float = 1e-5,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Return RMSNorm of whole rows, quantised (Zhang and Sennrich, arXiv 1910.07467, equation 4).
+
+    Args:
+        weight: fp32, n.
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t; then rstd, fp32, m: 1/√(mean(x²) + eps).
+    """
+    expect.codes("x", x, x_scale, block)
+    weight = expect.vector("weight", weight, x.shape[1], x)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    return tuple(_rmsnorm(x, x_scale, weight, seed, block, eps, rounding, layout))
+
+
+@checked
+def int8_rmsnorm_backward(
+    x: Tensor,
+    x_scale: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Return the gradients of `int8_rmsnorm`, through rstd as well.
+
+    Returns:
+        dx as `layout` says: q, scale and/or qt, scale_t; then dweight, fp32, n.
+    """
+    expect.codes("x", x, x_scale, block)
+    expect.codes("dy", dy, dy_scale, block, like=x)
+    m, n = x.shape
+    weight, rstd = expect.vector("weight", weight, n, x), expect.vector("rstd", rstd, m, x)
+    seed = expect.rounding_seed(rounding, seed, layout, x)
+    operands = (x, x_scale, dy, dy_scale, weight, rstd, seed)
+    return tuple(_rmsnorm_backward(*operands, block, rounding, layout))

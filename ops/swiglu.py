@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.contract import (
     Block,
     Check,
+    Gradient,
     Layout,
     Mode,
     Op,
@@ -17,12 +20,16 @@ from jetfire.core.contract import (
     Tensors,
     quantised_outputs,
 )
+from jetfire.core.operators import Operator
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from jetfire.core.contract import Model
+
+__all__ = ["int8_swiglu", "int8_swiglu_backward"]
 
 GRADIENTS = ("dgate", "dup")
 # A gradient's outputs, by the names that a single quantised output has.
@@ -51,10 +58,28 @@ class Swiglu(Op):
     Problem = SwigluProblem
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """Gradients are rounded stochastically unless the caller says otherwise."""
-        rounding = {"rounding": "stochastic"} if mode == "bwd" else {}
-        return super().problems(mode, {**rounding, **fields})
+    def gradients(
+        self, problem: SwigluProblem, inputs: Tensors, outputs: Tensors
+    ) -> list[Gradient]:
+        from torch.nn.functional import silu
+
+        from jetfire.measure import gradient
+
+        gate, up, dy = (
+            gradient.values(inputs[name], inputs[f"{name}_scale"], problem.block)
+            for name in ("gate", "up", "dy")
+        )
+        gate, up = gate.requires_grad_(), up.requires_grad_()
+        dgate, dup = gradient.of(silu(gate) * up, dy, gate, up)
+        terms = {"dgate": (dy * up.detach()).abs(), "dup": (dy * gate.detach()).abs()}
+        found = []
+        for name, exact in (("dgate", dgate), ("dup", dup)):
+            mine = {part: outputs[f"{name}{suffix}"] for part, suffix in SUFFIXES.items()
+                    if f"{name}{suffix}" in outputs}  # fmt: skip
+            noise = gradient.FP32 * terms[name]
+            found += [replace(one, name=f"{name}{SUFFIXES[one.name]}")
+                      for one in gradient.quantised(problem, mine, exact, noise)]  # fmt: skip
+        return found
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.hidden}]
@@ -230,3 +255,67 @@ def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
 
 
 OP = Swiglu()
+
+_swiglu = Operator(
+    "swiglu(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor? seed, int block,"
+    " str rounding, str layout) -> Tensor[]",
+    mode="fwd",
+)
+_swiglu_backward = Operator(
+    "swiglu_backward(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor dy,"
+    " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    mode="bwd",
+    op="swiglu",
+)
+
+
+@checked
+def int8_swiglu(
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "nearest",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Return silu(gate)·up, quantised: SwiGLU without its products (arXiv 2002.05202, equation 6).
+
+    Returns:
+        As `layout` says: q, scale and/or qt, scale_t.
+    """
+    expect.codes("gate", gate, gate_scale, block)
+    expect.codes("up", up, up_scale, block, like=gate)
+    seed = expect.rounding_seed(rounding, seed, layout, gate)
+    return tuple(_swiglu(gate, gate_scale, up, up_scale, seed, block, rounding, layout))
+
+
+@checked
+def int8_swiglu_backward(
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    *,
+    block: Block = 32,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+) -> tuple[Tensor, ...]:
+    """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate), both quantised.
+
+    Rounded stochastically, each draws random bits of its own from the one seed.
+
+    Returns:
+        First dgate, then dup, each as `layout` says: q, scale and/or qt, scale_t.
+    """
+    expect.codes("gate", gate, gate_scale, block)
+    expect.codes("up", up, up_scale, block, like=gate)
+    expect.codes("dy", dy, dy_scale, block, like=gate)
+    seed = expect.rounding_seed(rounding, seed, layout, gate)
+    operands = (gate, gate_scale, up, up_scale, dy, dy_scale, seed)
+    return tuple(_swiglu_backward(*operands, block, rounding, layout))
