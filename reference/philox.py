@@ -18,6 +18,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 STREAM_ROUNDING = 0
 STREAM_DROPOUT = 1
 STREAM_SAMPLING = 2
+STREAM_SECOND = 3  # rounding of an op's second output
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

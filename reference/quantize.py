@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from jetfire.reference.philox import random_u16
+from jetfire.reference.philox import STREAM_ROUNDING, random_u16
 
 # Below this a block counts as zero: 127/amax would come near fp32's largest finite number.
 TINY = 2.0**-100
@@ -49,7 +49,11 @@ def scales(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize(
-    x: torch.Tensor, block: int, rounding: str = "nearest", seed: torch.Tensor | None = None
+    x: torch.Tensor,
+    block: int,
+    rounding: str = "nearest",
+    seed: torch.Tensor | None = None,
+    stream: int = STREAM_ROUNDING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a tensor.
 
@@ -61,6 +65,7 @@ def quantize(
         block: 32, 64 or 128.
         rounding: ``"nearest"`` or ``"stochastic"``.
         seed: int64 tensor of one element, for stochastic rounding.
+        stream: of the seed's random bits, one of `philox`.
 
     Returns:
         q, int8 m×n, and scale, fp32 ⌈m/block⌉×⌈n/block⌉.
@@ -72,7 +77,7 @@ def quantize(
     if rounding == "stochastic":
         if seed is None:
             raise ValueError("stochastic rounding needs a seed")
-        u = random_u16(seed, m, n).float() * 2.0**-16
+        u = random_u16(seed, m, n, stream).float() * 2.0**-16
         product = (product + u).floor()
     else:
         product = product.round()

@@ -55,6 +55,7 @@ def arguments() -> dict[str, list[dict[str, Any]]]:
     stochastic = {"rounding": "stochastic", "seed": seed}
     codes, gradient = {"x": q, "x_scale": scale}, {"dy": dy, "dy_scale": dy_scale}
     both = {**codes, **gradient, "seed": seed, "layout": "both"}
+    pair = {"gate": q, "gate_scale": scale, "up": dy, "up_scale": dy_scale}
     moments = {"exp_avg": 0.1 * normal(N, N), "exp_avg_sq": normal(N, N).square()}
     adamw = {"grad": normal(N, N), "rate": scalar(0.01), "step": scalar(3), **moments}
     guarded = {"grad_scale": scalar(2.0), "found_inf": scalar(0.0)}
@@ -75,6 +76,10 @@ def arguments() -> dict[str, list[dict[str, Any]]]:
             {**codes, "weight": gain, "bias": bias, "mean": mean, "rstd": rstd, **stochastic},
         ],
         "int8_layernorm_backward": [{**both, "weight": gain, "mean": mean, "rstd": rstd}],
+        "int8_rmsnorm": [{**codes, "weight": gain}, {**codes, "weight": gain, **stochastic}],
+        "int8_rmsnorm_backward": [{**both, "weight": gain, "rstd": rstd}],
+        "int8_swiglu": [{**pair}, {**pair, "layout": "both", **stochastic}],
+        "int8_swiglu_backward": [{**pair, **gradient, "seed": seed, "layout": "both"}],
         "int8_add": [{"x": stream, "y": dy, "y_scale": dy_scale, "layout": "both"}],
         "int8_add_backward": [{"dsum": stream, "dq": dy, "dq_scale": dy_scale, "seed": seed}],
         "int8_dropout": [{"q": q, "scale": scale, "seed": seed, "p": 0.3}],

@@ -1,0 +1,40 @@
+"""SwiGLU's silu(gate)·up and its gradients on the CPU: the reference's formulas in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.core.contract import Tensors
+from jetfire.kernels_cpu.common import TorchKernel, quantised, with_transpose
+from jetfire.ops.swiglu import SUFFIXES
+from jetfire.reference.dequantize import dequantize
+from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND
+from jetfire.reference.quantize import quantize
+from jetfire.reference.swiglu import silu, silu_grad
+
+
+class TorchSwiglu(TorchKernel):
+    op = "swiglu"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        block, rounding = problem.block, problem.rounding
+        gate, up, *rest = (
+            dequantize(inputs[name], inputs[f"{name}_scale"], block)
+            for name in ("gate", "up", "dy")
+            if name in inputs
+        )
+        if problem.mode == "fwd":
+            return quantised(silu(gate) * up, problem, inputs)
+        (dy,) = rest
+        results = {}
+        for name, value, stream in (
+            ("dgate", dy * silu_grad(gate) * up, STREAM_ROUNDING),
+            ("dup", dy * silu(gate), STREAM_SECOND),
+        ):
+            codes = quantize(value, block, rounding, inputs.get("seed"), stream)
+            for part, tensor in with_transpose(*codes).items():
+                results[f"{name}{SUFFIXES[part]}"] = tensor
+        return results
+
+
+KERNELS = (TorchSwiglu(),)

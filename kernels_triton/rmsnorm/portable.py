@@ -1,0 +1,198 @@
+"""RMSNorm in plain Triton, a row of tiles a program: for Triton's every device and interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.layernorm.portable import (
+    column_sums_kernel,
+    load_values,
+    load_vector,
+)
+from jetfire.kernels_triton.tiles import TILE_SPACE, TileConfig, store_quantised, tile_reason
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    rstd_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    eps,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Write rstd and y = x·rstd·weight of TILE_M whole rows."""
+    row0 = tl.program_id(0) * TILE_M
+    rows = row0 + tl.arange(0, TILE_M)
+    square = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for col0 in range(0, N, TILE_N):
+        x = load_values(
+            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
+        )
+        square += x * x
+    rstd = tl.rsqrt(tl.sum(square, 1) / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    for col0 in range(0, N, TILE_N):
+        x = load_values(
+            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
+        )
+        weight = load_vector(weight_ptr, col0 + tl.arange(0, TILE_N), N)
+        y = x * rstd[:, None] * weight[None, :]
+        # rows and columns beyond the matrix are 0, but their rstd may be infinite
+        inside = (rows < M)[:, None] & (col0 + tl.arange(0, TILE_N) < N)[None, :]
+        q, scale = quantize_tile(tl.where(inside, y, 0.0), seed, row0, col0, BLOCK, STOCHASTIC)
+        store_quantised(
+            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        )
+
+
+@triton.jit
+def backward_kernel(
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    part_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of TILE_M whole rows; their Σ dy·x̂."""
+    row0 = tl.program_id(0) * TILE_M
+    rows = row0 + tl.arange(0, TILE_M)
+    rstd = load_vector(rstd_ptr, rows, M)[:, None]
+    part_at = part_ptr + tl.program_id(0).to(tl.int64) * N
+    along = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for col0 in range(0, N, TILE_N):
+        cols = col0 + tl.arange(0, TILE_N)
+        x = load_values(
+            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
+        )
+        dy = load_values(
+            dy_ptr,
+            dy_scale_ptr,
+            row0,
+            col0,
+            M,
+            N,
+            dy_stride,
+            dy_scale_stride,
+            TILE_M,
+            TILE_N,
+            BLOCK,
+        )
+        xhat = x * rstd
+        tl.store(part_at + cols, tl.sum(dy * xhat, 0), mask=cols < N)
+        inside = (cols < N)[None, :]
+        weight = load_vector(weight_ptr, cols, N)[None, :]
+        along += tl.where(inside, (dy * weight) * xhat, 0.0)
+    mean = (tl.sum(along, 1) / N)[:, None]
+    seed = tl.load(seed_ptr) if STOCHASTIC else 0
+    for col0 in range(0, N, TILE_N):
+        cols = col0 + tl.arange(0, TILE_N)
+        x = load_values(
+            x_ptr, x_scale_ptr, row0, col0, M, N, x_stride, x_scale_stride, TILE_M, TILE_N, BLOCK
+        )
+        dy = load_values(
+            dy_ptr,
+            dy_scale_ptr,
+            row0,
+            col0,
+            M,
+            N,
+            dy_stride,
+            dy_scale_stride,
+            TILE_M,
+            TILE_N,
+            BLOCK,
+        )
+        g = dy * load_vector(weight_ptr, cols, N)[None, :]
+        dx = rstd * (g - (x * rstd) * mean)
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        q, scale = quantize_tile(tl.where(inside, dx, 0.0), seed, row0, col0, BLOCK, STOCHASTIC)
+        store_quantised(
+            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        )
+
+
+class TritonRmsNorm(TritonKernel):
+    op = "rmsnorm"
+    name = "triton"
+    Config = TileConfig
+
+    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        return tile_reason(problem.m, problem.n, problem.block, config, device)
+
+    def default(self, problem: Any, device: Device) -> TileConfig:
+        tile = max(problem.block, 64)
+        return TileConfig(problem.block, tile, problem.block * tile // 1024)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return TILE_SPACE
+
+    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
+        m, n, x = problem.m, problem.n, inputs["x"]
+        backward = problem.mode == "bwd"
+        down = ceil_div(m, config.tile_m)
+        quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
+        given = [inputs[name] for name in ("x", "x_scale", "dy", "dy_scale") if name in inputs]
+        sizes = (m, n, *(tensor.stride(0) for tensor in given))
+        options = {
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "BLOCK": problem.block,
+            "LAYOUT": problem.layout,
+            "STOCHASTIC": problem.rounding == "stochastic",
+            "num_warps": config.warps,
+            "enable_fp_fusion": False,
+        }
+        weight, seed = inputs["weight"], inputs.get("seed")
+        if not backward:
+            rstd = outputs["rstd"]
+            forward_kernel[(down,)](
+                *given, weight, seed, *quantised, rstd, *sizes, problem.eps, **options
+            )
+            return
+        parts = torch.empty((down, n), dtype=torch.float32, device=x.device)
+        backward_kernel[(down,)](
+            *given, weight, inputs["rstd"], seed, *quantised, parts, *sizes, **options
+        )
+        column_sums_kernel[(ceil_div(n, 128),)](parts, outputs["dweight"], down, n, C=128)

@@ -1,0 +1,367 @@
+"""SwiGLU's silu(gate)·up and its gradients on INT8 blocks: one tile a program, one pass.
+
+As in gelu, what depends on the gate alone is tabulated over the codes of each of its blocks and
+looked up: silu(s·q)/s, and for the gradients silu'(s·q) beside it, one LDS of 64 bits for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from jetfire.core.contract import Tensors, ceil_div
+from jetfire.core.device import Device
+from jetfire.kernels_triton.codes import (
+    codes_nearest,
+    codes_stochastic,
+    codes_to_floats,
+    exp2_fast,
+    reciprocal_fast,
+)
+from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.gelu import LARGEST_SCALE, LOG2E, deal, finite_or_zero
+from jetfire.kernels_triton.gelu.blocked import (
+    as_tile,
+    block_max,
+    look_up,
+    places,
+    random_128,
+    spread_blocks,
+)
+from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.tiles import (
+    TILE_SPACE,
+    RegisterConfig,
+    register_limit,
+    register_reason,
+    store_tile,
+    tile_origin,
+)
+
+STREAM_SECOND = tl.constexpr(3)  # as jetfire.reference.philox
+
+
+@triton.jit
+def sigmoid(q, s):
+    """σ(s·q), 0 where it is below 2^-100: 127 over a block's largest value stays finite."""
+    gate = reciprocal_fast(1.0 + exp2_fast(q * (s * -LOG2E)))
+    return tl.where(gate < 7.888609052210118e-31, 0.0, gate)
+
+
+@triton.jit
+def every_code(s):
+    """The codes from -128 on, [COUNT, 256], and blocks' scales within reach, [COUNT, 1].
+
+    Beyond |z| = 1000 silu is 0 or z; a larger scale would overflow.
+    """
+    codes = tl.broadcast_to((tl.arange(0, 256) - 128).to(tl.float32)[None, :], (s.shape[0], 256))
+    return codes, tl.minimum(finite_or_zero(s), LARGEST_SCALE)[:, None]
+
+
+@triton.jit
+def look_up_pair(first, second, q, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Two tables' values for every element, as `look_up`: one LDS of 64 bits for both."""
+    low = first.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = second.to(tl.uint32, bitcast=True).to(tl.uint64)
+    found = look_up(low | (high << 32), q, H, BLOCK)
+    low, high = found.to(tl.uint32), (found >> 32).to(tl.uint32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dealt_tile(
+    M,
+    N,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Where this program's tile, its dealt rows and columns, and its blocks are."""
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
+    COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
+    dealt = tl.arange(0, TILE_M * TILE_N // WIDTH)
+    row, col = places(row0, col0, dealt, TILE_N, COUNT, H, BLOCK, WIDTH)
+    block = tl.arange(0, COUNT)
+    block_row = row0 // BLOCK + block // (TILE_N // BLOCK)
+    block_col = col0 // BLOCK + block % (TILE_N // BLOCK)
+    cols = col[:, None] + tl.arange(0, WIDTH)[None, :]
+    return row0, col0, row[:, None], cols, block_row, block_col
+
+
+@triton.jit
+def load_at(ptr, rows, cols, M, N, stride):
+    """Elements of an M×N matrix, 0 beyond it; 64-bit offsets."""
+    inside = (rows < M) & (cols < N)
+    return tl.load(ptr + (rows.to(tl.int64) * stride + cols), mask=inside, other=0)
+
+
+@triton.jit
+def store_codes(
+    value,
+    first,
+    second,
+    bad,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STREAM: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Quantise value·first·second, value [ROWS, WIDTH] and factors by block; write as LAYOUT says.
+
+    bad is NaN for blocks that hold NaN, and 0.
+    """
+    COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
+    row0, col0, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    inside = (rows < M) & (cols < N)
+    within = (block_row < blocks_m) & (block_col < blocks_n)
+    amax = block_max(value, H, BLOCK)
+    # The smaller factor first: what overflows then is too large, and 0 stays 0.
+    whole = amax * tl.minimum(first, second) * tl.maximum(first, second) + bad
+    usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
+    zero = whole < 7.888609052210118e-31
+    scale = tl.where(usable, whole / 127.0, tl.where(zero, 0.0, float("nan")))
+    # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
+    most = 126.99997 if STOCHASTIC else 127.0
+    multiplier = tl.where(usable, most / tl.where(usable, amax, 127.0), 0.0)
+    wide = spread_blocks(multiplier, H, BLOCK, WIDTH)
+    if STOCHASTIC:
+        draws = random_128(tl.load(seed_ptr), row0, col0, TILE_N, COUNT, H, BLOCK, WIDTH, STREAM)
+        q = codes_stochastic(value, wide, draws)
+    else:
+        q = codes_nearest(value, wide)
+    if LAYOUT != "qt":
+        tl.store(q_ptr + (rows.to(tl.int64) * N + cols), q, mask=inside)
+        tl.store(scale_ptr + (block_row.to(tl.int64) * blocks_n + block_col), scale, mask=within)
+    if LAYOUT != "q":
+        store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, H, BLOCK)), col0, row0, N, M, M)
+        at = block_col.to(tl.int64) * blocks_m + block_row
+        tl.store(scale_t_ptr + at, scale, mask=within)
+
+
+@triton.jit
+def forward_kernel(
+    gate_ptr,
+    gate_scale_ptr,
+    up_ptr,
+    up_scale_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    gate_stride,
+    gate_scale_stride,
+    up_stride,
+    up_scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    _, _, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    gate = load_at(gate_ptr, rows, cols, M, N, gate_stride)
+    up = load_at(up_ptr, rows, cols, M, N, up_stride)
+    gate_scale = load_at(
+        gate_scale_ptr, block_row, block_col, blocks_m, blocks_n, gate_scale_stride
+    )
+    up_scale = load_at(up_scale_ptr, block_row, block_col, blocks_m, blocks_n, up_scale_stride)
+    code, s = every_code(gate_scale)
+    value = codes_to_floats(up) * look_up(code * sigmoid(code, s), gate, H, BLOCK)
+    bad = gate_scale * 0.0 + up_scale * 0.0
+    store_codes(
+        value,
+        gate_scale,
+        up_scale,
+        bad,
+        seed_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        M,
+        N,
+        TILE_M,
+        TILE_N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        STREAM_ROUNDING,
+        H,
+        WIDTH,
+    )
+
+
+@triton.jit
+def backward_kernel(
+    gate_ptr,
+    gate_scale_ptr,
+    up_ptr,
+    up_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    dgate_ptr,
+    dgate_scale_ptr,
+    dgate_t_ptr,
+    dgate_scale_t_ptr,
+    dup_ptr,
+    dup_scale_ptr,
+    dup_t_ptr,
+    dup_scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    gate_stride,
+    gate_scale_stride,
+    up_stride,
+    up_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    _, _, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    gate = load_at(gate_ptr, rows, cols, M, N, gate_stride)
+    up = load_at(up_ptr, rows, cols, M, N, up_stride)
+    dy = load_at(dy_ptr, rows, cols, M, N, dy_stride)
+    gate_scale = load_at(
+        gate_scale_ptr, block_row, block_col, blocks_m, blocks_n, gate_scale_stride
+    )
+    up_scale = load_at(up_scale_ptr, block_row, block_col, blocks_m, blocks_n, up_scale_stride)
+    dy_scale = load_at(dy_scale_ptr, block_row, block_col, blocks_m, blocks_n, dy_scale_stride)
+    code, s = every_code(gate_scale)
+    sigma = sigmoid(code, s)
+    slope = sigma * tl.fma(1.0 - sigma, code * s, 1.0)
+    of_up, of_gate = look_up_pair(code * sigma, slope, gate, H, BLOCK)
+    wide = codes_to_floats(dy)
+    dup, dgate = wide * of_up, wide * codes_to_floats(up) * of_gate
+    bad = gate_scale * 0.0 + dy_scale * 0.0
+    store_codes(
+        dup,
+        dy_scale,
+        gate_scale,
+        bad,
+        seed_ptr,
+        dup_ptr,
+        dup_scale_ptr,
+        dup_t_ptr,
+        dup_scale_t_ptr,
+        M,
+        N,
+        TILE_M,
+        TILE_N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        STREAM_SECOND,
+        H,
+        WIDTH,
+    )
+    store_codes(
+        dgate,
+        dy_scale,
+        up_scale,
+        bad + up_scale * 0.0,
+        seed_ptr,
+        dgate_ptr,
+        dgate_scale_ptr,
+        dgate_t_ptr,
+        dgate_scale_t_ptr,
+        M,
+        N,
+        TILE_M,
+        TILE_N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        STREAM_ROUNDING,
+        H,
+        WIDTH,
+    )
+
+
+class TritonSwiglu(TritonKernel):
+    op = "swiglu"
+    name = "triton"
+    Config = RegisterConfig
+
+    def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
+        return register_reason(problem.m, problem.n, problem.block, config, device)
+
+    def default(self, problem: Any, device: Device) -> RegisterConfig:
+        """As gelu's tiles; both gradients of 64 elements a thread would take 246 registers.
+
+        Forward, ptxas takes 96 or 128 registers where 80 or 96 are enough to spill nothing.
+        """
+        block, tile_n = problem.block, max(problem.block, 4096 // problem.block)
+        if problem.mode == "bwd":
+            return RegisterConfig(block, tile_n, 16 if block == 128 else 4)
+        limit = 255
+        if problem.layout == "q" and block < 128:
+            limit = 96 if problem.rounding == "stochastic" else 80
+        return RegisterConfig(block, tile_n, 8 if block == 128 else 2, limit)
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
+        return {**TILE_SPACE, "warps": (2, 4, 8, 16), "registers": (64, 80, 96, 128, 255)}
+
+    def launch(
+        self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
+    ) -> None:
+        backward = problem.mode == "bwd"
+        names = ("gate", "up", "dy") if backward else ("gate", "up")
+        given = [inputs[f"{name}{part}"] for name in names for part in ("", "_scale")]
+        kernel, written = forward_kernel, ["q", "scale", "qt", "scale_t"]
+        if backward:
+            parts = ("", "_scale", "_t", "_scale_t")
+            kernel = backward_kernel
+            written = [f"{name}{part}" for name in ("dgate", "dup") for part in parts]
+        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+        kernel[(tiles,)](
+            *given,
+            *map(outputs.get, written),
+            inputs.get("seed"),
+            problem.m,
+            problem.n,
+            *(tensor.stride(0) for tensor in given),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic",
+            **deal(problem.block, config),
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+            **register_limit(config),
+        )
+
+
+KERNELS = (TritonSwiglu(),)

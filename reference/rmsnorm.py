@@ -1,0 +1,40 @@
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over whole rows, in the dtype it is given.
+
+`ops` calls these with float64, where the results are exact for fp32's purposes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1/√(mean of squares + eps) of every row: m×n → [m]."""
+    return (x.square().mean(dim=1) + eps).rsqrt()
+
+
+def forward(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x·rstd·weight; x m×n, rstd [m], weight [n]."""
+    return x * rstd[:, None] * weight
+
+
+def backward(
+    x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `forward` through rstd as well.
+
+    With x̂ = x·rstd and g = dy·weight: ``dx = rstd·(g − x̂·mean(g·x̂))``, the mean over whole rows,
+    and ``dweight = Σ_rows dy·x̂``.
+
+    Args:
+        x, dy: m×n.
+        weight: [n].
+        rstd: [m], of x.
+
+    Returns:
+        dx m×n, dweight [n].
+    """
+    xhat = x * rstd[:, None]
+    g = dy * weight
+    along = (g * xhat).mean(dim=1, keepdim=True)
+    return (g - xhat * along) * rstd[:, None], (dy * xhat).sum(dim=0)
