@@ -28,15 +28,9 @@ tune: $(INSTALLED)  ## search configs of OP's kernels on this GPU, keep the best
 	$(PY) -m jetfire.cli tune $(OP) $(if $(M),--m $(M))
 
 profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and lacks
-	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune gemm --all --missing --kernel wgmma \
-	  --strategy gp --trials 60 --budget 1h --peer cublas_bf16
-	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune adamw add column_sum cross_entropy \
-	  dequantize dropout gelu layernorm quantize quantize_qkv transpose --all --missing \
-	  --strategy gp --trials 30 --budget 1h --peer copy
-	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune int4_gemm --all --missing \
-	  --strategy gp --trials 40 --budget 1h --peer cublas_fp16
-	JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune bit_split gather_rows hadamard_quantize \
-	  sample_rows --all --missing --strategy gp --trials 30 --budget 1h --peer copy
+	tuned=$$($(PY) -m jetfire.tuner.shipped) && echo "$$tuned" | while read -r words; do \
+	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune $$words --all --missing \
+	    --strategy gp --budget 1h < /dev/null || exit 1; done
 	for preset in gpt2-124m gpt2-350m gpt2-774m gpt2-1558m; do for block in 32 64 128; do \
 	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli train tune $$preset \
 	    --recipe int8-block$$block --set tokenizer=gpt2 --missing --strategy gp --trials 40 \

@@ -191,6 +191,21 @@ class Model:
         ]
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """How `make profiles` tunes an op.
+
+    Attributes:
+        trials: of each problem.
+        peer: what is timed beside.
+        kernel: the only one that is tuned; None is every one.
+    """
+
+    trials: int = 30
+    peer: str = "copy"
+    kernel: str | None = None
+
+
 class Op(ABC):
     """An operation: problem, inputs, reference, tolerance, costs and peers.
 
@@ -207,6 +222,9 @@ class Op(ABC):
     contiguous: ClassVar[frozenset[str]] = frozenset()
     # Why a backward has no `gradients`; every other op with one has.
     no_gradients: ClassVar[str | None] = None
+    # Fields that a tuned problem has in common with every one that its config is used for.
+    matched: ClassVar[tuple[str, ...]] = ("block", "mode", "out", "dtype")
+    tuning: ClassVar[Tuning] = Tuning()
     # Its kernels launch those of other ops (`Kernel.parts`): nothing is its own to be tuned.
     composite: ClassVar[bool] = False
     # Peers that its time is compared with first, before those of `bench.show`.

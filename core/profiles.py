@@ -40,8 +40,6 @@ FARTHEST = 4.0
 OTHER_FIELD = 0.5
 # A model of a kernel's time is no better than this.
 MODEL_SLACK = 1.03
-# A profile says nothing of a problem that differs in one of these.
-EQUAL_FIELDS = ("block", "mode", "out", "dtype", "operands", "transpose")
 STRICT = "JETFIRE_STRICT_PROFILE"
 Source = Literal["tuned", "nearest", "default"]
 
@@ -213,7 +211,7 @@ class _Tuned:
 
 @dataclass(frozen=True)
 class _Index:
-    """A kernel's entries on one device: by `_sort_of` problem, and by what `EQUAL_FIELDS` hold."""
+    """A kernel's entries on one device: by `_sort_of` problem, and by `Op.matched` fields."""
 
     exact: dict[Any, list[_Tuned]]
     alike: dict[tuple[Any, ...], list[_Tuned]]
@@ -221,13 +219,13 @@ class _Index:
 
 @cache
 def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The fields of few values that are in neither `dims` nor `EQUAL_FIELDS`, with the values."""
+    """The fields of few values that are in neither `dims` nor `matched`, with the values."""
     hints = get_type_hints(op.Problem)
     names = [field.name for field in dataclasses.fields(op.Problem)]
     return tuple(
         (name, (False, True) if hints[name] is bool else get_args(hints[name]))
         for name in names
-        if name not in (*op.dims, *EQUAL_FIELDS)
+        if name not in (*op.dims, *op.matched)
         and (hints[name] is bool or get_origin(hints[name]) is Literal)
     )
 
@@ -258,8 +256,8 @@ def _place(op: Op, problem: Any) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _kind(problem: Any) -> tuple[Any, ...]:
-    return tuple(getattr(problem, name, None) for name in EQUAL_FIELDS)
+def _kind(op: Op, problem: Any) -> tuple[Any, ...]:
+    return tuple(getattr(problem, name, None) for name in op.matched)
 
 
 def _entries(op: str, slug: str) -> Iterator[Entry]:
@@ -287,7 +285,7 @@ def _index(kernel: Kernel, slug: str) -> _Index:
         stale = entry.provenance.get("source") != kernel.source_hash()
         tuned = _Tuned(typed, problem, config, stale, _place(op, problem))
         index.exact.setdefault(_sort_of(problem), []).append(tuned)
-        index.alike.setdefault(_kind(problem), []).append(tuned)
+        index.alike.setdefault(_kind(op, problem), []).append(tuned)
     return index
 
 
@@ -303,10 +301,11 @@ def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
 def _legal_by_distance(
     kernel: Kernel, problem: Any, device: Device, farthest: float
 ) -> Iterator[_Tuned]:
-    alike = _index(kernel, device_slug(device)).alike.get(_kind(problem), ())
+    op = registry.get(kernel.op)
+    alike = _index(kernel, device_slug(device)).alike.get(_kind(op, problem), ())
     if not alike:
         return
-    here = _place(registry.get(kernel.op), problem)
+    here = _place(op, problem)
     distances = sorted((math.dist(here, tuned.place), i) for i, tuned in enumerate(alike))
     for distance, i in distances:
         if distance > farthest:

@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jetfire.core import broken
@@ -57,6 +58,13 @@ def kernels(op: str) -> dict[str, Kernel]:
                 module = importlib.import_module(f"jetfire.{backend}.{op}")
             found.update({kernel.name: kernel for kernel in module.KERNELS})
     return found
+
+
+@cache
+def beside(op: str, module: str) -> tuple[ModuleType, ...]:
+    """The modules of a name in the folders of an op's kernels: what else is known of them."""
+    folders = [backend for backend in _BACKENDS if (_ROOT / backend / op / f"{module}.py").exists()]
+    return tuple(importlib.import_module(f"jetfire.{b}.{op}.{module}") for b in folders)
 
 
 @cache

@@ -2,62 +2,56 @@
 
 To add a kernel:
 
-* a `Host` (host.py): which sources and `config.cuh` a config has, what its constants mean, what
-  sizes and addresses must be;
-* a line in `_HOSTS`;
-* a template under templates/host: the C function, of the common subset of C and C++, for `.cu` and
+* a `Host` in `HOSTS` of the module ``host`` in its folder (core/host.py): which sources and
+  `config.cuh` a config has, what its constants mean, what sizes and addresses must be;
+* a template beside it: the C function, of the common subset of C and C++, for `.cu` and
   for the C file of `embedded` alike. It sees `plan`, `variant` (host.Variant), `names` of the
   function's tensors, `codes` (what error codes begin with), `prototype`, `check_alignment`,
   `several`, `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
-  gemm_wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument structs; for
-  C the template does.
+  kernels_cuda/gemm/wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument
+  structs; for C the template does.
 
 A launch of several kernels has a namespace for each, ``<name>_kernel``, in which its constants are.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from jetfire.core import registry
 from jetfire.core.contract import Kernel
 from jetfire.core.errors import UsageError
+from jetfire.core.host import Code, Host
 from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.foreign import Foreign
-from jetfire.export.host import Code, Host, Variant, aligned, contract, variants
+from jetfire.export.host import Variant, aligned, contract, variants
 from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import Plan, Tuned
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
 
-# Imported when asked for: kernels' modules are many.
-_HOSTS = {
-    ("gemm", "wgmma"): ("jetfire.export.cuda_gemm", "WGMMA"),
-    ("gemm", "mma"): ("jetfire.export.cuda_gemm", "MMA"),
-    ("int4_gemm", "wgmma"): ("jetfire.export.cuda_int4_gemm", "WGMMA"),
-    ("int4_gemm", "mma"): ("jetfire.export.cuda_int4_gemm", "MMA"),
-    ("hadamard_quantize", "rows"): ("jetfire.export.cuda_hadamard_quantize", "ROWS"),
-}
+
+def _hosts(op: str) -> dict[str, Host]:
+    """The op's kernels that there is host code for, by name."""
+    return {name: host for m in registry.beside(op, "host") for name, host in m.HOSTS.items()}
 
 
 def takes(kernel: Kernel) -> bool:
     """Whether there is host code for a kernel."""
-    return (kernel.op, kernel.name) in _HOSTS
+    return kernel.name in _hosts(kernel.op)
 
 
 def host_of(kernel: Kernel) -> Host:
     """Raises UsageError where there is no host code for the kernel."""
     if not takes(kernel):
-        known = ", ".join("/".join(names) for names in _HOSTS)
+        known = ", ".join(f"{op}/{name}" for op in registry.names() for name in _hosts(op))
         raise UsageError(
             f"{kernel.op}/{kernel.name} has no form as CUDA C++: expected one of {known}"
         )
-    module, name = _HOSTS[kernel.op, kernel.name]
-    host: Host = getattr(importlib.import_module(module), name)
-    return host
+    return _hosts(kernel.op)[kernel.name]
 
 
 # --- C declarations ------------------------------------------------------------------------------
@@ -141,7 +135,7 @@ def _shown(variant: Variant, code: Code) -> dict[str, object]:
 def host_values(
     plan: Plan, variant: Variant, *, several: bool, workspace: bool
 ) -> dict[str, object]:
-    """What a template under templates/host sees of a config, but for `language`."""
+    """What the template of a launch sees of a config, but for `language`."""
     return {
         **variant.values,
         "plan": plan,

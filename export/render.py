@@ -1,4 +1,4 @@
-"""Generated code: jinja2 templates beside this file."""
+"""Generated code: jinja2 templates beside this file, and beside CUDA kernels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 TEMPLATES = Path(__file__).parent / "templates"
+KERNELS = Path(__file__).parent.parent / "kernels_cuda"
 LICENCE = Path(__file__).parent.parent / "LICENSE"
 
 
 @cache
 def _environment() -> Environment:
     return Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader([TEMPLATES, KERNELS]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -92,7 +92,7 @@ class Outcome:
     Attributes:
         kind: what is wrong; None where nothing is; "skipped" where the device lacks the memory.
         differing, compared: elements of a comparison with another kernel.
-        known: reports of a sanitizer that are no fault (`sanitize.KNOWN`).
+        known: reports of a sanitizer that are no fault (`core.sanitizer`).
         case: what it came of, where that is another than the one that was run.
     """
 

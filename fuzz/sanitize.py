@@ -9,12 +9,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from jetfire.core import registry
 from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.sanitizer import Tool
 from jetfire.fuzz.mode import Mode
 
-Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 PROGRAM = "compute-sanitizer"
 # Reports are written after the device was waited for, by another process.
@@ -22,9 +23,8 @@ DELAY_S = 0.1
 LATE_S = 1.0  # and so late at most
 # Without an error a log has these lines alone, and empty ones.
 _QUIET = ("COMPUTE-SANITIZER", "SUMMARY: 0", "Target application terminated", "Process didn't")
-# Where one begins, at the start of a line of the log; and where one's next counterpart does.
+# Where one begins, at the start of a line of the log.
 _REPORT = re.compile(r"(?:^|(?<= · ))(?=(?:Error|Warning|Internal Sanitizer Error)\b)")
-_COUNTERPART = re.compile(r"(?=\band \w+ access at )")
 _OPTIONS: dict[Tool, tuple[str, ...]] = {
     # Allocations next to each other would hide a write beyond one of them.
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),
@@ -34,62 +34,10 @@ _OPTIONS: dict[Tool, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Known:
-    """Reports that are no fault: of two accesses, or of one and several counterparts.
-
-    Attributes:
-        access: what one of them says first.
-        counterpart: how each of its counterparts begins.
-        reason: why.
-    """
-
-    tool: Tool
-    op: str
-    kernel: str
-    access: re.Pattern[str]
-    counterpart: re.Pattern[str]
-    reason: str
-
-    def matches(self, report: str) -> bool:
-        first, *others = _COUNTERPART.split(report)
-        return (
-            self.access.search(first) is not None
-            and len(others) > 0
-            and all(self.counterpart.match(other) for other in others)
-        )
-
-
-_FACTORS = (
-    "A warp writes factors, meets in __syncwarp, and one lane arrives at the slot's barrier for "
-    "all; the readers' release likewise. The PTX memory model orders that; racecheck counts an "
-    "arrival for its own lane alone. Where every lane arrives (tests/test_sanitizers.py) it has "
-    "nothing to report."
-)
-KNOWN = (
-    Known(
-        "racecheck", "gemm", "wgmma",
-        re.compile(r"between Read access at Multiplier::read_factors\("),
-        re.compile(r"and Write access at scale\("), _FACTORS,
-    ),
-    Known(
-        "racecheck", "gemm", "wgmma",
-        re.compile(r"between Write access at scale\("),
-        re.compile(r"and Read access at Multiplier::read_factors\("), _FACTORS,
-    ),
-    Known(
-        "racecheck", "gemm", "gluon",
-        re.compile(r"between Read access at gemm_kernel\+0x[0-9a-f]{1,3} in "),
-        re.compile(r"and Write access at gemm_kernel\+"),
-        "What reads is among the function's first instructions: the dispatch by which Triton's "
-        "compiler hands partitions and what they capture to warps. No code of the kernel.",
-    ),
-)  # fmt: skip
-
-
 def sift(tool: Tool, op: str, kernel: str, said: str) -> tuple[str, int]:
     """What a tool said without the reports that are known, and how many of those there were."""
-    mine = [k for k in KNOWN if (k.tool, k.op, k.kernel) == (tool, op, kernel)]
+    known_reports = [known for m in registry.beside(op, "sanitizer") for known in m.KNOWN]
+    mine = [known for known in known_reports if (known.tool, known.kernel) == (tool, kernel)]
     reports = [report for report in _REPORT.split(said) if report.strip(" ·")]
     left = [report for report in reports if not any(known.matches(report) for known in mine)]
     return "".join(left).strip(" ·"), len(reports) - len(left)

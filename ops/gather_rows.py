@@ -67,6 +67,7 @@ class GatherRows(Op):
     name = "gather_rows"
     summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
     Problem = GatherRowsProblem
+    matched = (*Op.matched, "transpose")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(width for linear in model.linears() for width in linear)

@@ -21,6 +21,7 @@ from jetfire.core.contract import (
     Rounding,
     SameBits,
     Tensors,
+    Tuning,
     ceil_div,
     float_dtype,
     float_name,
@@ -92,6 +93,7 @@ class Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    tuning = Tuning(60, "cublas_bf16", "wgmma")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of other operands"
 

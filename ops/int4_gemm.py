@@ -17,6 +17,7 @@ from jetfire.core.contract import (
     Problem,
     SameBits,
     Tensors,
+    Tuning,
     float_dtype,
 )
 from jetfire.core.errors import UsageError
@@ -116,6 +117,8 @@ class Int4Gemm(Op):
     dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
+    tuning = Tuning(40, "cublas_fp16")
+    matched = (*Op.matched, "operands")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
 

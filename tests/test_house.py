@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import jetfire
+from jetfire.core import registry
 
 ROOT = Path(jetfire.__file__).parent
 # From the ground up: a package imports what stands before it, and itself.
@@ -122,3 +123,99 @@ def test_no_imports_go_in_a_circle():
 )
 def test_circles_are_found(edges, expected):
     assert circles(edges) == expected
+
+
+OPS = frozenset(registry.names())
+# Where an op's name stands outside its own files, and why it may. Strike out what goes; what is new
+# belongs into the op's file or its kernels' folders.
+NAMED = {
+    # Documents about named ops' results.
+    "bench/int4_report.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
+    "bench/promotion.py": ["gemm"],
+    "bench/report.py": ["gemm"],
+    "bench/tuned_report.py": ["gemm"],
+    # The name of a part of the suite `results`, not of the op.
+    "bench/suite.py": ["gemm"],
+    # Settings of a training that are called dropout.
+    "gpt2/checkpoint.py": ["dropout"],
+    "gpt2/report.py": ["dropout"],
+    "gpt2/settings.py": ["dropout"],
+    "gpt2/train.py": ["dropout"],
+    "gpt2/weights.py": ["dropout"],
+    # Layers are made of ops, and some modules of theirs have their names.
+    "nn/__init__.py": ["gelu", "layernorm"],
+    "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],
+    "nn/loss.py": ["cross_entropy"],
+    "nn/recipes.py": ["hadamard_quantize", "int4_gemm"],
+    # A composite launches the kernels of others; its stage of a product is called gemm.
+    "kernels_cuda/hadamard_gemm/staged.py": [
+        "bit_split",
+        "gather_rows",
+        "gemm",
+        "hadamard_quantize",
+        "int4_gemm",
+        "sample_rows",
+    ],
+    "ops/hadamard_gemm.py": ["hadamard_quantize"],
+    # The function in a CUDA source is called gemm.
+    "kernels_cuda/int4_gemm/host.py": ["gemm"],
+    "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
+    # Kernels that share device code with another op's.
+    "kernels_triton/add/__init__.py": ["quantize"],
+    "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
+    "kernels_triton/rmsnorm/gluon.py": ["layernorm"],
+    "kernels_triton/rmsnorm/kernel.py": ["layernorm"],
+    "kernels_triton/rmsnorm/portable.py": ["layernorm"],
+    "kernels_triton/swiglu/__init__.py": ["gelu"],
+    # Ops that are defined by another: what it allows for statistics, how many rows it keeps. And a
+    # peer and a field that have an op's name.
+    "ops/adamw.py": ["quantize"],
+    "ops/add.py": ["layernorm"],
+    "ops/gather_rows.py": ["sample_rows", "transpose"],
+    "ops/hadamard_quantize.py": ["sample_rows"],
+    "ops/int4_gemm.py": ["sample_rows"],
+    "ops/quantize_qkv.py": ["quantize"],
+}
+
+
+def own(path):
+    """The op whose file this is; None for what is of no op."""
+    parts = path.relative_to(ROOT).parts
+    stem = parts[1].removesuffix(".py") if parts[0] != "cli.py" else ""
+    homes = ("ops", "reference", "kernels_cpu", "kernels_cuda", "kernels_triton")
+    return stem if parts[0] in homes and stem in OPS else None
+
+
+def named(tree):
+    """Ops whose names a module has as a text, or whose files it imports.
+
+    But for their references: those are arithmetic, for whatever is defined by it.
+    """
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    imported = {own(FILES[name]) for name in every_import(tree) if name in FILES}
+    return {name for name in OPS if name in texts or name in imported}
+
+
+def every_import(tree):
+    """The modules of ops and kernels that a module imports, for types too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jetfire."):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}".removeprefix("jetfire.")
+                found = inner if inner in FILES else node.module.removeprefix("jetfire.")
+                if package(found) != "reference":
+                    yield found
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("jetfire.") and "reference" not in alias.name:
+                    yield alias.name.removeprefix("jetfire.")
+
+
+def test_no_op_s_name_stands_outside_its_own_files():
+    found = {}
+    for path in FILES.values():
+        others = named(ast.parse(path.read_text())) - {own(path)}
+        if others:
+            found[str(path.relative_to(ROOT))] = others
+    allowed = {file: set(names) for file, names in NAMED.items()}
+    assert found == allowed

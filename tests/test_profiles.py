@@ -444,7 +444,7 @@ def test_nothing_legal_is_nearer(tuned, wanted):
             entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
         )
         index.exact.setdefault(profiles._sort_of(problem), []).append(one)
-        index.alike.setdefault(profiles._kind(problem), []).append(one)
+        index.alike.setdefault(profiles._kind(GEMM, problem), []).append(one)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiles, "_index", lambda *_: index)
         found = find(kernel, wanted, H200)

@@ -198,7 +198,7 @@ def test_its_data_are_its_own(capsys):
     assert "says itself what is measured" in capsys.readouterr().err
 
 
-def small_suite() -> list[suite.Entry]:
+def small_suite(part="promotion") -> list[suite.Entry]:
     request = Request(["gemm"], sizes={"m": [64]}, blocks=["32", "64"])
     return [suite.Entry(request, ["bf16_matmul"], 2, schedules=True, data=data)
             for data in ("normal", "outlier")]  # fmt: skip

@@ -33,7 +33,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireError, UsageError, WrongResultError
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.measure import provenance
-from jetfire.measure.plan import BLOCKS
+from jetfire.measure.plan import BLOCKS, check_peers
 from jetfire.measure.timer import Timing
 from jetfire.ops.bit_split import BitSplitProblem
 from jetfire.ops.gather_rows import GatherRowsProblem
@@ -1166,6 +1166,20 @@ def test_every_launch_of_a_layer_in_4_bits_is_shipped():
                 ("bit_split", BitSplitProblem(m, n)),
                 ("sample_rows", SampleRowsProblem(m, product="wgrad")),
             } <= found
+
+
+def test_every_op_with_something_to_tune_is_in_one_command():
+    names = []
+    for words in map(str.split, shipped.commands()):
+        ops = words[: min(i for i, word in enumerate(words) if word.startswith("--"))]
+        options = dict(zip(words[len(ops) :: 2], words[len(ops) + 1 :: 2], strict=True))
+        names += ops
+        assert int(options.pop("--trials")) > 0
+        check_peers([options.pop("--peer")])
+        kernel = options.pop("--kernel", None)
+        assert all(kernel is None or kernel in registry.kernels(op) for op in ops)
+        assert options == {}
+    assert sorted(names) == [n for n in registry.names() if not registry.get(n).composite]
 
 
 @pytest.mark.parametrize("names", [(), tuple(shipped.parts())], ids=["shipped", "int4"])

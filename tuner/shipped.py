@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import Op
+from jetfire.core.contract import Op, Tuning
 from jetfire.measure.plan import BLOCKS, Case, choose_ops
 
 WORKLOADS = (*workloads.MODELS, "square")
@@ -52,3 +52,24 @@ def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
         for settings in op.shipped(workload, mode)
         for problem in workloads.problems(op, workload, mode, {**fields, **settings})
     ]
+
+
+def commands() -> list[str]:
+    """What `jetfire tune` is given to tune them all: ops that are tuned alike go together."""
+    groups: dict[tuple[bool, int, Tuning], list[str]] = {}
+    for name in registry.names():
+        op = registry.get(name)
+        if not op.composite:
+            key = name in parts(), -op.tuning.trials, op.tuning
+            groups.setdefault(key, []).append(name)
+    keys = sorted(groups, key=lambda key: key[:2])
+    return [_command(groups[key], key[2]) for key in keys]
+
+
+def _command(names: Sequence[str], tuning: Tuning) -> str:
+    kernel = f" --kernel {tuning.kernel}" if tuning.kernel else ""
+    return f"{' '.join(names)}{kernel} --trials {tuning.trials} --peer {tuning.peer}"
+
+
+if __name__ == "__main__":
+    print("\n".join(commands()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.export.host import Code, Host, size_for_16_bytes
+from jetfire.core.host import Code, Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
@@ -94,7 +94,7 @@ class Int4GemmHost(Host):
 class WgmmaHost(Int4GemmHost):
     """For sm_90a: packed codes are unpacked before, a split product's raw sums are added after."""
 
-    template = "int4_gemm_wgmma.j2"
+    template = "int4_gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     aligned = ("a", "b", "c", "workspace")
     tensor_maps = True
@@ -162,7 +162,7 @@ class WgmmaHost(Int4GemmHost):
 class MmaHost(Int4GemmHost):
     """For sm_80 and later: a block a tile."""
 
-    template = "int4_gemm_mma.j2"
+    template = "int4_gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
     aligned = ("a", "b", "c")
 
@@ -201,5 +201,4 @@ class MmaHost(Int4GemmHost):
         }
 
 
-WGMMA = WgmmaHost()
-MMA = MmaHost()
+HOSTS: Mapping[str, Host] = {"wgmma": WgmmaHost(), "mma": MmaHost()}

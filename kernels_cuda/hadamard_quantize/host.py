@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.export.host import Code, Host
+from jetfire.core.host import Code, Host
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 
@@ -41,7 +41,7 @@ NOTES = {
 class RowsHost(Host):
     """For sm_80 and later: a few threads a row."""
 
-    template = "hadamard_quantize_rows.j2"
+    template = "hadamard_quantize/rows.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
     aligned = ("x", "q", "wide", "dx_hat", "dx")
 
@@ -94,4 +94,4 @@ class RowsHost(Host):
         }
 
 
-ROWS = RowsHost()
+HOSTS: Mapping[str, Host] = {"rows": RowsHost()}

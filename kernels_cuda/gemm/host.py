@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.export.host import Code, Host, size_for_16_bytes
+from jetfire.core.host import Code, Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.gemm import mma, wgmma
 from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig
@@ -76,7 +76,7 @@ def _output_multiples(problem: GemmProblem, out: bool, turned: bool) -> dict[str
 class WgmmaHost(Host):
     """For sm_90a: tensor maps, persistent blocks, counters for stream-K."""
 
-    template = "gemm_wgmma.j2"
+    template = "gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     reasons: ClassVar[Mapping[str, str]] = REASONS
     aligned = MATRICES
@@ -128,7 +128,7 @@ class WgmmaHost(Host):
 class MmaHost(Host):
     """For sm_80 and later: a block a tile."""
 
-    template = "gemm_mma.j2"
+    template = "gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
     reasons: ClassVar[Mapping[str, str]] = REASONS
     aligned = MATRICES
@@ -164,5 +164,4 @@ class MmaHost(Host):
         }
 
 
-WGMMA = WgmmaHost()
-MMA = MmaHost()
+HOSTS: Mapping[str, Host] = {"wgmma": WgmmaHost(), "mma": MmaHost()}
