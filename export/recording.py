@@ -210,9 +210,10 @@ def watching(memory: Memory) -> Iterator[None]:
 
     # Kernels import it by name.
     users = [
-        module for name, module in sys.modules.items()
-        if name.startswith("jetfire.") and getattr(module, "counters", None) is workspace.counters
-    ]  # fmt: skip
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("jetfire.") and vars(module).get("counters") is workspace.counters
+    ]
     with ExitStack() as stack:
         for module in users:
             stack.enter_context(mock.patch.object(module, "counters", counters))

@@ -17,6 +17,7 @@ from jetfire.tuner import shipped as problems
 
 ROOT = Path(__file__).parent.parent
 H200 = dataclasses.replace(target_device((9, 0)), name="NVIDIA H200")
+UNTUNED = {"rmsnorm", "swiglu"}  # which have not been on a GPU yet
 
 
 @pytest.fixture
@@ -27,9 +28,8 @@ def entries(shipped):
         for file in sorted((shipped / profiles.device_slug(H200)).glob("*.json"))
         for entry in profiles.read(file)
     ]
-    assert {op for op, _ in found} == {
-        name for name in registry.names() if not registry.get(name).composite
-    }
+    tuned = {name for name in registry.names() if not registry.get(name).composite}
+    assert {op for op, _ in found} == tuned - UNTUNED
     return found
 
 
@@ -80,6 +80,7 @@ def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(shipped):
         for case in problems.cases():
             kernel, config = choose(case.op, case.problem, H200)
             found = profiles.exact(kernel, case.problem, H200)
-            if found is None or found.config != config:
+            known = found is not None and found.config == config
+            if known == (case.op.name in UNTUNED):
                 missing.append(f"{case.op.name}/{kernel.name} {case.problem}")
     assert missing == []

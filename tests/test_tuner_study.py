@@ -12,7 +12,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from jetfire.core import profiles, registry
+from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
 from jetfire.measure import provenance
