@@ -208,11 +208,9 @@ def watching(memory: Memory) -> Iterator[None]:
         finally:
             counting = False
 
-    # Kernels import it by name.
-    users = [
-        module for name, module in sys.modules.items()
-        if name.startswith("jetfire.") and getattr(module, "counters", None) is workspace.counters
-    ]  # fmt: skip
+    # Kernels import it by name. A list: a package that is asked for it may import its modules.
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("jetfire.")]
+    users = [m for m in ours if getattr(m, "counters", None) is workspace.counters]
     with ExitStack() as stack:
         for module in users:
             stack.enter_context(mock.patch.object(module, "counters", counters))
