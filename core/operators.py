@@ -77,7 +77,7 @@ class Operator:
         self.written = tuple(name for _, writes, _, name in arguments if writes)
         self._returns = rest.rpartition(" -> ")[2]
         self._derive, self._renamed, self._fields = derive, tuple((renamed or {}).items()), fields
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             self.define()
 
     def __call__(self, *args: Any) -> Any:
