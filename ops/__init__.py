@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _homes()[name]
-    for operator in vars(module).values():
+    for operator in list(vars(module).values()):
         if isinstance(operator, Operator):
             operator.define()  # now rather than while torch.compile traces the first call
     globals()[name] = getattr(module, name)

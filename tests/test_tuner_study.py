@@ -193,6 +193,6 @@ def test_an_upgrade_begins_another_study(monkeypatch, name):
     before = known.name
     assert known.name == before
     versions = provenance.software()
-    monkeypatch.setattr(profiles, "software", lambda: {**versions, name: "99.0"})
+    monkeypatch.setattr(provenance, "software", lambda: {**versions, name: "99.0"})
     assert known.name != before
     assert known.name.rpartition("-")[0] == before.rpartition("-")[0]

@@ -2,7 +2,7 @@
 //
 // One persistent block an SM walks over tiles of TILE_M×TILE_N. Its warps have three roles, the
 // last of which does two things; they meet at the full and empty barriers of a ring of STAGES slots,
-// each 128 of K deep:
+// each 128 of K deep. The code of the ring, its loading and the staging buffers is in hopper.cuh.
 //
 //   1. load:     one thread fetches A and B by TMA, each block of a cluster its share of what the
 //                cluster has in common, for all of it.
@@ -24,19 +24,14 @@
 // carry a power of two that makes up for 2^-149 and suits the largest scales of their rows; acc is
 // freed of it at last.
 #include "epilogue.cuh"
+#include "hopper.cuh"
 
-constexpr int TILE_M = 64 * ROWS * GROUPS;
-constexpr int TILE_K = 128;
 constexpr int PROMOTIONS = TILE_K / BLOCK;
-constexpr int SUMS = TILE_N / 2;        // a thread's, of 64 rows
 constexpr int ITEMS = PROMOTIONS * ROWS;  // products of a slot, each promoted once
 constexpr int ACCUMULATORS = TELESCOPED ? ROWS : 1;  // telescoped sums run on from block to block
 constexpr int WINDOW = 512 / TILE_K;    // slots between two resets of telescoped sums
 constexpr int CORRECTED = BLOCK < 128 ? 2 * WINDOW : WINDOW;  // and between two corrections
 constexpr int BASE = 1 << 23;
-
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
-constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K;
 
 // Rows and columns of a tile that have one scale wherever the tile lies.
 constexpr int SCALE_ROWS = BLOCK < 64 ? BLOCK : 64;
@@ -52,29 +47,26 @@ constexpr int SCALE_WARPS = 3;
 // Two of them at one slot would be two rounds apart, which a barrier's parity cannot tell.
 static_assert(STAGES >= SCALE_WARPS);
 
-// Named barriers: one a group, one a pair of groups, one of the scale warps, two a group.
-constexpr int GROUP_BARRIERS = 1, PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;
+// Named barriers beside the groups': one a pair of groups, one of the scale warps, two a group.
+constexpr int PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;
 
-// A panel is what one TMA store writes: 64 rows of as wide a swizzle as divides them.
-constexpr int ROW_BYTES = TILE_N * ELEMENT_BYTES;
-constexpr int PANEL_BYTES = ROW_BYTES % 128 == 0 ? 128 : ROW_BYTES % 64 == 0 ? 64 : 32;
-constexpr int PANELS = ROW_BYTES / PANEL_BYTES;
-constexpr int PANEL_COLUMNS = PANEL_BYTES / ELEMENT_BYTES, PANEL_GROUPS = PANEL_COLUMNS / 8;
+using Panel = Panels<ELEMENT_BYTES>;
+constexpr int PANEL_COLUMNS = Panel::COLUMNS;
 constexpr int STAGING = TURNED && TILE_N > 128 ? 64 * TILE_N : 8192;
 
 constexpr int AMAX_BLOCKS = TILE_N / BLOCK > 0 ? TILE_N / BLOCK : 1;
 constexpr int AMAX_WORDS = OUTPUT == INT8 ? 2 * GROUPS * ROWS * 4 * AMAX_BLOCKS : 0;
 
-// Shared memory, in order.
-constexpr int A_AT = 0;
-constexpr int B_AT = A_AT + STAGES * A_BYTES;
-constexpr int STAGING_AT = B_AT + STAGES * B_BYTES;
+// Shared memory after the staging buffers, in order.
 constexpr int FACTORS_AT = STAGING_AT + GROUPS * BUFFERS * STAGING;
 constexpr int LARGEST_AT = FACTORS_AT + ceil_div(STAGES * FACTOR_FLOATS, 4) * 16;
 constexpr int AMAX_AT = LARGEST_AT + ceil_div(2 * TELESCOPED * (FACTOR_ROWS + FACTORS), 2) * 8;
 constexpr int BARRIERS_AT = AMAX_AT + ceil_div(AMAX_WORDS, 2) * 8;
 constexpr int SHARED_BYTES = BARRIERS_AT + 16 * STAGES;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
+
+using Slot = RingSlot<BARRIERS_AT>;
+using Staging = StagingBuffers<STAGING>;
 
 struct Arguments {
   TensorMap a, b, out, turned;
@@ -84,33 +76,20 @@ struct Arguments {
   int* counters;  // zeros, for STREAM
 };
 
-// The place in the ring, and how often it has gone round.
-struct Slot {
-  int index = 0;
-  uint32_t parity = 0;
-  DEVICE void next() {
-    if (++index == STAGES) index = 0, parity ^= 1;
-  }
-};
-
-struct Tile {
-  int row, column;
-};
-
 // A tile, and which of its steps of TILE_K along K.
 struct Part {
   Tile tile;
   int index, first, steps;
 };
 
-// What a block (or its cluster) computes, in turn. RASTER rows of (cluster) tiles are walked column
-// by column, so that L2 holds what neighbours share. With STREAM all steps of all tiles are dealt
-// out evenly, in that order: a tile's last steps are then the first of some block, its first steps
-// the last of another.
+// What a block (or its cluster) computes, in turn. With STREAM all steps of all tiles are dealt out
+// evenly, in the order of the tiles: a tile's last steps are then the first of some block, its first
+// steps the last of another.
 struct Parts {
   const Target& to;
   int down, across, steps, tile, first = 0;
   int64_t left;  // steps
+  DEVICE explicit Parts(const Arguments& x) : Parts(x.to, x.k) {}
   DEVICE Parts(const Target& to, int k)
       : to(to),
         down(ceil_div(to.m, TILE_M * CLUSTER_M)),
@@ -133,54 +112,12 @@ struct Parts {
     tile += STREAM ? 1 : gridDim.x / CLUSTER;
   }
   DEVICE Part part(uint32_t rank) const {
-    const int above = tile / (RASTER * across) * RASTER;
-    const int rows = min(down - above, RASTER);
-    const int within = tile % (RASTER * across);
-    const int row = (above + within % rows) * CLUSTER_M + int(rank) % CLUSTER_M;
-    const int column = within / rows * CLUSTER_N + int(rank) / CLUSTER_M;
-    return {{row * TILE_M, column * TILE_N}, tile * CLUSTER + int(rank), first, count()};
+    return {tile_at(tile, down, across, rank), tile * CLUSTER + int(rank), first, count()};
   }
 };
 
-extern __shared__ __align__(1024) uint8_t shared[];
-
-DEVICE uint32_t shared_at(int offset) { return shared_address(shared) + offset; }
-DEVICE uint32_t full(const Slot& slot) { return shared_at(BARRIERS_AT + 16 * slot.index); }
-DEVICE uint32_t empty(const Slot& slot) { return shared_at(BARRIERS_AT + 16 * slot.index + 8); }
 DEVICE float* factors(const Slot& slot) {
   return reinterpret_cast<float*>(shared + FACTORS_AT) + slot.index * FACTOR_FLOATS;
-}
-
-// Blocks of the cluster that have rows of A, or columns of B, in common.
-DEVICE constexpr bool common(uint32_t a, uint32_t b) {
-  return a % CLUSTER_M == b % CLUSTER_M || a / CLUSTER_M == b / CLUSTER_M;
-}
-
-// 1. One thread keeps the ring full of A and B.
-DEVICE void load(const Arguments& x) {
-  const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const uint32_t rank_m = rank % CLUSTER_M, rank_n = rank / CLUSTER_M;
-  constexpr int A_SHARE = TILE_M / CLUSTER_N, B_SHARE = TILE_N / CLUSTER_M;
-  uint16_t a_mask = 0, b_mask = 0;
-  for (int i = 0; i < CLUSTER_N; ++i) a_mask |= 1 << (rank_m + CLUSTER_M * i);
-  for (int i = 0; i < CLUSTER_M; ++i) b_mask |= 1 << (i + CLUSTER_M * rank_n);
-  Slot slot;
-  for (Parts parts(x.to, x.k); parts.more(); parts.next()) {
-    const Part part = parts.part(rank);
-    const int a_row = part.tile.row + rank_n * A_SHARE;
-    const int b_row = part.tile.column + rank_m * B_SHARE;
-    for (int step = part.first; step < part.first + part.steps; ++step, slot.next()) {
-      const int k = step * TILE_K;
-      barrier_wait(empty(slot), slot.parity ^ 1);
-      barrier_expect(full(slot), A_BYTES + B_BYTES);
-      const uint32_t a = shared_at(A_AT) + slot.index * A_BYTES + rank_n * A_SHARE * TILE_K;
-      const uint32_t b = shared_at(B_AT) + slot.index * B_BYTES + rank_m * B_SHARE * TILE_K;
-      if (CLUSTER_N > 1) tma_load_multicast(a, x.a, k, a_row, full(slot), a_mask);
-      else tma_load(a, x.a, k, a_row, full(slot));
-      if (CLUSTER_M > 1) tma_load_multicast(b, x.b, k, b_row, full(slot), b_mask);
-      else tma_load(b, x.b, k, b_row, full(slot));
-    }
-  }
 }
 
 DEVICE int exponent(uint32_t bits) { return int(bits >> 23) - 127; }
@@ -276,7 +213,7 @@ DEVICE void scale(const Arguments& x, int warp) {
   const int blocks = ceil_div(x.k, BLOCK), lane = threadIdx.x % 32;
   Slot slot;
   int whose = 0, parity = 0;
-  for (Parts parts(x.to, x.k); parts.more(); parts.next(), parity ^= 1) {
+  for (Parts parts(x); parts.more(); parts.next(), parity ^= 1) {
     const Part part = parts.part(rank);
     uint32_t* largest =
         reinterpret_cast<uint32_t*>(shared + LARGEST_AT) + parity * (FACTOR_ROWS + FACTORS);
@@ -294,7 +231,7 @@ DEVICE void scale(const Arguments& x, int warp) {
       for (int i = 0; i < TURNS; ++i) {
         pairs[i].factors(f[i], block, blocks, last || step % WINDOW == WINDOW - 1);
       }
-      barrier_wait(empty(slot), slot.parity ^ 1);
+      barrier_wait(slot.empty(), slot.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < TURNS; ++i) {
         if (pairs[i].to < 0) continue;
@@ -304,19 +241,8 @@ DEVICE void scale(const Arguments& x, int warp) {
         if (TELESCOPED && last) to[(PROMOTIONS + 1) * FACTOR_TABLE] = pairs[i].sink;
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(full(slot));
+      if (lane == 0) barrier_arrive(slot.full());
     }
-  }
-}
-
-// A slot that this warp has read may be filled again, by every block that writes to it.
-DEVICE void release(const Slot& slot, uint32_t rank) {
-  const uint32_t lane = threadIdx.x % 32;
-  __syncwarp();  // one lane speaks for what all have read
-  if (CLUSTER == 1) {
-    if (lane == 0) barrier_arrive(empty(slot));
-  } else if (lane < CLUSTER && common(lane, rank)) {
-    barrier_arrive_at(empty(slot), lane);
   }
 }
 
@@ -366,8 +292,8 @@ struct Multiplier {
   // Done a slot ahead: the tensor cores would wait for it.
   DEVICE void enter() {
     const int row = group * ROWS * (64 / SCALE_ROWS) + (BLOCK < 64 ? threadIdx.x / 64 % 2 : 0);
-    a = wgmma_address(shared_at(A_AT) + slot.index * A_BYTES + group * ROWS * 64 * TILE_K);
-    b = wgmma_address(shared_at(B_AT) + slot.index * B_BYTES);
+    a = wgmma_address(slot.a() + group * ROWS * 64 * TILE_K);
+    b = wgmma_address(slot.b());
     factor_at = factors(slot) + row * FACTOR_PITCH;
   }
 
@@ -424,7 +350,7 @@ struct Multiplier {
 
   // 3. One slot.
   DEVICE void multiply(bool last) {
-    barrier_wait(full(slot), slot.parity);
+    barrier_wait(slot.full(), slot.parity);
     const Slot old = slot;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -441,7 +367,7 @@ struct Multiplier {
       turns.pass();
       if (IN_FLIGHT) wgmma_wait<0>();  // or ptxas passes the turn on after the promotion
       if (item == ITEMS - 1) {
-        release(old, rank);
+        old.release(rank);
         slot.next();
         enter();
       }
@@ -475,55 +401,18 @@ struct Multiplier {
   }
 };
 
-// Address of a byte in a staging buffer of rows of `WIDTH` bytes, in TMA's swizzle of that width.
-template <int WIDTH>
-DEVICE uint32_t swizzled(uint32_t buffer, int row, int byte) {
-  const uint32_t at = row * WIDTH + byte;
-  return buffer + (at ^ (at >> 7 & (WIDTH / 16 - 1)) << 4);
-}
-
-// A group's staging buffers, in turn.
-struct Staging {
-  uint32_t base;
-  int barrier;
-  bool leader;
-  int turn = 0;
-  DEVICE Staging(int group)
-      : base(shared_at(STAGING_AT) + group * BUFFERS * STAGING),
-        barrier(GROUP_BARRIERS + group),
-        leader(threadIdx.x % 128 == 0) {}
-  // A buffer that no store is reading.
-  DEVICE uint32_t take() {
-    if (leader) tma_wait_read<BUFFERS - 1>();
-    named_barrier(barrier, 128);
-    return base + turn * STAGING;
-  }
-  // Everyone has written it: store it.
-  template <bool ADD>
-  DEVICE void give(const TensorMap& map, int x, int y) {
-    fence_async();
-    named_barrier(barrier, 128);
-    if (leader) {
-      if (ADD) tma_add(map, base + turn * STAGING, x, y);
-      else tma_store(map, base + turn * STAGING, x, y);
-      tma_commit();
-    }
-    if (++turn == BUFFERS) turn = 0;
-  }
-};
-
 DEVICE void stage_floats(const float (&acc)[SUMS], int panel, uint32_t buffer) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int j = 0; j < PANEL_GROUPS; j += OUTPUT == FP32 ? 1 : 2) {
-    const int i = 4 * (panel * PANEL_GROUPS + j);
+  for (int j = 0; j < Panel::OCTETS; j += OUTPUT == FP32 ? 1 : 2) {
+    const int i = 4 * (panel * Panel::OCTETS + j);
     if constexpr (OUTPUT == FP32) {
       const int byte = 4 * (8 * j + lane_column());
-      store_shared(swizzled<PANEL_BYTES>(buffer, lane_row(), byte), acc[i], acc[i + 1]);
-      store_shared(swizzled<PANEL_BYTES>(buffer, lane_row() + 8, byte), acc[i + 2], acc[i + 3]);
+      store_shared(swizzled<Panel::BYTES>(buffer, lane_row(), byte), acc[i], acc[i + 1]);
+      store_shared(swizzled<Panel::BYTES>(buffer, lane_row() + 8, byte), acc[i + 2], acc[i + 3]);
     } else {
       const int row = threadIdx.x / 32 % 4 * 16 + lane % 16, byte = 16 * (j + lane / 16);
-      store_matrices(swizzled<PANEL_BYTES>(buffer, row, byte), pack(acc[i], acc[i + 1]),
+      store_matrices(swizzled<Panel::BYTES>(buffer, row, byte), pack(acc[i], acc[i + 1]),
                      pack(acc[i + 2], acc[i + 3]), pack(acc[i + 4], acc[i + 5]),
                      pack(acc[i + 6], acc[i + 7]));
     }
@@ -532,11 +421,11 @@ DEVICE void stage_floats(const float (&acc)[SUMS], int panel, uint32_t buffer) {
 
 DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], int panel, uint32_t buffer) {
 #pragma unroll
-  for (int j = 0; j < PANEL_GROUPS; ++j) {
+  for (int j = 0; j < Panel::OCTETS; ++j) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store_shared(swizzled<PANEL_BYTES>(buffer, lane_row() + 8 * half, 8 * j + lane_column()),
-                   codes[2 * (panel * PANEL_GROUPS + j) + half]);
+      store_shared(swizzled<Panel::BYTES>(buffer, lane_row() + 8 * half, 8 * j + lane_column()),
+                   codes[2 * (panel * Panel::OCTETS + j) + half]);
     }
   }
 }
@@ -576,46 +465,20 @@ struct Turnstile {
   }
 };
 
-// One element from its place in shared memory.
-DEVICE void store_element(const Target& to, int64_t at, uint32_t from) {
-  if constexpr (ELEMENT_BYTES == 4) {
-    static_cast<float*>(to.c)[at] = load_shared_float(from);
-  } else {
-    static_cast<uint16_t*>(to.c)[at] = load_shared_u16(from);
-  }
-}
-
-// Where the copy engine cannot write: a panel row by row, so that a warp's stores are neighbours.
-DEVICE void store_panel(uint32_t buffer, const Target& to, int row0, int column0) {
-  constexpr int LANES = PANEL_COLUMNS < 32 ? PANEL_COLUMNS : 32;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (int i = 0; i < 16; ++i) {
-    const int row = 16 * warp + i;
-#pragma unroll
-    for (int column = lane; column < PANEL_COLUMNS; column += LANES) {
-      const uint32_t at = swizzled<PANEL_BYTES>(buffer, row, column * ELEMENT_BYTES);
-      if (row0 + row < to.m && column0 + column < to.n) {
-        store_element(to, int64_t(row0 + row) * to.n + column0 + column, at);
-      }
-    }
-  }
-}
-
 // 4. Floats of 64 rows on their way to memory.
 DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& staging, int row,
                           int column) {
   constexpr bool ADD = ACCUMULATE && OUTPUT == FP32 && TMA_OUT;
   if (ACCUMULATE && !ADD) add_held(acc, x.to, row, column);
 #pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {
+  for (int panel = 0; panel < Panel::COUNT; ++panel) {
     const uint32_t buffer = staging.take();
     stage_floats(acc, panel, buffer);
     if constexpr (TMA_OUT) {
       staging.give<ADD>(x.out, column + panel * PANEL_COLUMNS, row);
     } else {
       named_barrier(staging.barrier, 128);
-      store_panel(buffer, x.to, row, column + panel * PANEL_COLUMNS);
+      store_panel<ELEMENT_BYTES>(buffer, x.to, row, column + panel * PANEL_COLUMNS);
     }
   }
 }
@@ -677,16 +540,16 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
     to_codes(acc[r], multiplier, codes, seed, row, tile.column);
     if constexpr (Q && TMA_OUT) {
 #pragma unroll
-      for (int panel = 0; panel < PANELS; ++panel) {
+      for (int panel = 0; panel < Panel::COUNT; ++panel) {
         stage_codes(codes, panel, staging.take());
-        staging.give<false>(x.out, tile.column + panel * PANEL_COLUMNS, row);
+        staging.give(x.out, tile.column + panel * PANEL_COLUMNS, row);
       }
     } else if constexpr (Q) {
       store_codes_direct(codes, x.to, row, tile.column);
     }
     if constexpr (TURNED && TMA_TURNED) {
       stage_turned(codes, staging.take());
-      staging.give<false>(x.turned, row, tile.column);
+      staging.give(x.turned, row, tile.column);
     } else if constexpr (TURNED) {
       store_turned_direct(codes, x.to, row, tile.column);
     }
@@ -698,7 +561,7 @@ DEVICE void consume(const Arguments& x, int group) {
   Multiplier multiplier(group, rank);
   Staging staging(group);
   int turn = 0;
-  for (Parts parts(x.to, x.k); parts.more(); parts.next(), turn ^= 1) {
+  for (Parts parts(x); parts.more(); parts.next(), turn ^= 1) {
     const Part part = parts.part(rank);
     multiplier.tile(part.steps);
     if (part.first == 0) {
@@ -722,25 +585,17 @@ DEVICE void consume(const Arguments& x, int group) {
   if (staging.leader) tma_wait_read<0>();
 }
 
-DEVICE void start_barriers() {
-  for (Slot slot; slot.parity == 0; slot.next()) {
-    barrier_init(full(slot), 2);
-    barrier_init(empty(slot), 4 * GROUPS * (CLUSTER_M + CLUSTER_N - 1));
-  }
-  fence_barrier_init();
-}
-
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm(const __grid_constant__ Arguments x) {
   // The same in all lanes, and shown to be, so that it lives in a uniform register.
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) start_barriers();
+  if (threadIdx.x == 0) start_barriers<Slot>(2);
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
   if (group == GROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (warp == 0 && lane == 0) load(x);
+    if (warp == 0 && lane == 0) load<Slot, Parts>(x);
     if (warp > 0) scale(x, warp - 1);
   } else {
     take_registers<CONSUMER_REGISTERS>();
