@@ -95,12 +95,13 @@ def forward_kernel(
         s = gl.sum(block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK), 2)
         # In this order a row of zeros adds 0 whatever the scale, whose square may be infinite.
         square += s * (s * gl.sum(squares, 2).to(gl.float32))
-    row_rstd = gl.rsqrt(gl.sum(square, 1) / N + eps)
-    out = row0 + gl.arange(0, BLOCK, layout=row_rstd.type.layout)
+    mean = gl.sum(square, 1) / N
+    out = row0 + gl.arange(0, BLOCK, layout=mean.type.layout)
+    # Without eps that of rows beyond the last would be infinite.
+    row_rstd = gl.where(out < M, gl.rsqrt(mean + eps), 0.0)
     gl.store(rstd_ptr + out, row_rstd, mask=out < M)
     rows = row_places(row0, BLOCK, layout)
-    # Without eps that of rows beyond the last is infinite.
-    rstd = gl.where(rows < M, by_row(row_rstd, layout), 0.0)
+    rstd = by_row(row_rstd, layout)
     last = (gl.cdiv(N, WIDTH) - 1) * WIDTH
     for back in range(0, N, WIDTH):
         col0 = last - back
