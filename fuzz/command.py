@@ -132,6 +132,8 @@ def _judge(plan: Plan, summary: dict[str, Any]) -> None:
     if summary["short"]:
         raise TimedOutError(f"time ended before {len(summary['short'])} of {len(pairs)} kernels "
                             "had their examples: raise --budget, or lower --examples")  # fmt: skip
+    if unchecked := [f"{p['op']} {p['kernel']}" for p in pairs if _is_unchecked(p)]:
+        raise UsageError(f"{', '.join(unchecked)}: no example had the memory it needs on {label}")
     if plan.against is not None and not any(pair["compared"] for pair in pairs):
         raise UsageError(f"--against {plan.against}: nothing was compared on {label}")
 
@@ -307,6 +309,12 @@ def _row(report: Report, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _is_unchecked(pair: dict[str, Any]) -> bool:
+    """Whether every example that a kernel would have seen was skipped."""
+    skipped, empty = (pair["coverage"].get(name, 0) for name in ("skipped", "empty"))
+    return skipped > 0 and skipped >= pair["examples"] - empty
+
+
 def _show(summary: dict[str, Any], form: str) -> None:
     if form == "json":
         print(json.dumps(summary, indent=1))
@@ -340,6 +348,8 @@ def _result(pair: dict[str, Any], summary: dict[str, Any]) -> Text:
         result = terminal.styled(", ".join(kinds), "red")
     elif f"{pair['op']} {pair['kernel']}" in summary["short"]:
         result = terminal.styled("out of time", "red")
+    elif _is_unchecked(pair):
+        result = terminal.styled("nothing checked", "red")
     else:
         nothing = summary["against"] and not pair["compared"]
         result = terminal.styled("nothing compared" if nothing else "ok")

@@ -368,6 +368,38 @@ def test_nothing_compared_is_said(here, tmp_path, capsys):
     assert f"--against never: nothing was compared on {CPU.label}" in err
 
 
+HUNGRY = """
+from jetfire.core import registry
+from jetfire.core.contract import Kernel
+
+RIGHT = registry.get_kernel("gelu", "torch")
+
+class Hungry(Kernel):
+    op, name, Config = "gelu", "hungry", RIGHT.Config
+    default, space, legal = RIGHT.default, RIGHT.space, RIGHT.legal
+
+    def launch(self, problem, config, inputs, outputs):
+        if problem.m > LEAST:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        RIGHT.launch(problem, config, inputs, outputs)
+
+KERNELS = (Hungry(),)
+"""
+
+
+@pytest.mark.parametrize(("least", "code"), [(0, 2), (20, 0)])
+def test_a_kernel_whose_every_example_lacks_memory_does_not_pass(
+    here, tmp_path, capsys, least, code
+):
+    file = tmp_path / f"hungry_{least}.py"
+    file.write_text(HUNGRY.replace("LEAST", str(least)))
+    words = ["gelu", "--load", str(file), "--kernel", "hungry", "--examples", "30"]
+    assert fuzz(*words, "--largest", "40") == code
+    out, err = capsys.readouterr()
+    assert ("nothing checked" in out) == (code == 2)
+    assert ("gelu hungry: no example had the memory it needs on " in err) == (code == 2)
+
+
 NARROW = """
 from jetfire.core import registry
 from jetfire.core.contract import Kernel
