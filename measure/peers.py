@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.core.contract import Tensors
+
 Thunk = Callable[[], Any]
 Factory = Callable[[], Thunk]
 
@@ -38,6 +40,15 @@ COMPILES = 64  # problems that torch.compile takes before `forget_compiled` is d
 
 class Unsupported(Exception):
     """A peer does not take this shape or device; the message says why, in one line."""
+
+
+def widened(inputs: Tensors, block: int) -> Callable[[str], torch.Tensor]:
+    """Return what gives the BF16 tensor that a peer reads in place of codes, by their name."""
+    import torch
+
+    from jetfire.reference.dequantize import dequantize
+
+    return lambda name: dequantize(inputs[name], inputs[f"{name}_scale"], block, torch.bfloat16)
 
 
 def _require(condition: bool, reason: str) -> None:

@@ -80,7 +80,7 @@ class Gelu(Op):
 
     def reference(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import gelu
-        from jetfire.reference.philox import random_u16
+        from jetfire.reference.philox import uniform
         from jetfire.reference.quantize import scales
 
         x, x_scale = inputs["x"], inputs["x_scale"]
@@ -93,7 +93,7 @@ class Gelu(Op):
         expected = {"value": value, "scale": scales(value.float(), block)[0]}
         expected["noise"] = _noise(problem, inputs, value)
         if problem.rounding == "stochastic":
-            expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+            expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
         return expected
 
     def check(
@@ -137,11 +137,8 @@ class Gelu(Op):
         from torch.nn import functional
 
         from jetfire.measure import peers
-        from jetfire.reference.dequantize import dequantize
 
-        def wide(name: str) -> torch.Tensor:
-            return dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.bfloat16)
-
+        wide = peers.widened(inputs, problem.block)
         approximate = "tanh" if problem.approximate == "tanh" else "none"
         x = wide("x")
         if problem.mode == "fwd":

@@ -159,7 +159,7 @@ class Gemm(Op):
 
     def reference(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.gemm import gemm_float64
-        from jetfire.reference.philox import random_u16
+        from jetfire.reference.philox import uniform
         from jetfire.reference.quantize import scales
 
         c = gemm_float64(
@@ -173,7 +173,7 @@ class Gemm(Op):
         if problem.out == "int8":
             expected["scale"] = scales(c.float(), problem.block)[0]
             if problem.rounding == "stochastic":
-                expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+                expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
         return expected
 
     def check(

@@ -25,6 +25,7 @@ from jetfire.core.contract import (
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported
+from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["int8_layernorm", "int8_layernorm_backward"]
-
-
-ROUNDING = 2.0**-24  # of one fp32 operation, relatively
-# A few of them: what evaluation may add to a result, in units of its largest term.
-NOISE = 8 * ROUNDING
-OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way
 
 
 @dataclass(frozen=True)
@@ -125,14 +120,14 @@ class LayerNorm(Op):
 
     def reference(self, problem: LayerNormProblem, inputs: Tensors) -> Tensors:
         """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
-        from jetfire.reference.philox import random_u16
+        from jetfire.reference.philox import uniform
         from jetfire.reference.quantize import scales
 
         backward = problem.mode == "bwd"
         expected = _backward(problem, inputs) if backward else _forward(problem, inputs)
         expected["scale"] = scales(expected["value"].float(), problem.block)[0]
         if problem.rounding == "stochastic":
-            expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+            expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
         return expected
 
     def check(
@@ -226,11 +221,8 @@ class LayerNorm(Op):
         import torch
 
         from jetfire.measure import peers
-        from jetfire.reference.dequantize import dequantize
 
-        def wide(name: str) -> torch.Tensor:
-            return dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.bfloat16)
-
+        wide = peers.widened(inputs, problem.block)
         x, weight = wide("x"), inputs["weight"].bfloat16()
         shape = [problem.n]
         if problem.mode == "fwd":
@@ -260,20 +252,6 @@ def _has_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps
     variance, own = torch.var_mean(x, dim=1, correction=0)
     given = torch.stack([mean.double(), rstd.double()])
     return torch.allclose(given, torch.stack([own, (variance + eps).rsqrt()]), 1e-3, 1e-3)
-
-
-def _noise(terms: torch.Tensor, block: int) -> torch.Tensor:
-    """The largest of every block, 0 where that is NaN or Inf."""
-    from jetfire.reference.quantize import block_amax
-
-    return block_amax(terms, block).nan_to_num(0.0, 0.0, 0.0)
-
-
-def _over(terms: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Blocks with a term (m×n) that may overflow, or in such rows (m)."""
-    from jetfire.reference.quantize import block_amax
-
-    return block_amax((terms >= OVER).float() + rows[:, None], block) > 0
 
 
 def statistics_bounds(
@@ -332,10 +310,9 @@ def _forward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
         off += (
             of_mean + (x - mean[:, None]).abs() * expected["rstd_bound"][:, None]
         ) * weight.abs()
-    over = _over(
-        torch.maximum(terms, torch.maximum(size, size * rstd[:, None])), rows, problem.block
-    )
-    return expected | {"value": value, "noise": _noise(off, problem.block), "over": over}
+    largest = torch.maximum(terms, torch.maximum(size, size * rstd[:, None]))
+    over = overflows(largest, problem.block, rows)
+    return expected | {"value": value, "noise": worst(off, problem.block), "over": over}
 
 
 def _backward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
@@ -355,9 +332,9 @@ def _backward(problem: LayerNormProblem, inputs: Tensors) -> Tensors:
     rows = g.mean(dim=1, keepdim=True) + xhat * (g * xhat).mean(dim=1, keepdim=True)
     terms = (g + rows) * rstd[:, None]
     row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
-    over = _over(torch.maximum(terms, g + rows), row_over, problem.block)
+    over = overflows(torch.maximum(terms, g + rows), problem.block, row_over)
     chain = max(1e-5, (problem.m / 32 + 64) * ROUNDING)
-    expected = {"value": value, "noise": _noise(NOISE * terms, problem.block), "over": over}
+    expected = {"value": value, "noise": worst(NOISE * terms, problem.block), "over": over}
     for name, total, size in (
         ("dweight", dweight, (dy.abs() * xhat).sum(dim=0)), ("dbias", dbias, dy.abs().sum(dim=0)),
     ):  # fmt: skip

@@ -23,6 +23,7 @@ from jetfire.core.contract import (
     quantised_outputs,
 )
 from jetfire.core.operators import Operator
+from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["int8_rmsnorm", "int8_rmsnorm_backward"]
-
-ROUNDING = 2.0**-24  # of one fp32 operation, relatively
-# A few of them: what evaluation may add to a result, in units of its largest term.
-NOISE = 8 * ROUNDING
-OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way
 
 
 @dataclass(frozen=True)
@@ -144,14 +140,14 @@ class RmsNorm(Op):
 
     def reference(self, problem: RmsNormProblem, inputs: Tensors) -> Tensors:
         """Values in float64, and bounds on what fp32 evaluation may add to them."""
-        from jetfire.reference.philox import random_u16
+        from jetfire.reference.philox import uniform
         from jetfire.reference.quantize import scales
 
         backward = problem.mode == "bwd"
         expected = _backward(problem, inputs) if backward else _forward(problem, inputs)
         expected["scale"] = scales(expected["value"].float(), problem.block)[0]
         if problem.rounding == "stochastic":
-            expected["u"] = random_u16(inputs["seed"], problem.m, problem.n).float() / 65536
+            expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
         return expected
 
     def check(
@@ -199,11 +195,8 @@ class RmsNorm(Op):
         import torch
 
         from jetfire.measure import peers
-        from jetfire.reference.dequantize import dequantize
 
-        def wide(name: str) -> torch.Tensor:
-            return dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.bfloat16)
-
+        wide = peers.widened(inputs, problem.block)
         x, weight = wide("x"), inputs["weight"].bfloat16()
         shape = [problem.n]
         if problem.mode == "fwd":
@@ -240,20 +233,6 @@ def _gradients(
     return dx.to(x.dtype), (dy * xhat).sum(dim=0).to(x.dtype)
 
 
-def _noise(terms: torch.Tensor, block: int) -> torch.Tensor:
-    """The largest of every block, 0 where that is NaN or Inf."""
-    from jetfire.reference.quantize import block_amax
-
-    return block_amax(terms, block).nan_to_num(0.0, 0.0, 0.0)
-
-
-def _over(terms: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Blocks with a term (m×n) that may overflow, or in such rows (m)."""
-    from jetfire.reference.quantize import block_amax
-
-    return block_amax((terms >= OVER).float() + rows[:, None], block) > 0
-
-
 def _chain(n: int) -> float:
     """What adding up n terms errs by, relatively to the sum of their magnitudes.
 
@@ -285,8 +264,8 @@ def _forward(problem: RmsNormProblem, inputs: Tensors) -> Tensors:
     largest = torch.maximum(terms, torch.maximum(x.abs(), x.abs() * rstd[:, None]))
     return {
         "value": rmsnorm.forward(x, rstd, weight),
-        "noise": _noise(off, problem.block),
-        "over": _over(largest, rows | torch.isinf(least), problem.block),
+        "noise": worst(off, problem.block),
+        "over": overflows(largest, problem.block, rows | torch.isinf(least)),
         "rstd": rstd,
         "rstd_bound": bound,
         "rstd_over": rows | torch.isinf(least),
@@ -314,8 +293,8 @@ def _backward(problem: RmsNormProblem, inputs: Tensors) -> Tensors:
     bound = ((_chain(problem.m) + NOISE) * size + lost).nan_to_num(0.0)
     return {
         "value": value,
-        "noise": _noise(off, problem.block),
-        "over": _over(largest, row_over, problem.block),
+        "noise": worst(off, problem.block),
+        "over": overflows(largest, problem.block, row_over),
         "dweight": dweight,
         "dweight_bound": bound,
         "dweight_over": size >= OVER,

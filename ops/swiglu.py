@@ -21,6 +21,7 @@ from jetfire.core.contract import (
     quantised_outputs,
 )
 from jetfire.core.operators import Operator
+from jetfire.measure.bounds import overflows, worst
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ __all__ = ["int8_swiglu", "int8_swiglu_backward"]
 GRADIENTS = ("dgate", "dup")
 # A gradient's outputs, by the names that a single quantised output has.
 SUFFIXES = {"q": "", "scale": "_scale", "qt": "_t", "scale_t": "_scale_t"}
-OVER = 2.0**127  # beyond this a product in fp32 may overflow on its way
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Swiglu(Op):
 
     def reference(self, problem: SwigluProblem, inputs: Tensors) -> Tensors:
         """Values in float64 and what fp32 may add to them, each output's under its own name."""
-        from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND, random_u16
+        from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND, uniform
         from jetfire.reference.quantize import scales
 
         backward = problem.mode == "bwd"
@@ -121,8 +121,7 @@ class Swiglu(Op):
             expected[f"{name}_scale"] = scales(expected[name].float(), problem.block)[0]
             if problem.rounding == "stochastic":
                 stream = STREAM_SECOND if name == "dup" else STREAM_ROUNDING
-                bits = random_u16(inputs["seed"], problem.m, problem.n, stream)
-                expected[f"{name}_u"] = bits.float() / 65536
+                expected[f"{name}_u"] = uniform(inputs["seed"], problem.m, problem.n, stream)
         return expected
 
     def check(
@@ -158,11 +157,8 @@ class Swiglu(Op):
         from torch.nn import functional
 
         from jetfire.measure import peers
-        from jetfire.reference.dequantize import dequantize
 
-        def wide(name: str) -> torch.Tensor:
-            return dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.bfloat16)
-
+        wide = peers.widened(inputs, problem.block)
         gate, up = wide("gate"), wide("up")
         if problem.mode == "fwd":
 
@@ -207,12 +203,10 @@ def _give(
     Args:
         size: the magnitude of its factors' product without silu's decay.
     """
-    from jetfire.reference.quantize import block_amax
-
     return {
         name: value,
-        f"{name}_noise": block_amax(noise, problem.block).nan_to_num(0.0, 0.0, 0.0),
-        f"{name}_over": block_amax((size >= OVER).float(), problem.block) > 0,
+        f"{name}_noise": worst(noise, problem.block),
+        f"{name}_over": overflows(size, problem.block),
     }
 
 

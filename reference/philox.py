@@ -73,3 +73,8 @@ def random_u16(
     words = philox4x32((columns, rows, zero, zero + stream), (value & _MASK, (value >> 32) & _MASK))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).reshape(m, groups * 8)[:, :n]
+
+
+def uniform(seed: torch.Tensor, m: int, n: int, stream: int = STREAM_ROUNDING) -> torch.Tensor:
+    """Return `random_u16` as fractions in [0, 1), fp32 m×n: what stochastic rounding adds."""
+    return random_u16(seed, m, n, stream).float() / 65536
