@@ -54,7 +54,8 @@ def float_dtype(name: FloatName) -> torch.dtype:
 @cache
 def float_name(dtype: torch.dtype) -> FloatName:
     """Return the short name of a torch dtype."""
-    return next(name for name in get_args(FloatName) if float_dtype(name) == dtype)
+    names: dict[torch.dtype, FloatName] = {float_dtype(name): name for name in get_args(FloatName)}
+    return names[dtype]
 
 
 # Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.

@@ -76,11 +76,7 @@ def codes(name: str, q: Tensor, scale: Tensor, block: int, like: Tensor | None =
 
 def vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
     """Return an fp32 vector of a size on `like`'s device, contiguous."""
-    same_device(name, x, like)
-    if named(x.dtype) != "float32" or x.shape != (size,):
-        dtype = named(x.dtype)
-        raise UsageError(f"{name} is {dtype} {tuple(x.shape)}: expected float32 {(size,)}")
-    return x.contiguous()
+    return exactly(name, x, "float32", (size,), like)
 
 
 def rounding_seed(rounding: str, seed: Tensor | None, layout: str, like: Tensor) -> Tensor | None:

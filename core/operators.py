@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 # From an operator's arguments the fields of its problem that follow from its tensors.
 Derive = Callable[..., dict[str, Any]]
-# What an operator returns of the op's outputs, by what its schema says.
-_PACKED: dict[str, Callable[[Tensors], Any]] = {
-    "()": lambda outputs: None,
-    "Tensor": lambda outputs: next(iter(outputs.values())),
-    "Tensor[]": lambda outputs: list(outputs.values()),
-    "(Tensor, Tensor)": lambda outputs: tuple(outputs.values()),
-    "(Tensor, Tensor, Tensor)": lambda outputs: tuple(outputs.values()),
-}
 _ARGUMENT = re.compile(r"(\w+)(?:\((\w)!\))?(\?)? (\w+)")
+
+
+def _packed(returns: str) -> Callable[[Tensors], Any]:
+    """Return what makes of an op's outputs that which a schema says, such as ``Tensor[]``."""
+    if returns == "()":
+        return lambda outputs: None
+    if returns == "Tensor":
+        return lambda outputs: next(iter(outputs.values()))
+    kind = list if returns == "Tensor[]" else tuple
+    return lambda outputs: kind(outputs.values())
 
 
 def size_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
@@ -118,7 +120,7 @@ class Operator:
 
         from jetfire.core import calls
 
-        packed, launch, allocate = _PACKED[self._returns], calls.launch, calls.allocate
+        packed, launch, allocate = _packed(self._returns), calls.launch, calls.allocate
 
         def run(*args: Any) -> Any:
             return packed(launch(self, args))
