@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 
 def size_for_16_bytes(element_bytes: int) -> int:
-    """Of how many elements a row's length must be a multiple to be one of 16 bytes."""
+    """Return the number of elements that 16 bytes hold."""
     return 16 // element_bytes
 
 
@@ -61,33 +61,33 @@ class Host(ABC):
     zeros: ClassVar[bool] = True
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """As nvcc names it."""
+        """Return the name that nvcc has for an architecture, such as ``90``."""
         return f"{capability[0]}{capability[1]}"
 
     @abstractmethod
     def codes(self, problem: Any, config: Any) -> tuple[Code, ...]:
-        """The kernels of a launch, in order, compiled for contiguous tensors at multiples of 16."""
+        """Return a launch's kernels in order, for contiguous tensors at multiples of 16."""
 
     @abstractmethod
     def multiples(self, problem: Any, config: Any) -> dict[str, int]:
-        """Of what sizes must be multiples, for the code to be right."""
+        """Return, by size, the number that it must be a multiple of for the code to be right."""
 
     def reason(self, problem: Any, config: Any, dim: str) -> str:
-        """Why a size must be such a multiple."""
+        """Say why a size must be such a multiple."""
         return self.reasons[dim].format(self.multiples(problem, config)[dim])
 
     def most(self, problem: Any) -> dict[str, int]:
-        """Sizes that may be no larger, where that is below 2^30."""
+        """Return the largest size that is allowed, by size, where that is below 2^30."""
         return {}
 
     def sentences(self, problem: Any) -> tuple[str, ...]:
-        """What callers must know beyond shapes, addresses and sizes."""
+        """Return sentences with what callers must know beyond shapes, addresses and sizes."""
         return ()
 
     def workspace(self, problem: Any, config: Any) -> bool:
-        """Whether a launch needs one."""
+        """Whether a launch needs a workspace."""
         return False
 
     def values(self, problem: Any, config: Any) -> dict[str, Any]:
-        """What the template reads, beside what every template gets."""
+        """Return what the template reads beside what every template gets."""
         return {}
