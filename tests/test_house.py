@@ -1,6 +1,8 @@
 """The house's walls: who may import whom."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,3 +221,16 @@ def test_no_op_s_name_stands_outside_its_own_files():
             found[str(path.relative_to(ROOT))] = others
     allowed = {file: set(names) for file, names in NAMED.items()}
     assert found == allowed
+
+
+def test_the_layers_are_found_without_torch():
+    """And the list of their names is that of their modules."""
+    code = """import sys
+from jetfire import nn
+assert sorted(nn.__all__) == sorted(nn._MODULES), set(nn.__all__) ^ set(nn._MODULES)
+assert 'torch' not in sys.modules
+from jetfire.nn import *
+import jetfire.nn.conversion
+assert all(getattr(nn, name) is globals()[name] for name in nn.__all__)
+assert callable(nn.convert)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
