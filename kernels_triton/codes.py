@@ -117,9 +117,13 @@ def draws_128(w0, w1, w2, w3):
         low, high = (words & 0xFFFF) | 0x43000000, (words >> 16) | 0x43000000
     else:
         low, high = tl.inline_asm_elementwise(
-            HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.uint32, tl.uint32),
-            is_pure=True, pack=4,
-        )  # fmt: skip
+            HALVES,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+            [words],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=4,
+        )
     return tl.join(low, high).to(tl.float32, bitcast=True)
 
 
@@ -132,9 +136,13 @@ def codes_stochastic(x, multiplier, draws):
     if INTERPRETED:
         return tl.floor(tl.fma(x, multiplier, draws) - 128.0).to(tl.int8)
     return tl.inline_asm_elementwise(
-        _STOCHASTIC, "=r,f,f,f,f,f,f,f,f,f,f,f,f", [x, multiplier, draws], dtype=tl.int8,
-        is_pure=True, pack=4,
-    )  # fmt: skip
+        _STOCHASTIC,
+        "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [x, multiplier, draws],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit

@@ -160,8 +160,12 @@ def round_to_codes(p, multiplier, BLOCK: tl.constexpr, DOWN: tl.constexpr):
             mov.b32 r0, f0; mov.b32 r1, f1; mov.b32 r2, f2; mov.b32 r3, f3;
             prmt.b32 r4, r0, r1, 0x0040; prmt.b32 r5, r2, r3, 0x0040;
             prmt.b32 r4, r4, r5, 0x5410; and.b32 $0, r4, $5; }""",
-            "=r,f,f,f,f,r", [p, mask], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,f,f,f,f,r",
+            [p, mask],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
     return tl.inline_asm_elementwise(
         """{ .reg .f32 f<4>; .reg .b32 r<6>;
         add.rn.f32 f0, $1, 0f4B400000; add.rn.f32 f1, $2, 0f4B400000;
@@ -169,8 +173,12 @@ def round_to_codes(p, multiplier, BLOCK: tl.constexpr, DOWN: tl.constexpr):
         mov.b32 r0, f0; mov.b32 r1, f1; mov.b32 r2, f2; mov.b32 r3, f3;
         prmt.b32 r4, r0, r1, 0x0040; prmt.b32 r5, r2, r3, 0x0040;
         prmt.b32 r4, r4, r5, 0x5410; and.b32 $0, r4, $5; }""",
-        "=r,f,f,f,f,r", [p, mask], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        "=r,f,f,f,f,r",
+        [p, mask],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit

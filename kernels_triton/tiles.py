@@ -132,9 +132,19 @@ def store_tile(ptr, tile, row0, col0, M, N, stride):
 
 @triton.jit
 def store_quantised(
-    q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N,
-    BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
+    q,
+    scale,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
     """Write a tile's codes and scales, their transposes, or both, as LAYOUT (q, qt, both) says.
 
     Outputs are contiguous.
@@ -146,6 +156,5 @@ def store_quantised(
     if LAYOUT != "q":
         store_tile(qt_ptr, tl.trans(q), col0, row0, N, M, M)
         store_tile(
-            scale_t_ptr, tl.trans(scale), col0 // BLOCK, row0 // BLOCK, blocks_n, blocks_m,
-            blocks_m,
-        )  # fmt: skip
+            scale_t_ptr, tl.trans(scale), col0 // BLOCK, row0 // BLOCK, blocks_n, blocks_m, blocks_m
+        )

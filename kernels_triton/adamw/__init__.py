@@ -65,10 +65,27 @@ def inside(row0, col0, M, N, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def updated(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, row0, col0, M, N, stride,
-    beta1, beta2, eps, shrink, size, root, inverse, failed,
-    R: tl.constexpr, C: tl.constexpr, GUARDED: tl.constexpr,
-):  # fmt: skip
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    stride,
+    beta1,
+    beta2,
+    eps,
+    shrink,
+    size,
+    root,
+    inverse,
+    failed,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    GUARDED: tl.constexpr,
+):
     """Update the R×C tile at (row0, col0) of the parameter and its moments; gives the parameter.
 
     Args:
@@ -122,12 +139,34 @@ def store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    rate_ptr, step_ptr, grad_scale_ptr, found_inf_ptr, M, N, stride,
-    beta1, beta2, log_beta1, log_beta2, eps, decay,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    GUARDED: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    rate_ptr,
+    step_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    M,
+    N,
+    stride,
+    beta1,
+    beta2,
+    log_beta1,
+    log_beta2,
+    eps,
+    decay,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    GUARDED: tl.constexpr,
+    SLICES: tl.constexpr,
+):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     rate = tl.load(rate_ptr)
     step = tl.load(step_ptr)
@@ -141,9 +180,27 @@ def adamw_kernel(
     R: tl.constexpr = TILE_M // SLICES
     if SLICES == 1:
         p = updated(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, row0, col0, M, N, stride,
-            beta1, beta2, eps, rate * decay, size, root, inverse, failed, R, TILE_N, GUARDED,
-        )  # fmt: skip
+            param_ptr,
+            grad_ptr,
+            exp_avg_ptr,
+            exp_avg_sq_ptr,
+            row0,
+            col0,
+            M,
+            N,
+            stride,
+            beta1,
+            beta2,
+            eps,
+            rate * decay,
+            size,
+            root,
+            inverse,
+            failed,
+            R,
+            TILE_N,
+            GUARDED,
+        )
         scale, multiplier = block_scales(block_reduce_amax(p, BLOCK))
         q = tile_codes(p, multiplier, 0, row0, col0, BLOCK, False)
         store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT)
@@ -152,9 +209,27 @@ def adamw_kernel(
         amax = tl.zeros((1, TILE_N // R), tl.float32)
         for i in range(SLICES):
             p = updated(
-                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, row0 + i * R, col0, M, N, stride,
-                beta1, beta2, eps, rate * decay, size, root, inverse, failed, R, TILE_N, GUARDED,
-            )  # fmt: skip
+                param_ptr,
+                grad_ptr,
+                exp_avg_ptr,
+                exp_avg_sq_ptr,
+                row0 + i * R,
+                col0,
+                M,
+                N,
+                stride,
+                beta1,
+                beta2,
+                eps,
+                rate * decay,
+                size,
+                root,
+                inverse,
+                failed,
+                R,
+                TILE_N,
+                GUARDED,
+            )
             amax = max_nan(amax, block_reduce_amax(p, R))
         amax = tl.reduce(tl.reshape(amax, (1, TILE_N // BLOCK, BLOCK // R)), 2, max_nan)
         scale, multiplier = block_scales(amax)
@@ -219,14 +294,32 @@ class TritonAdamw(TritonKernel):
         """`outputs` hold the parameter and its moments before the step, and after it."""
         grad = inputs["grad"]
         adamw_kernel[tile_grid(problem.m, problem.n, config)](
-            outputs["param"], grad, outputs["exp_avg"], outputs["exp_avg_sq"], outputs.get("q"),
-            outputs.get("scale"), outputs.get("qt"), outputs.get("scale_t"),
-            inputs["rate"], inputs["step"], inputs.get("grad_scale"), inputs.get("found_inf"),
-            problem.m, problem.n, grad.stride(0), *scalars(problem),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block, LAYOUT=problem.layout,
-            GUARDED=problem.guarded, SLICES=config.slices,
-            num_warps=config.warps, enable_fp_fusion=False, **register_limit(config),
-        )  # fmt: skip
+            outputs["param"],
+            grad,
+            outputs["exp_avg"],
+            outputs["exp_avg_sq"],
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs["rate"],
+            inputs["step"],
+            inputs.get("grad_scale"),
+            inputs.get("found_inf"),
+            problem.m,
+            problem.n,
+            grad.stride(0),
+            *scalars(problem),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            GUARDED=problem.guarded,
+            SLICES=config.slices,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+            **register_limit(config),
+        )
 
 
 KERNELS = (TritonAdamw(),)

@@ -50,16 +50,34 @@ def narrow(x):
 
 @triton.jit
 def add_tile(
-    x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    y_scale_ptr,
+    sum_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    x_stride,
+    y_stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write round(x + y·scale) of one tile, bf16, and return it."""
     x = widen(load_tile(x_ptr, row0, col0, M, N, x_stride, TILE_M, TILE_N))
     y = codes_to_floats(load_tile(y_ptr, row0, col0, M, N, y_stride, TILE_M, TILE_N))
     scale = load_tile(
-        y_scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
+        y_scale_ptr,
+        row0 // BLOCK,
+        col0 // BLOCK,
+        tl.cdiv(M, BLOCK),
+        tl.cdiv(N, BLOCK),
+        scale_stride,
+        TILE_M // BLOCK,
+        TILE_N // BLOCK,
+    )
     total = narrow(x + y * spread(scale, BLOCK))
     store_tile(sum_ptr, total, row0, col0, M, N, N)
     return total
@@ -67,9 +85,17 @@ def add_tile(
 
 @triton.jit
 def combine(
-    partial_ptr, mean_ptr, rstd_ptr, row0, M, N, eps,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    mean_ptr,
+    rstd_ptr,
+    row0,
+    M,
+    N,
+    eps,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Mean and rstd of TILE_M whole rows from their tiles' means and squared deviations.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
@@ -103,17 +129,50 @@ def combine(
 
 @triton.jit
 def add_forward_kernel(
-    x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, mean_ptr, rstd_ptr,
-    partial_ptr, counter_ptr, seed_ptr, M, N, x_stride, y_stride, scale_stride, eps,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    y_scale_ptr,
+    sum_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    mean_ptr,
+    rstd_ptr,
+    partial_ptr,
+    counter_ptr,
+    seed_ptr,
+    M,
+    N,
+    x_stride,
+    y_stride,
+    scale_stride,
+    eps,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     across = tl.cdiv(N, TILE_N)
     total = add_tile(
-        x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
-        TILE_M, TILE_N, BLOCK,
-    )  # fmt: skip
+        x_ptr,
+        y_ptr,
+        y_scale_ptr,
+        sum_ptr,
+        row0,
+        col0,
+        M,
+        N,
+        x_stride,
+        y_stride,
+        scale_stride,
+        TILE_M,
+        TILE_N,
+        BLOCK,
+    )
     rows = row0 + tl.arange(0, TILE_M)
     cols = col0 + tl.arange(0, TILE_N)
     wide = widen(total)
@@ -137,16 +196,44 @@ def add_forward_kernel(
 
 @triton.jit
 def add_backward_kernel(
-    x_ptr, y_ptr, y_scale_ptr, sum_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    seed_ptr, M, N, x_stride, y_stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    y_scale_ptr,
+    sum_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    x_stride,
+    y_stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     total = add_tile(
-        x_ptr, y_ptr, y_scale_ptr, sum_ptr, row0, col0, M, N, x_stride, y_stride, scale_stride,
-        TILE_M, TILE_N, BLOCK,
-    )  # fmt: skip
+        x_ptr,
+        y_ptr,
+        y_scale_ptr,
+        sum_ptr,
+        row0,
+        col0,
+        M,
+        N,
+        x_stride,
+        y_stride,
+        scale_stride,
+        TILE_M,
+        TILE_N,
+        BLOCK,
+    )
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
     scale, multiplier = block_scales(tile_amax(total, BLOCK, HALVINGS))
     q = tile_codes(widen(total), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
@@ -182,25 +269,54 @@ class TritonAdd(TritonKernel):
         each = config.tile_m * config.tile_n // (32 * config.warps)
         registers = 80 if each <= 32 else 128
         options = {
-            "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
-            "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
-            "HALVINGS": halvings(problem.block, config), "num_warps": config.warps,
-            "enable_fp_fusion": False, "maxnreg": registers,
-        }  # fmt: skip
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "BLOCK": problem.block,
+            "LAYOUT": problem.layout,
+            "STOCHASTIC": problem.rounding == "stochastic",
+            "HALVINGS": halvings(problem.block, config),
+            "num_warps": config.warps,
+            "enable_fp_fusion": False,
+            "maxnreg": registers,
+        }
         if problem.mode == "bwd":
             x, y, y_scale = (inputs[name] for name in ("dsum", "dq", "dq_scale"))
             add_backward_kernel[(bands * across,)](
-                x, y, y_scale, outputs["dx"], *quantised, inputs.get("seed"), m, n,
-                x.stride(0), y.stride(0), y_scale.stride(0), **options,
-            )  # fmt: skip
+                x,
+                y,
+                y_scale,
+                outputs["dx"],
+                *quantised,
+                inputs.get("seed"),
+                m,
+                n,
+                x.stride(0),
+                y.stride(0),
+                y_scale.stride(0),
+                **options,
+            )
             return
         x, y, y_scale = (inputs[name] for name in ("x", "y", "y_scale"))
         partial = torch.empty((2, across, m), dtype=torch.float32, device=x.device)
         add_forward_kernel[(bands * across,)](
-            x, y, y_scale, outputs["sum"], *quantised, outputs["mean"], outputs["rstd"], partial,
-            counters(x.device, bands), inputs.get("seed"), m, n, x.stride(0), y.stride(0),
-            y_scale.stride(0), problem.eps, **options,
-        )  # fmt: skip
+            x,
+            y,
+            y_scale,
+            outputs["sum"],
+            *quantised,
+            outputs["mean"],
+            outputs["rstd"],
+            partial,
+            counters(x.device, bands),
+            inputs.get("seed"),
+            m,
+            n,
+            x.stride(0),
+            y.stride(0),
+            y_scale.stride(0),
+            problem.eps,
+            **options,
+        )
 
 
 KERNELS = (TritonAdd(),)

@@ -124,9 +124,18 @@ class BitSplitConfig(Config):
 
 @triton.jit
 def largest_kernel(
-    x_ptr, unit_ptr, counter_ptr, M, N, stride, most, tiles, programs,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    unit_ptr,
+    counter_ptr,
+    M,
+    N,
+    stride,
+    most,
+    tiles,
+    programs,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """The unit: max|x|/most; the last program to arrive writes it.
 
     Magnitudes are compared as their bits, in which ∞ and every NaN are above all numbers.
@@ -200,9 +209,13 @@ def codes_nearest(even, odd, VECTORS: tl.constexpr):
     if INTERPRETED:
         return pack(rint(even.to(tl.float64)), rint(odd.to(tl.float64)))
     return tl.inline_asm_elementwise(
-        _NEAREST_VECTORS if VECTORS else _NEAREST, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [even, odd],
-        dtype=(tl.int8, tl.int32), is_pure=True, pack=4,
-    )  # fmt: skip
+        _NEAREST_VECTORS if VECTORS else _NEAREST,
+        "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+        [even, odd],
+        dtype=(tl.int8, tl.int32),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -224,17 +237,30 @@ def codes_split(even, odd, words, VECTORS: tl.constexpr):
         return high, low, high_squares, low_squares
     return tl.inline_asm_elementwise(
         _SPLIT_VECTORS if VECTORS else _SPLIT,
-        "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [even, odd, words],
-        dtype=(tl.int8, tl.int8, tl.int32, tl.int32), is_pure=True, pack=4,
-    )  # fmt: skip
+        "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [even, odd, words],
+        dtype=(tl.int8, tl.int8, tl.int32, tl.int32),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
 def split_kernel(
-    x_ptr, seed_ptr, unit_ptr, q_ptr, squares_ptr, M, N, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BITS: tl.constexpr,
-    TOGETHER: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    seed_ptr,
+    unit_ptr,
+    q_ptr,
+    squares_ptr,
+    M,
+    N,
+    stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     rows = row0 + tl.arange(0, TILE_M)
     unit = tl.load(unit_ptr)
@@ -316,15 +342,34 @@ class TritonBitSplit(TritonKernel):
         count = bands * ceil_div(n, config.tile_n)
         programs = min(count, config.waves * Device.of(x).sms)
         largest_kernel[(programs,)](
-            x, unit, counters(x.device, 2), m, n, x.stride(0), float(MOST[problem.bits]), count,
-            programs, **tiles,
-        )  # fmt: skip
+            x,
+            unit,
+            counters(x.device, 2),
+            m,
+            n,
+            x.stride(0),
+            float(MOST[problem.bits]),
+            count,
+            programs,
+            **tiles,
+        )
         together = x.stride(0) % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0
         vectors = (n | x.stride(0) | x.data_ptr()) % 16 == 0
         split_kernel[(bands,)](
-            x, inputs.get("seed"), unit, outputs["q"], outputs["squares"], m, n, x.stride(0),
-            BITS=problem.bits, TOGETHER=together, VECTORS=vectors, enable_fp_fusion=False, **tiles,
-        )  # fmt: skip
+            x,
+            inputs.get("seed"),
+            unit,
+            outputs["q"],
+            outputs["squares"],
+            m,
+            n,
+            x.stride(0),
+            BITS=problem.bits,
+            TOGETHER=together,
+            VECTORS=vectors,
+            enable_fp_fusion=False,
+            **tiles,
+        )
 
 
 KERNELS = (TritonBitSplit(),)

@@ -47,9 +47,18 @@ def widen(q, VECTORS: tl.constexpr):
 
 @triton.jit
 def column_sum_kernel(
-    qt_ptr, scale_t_ptr, sums_ptr, M, N, stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+    qt_ptr,
+    scale_t_ptr,
+    sums_ptr,
+    M,
+    N,
+    stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
     """Σ code·scale of TILE_N rows of qt: int32 within a block, fp32 across, in a fixed order.
 
     All the rows are of one row of blocks.
@@ -60,9 +69,15 @@ def column_sum_kernel(
     for col0 in range(0, M, TILE_M):
         q = load_tile(qt_ptr, row0, col0, N, M, stride, TILE_N, TILE_M)
         scale = load_tile(
-            scale_t_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(N, BLOCK), tl.cdiv(M, BLOCK),
-            scale_stride, 1, blocks,
-        )  # fmt: skip
+            scale_t_ptr,
+            row0 // BLOCK,
+            col0 // BLOCK,
+            tl.cdiv(N, BLOCK),
+            tl.cdiv(M, BLOCK),
+            scale_stride,
+            1,
+            blocks,
+        )
         in_block = tl.sum(tl.reshape(widen(q, VECTORS), (TILE_N, blocks, BLOCK)), 2)
         sums += in_block.to(tl.float32) * scale
     rows = row0 + tl.arange(0, TILE_N)
@@ -113,10 +128,19 @@ class TritonColumnSum(TritonKernel):
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         aligned = (problem.m | qt.stride(0) | qt.data_ptr()) % 16 == 0
         column_sum_kernel[(ceil_div(problem.n, config.tile_n),)](
-            qt, scale_t, outputs["sums"], problem.m, problem.n, qt.stride(0), scale_t.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            VECTORS=aligned and per_thread >= 16, num_warps=config.warps,
-        )  # fmt: skip
+            qt,
+            scale_t,
+            outputs["sums"],
+            problem.m,
+            problem.n,
+            qt.stride(0),
+            scale_t.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            VECTORS=aligned and per_thread >= 16,
+            num_warps=config.warps,
+        )
 
 
 KERNELS = (TritonColumnSum(),)

@@ -54,9 +54,17 @@ def absorb(highest, total, x, VECTOR: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    logits_ptr, targets_ptr, loss_ptr, lse_ptr, N, VALID, stride,
-    TILE_N: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    loss_ptr,
+    lse_ptr,
+    N,
+    VALID,
+    stride,
+    TILE_N: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
@@ -83,9 +91,17 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits_ptr, targets_ptr, lse_ptr, dloss_ptr, dlogits_ptr, N, VALID, stride, dstride,
+    logits_ptr,
+    targets_ptr,
+    lse_ptr,
+    dloss_ptr,
+    dlogits_ptr,
+    N,
+    VALID,
+    stride,
+    dstride,
     TILE_N: tl.constexpr,
-):  # fmt: skip
+):
     """dlogits may be the logits: each element is read and written by one thread."""
     across = tl.cdiv(N, TILE_N)
     pid = tl.program_id(0)
@@ -146,16 +162,29 @@ class TritonCrossEntropy(TritonKernel):
         sizes = n, problem.columns, logits.stride(0)
         if problem.mode == "fwd":
             forward_kernel[(m,)](
-                logits, targets, outputs["loss"], outputs["lse"], *sizes,
-                TILE_N=config.tile_n, THREADS=32 * config.warps, VECTOR=vector(problem),
+                logits,
+                targets,
+                outputs["loss"],
+                outputs["lse"],
+                *sizes,
+                TILE_N=config.tile_n,
+                THREADS=32 * config.warps,
+                VECTOR=vector(problem),
                 num_warps=config.warps,
-            )  # fmt: skip
+            )
             return
         dlogits = outputs["dlogits"]
         backward_kernel[(m * ceil_div(n, config.tile_n),)](
-            logits, targets, inputs["lse"], inputs["dloss"], dlogits, *sizes, dlogits.stride(0),
-            TILE_N=config.tile_n, num_warps=config.warps,
-        )  # fmt: skip
+            logits,
+            targets,
+            inputs["lse"],
+            inputs["dloss"],
+            dlogits,
+            *sizes,
+            dlogits.stride(0),
+            TILE_N=config.tile_n,
+            num_warps=config.warps,
+        )
 
 
 KERNELS = (TritonCrossEntropy(),)

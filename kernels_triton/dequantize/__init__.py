@@ -25,15 +25,29 @@ from jetfire.kernels_triton.tiles import (
 
 @triton.jit
 def dequantize_kernel(
-    q_ptr, scale_ptr, x_ptr, M, N, stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    scale_ptr,
+    x_ptr,
+    M,
+    N,
+    stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
+        scale_ptr,
+        row0 // BLOCK,
+        col0 // BLOCK,
+        tl.cdiv(M, BLOCK),
+        tl.cdiv(N, BLOCK),
+        scale_stride,
+        TILE_M // BLOCK,
+        TILE_N // BLOCK,
+    )
     x = to_float(q.to(tl.float32) * spread(scale, BLOCK), x_ptr.dtype.element_ty)
     store_tile(x_ptr, x, row0, col0, M, N, N)
 
@@ -58,10 +72,19 @@ class TritonDequantize(TritonKernel):
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         q, scale = inputs["q"], inputs["scale"]
         dequantize_kernel[tile_grid(problem.m, problem.n, config)](
-            q, scale, outputs["x"], problem.m, problem.n, q.stride(0), scale.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            num_warps=config.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            q,
+            scale,
+            outputs["x"],
+            problem.m,
+            problem.n,
+            q.stride(0),
+            scale.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+        )
 
 
 KERNELS = (TritonDequantize(),)

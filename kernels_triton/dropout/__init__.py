@@ -53,29 +53,62 @@ def drop(q, seed, row0, col0, threshold):
         not.b32 a, a;
         and.b32 $0, $1, a;
         }""",
-        "=r,r,r,r,r,r", [q, tl.reshape(tl.join(low, high), (R, C))], tl.int8, True, 4
-    )  # fmt: skip
+        "=r,r,r,r,r,r",
+        [q, tl.reshape(tl.join(low, high), (R, C))],
+        tl.int8,
+        True,
+        4,
+    )
 
 
 # One compilation serves every probability.
 @triton.jit(do_not_specialize=["threshold"])
 def dropout_kernel(
-    q_ptr, scale_ptr, q_out_ptr, scale_out_ptr, qt_ptr, scale_t_ptr, seed_ptr, threshold, M, N,
-    stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    scale_ptr,
+    q_out_ptr,
+    scale_out_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    threshold,
+    M,
+    N,
+    stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
+        scale_ptr,
+        row0 // BLOCK,
+        col0 // BLOCK,
+        tl.cdiv(M, BLOCK),
+        tl.cdiv(N, BLOCK),
+        scale_stride,
+        TILE_M // BLOCK,
+        TILE_N // BLOCK,
+    )
     q = drop(q, tl.load(seed_ptr), row0, col0, threshold)
     kept = (65536 - threshold).to(tl.float32) * 1.52587890625e-05
     store_quantised(
-        q, tl.div_rn(scale, kept),
-        q_out_ptr, scale_out_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT,
-    )  # fmt: skip
+        q,
+        tl.div_rn(scale, kept),
+        q_out_ptr,
+        scale_out_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        LAYOUT,
+    )
 
 
 class TritonDropout(TritonKernel):
@@ -103,13 +136,26 @@ class TritonDropout(TritonKernel):
     ) -> None:
         q, scale = inputs["q"], inputs["scale"]
         dropout_kernel[tile_grid(problem.m, problem.n, config)](
-            q, scale, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
-            outputs.get("scale_t"), inputs["seed"], drop_threshold(problem.p),
-            problem.m, problem.n, q.stride(0), scale.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            LAYOUT=problem.layout, num_warps=config.warps, enable_fp_fusion=False,
+            q,
+            scale,
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs["seed"],
+            drop_threshold(problem.p),
+            problem.m,
+            problem.n,
+            q.stride(0),
+            scale.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
             **register_limit(config),
-        )  # fmt: skip
+        )
 
 
 KERNELS = (TritonDropout(),)

@@ -154,9 +154,19 @@ def unpacked(q, repeat, REPEAT: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.co
 
 @triton.jit
 def gather_kernel(
-    q_ptr, rows_ptr, counts_ptr, repeat_ptr, out_ptr, M, PAIRS, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    rows_ptr,
+    counts_ptr,
+    repeat_ptr,
+    out_ptr,
+    M,
+    PAIRS,
+    stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
     row0, pair0 = grid_origin(TILE_M, TILE_N // 2)
     LISTED: tl.constexpr = rows_ptr is not None
     REPEAT: tl.constexpr = repeat_ptr is not None
@@ -179,14 +189,22 @@ def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.conste
     """Eight words, of which the k-th has code k of each of four rows' words, times its repeat."""
     if not INTERPRETED and REPEAT:
         return tl.inline_asm_elementwise(
-            _TURN_REPEAT, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
-            [w0, w1, w2, w3, r0, r1, r2, r3], dtype=(tl.int32,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
+            _TURN_REPEAT,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+            [w0, w1, w2, w3, r0, r1, r2, r3],
+            dtype=(tl.int32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
     if not INTERPRETED:
         return tl.inline_asm_elementwise(
-            _TURN_WIDE if WIDE else _TURN, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [w0, w1, w2, w3],
-            dtype=(tl.int32,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
+            _TURN_WIDE if WIDE else _TURN,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+            [w0, w1, w2, w3],
+            dtype=(tl.int32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
     words, repeats, found = (w0, w1, w2, w3), (r0, r1, r2, r3), ()
     for k in tl.static_range(8):
         four = tl.zeros(w0.shape, tl.int32)
@@ -218,10 +236,21 @@ def store_fours(ptr, words, rows, fours, N, COLS, FOURS: tl.constexpr):
 
 @triton.jit
 def gather_transposed_kernel(
-    q_ptr, rows_ptr, counts_ptr, repeat_ptr, out_ptr, M, PAIRS, ROWS, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr,
+    q_ptr,
+    rows_ptr,
+    counts_ptr,
+    repeat_ptr,
+    out_ptr,
+    M,
+    PAIRS,
+    ROWS,
+    stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     FOURS: tl.constexpr,
-):  # fmt: skip
+):
     """A thread has a word of each of four neighbouring rows, so that what it stores are words."""
     row0, col0 = grid_origin(TILE_M, TILE_N)
     LISTED: tl.constexpr = rows_ptr is not None
@@ -287,14 +316,30 @@ class TritonGatherRows(TritonKernel):
         parts = pairs | q.stride(0) | q.data_ptr()
         if problem.transpose:
             gather_transposed_kernel[grid](
-                q, *listed, outputs["codes"], m, pairs, rows, q.stride(0), WIDE=problem.wide,
-                WORDS=parts % 4 == 0, FOURS=rows % 4 == 0, **tiles,
-            )  # fmt: skip
+                q,
+                *listed,
+                outputs["codes"],
+                m,
+                pairs,
+                rows,
+                q.stride(0),
+                WIDE=problem.wide,
+                WORDS=parts % 4 == 0,
+                FOURS=rows % 4 == 0,
+                **tiles,
+            )
         else:
             gather_kernel[grid](
-                q, *listed, outputs["codes"], m, pairs, q.stride(0), WIDE=problem.wide,
-                VECTORS=parts % 16 == 0, **tiles,
-            )  # fmt: skip
+                q,
+                *listed,
+                outputs["codes"],
+                m,
+                pairs,
+                q.stride(0),
+                WIDE=problem.wide,
+                VECTORS=parts % 16 == 0,
+                **tiles,
+            )
 
 
 KERNELS = (TritonGatherRows(),)

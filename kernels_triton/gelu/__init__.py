@@ -102,12 +102,31 @@ def finite_or_zero(scale):
 
 @triton.jit
 def gelu_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr,
-    M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, BACKWARD: tl.constexpr, ERF: tl.constexpr, H: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ERF: tl.constexpr,
+    H: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
@@ -131,8 +150,9 @@ def gelu_kernel(
         dy = tl.load(dy_ptr + (rows.to(tl.int64) * dy_stride + cols), mask=inside, other=0)
         factor = tl.load(
             dy_scale_ptr + (block_row.to(tl.int64) * dy_scale_stride + block_col),
-            mask=within, other=0.0,
-        )  # fmt: skip
+            mask=within,
+            other=0.0,
+        )
         value = codes_to_floats(dy) * look_up(gelu_slope(every, s, ERF), x, H, BLOCK)
     else:
         value = look_up(gelu_over_scale(every, s, ERF), x, H, BLOCK)
@@ -203,16 +223,33 @@ class TritonGelu(TritonKernel):
         dy, dy_scale = inputs.get("dy"), inputs.get("dy_scale")
         tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
         gelu_kernel[(tiles,)](
-            x, x_scale, dy, dy_scale, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
-            outputs.get("scale_t"), inputs.get("seed"), problem.m, problem.n,
-            x.stride(0), x_scale.stride(0),
-            0 if dy is None else dy.stride(0), 0 if dy_scale is None else dy_scale.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
-            BACKWARD=backward, ERF=problem.approximate == "erf",
-            **deal(problem.block, config), num_warps=config.warps, enable_fp_fusion=False,
+            x,
+            x_scale,
+            dy,
+            dy_scale,
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs.get("seed"),
+            problem.m,
+            problem.n,
+            x.stride(0),
+            x_scale.stride(0),
+            0 if dy is None else dy.stride(0),
+            0 if dy_scale is None else dy_scale.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic",
+            BACKWARD=backward,
+            ERF=problem.approximate == "erf",
+            **deal(problem.block, config),
+            num_warps=config.warps,
+            enable_fp_fusion=False,
             **registers(problem, config),
-        )  # fmt: skip
+        )
 
 
 KERNELS = (TritonGelu(),)

@@ -20,8 +20,16 @@ GROUP = tl.constexpr(8)
 
 
 @triton.jit
-def places(row0, col0, dealt, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
-           BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def places(
+    row0,
+    col0,
+    dealt,
+    TILE_N: tl.constexpr,
+    COUNT: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Row and first column, in the tensor, of each dealt row r of the tile at (row0, col0)."""
     L: tl.constexpr = BLOCK // H
     ACROSS: tl.constexpr = TILE_N // WIDTH
@@ -52,9 +60,16 @@ def spread_blocks(v, H: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def random_128(
-    seed, row0, col0, TILE_N: tl.constexpr, COUNT: tl.constexpr, H: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, stream: tl.constexpr,
-):  # fmt: skip
+    seed,
+    row0,
+    col0,
+    TILE_N: tl.constexpr,
+    COUNT: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    stream: tl.constexpr,
+):
     """128 + u for every element, u as jetfire.reference.philox draws them: [ROWS, WIDTH].
 
     A thread's VECTOR neighbours take two calls: the slowest part of a row, so both are its own.

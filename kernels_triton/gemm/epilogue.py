@@ -38,7 +38,7 @@ def with_bias(acc, bias_ptr, cols, N):
 @gluon.jit
 def store_float(
     acc, bias_ptr, c_ptr, row0, col0, M, N, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr
-):  # fmt: skip
+):
     """Add the bias and what C held, cast and write a part."""
     layout: gl.constexpr = acc.type.layout
     rows, cols, inside = places(row0, col0, M, N, acc.shape[0], acc.shape[1], layout)
@@ -121,9 +121,21 @@ def codes(acc, multiplier, seed, row0, col0, STOCHASTIC: gl.constexpr):
 
 @gluon.jit
 def store_codes(
-    acc, amax, seed, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK: gl.constexpr,
-    LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
+    acc,
+    amax,
+    seed,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+):
     """Requantise a part whose blocks have these maxima; write q, its transpose, or both."""
     scale, multiplier = block_scales(amax)
     q = codes(acc, multiplier, seed, row0, col0, STOCHASTIC)
@@ -139,10 +151,25 @@ def store_codes(
 
 @gluon.jit
 def finish(
-    parts, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0, M, N,
-    BLOCK: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr, INT8: gl.constexpr,
-    LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
+    parts,
+    bias_ptr,
+    c_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    BLOCK: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    INT8: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+):
     """Write a consumer's 128×128: `parts` of 64 rows each, all of one half before the other's."""
     PARTS: gl.constexpr = len(parts)
     R: gl.constexpr = parts[0].shape[0]
@@ -159,8 +186,20 @@ def finish(
             acc = biased(parts[i], bias_ptr, row, col, M, N, BIAS)
             amax = both if BLOCK > R else blocked_amax(acc, BLOCK)
             store_codes(
-                acc, amax, seed, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row, col, M, N, BLOCK,
-                LAYOUT, STOCHASTIC,
-            )  # fmt: skip
+                acc,
+                amax,
+                seed,
+                q_ptr,
+                scale_ptr,
+                qt_ptr,
+                scale_t_ptr,
+                row,
+                col,
+                M,
+                N,
+                BLOCK,
+                LAYOUT,
+                STOCHASTIC,
+            )
         else:
             store_float(parts[i], bias_ptr, c_ptr, row, col, M, N, BIAS, ACCUMULATE)

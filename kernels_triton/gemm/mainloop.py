@@ -51,9 +51,23 @@ def load_scales(ptr, at, last, i, blocks, COUNT: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def produce(
-    a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale_ptr, b_scale_ptr, M, N, K,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    a_smem,
+    b_smem,
+    s_smem,
+    full,
+    empty,
+    a_scale_ptr,
+    b_scale_ptr,
+    M,
+    N,
+    K,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
     """Keep STAGES stages on their way: A (128×128), B (CONSUMERS × 128×128), and sA·sB."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, 1], [1, 0])
     COUNT: gl.constexpr = WIDE // BLOCK
@@ -68,13 +82,23 @@ def produce(
             for i in gl.static_range(COUNT):
                 at = gl.minimum(k // BLOCK + i, blocks - 1)
                 a_scale = load_scales(
-                    a_scale_ptr, tile_row * COUNT, down - 1, at, blocks, COUNT,
+                    a_scale_ptr,
+                    tile_row * COUNT,
+                    down - 1,
+                    at,
+                    blocks,
+                    COUNT,
                     gl.SliceLayout(1, layout),
-                )  # fmt: skip
+                )
                 b_scale = load_scales(
-                    b_scale_ptr, tile_col * COUNT * CONSUMERS, across - 1, at, blocks,
-                    COUNT * CONSUMERS, gl.SliceLayout(0, layout),
-                )  # fmt: skip
+                    b_scale_ptr,
+                    tile_col * COUNT * CONSUMERS,
+                    across - 1,
+                    at,
+                    blocks,
+                    COUNT * CONSUMERS,
+                    gl.SliceLayout(0, layout),
+                )
                 products = products + (a_scale.expand_dims(1) * b_scale.expand_dims(0),)
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
@@ -125,9 +149,13 @@ def issue(a, b, Q: gl.constexpr, BLOCK: gl.constexpr, CHUNK: gl.constexpr, layou
 
 @gluon.jit
 def scale_of(
-    s, J: gl.constexpr, PART: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr,
+    s,
+    J: gl.constexpr,
+    PART: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BLOCK: gl.constexpr,
     layout: gl.constexpr,
-):  # fmt: skip
+):
     """A part's scales: fp32 [blocks of rows, 1, blocks of columns, 1]."""
     row: gl.constexpr = PART // (WIDE // CHUNK) * HALF
     col: gl.constexpr = PART % (WIDE // CHUNK) * CHUNK + J * WIDE
@@ -138,9 +166,16 @@ def scale_of(
 
 @gluon.jit
 def promote(
-    c, sums, s_smem, at, J: gl.constexpr, Q: gl.constexpr, BLOCK: gl.constexpr,
-    layout: gl.constexpr, scales: gl.constexpr,
-):  # fmt: skip
+    c,
+    sums,
+    s_smem,
+    at,
+    J: gl.constexpr,
+    Q: gl.constexpr,
+    BLOCK: gl.constexpr,
+    layout: gl.constexpr,
+    scales: gl.constexpr,
+):
     """A part of the tile with product Q of the stage added: an I2F and an FMA an element."""
     CHUNK: gl.constexpr = c.shape[1]
     part: gl.constexpr = part_of(Q, BLOCK, CHUNK)
@@ -154,9 +189,17 @@ def promote(
 
 @gluon.jit
 def multiply_stage(
-    parts, a, b, s_smem, at, J: gl.constexpr, BLOCK: gl.constexpr, CHUNK: gl.constexpr,
-    layout: gl.constexpr, scales: gl.constexpr,
-):  # fmt: skip
+    parts,
+    a,
+    b,
+    s_smem,
+    at,
+    J: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr,
+    layout: gl.constexpr,
+    scales: gl.constexpr,
+):
     """Add a stage's products to the parts.
 
     With chunks of 64, one product is promoted while the next is on its way.
@@ -182,19 +225,42 @@ def multiply_stage(
 
 @gluon.jit
 def consume(
-    a_smem, b_smem, s_smem, full, empty, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    seed_ptr, M, N, K, J: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK: gl.constexpr, CHUNK: gl.constexpr, BIAS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, INT8: gl.constexpr, LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
+    a_smem,
+    b_smem,
+    s_smem,
+    full,
+    empty,
+    bias_ptr,
+    c_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    K,
+    J: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    INT8: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+):
     """Columns J·128 … J·128+127 of every tile of this program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 32])
     ROWS: gl.constexpr = max(HALF // BLOCK, 1)
     COLS: gl.constexpr = max(CHUNK // BLOCK, 1)
     blocked: gl.constexpr = (
         gl.zeros((HALF, CHUNK), gl.float32, layout)
-        .reshape((ROWS, HALF // ROWS, COLS, CHUNK // COLS)).type.layout
-    )  # fmt: skip
+        .reshape((ROWS, HALF // ROWS, COLS, CHUNK // COLS))
+        .type.layout
+    )
     scales: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, blocked))
     PARTS: gl.constexpr = parts_of(CHUNK)
     tiles = gl.cdiv(M, WIDE) * gl.cdiv(N, WIDE * CONSUMERS)
@@ -210,36 +276,81 @@ def consume(
         for _step in range(gl.cdiv(K, WIDE)):
             mbarrier.wait(full.index(slot), phase)
             parts = multiply_stage(
-                parts, a_smem.index(slot), b_smem.index(slot * CONSUMERS + J), s_smem,
-                slot * (WIDE // BLOCK), J, BLOCK, CHUNK, layout, scales,
-            )  # fmt: skip
+                parts,
+                a_smem.index(slot),
+                b_smem.index(slot * CONSUMERS + J),
+                s_smem,
+                slot * (WIDE // BLOCK),
+                J,
+                BLOCK,
+                CHUNK,
+                layout,
+                scales,
+            )
             mbarrier.arrive(empty.index(slot), count=1)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
         finish(
-            parts, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0,
-            M, N, BLOCK, BIAS, ACCUMULATE, INT8, LAYOUT, STOCHASTIC,
-        )  # fmt: skip
+            parts,
+            bias_ptr,
+            c_ptr,
+            q_ptr,
+            scale_ptr,
+            qt_ptr,
+            scale_t_ptr,
+            seed_ptr,
+            row0,
+            col0,
+            M,
+            N,
+            BLOCK,
+            BIAS,
+            ACCUMULATE,
+            INT8,
+            LAYOUT,
+            STOCHASTIC,
+        )
 
 
 @gluon.jit
 def gemm_kernel(
-    a_desc, b_desc, a_scale_ptr, b_scale_ptr, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr,
-    scale_t_ptr, seed_ptr, M, N, K, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK: gl.constexpr, CHUNK: gl.constexpr, REGISTERS: gl.constexpr, BIAS: gl.constexpr,
-    ACCUMULATE: gl.constexpr, INT8: gl.constexpr, LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    a_scale_ptr,
+    b_scale_ptr,
+    bias_ptr,
+    c_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    K,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    INT8: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+):
     """Each program takes every num_programs-th tile of 128×256."""
     CONSUMERS: gl.constexpr = 2
     COUNT: gl.constexpr = WIDE // BLOCK
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, WIDE, WIDE], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.int8, [STAGES * CONSUMERS, WIDE, WIDE], b_desc.layout)
     s_smem = gl.allocate_shared_memory(
-        gl.float32, [STAGES * COUNT, COUNT, CONSUMERS * COUNT],
+        gl.float32,
+        [STAGES * COUNT, COUNT, CONSUMERS * COUNT],
         gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
-    )  # fmt: skip
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -250,27 +361,87 @@ def gemm_kernel(
             (
                 consume,
                 (
-                    a_smem, b_smem, s_smem, full, empty, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr,
-                    scale_t_ptr, seed_ptr, M, N, K, 0, CONSUMERS, STAGES, GROUP, BLOCK, CHUNK, BIAS,
-                    ACCUMULATE, INT8, LAYOUT, STOCHASTIC,
+                    a_smem,
+                    b_smem,
+                    s_smem,
+                    full,
+                    empty,
+                    bias_ptr,
+                    c_ptr,
+                    q_ptr,
+                    scale_ptr,
+                    qt_ptr,
+                    scale_t_ptr,
+                    seed_ptr,
+                    M,
+                    N,
+                    K,
+                    0,
+                    CONSUMERS,
+                    STAGES,
+                    GROUP,
+                    BLOCK,
+                    CHUNK,
+                    BIAS,
+                    ACCUMULATE,
+                    INT8,
+                    LAYOUT,
+                    STOCHASTIC,
                 ),
             ),
             (
                 consume,
                 (
-                    a_smem, b_smem, s_smem, full, empty, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr,
-                    scale_t_ptr, seed_ptr, M, N, K, 1, CONSUMERS, STAGES, GROUP, BLOCK, CHUNK, BIAS,
-                    ACCUMULATE, INT8, LAYOUT, STOCHASTIC,
+                    a_smem,
+                    b_smem,
+                    s_smem,
+                    full,
+                    empty,
+                    bias_ptr,
+                    c_ptr,
+                    q_ptr,
+                    scale_ptr,
+                    qt_ptr,
+                    scale_t_ptr,
+                    seed_ptr,
+                    M,
+                    N,
+                    K,
+                    1,
+                    CONSUMERS,
+                    STAGES,
+                    GROUP,
+                    BLOCK,
+                    CHUNK,
+                    BIAS,
+                    ACCUMULATE,
+                    INT8,
+                    LAYOUT,
+                    STOCHASTIC,
                 ),
             ),
             (
                 produce,
                 (
-                    a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale_ptr, b_scale_ptr,
-                    M, N, K, CONSUMERS, STAGES, GROUP, BLOCK,
+                    a_desc,
+                    b_desc,
+                    a_smem,
+                    b_smem,
+                    s_smem,
+                    full,
+                    empty,
+                    a_scale_ptr,
+                    b_scale_ptr,
+                    M,
+                    N,
+                    K,
+                    CONSUMERS,
+                    STAGES,
+                    GROUP,
+                    BLOCK,
                 ),
             ),
         ],
         [4, 1],
         [REGISTERS, 504 - 2 * REGISTERS],  # of the 168 that each of 12 warps starts with
-    )  # fmt: skip
+    )

@@ -39,12 +39,33 @@ def tile_of(pid, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def gemm_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    seed_ptr, M, N, K, stride_a, stride_b,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INT8: tl.constexpr,
-    LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    bias_ptr,
+    c_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    K,
+    stride_a,
+    stride_b,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INT8: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     tile_row, tile_col = tile_of(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     row0, col0 = tile_row * TILE_M, tile_col * TILE_N
     # Rows beyond the edge read the last row again: nothing of them is kept.
@@ -76,17 +97,48 @@ def gemm_kernel(
         b_ptrs += BLOCK
     acc = tl.reshape(acc, (TILE_M, TILE_N))
     finish(
-        acc, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0, M, N,
-        BLOCK, BIAS, ACCUMULATE, INT8, LAYOUT, STOCHASTIC,
-    )  # fmt: skip
+        acc,
+        bias_ptr,
+        c_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        seed_ptr,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        BIAS,
+        ACCUMULATE,
+        INT8,
+        LAYOUT,
+        STOCHASTIC,
+    )
 
 
 @triton.jit
 def finish(
-    acc, bias_ptr, c_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, row0, col0, M, N,
-    BLOCK: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INT8: tl.constexpr,
-    LAYOUT: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+    acc,
+    bias_ptr,
+    c_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INT8: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     """Bias, what C held, then the cast or the requantisation of an fp32 tile, and its store."""
     rows, cols = row0 + tl.arange(0, acc.shape[0]), col0 + tl.arange(0, acc.shape[1])
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -157,12 +209,33 @@ class TritonGemm(TritonKernel):
         a, b = inputs["a"], inputs["b"]
         tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
         gemm_kernel[(tiles,)](
-            a, inputs["a_scale"], b, inputs["b_scale"], inputs.get("bias"), outputs.get("c"),
-            outputs.get("q"), outputs.get("scale"), outputs.get("qt"), outputs.get("scale_t"),
-            inputs.get("seed"), problem.m, problem.n, problem.k, a.stride(0), b.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block, GROUP=config.group,
-            EVEN_K=problem.k % problem.block == 0, BIAS=problem.bias,
-            ACCUMULATE=problem.accumulate, INT8=problem.out == "int8", LAYOUT=problem.layout,
+            a,
+            inputs["a_scale"],
+            b,
+            inputs["b_scale"],
+            inputs.get("bias"),
+            outputs.get("c"),
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs.get("seed"),
+            problem.m,
+            problem.n,
+            problem.k,
+            a.stride(0),
+            b.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            GROUP=config.group,
+            EVEN_K=problem.k % problem.block == 0,
+            BIAS=problem.bias,
+            ACCUMULATE=problem.accumulate,
+            INT8=problem.out == "int8",
+            LAYOUT=problem.layout,
             STOCHASTIC=problem.rounding == "stochastic",
-            num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
-        )  # fmt: skip
+            num_warps=config.warps,
+            num_stages=config.stages,
+            enable_fp_fusion=False,
+        )

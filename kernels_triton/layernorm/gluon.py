@@ -142,8 +142,9 @@ def block_scales(amax):
 
 
 @gluon.jit
-def draws(seed, rows, runs, R: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr,
-          pairs: gl.constexpr):  # fmt: skip
+def draws(
+    seed, rows, runs, R: gl.constexpr, RUNS: gl.constexpr, layout: gl.constexpr, pairs: gl.constexpr
+):
     """128 + u for each element, u as jetfire.reference.philox draws it: [R, RUNS, RUN].
 
     rows [R, 1, 1] and runs [1, RUNS, 1] are in `pairs`, the layout of [R, RUNS, 2].
@@ -155,9 +156,13 @@ def draws(seed, rows, runs, R: gl.constexpr, RUNS: gl.constexpr, layout: gl.cons
     c1 = c2 + rows.to(gl.uint32)
     words = philox_words(seed, c0, c1, c2, c3)
     low, high = gl.inline_asm_elementwise(
-        HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(gl.uint32, gl.uint32),
-        is_pure=True, pack=4,
-    )  # fmt: skip
+        HALVES,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        [words],
+        dtype=(gl.uint32, gl.uint32),
+        is_pure=True,
+        pack=4,
+    )
     u = gl.join(low, high).to(gl.float32, bitcast=True).reshape((R, RUNS, RUN))
     return gl.convert_layout(u, layout, assert_trivial=True)
 
@@ -190,9 +195,13 @@ def round_codes(
         rows, runs = row_places(row0, R, pairs), run_places(col0, RUNS, pairs)
         u = draws(gl.load(seed_ptr), rows, runs, R, RUNS, layout, pairs)
         return gl.inline_asm_elementwise(
-            _STOCHASTIC, "=r,f,f,f,f,f,f,f,f,f,f,f,f,r", [y, wide, u, mask], dtype=gl.int8,
-            is_pure=True, pack=4,
-        )  # fmt: skip
+            _STOCHASTIC,
+            "=r,f,f,f,f,f,f,f,f,f,f,f,f,r",
+            [y, wide, u, mask],
+            dtype=gl.int8,
+            is_pure=True,
+            pack=4,
+        )
     return gl.inline_asm_elementwise(
         _NEAREST, "=r,f,f,f,f,f,f,f,f,r", [y, wide, mask], dtype=gl.int8, is_pure=True, pack=4
     )
@@ -200,10 +209,24 @@ def round_codes(
 
 @gluon.jit
 def store_quantised(
-    y, seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, rows, cols, row0, col0, M, N,
-    BLOCK: gl.constexpr, LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr, pairs: gl.constexpr,
+    y,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    rows,
+    cols,
+    row0,
+    col0,
+    M,
+    N,
+    BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+    pairs: gl.constexpr,
     turned: gl.constexpr,
-):  # fmt: skip
+):
     """Quantise a row of blocks, [BLOCK, RUNS, RUN], zeros beyond the matrix; write it as LAYOUT."""
     RUNS: gl.constexpr = y.shape[1]
     COUNT: gl.constexpr = RUNS * RUN // BLOCK
@@ -232,9 +255,20 @@ def store_quantised(
 
 @gluon.jit
 def statistics_kernel(
-    x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, M, N, x_stride, x_scale_stride, eps,
-    R: gl.constexpr, RUNS: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    eps,
+    R: gl.constexpr,
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Mean and rstd of R whole rows, from integer sums of each run.
 
     Σq and Σq² of a run are exact, and so is 16·Σq² − (Σq)²; runs are combined as Chan, Golub and
@@ -280,11 +314,30 @@ def statistics_kernel(
 
 @gluon.jit
 def normalise_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
-    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, x_scale_stride,
-    RUNS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-    WHOLE: gl.constexpr, layout: gl.constexpr, pairs: gl.constexpr, turned: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+    WHOLE: gl.constexpr,
+    layout: gl.constexpr,
+    pairs: gl.constexpr,
+    turned: gl.constexpr,
+):
     """y = (x − mean)·rstd·weight + bias of a row of blocks, the last row of them first.
 
     The statistics' pass ended there, so part of it is still in the L2 cache.
@@ -304,18 +357,51 @@ def normalise_kernel(
     if not WHOLE:  # rows beyond the last would hold the bias
         y = gl.where(inside, y, 0.0)
     store_quantised(
-        y, seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, rows, cols, row0, col0, M, N, BLOCK,
-        LAYOUT, STOCHASTIC, pairs, turned,
-    )  # fmt: skip
+        y,
+        seed_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        rows,
+        cols,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        pairs,
+        turned,
+    )
 
 
 @gluon.jit
 def sums_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, plain_ptr, along_ptr,
-    dweight_ptr, dbias_ptr, M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
-    R: gl.constexpr, STEPS: gl.constexpr, RUNS: gl.constexpr, BLOCK: gl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    plain_ptr,
+    along_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    R: gl.constexpr,
+    STEPS: gl.constexpr,
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
     layout: gl.constexpr,
-):  # fmt: skip
+):
     """A warp's sums over its part of STEPS·R rows and RUNS runs of columns.
 
     With g = dy·weight: Σg and Σg·x̂ of each row, to plain_ptr and along_ptr [programs across, M];
@@ -372,10 +458,25 @@ def add_parts(ptr, places, size, parts, P: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def finish_kernel(
-    plain_ptr, along_ptr, dweight_parts_ptr, dbias_parts_ptr, mean_ptr, rstd_ptr, slope_ptr,
-    offset_ptr, dweight_ptr, dbias_ptr, M, N, across, down, row_programs,
-    P: gl.constexpr, W: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    plain_ptr,
+    along_ptr,
+    dweight_parts_ptr,
+    dbias_parts_ptr,
+    mean_ptr,
+    rstd_ptr,
+    slope_ptr,
+    offset_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    across,
+    down,
+    row_programs,
+    P: gl.constexpr,
+    W: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
     For each row, what dx = dy·weight·rstd + x·slope + offset takes, without x's scale in slope.
@@ -400,12 +501,34 @@ def finish_kernel(
 
 @gluon.jit
 def gradient_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, rstd_ptr, slope_ptr, offset_ptr, seed_ptr,
-    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, x_scale_stride, dy_stride,
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    slope_ptr,
+    offset_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
     dy_scale_stride,
-    RUNS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, STOCHASTIC: gl.constexpr,
-    WHOLE: gl.constexpr, layout: gl.constexpr, pairs: gl.constexpr, turned: gl.constexpr,
-):  # fmt: skip
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+    WHOLE: gl.constexpr,
+    layout: gl.constexpr,
+    pairs: gl.constexpr,
+    turned: gl.constexpr,
+):
     """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row of them first."""
     row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
@@ -425,6 +548,21 @@ def gradient_kernel(
     if not WHOLE:  # what lies beyond would hold the offset
         dx = gl.where(inside, dx, 0.0)
     store_quantised(
-        dx, seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, rows, cols, row0, col0, M, N, BLOCK,
-        LAYOUT, STOCHASTIC, pairs, turned,
-    )  # fmt: skip
+        dx,
+        seed_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        rows,
+        cols,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        pairs,
+        turned,
+    )

@@ -89,7 +89,9 @@ def _tile(problem: Any, config: LayerNormConfig) -> dict[str, Any]:
     shape = (block, runs)
     across = min(4, runs)
     return {
-        "RUNS": runs, "BLOCK": block, "LAYOUT": problem.layout,
+        "RUNS": runs,
+        "BLOCK": block,
+        "LAYOUT": problem.layout,
         "STOCHASTIC": problem.rounding == "stochastic",
         "WHOLE": problem.m % block == 0 and problem.n % config.tile_n == 0,
         "layout": gluon.run_layout(*shape, RUN, config.warps, across),
@@ -98,7 +100,7 @@ def _tile(problem: Any, config: LayerNormConfig) -> dict[str, Any]:
             [1, RUN], [32 * RUN // block, block // RUN], [config.warps, 1], [1, 0]
         ),
         "num_warps": config.warps,
-    }  # fmt: skip
+    }
 
 
 def _quantised(outputs: Tensors) -> list[torch.Tensor | None]:
@@ -117,14 +119,30 @@ def _forward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: Te
     if problem.stats == "row":
         runs = 32 if n <= 512 else 64
         gluon.statistics_kernel[(ceil_div(m, config.rows),)](
-            x, x_scale, mean, rstd, *sizes, problem.eps,
-            R=config.rows, RUNS=runs, BLOCK=problem.block,
-            layout=gluon.run_layout(config.rows, runs, RUN, 1, 32), num_warps=1,
-        )  # fmt: skip
+            x,
+            x_scale,
+            mean,
+            rstd,
+            *sizes,
+            problem.eps,
+            R=config.rows,
+            RUNS=runs,
+            BLOCK=problem.block,
+            layout=gluon.run_layout(config.rows, runs, RUN, 1, 32),
+            num_warps=1,
+        )
     gluon.normalise_kernel[_grid(problem, config)](
-        x, x_scale, inputs["weight"], inputs["bias"], mean, rstd, inputs.get("seed"),
-        *_quantised(outputs), *sizes, **_tile(problem, config),
-    )  # fmt: skip
+        x,
+        x_scale,
+        inputs["weight"],
+        inputs["bias"],
+        mean,
+        rstd,
+        inputs.get("seed"),
+        *_quantised(outputs),
+        *sizes,
+        **_tile(problem, config),
+    )
 
 
 def _backward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: Tensors) -> None:
@@ -137,19 +155,54 @@ def _backward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: T
     by_column = torch.empty((2, down, n), dtype=torch.float32, device=x.device)
     slope_offset = torch.empty((2, m), dtype=torch.float32, device=x.device)
     gluon.sums_kernel[(across, down)](
-        x, x_scale, dy, dy_scale, inputs["weight"], mean, rstd, *by_row, *by_column, *sizes,
-        R=STEP_ROWS, STEPS=config.steps, RUNS=STEP_RUNS, BLOCK=problem.block,
-        num_warps=1, maxnreg=STEP_REGISTERS,
+        x,
+        x_scale,
+        dy,
+        dy_scale,
+        inputs["weight"],
+        mean,
+        rstd,
+        *by_row,
+        *by_column,
+        *sizes,
+        R=STEP_ROWS,
+        STEPS=config.steps,
+        RUNS=STEP_RUNS,
+        BLOCK=problem.block,
+        num_warps=1,
+        maxnreg=STEP_REGISTERS,
         layout=gluon.run_layout(STEP_ROWS, STEP_RUNS, RUN, 1, STEP_RUNS),
-    )  # fmt: skip
+    )
     wide, parts, warps = 32, 32, 8
     row_programs = ceil_div(m, wide)
     gluon.finish_kernel[(row_programs + ceil_div(n, wide),)](
-        *by_row, *by_column, mean, rstd, *slope_offset, outputs["dweight"], outputs["dbias"],
-        m, n, across, down, row_programs, P=parts, W=wide,
-        layout=gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0]), num_warps=warps,
-    )  # fmt: skip
+        *by_row,
+        *by_column,
+        mean,
+        rstd,
+        *slope_offset,
+        outputs["dweight"],
+        outputs["dbias"],
+        m,
+        n,
+        across,
+        down,
+        row_programs,
+        P=parts,
+        W=wide,
+        layout=gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0]),
+        num_warps=warps,
+    )
     gluon.gradient_kernel[_grid(problem, config)](
-        x, x_scale, dy, dy_scale, inputs["weight"], rstd, *slope_offset, inputs.get("seed"),
-        *_quantised(outputs), *sizes, **_tile(problem, config),
-    )  # fmt: skip
+        x,
+        x_scale,
+        dy,
+        dy_scale,
+        inputs["weight"],
+        rstd,
+        *slope_offset,
+        inputs.get("seed"),
+        *_quantised(outputs),
+        *sizes,
+        **_tile(problem, config),
+    )

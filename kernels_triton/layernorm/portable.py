@@ -27,9 +27,18 @@ ROWS = 8  # that a program reduces
 
 @triton.jit
 def load_values(
-    q_ptr, scale_ptr, row0, col0, M, N, stride, scale_stride, R: tl.constexpr, C: tl.constexpr,
+    q_ptr,
+    scale_ptr,
+    row0,
+    col0,
+    M,
+    N,
+    stride,
+    scale_stride,
+    R: tl.constexpr,
+    C: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Dequantised values [R, C]; rows of one row of blocks, or whole rows of blocks."""
     q = load_tile(q_ptr, row0, col0, M, N, stride, R, C).to(tl.float32)
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
@@ -46,9 +55,19 @@ def load_values(
 
 @triton.jit
 def statistics_kernel(
-    x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, M, N, x_stride, scale_stride, eps,
-    R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    N,
+    x_stride,
+    scale_stride,
+    eps,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Mean and rstd of R whole rows: the mean first, then the squares of what differs from it."""
     row0 = tl.program_id(0) * R
     rows = row0 + tl.arange(0, R)
@@ -75,11 +94,27 @@ def load_vector(ptr, places, size):
 
 @triton.jit
 def normalise_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, seed_ptr,
-    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, x_stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    x_stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+):
     """y = (x − mean)·rstd·weight + bias of one tile."""
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
@@ -99,10 +134,25 @@ def normalise_kernel(
 
 @triton.jit
 def row_sums_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, plain_ptr, along_ptr,
-    M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride,
-    R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    plain_ptr,
+    along_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """mean(g) and mean(g·x̂) of R whole rows, g = dy·weight."""
     row0 = tl.program_id(0) * R
     rows = row0 + tl.arange(0, R)
@@ -123,12 +173,34 @@ def row_sums_kernel(
 
 @triton.jit
 def gradient_kernel(
-    x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, weight_ptr, mean_ptr, rstd_ptr, plain_ptr, along_ptr,
-    seed_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, dweight_ptr, dbias_ptr, M, N,
-    x_stride, x_scale_stride, dy_stride, dy_scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    plain_ptr,
+    along_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+):
     """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of one tile, and its sums over rows [tiles down, N]."""
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
@@ -189,10 +261,14 @@ def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, An
     """Grid and options of a kernel that writes tiles."""
     tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
     return (tiles,), {
-        "TILE_M": config.tile_m, "TILE_N": config.tile_n, "BLOCK": problem.block,
-        "LAYOUT": problem.layout, "STOCHASTIC": problem.rounding == "stochastic",
-        "num_warps": config.warps, "enable_fp_fusion": False,
-    }  # fmt: skip
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "BLOCK": problem.block,
+        "LAYOUT": problem.layout,
+        "STOCHASTIC": problem.rounding == "stochastic",
+        "num_warps": config.warps,
+        "enable_fp_fusion": False,
+    }
 
 
 def _by_rows(problem: Any) -> tuple[tuple[int], dict[str, Any]]:
@@ -214,9 +290,17 @@ def _forward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors
         statistics_kernel[grid](x, x_scale, mean, rstd, *sizes, problem.eps, **options)
     grid, options = _by_tile(problem, config)
     normalise_kernel[grid](
-        x, x_scale, inputs["weight"], inputs["bias"], mean, rstd, inputs.get("seed"),
-        *_quantised(outputs), *sizes, **options,
-    )  # fmt: skip
+        x,
+        x_scale,
+        inputs["weight"],
+        inputs["bias"],
+        mean,
+        rstd,
+        inputs.get("seed"),
+        *_quantised(outputs),
+        *sizes,
+        **options,
+    )
 
 
 def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:

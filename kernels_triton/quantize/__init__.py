@@ -28,10 +28,22 @@ from jetfire.kernels_triton.tiles import (
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, M, N, stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    N,
+    stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
@@ -87,13 +99,25 @@ class TritonQuantize(TritonKernel):
     ) -> None:
         x = inputs["x"]
         quantize_kernel[tile_grid(problem.m, problem.n, config)](
-            x, outputs.get("q"), outputs.get("scale"), outputs.get("qt"), outputs.get("scale_t"),
-            inputs.get("seed"), problem.m, problem.n, x.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
+            x,
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs.get("seed"),
+            problem.m,
+            problem.n,
+            x.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic",
             HALVINGS=halvings(problem.block, config),
-            num_warps=config.warps, enable_fp_fusion=False, **register_limit(config),
-        )  # fmt: skip
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+            **register_limit(config),
+        )
 
 
 KERNELS = (TritonQuantize(),)

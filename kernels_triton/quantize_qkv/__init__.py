@@ -26,9 +26,19 @@ from jetfire.kernels_triton.tiles import (
 
 @triton.jit
 def load_across(
-    query_ptr, key_ptr, value_ptr, row0, col0, M, WIDTH, query_stride, key_stride, value_stride,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    row0,
+    col0,
+    M,
+    WIDTH,
+    query_stride,
+    key_stride,
+    value_stride,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """The R×C tile at (row0, col0) of [query | key | value], which may lie in two or three."""
     key0, value0 = col0 - WIDTH, col0 - 2 * WIDTH
     query = load_tile(query_ptr, row0, col0, M, WIDTH, query_stride, R, C)
@@ -37,24 +47,42 @@ def load_across(
     cols = tl.arange(0, C)
     lines = rows.to(tl.int64)[:, None]
     key = tl.load(
-        key_ptr + lines * key_stride + (key0 + cols)[None, :], other=0,
+        key_ptr + lines * key_stride + (key0 + cols)[None, :],
+        other=0,
         mask=(rows < M)[:, None] & ((key0 + cols >= 0) & (key0 + cols < WIDTH))[None, :],
-    )  # fmt: skip
+    )
     value = tl.load(
-        value_ptr + lines * value_stride + (value0 + cols)[None, :], other=0,
+        value_ptr + lines * value_stride + (value0 + cols)[None, :],
+        other=0,
         mask=(rows < M)[:, None] & ((value0 + cols >= 0) & (value0 + cols < WIDTH))[None, :],
-    )  # fmt: skip
+    )
     part = ((col0 + cols) // WIDTH)[None, :]
     return tl.where(part == 0, query, tl.where(part == 1, key, value))
 
 
 @triton.jit
 def quantize_qkv_kernel(
-    query_ptr, key_ptr, value_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, seed_ptr, M, WIDTH,
-    query_stride, key_stride, value_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, HALVINGS: tl.constexpr, WITHIN: tl.constexpr,
-):  # fmt: skip
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    seed_ptr,
+    M,
+    WIDTH,
+    query_stride,
+    key_stride,
+    value_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    WITHIN: tl.constexpr,
+):
     """WITHIN: no tile lies in two of the three."""
     row0, col0 = grid_origin(TILE_M, TILE_N)
     if WITHIN:
@@ -70,9 +98,19 @@ def quantize_qkv_kernel(
         x = load_tile(ptr, row0, col0 - part * WIDTH, M, WIDTH, stride, TILE_M, TILE_N)
     else:
         x = load_across(
-            query_ptr, key_ptr, value_ptr, row0, col0, M, WIDTH, query_stride, key_stride,
-            value_stride, TILE_M, TILE_N,
-        )  # fmt: skip
+            query_ptr,
+            key_ptr,
+            value_ptr,
+            row0,
+            col0,
+            M,
+            WIDTH,
+            query_stride,
+            key_stride,
+            value_stride,
+            TILE_M,
+            TILE_N,
+        )
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
     scale, multiplier = block_scales(tile_amax(x, BLOCK, HALVINGS))
     q = tile_codes(widen(x), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
@@ -104,14 +142,26 @@ class TritonQuantizeQkv(TritonQuantize):
         parts = [inputs[name] for name in ("query", "key", "value")]
         width = problem.n
         quantize_qkv_kernel[tile_grid(problem.m, 3 * width, config)](
-            *parts, outputs.get("q"), outputs.get("scale"), outputs.get("qt"),
-            outputs.get("scale_t"), inputs.get("seed"), problem.m, width,
+            *parts,
+            outputs.get("q"),
+            outputs.get("scale"),
+            outputs.get("qt"),
+            outputs.get("scale_t"),
+            inputs.get("seed"),
+            problem.m,
+            width,
             *(part.stride(0) for part in parts),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
-            LAYOUT=problem.layout, STOCHASTIC=problem.rounding == "stochastic",
-            HALVINGS=halvings(problem.block, config), WITHIN=width % config.tile_n == 0,
-            num_warps=config.warps, enable_fp_fusion=False, **register_limit(config),
-        )  # fmt: skip
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
+            LAYOUT=problem.layout,
+            STOCHASTIC=problem.rounding == "stochastic",
+            HALVINGS=halvings(problem.block, config),
+            WITHIN=width % config.tile_n == 0,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+            **register_limit(config),
+        )
 
 
 KERNELS = (TritonQuantizeQkv(),)

@@ -56,9 +56,16 @@ def scores(squares_ptr, x_squares_ptr, rows, M, TOTAL, PARTS: tl.constexpr, WGRA
 
 @triton.jit
 def weigh_kernel(
-    squares_ptr, x_squares_ptr, w_ptr, M, TOTAL,
-    PARTS: tl.constexpr, WGRAD: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    squares_ptr,
+    x_squares_ptr,
+    w_ptr,
+    M,
+    TOTAL,
+    PARTS: tl.constexpr,
+    WGRAD: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """w: square roots of the scores in units of their largest's 2^-30, rounded up."""
     largest = tl.full((), 1, tl.int64)
     for first in range(0, TOTAL, TILE):
@@ -87,9 +94,15 @@ def sums(a, b):
 
 @triton.jit
 def weights(
-    w_ptr, x_squares_ptr, rows, M, TOTAL,
-    PARTS: tl.constexpr, WGRAD: tl.constexpr, SAMPLED: tl.constexpr,
-):  # fmt: skip
+    w_ptr,
+    x_squares_ptr,
+    rows,
+    M,
+    TOTAL,
+    PARTS: tl.constexpr,
+    WGRAD: tl.constexpr,
+    SAMPLED: tl.constexpr,
+):
     """Weights of these rows, int32: as `weigh_kernel` left them, or 1 for whatever is not 0.
 
     Not SAMPLED: w_ptr is of squares.
@@ -142,11 +155,25 @@ def pad(rows_ptr, weight_ptr, repeat_ptr, first, end, WGRAD: tl.constexpr):
 
 @triton.jit
 def draw_kernel(
-    w_ptr, x_squares_ptr, seed_ptr, rows_ptr, counts_ptr, weight_ptr, slots_ptr, repeat_ptr,
-    M, TOTAL, ROOM,
-    PARTS: tl.constexpr, WGRAD: tl.constexpr, SAMPLED: tl.constexpr, LEAST: tl.constexpr,
-    TILE: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    w_ptr,
+    x_squares_ptr,
+    seed_ptr,
+    rows_ptr,
+    counts_ptr,
+    weight_ptr,
+    slots_ptr,
+    repeat_ptr,
+    M,
+    TOTAL,
+    ROOM,
+    PARTS: tl.constexpr,
+    WGRAD: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    LEAST: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """HELD: TILE are all rows, whose weights stay in registers."""
     own = tl.program_id(0) * ROWS
     seed = tl.load(seed_ptr)
@@ -277,18 +304,34 @@ class TritonSampleRows(TritonKernel):
         grid = (ceil_div(total, config.rows),)
         sampled = problem.keep == "half" and problem.parts == 2
         options = {
-            "PARTS": problem.parts, "WGRAD": problem.product == "wgrad", "TILE": config.tile,
-            "ROWS": config.rows, "num_warps": config.warps, "enable_fp_fusion": False,
-        }  # fmt: skip
+            "PARTS": problem.parts,
+            "WGRAD": problem.product == "wgrad",
+            "TILE": config.tile,
+            "ROWS": config.rows,
+            "num_warps": config.warps,
+            "enable_fp_fusion": False,
+        }
         w = squares
         if sampled:
             w = torch.empty(total, dtype=torch.int32, device=squares.device)
             weigh_kernel[grid](squares, x_squares, w, m, total, **options)
         draw_kernel[grid](
-            w, x_squares, inputs["seed"], rows, outputs["counts"], outputs.get("weight"),
-            outputs.get("slots"), outputs.get("repeat"), m, total, rows.shape[0],
-            SAMPLED=sampled, LEAST=LEAST[problem.product], HELD=total <= config.tile, **options,
-        )  # fmt: skip
+            w,
+            x_squares,
+            inputs["seed"],
+            rows,
+            outputs["counts"],
+            outputs.get("weight"),
+            outputs.get("slots"),
+            outputs.get("repeat"),
+            m,
+            total,
+            rows.shape[0],
+            SAMPLED=sampled,
+            LEAST=LEAST[problem.product],
+            HELD=total <= config.tile,
+            **options,
+        )
 
 
 KERNELS = (TritonSampleRows(),)

@@ -24,15 +24,30 @@ from jetfire.kernels_triton.tiles import (
 
 @triton.jit
 def transpose_kernel(
-    q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, scale_stride,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    stride,
+    scale_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     q = load_tile(q_ptr, row0, col0, M, N, stride, TILE_M, TILE_N)
     scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK),
-        scale_stride, TILE_M // BLOCK, TILE_N // BLOCK,
-    )  # fmt: skip
+        scale_ptr,
+        row0 // BLOCK,
+        col0 // BLOCK,
+        tl.cdiv(M, BLOCK),
+        tl.cdiv(N, BLOCK),
+        scale_stride,
+        TILE_M // BLOCK,
+        TILE_N // BLOCK,
+    )
     store_quantised(q, scale, None, None, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, "qt")
 
 
@@ -56,11 +71,19 @@ class TritonTranspose(TritonKernel):
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         q, scale = inputs["q"], inputs["scale"]
         transpose_kernel[tile_grid(problem.m, problem.n, config)](
-            q, scale, outputs["qt"], outputs["scale_t"], problem.m, problem.n,
-            q.stride(0), scale.stride(0),
-            TILE_M=config.tile_m, TILE_N=config.tile_n, BLOCK=problem.block,
+            q,
+            scale,
+            outputs["qt"],
+            outputs["scale_t"],
+            problem.m,
+            problem.n,
+            q.stride(0),
+            scale.stride(0),
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            BLOCK=problem.block,
             num_warps=config.warps,
-        )  # fmt: skip
+        )
 
 
 KERNELS = (TritonTranspose(),)

@@ -77,9 +77,7 @@ ANYWHERE = (
     Mutant(
         "ragged-rows-without-scale", "edge", "dequantize", "triton",
         f"{TRITON}/dequantize/__init__.py",
-        "scale_ptr, row0 // BLOCK, col0 // BLOCK, tl.cdiv(M, BLOCK),",
-        "scale_ptr, row0 // BLOCK, col0 // BLOCK, M // BLOCK,",
-        {"m": 1, "n": 1},
+        "tl.cdiv(M, BLOCK),", "M // BLOCK,", {"m": 1, "n": 1},
     ),
     Mutant(
         "tile-as-wide-as-high", "edge", "gelu", "triton", f"{TRITON}/gelu/__init__.py",
