@@ -117,8 +117,7 @@ def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
         UsageError: CuPy or NVRTC is missing.
         CompileError: the source does not compile.
     """
-    texts = [source.name, source.read_text(), config, architecture, *OPTIONS,
-             str(_nvrtc_version())]  # fmt: skip
+    texts = [source.name, source.read_text(), config, architecture, *OPTIONS, str(_nvrtc_version())]
     for name, text in _sources(source.parent).items():
         texts += [name, text]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()

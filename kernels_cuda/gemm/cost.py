@@ -51,11 +51,16 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
         share = 2 if large and (groups, tile_n) == (3, 128) else 1
         for stream in streams:
             config = WgmmaConfig(
-                groups=groups, tile_n=tile_n, stages=stages,
+                groups=groups,
+                tile_n=tile_n,
+                stages=stages,
                 buffers=1 if stages * (tile_m + tile_n) * TILE_K > 170_000 else 2,
-                cluster_n=share, raster=8 * share, in_flight=turns, stream=stream,
+                cluster_n=share,
+                raster=8 * share,
+                in_flight=turns,
+                stream=stream,
                 schedule="telescoped",
-            )  # fmt: skip
+            )
             found.append(config)
     return found
 

@@ -92,9 +92,15 @@ class WgmmaHost(Host):
     def codes(self, problem: GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
         header = wgmma.config_header(problem, config, self._path(problem))
         return (
-            Code("gemm", wgmma.SOURCE, header, wgmma.shared_bytes(problem, config),
-                 128 * (config.groups + 1), "128 * (GROUPS + 1)"),
-        )  # fmt: skip
+            Code(
+                "gemm",
+                wgmma.SOURCE,
+                header,
+                wgmma.shared_bytes(problem, config),
+                128 * (config.groups + 1),
+                "128 * (GROUPS + 1)",
+            ),
+        )
 
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         path = self._path(problem)
@@ -146,9 +152,15 @@ class MmaHost(Host):
         access = self._access(problem)
         header = mma.config_header(problem, config, access)
         return (
-            Code("gemm", mma.SOURCE, header, mma.shared_bytes(problem, config, access),
-                 32 * config.warps, "THREADS"),
-        )  # fmt: skip
+            Code(
+                "gemm",
+                mma.SOURCE,
+                header,
+                mma.shared_bytes(problem, config, access),
+                32 * config.warps,
+                "THREADS",
+            ),
+        )
 
     def multiples(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, int]:
         access = self._access(problem)

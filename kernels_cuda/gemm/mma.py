@@ -162,13 +162,26 @@ class MmaGemm(Kernel):
         function = _function(problem, config, Access.of(inputs, outputs), Device.of(a))
         address = driver.address
         content = struct.pack(
-            "<6Q2q7Q3i", address(a), address(b), _end(a), _end(b), address(inputs["a_scale"]),
-            address(inputs["b_scale"]), a.stride(0), b.stride(0),
-            address(outputs.get("c")), address(inputs.get("bias")), address(outputs.get("q")),
-            address(outputs.get("scale")), address(outputs.get("qt")),
-            address(outputs.get("scale_t")), address(inputs.get("seed")),
-            problem.m, problem.n, problem.k,
-        )  # fmt: skip
+            "<6Q2q7Q3i",
+            address(a),
+            address(b),
+            _end(a),
+            _end(b),
+            address(inputs["a_scale"]),
+            address(inputs["b_scale"]),
+            a.stride(0),
+            b.stride(0),
+            address(outputs.get("c")),
+            address(inputs.get("bias")),
+            address(outputs.get("q")),
+            address(outputs.get("scale")),
+            address(outputs.get("qt")),
+            address(outputs.get("scale_t")),
+            address(inputs.get("seed")),
+            problem.m,
+            problem.n,
+            problem.k,
+        )
         argument = driver.struct_argument(content, ARGUMENT_BYTES)
         function(config.tiles(problem.m, problem.n), 32 * config.warps, (argument,))
 

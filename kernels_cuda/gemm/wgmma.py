@@ -200,12 +200,23 @@ class WgmmaGemm(Kernel):
         a, b = _readable(inputs["a"]), _readable(inputs["b"])
         out, turned = outputs.get("c", outputs.get("q")), outputs.get("qt")
         function, blocks, threads, arguments = _prepare(
-            problem, config, a.device.index, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),
-            address(inputs["a_scale"]), address(inputs["b_scale"]), address(inputs.get("bias")),
-            address(inputs.get("seed")), address(out), address(outputs.get("scale")),
-            address(turned), address(outputs.get("scale_t")),
+            problem,
+            config,
+            a.device.index,
+            a.data_ptr(),
+            a.stride(0),
+            b.data_ptr(),
+            b.stride(0),
+            address(inputs["a_scale"]),
+            address(inputs["b_scale"]),
+            address(inputs.get("bias")),
+            address(inputs.get("seed")),
+            address(out),
+            address(outputs.get("scale")),
+            address(turned),
+            address(outputs.get("scale_t")),
             address(_counters(problem, config, a.device)),
-        )  # fmt: skip
+        )
         function(blocks, threads, arguments)
 
 
@@ -216,10 +227,16 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
         return x
     padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
     _pad(x.device.index)(
-        rows, 256,
-        (np.uint64(padded.data_ptr()), np.uint64(x.data_ptr()), np.int32(rows), np.int32(columns),
-         np.int64(x.stride(0))),
-    )  # fmt: skip
+        rows,
+        256,
+        (
+            np.uint64(padded.data_ptr()),
+            np.uint64(x.data_ptr()),
+            np.int32(rows),
+            np.int32(columns),
+            np.int64(x.stride(0)),
+        ),
+    )
     return padded
 
 
@@ -240,26 +257,53 @@ def _counters(
 
 @lru_cache(maxsize=16384)
 def _prepare(
-    problem: GemmProblem, config: WgmmaConfig, device: int, a: int, a_pitch: int, b: int,
-    b_pitch: int, a_scale: int, b_scale: int, bias: int, seed: int, out: int, scale: int,
-    turned: int, turned_scale: int, counters: int,
-) -> tuple[driver.Function, int, int, tuple[Any, ...]]:  # fmt: skip
+    problem: GemmProblem,
+    config: WgmmaConfig,
+    device: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    a_scale: int,
+    b_scale: int,
+    bias: int,
+    seed: int,
+    out: int,
+    scale: int,
+    turned: int,
+    turned_scale: int,
+    counters: int,
+) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
     """Kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, turned)
     tile_m, tile_n = config.tile_m, config.tile_n
     int8 = problem.out == "int8"
     maps = (
-        driver.tensor_map(a, "int8", problem.m, problem.k, a_pitch, tile_m // config.cluster_n,
-                          TILE_K),
-        driver.tensor_map(b, "int8", problem.n, problem.k, b_pitch, tile_n // config.cluster_m,
-                          TILE_K),
+        driver.tensor_map(
+            a, "int8", problem.m, problem.k, a_pitch, tile_m // config.cluster_n, TILE_K
+        ),
+        driver.tensor_map(
+            b, "int8", problem.n, problem.k, b_pitch, tile_n // config.cluster_m, TILE_K
+        ),
         *_output_maps(problem, config, path, out, turned),
-    )  # fmt: skip
+    )
     content = struct.pack(
-        "<128s128s128s128s9Q3i4xQ", *maps, a_scale, b_scale, 0 if int8 else out, bias,
-        out if int8 else 0, scale, turned, turned_scale, seed, problem.m, problem.n, problem.k,
+        "<128s128s128s128s9Q3i4xQ",
+        *maps,
+        a_scale,
+        b_scale,
+        0 if int8 else out,
+        bias,
+        out if int8 else 0,
+        scale,
+        turned,
+        turned_scale,
+        seed,
+        problem.m,
+        problem.n,
+        problem.k,
         counters,
-    )  # fmt: skip
+    )
     workers = cluster_tiles(problem, config) * (PARTS_A_TILE if config.stream else 1)
     blocks = min(workers, driver.processors(device) // config.cluster) * config.cluster
     text = config_header(problem, config, path)

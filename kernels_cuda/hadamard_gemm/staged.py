@@ -47,31 +47,37 @@ def _forward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
     kind: dict[str, Any] = {"group": p.group, "dtype": p.dtype, "mode": "fwd"}
     return (
         Stage(
-            "quantize_x", "hadamard_quantize",
+            "quantize_x",
+            "hadamard_quantize",
             HadamardQuantizeProblem(p.m, p.k, **kind, layout="both"),
             {"x": "x", "step": "step_x"},
             {"q": "q", "wide": "x_codes", "scale": "x_scale", "squares": "squares"},
         ),
         Stage(
-            "quantize_w", "hadamard_quantize",
+            "quantize_w",
+            "hadamard_quantize",
             HadamardQuantizeProblem(p.n, p.k, **kind, layout="wide"),
             {"x": "w", "step": "step_w"},
             {"wide": "w_codes", "scale": "w_scale", "squares": "w_squares"},
         ),
         Stage(
-            "gemm", "int4_gemm", Int4GemmProblem(p.m, p.n, p.k, operands="wide", out=p.dtype),
+            "gemm",
+            "int4_gemm",
+            Int4GemmProblem(p.m, p.n, p.k, operands="wide", out=p.dtype),
             {"a": "x_codes", "a_scale": "x_scale", "b": "w_codes", "b_scale": "w_scale"},
             {"c": "c"},
         ),
-    )  # fmt: skip
+    )
 
 
 def _backward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
     split = Stage(
-        "bit_split", "bit_split", BitSplitProblem(p.m, p.n, dtype=p.dtype),
+        "bit_split",
+        "bit_split",
+        BitSplitProblem(p.m, p.n, dtype=p.dtype),
         {"x": "g", "seed": "seed_split"},
         {"q": "g_codes", "unit": "unit", "squares": "g_squares"},
-    )  # fmt: skip
+    )
     return (split, *_input_gradient(p), *_weight_gradient(p))
 
 
@@ -79,64 +85,84 @@ def _input_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
     room = capacity(p.m, 2, "dgrad", "half")
     return (
         Stage(
-            "dgrad_sample", "sample_rows", SampleRowsProblem(p.m, product="dgrad"),
+            "dgrad_sample",
+            "sample_rows",
+            SampleRowsProblem(p.m, product="dgrad"),
             {"squares": "g_squares", "seed": "seed_dgrad"},
             {"rows": "d_rows", "counts": "d_counts", "weight": "d_weight", "slots": "slots"},
         ),
         Stage(
-            "dgrad_gather", "gather_rows", GatherRowsProblem(2 * p.m, p.n, rows=room, wide=True),
-            {"q": "g_codes", "rows": "d_rows", "counts": "d_counts"}, {"codes": "g_kept"},
+            "dgrad_gather",
+            "gather_rows",
+            GatherRowsProblem(2 * p.m, p.n, rows=room, wide=True),
+            {"q": "g_codes", "rows": "d_rows", "counts": "d_counts"},
+            {"codes": "g_kept"},
         ),
         Stage(
-            "dgrad_gemm", "int4_gemm",
+            "dgrad_gemm",
+            "int4_gemm",
             Int4GemmProblem(room, p.k, p.n, operands="wide", product="dgrad", out=p.dtype),
-            {"a": "g_kept", "a_scale": "unit", "b": "wt", "b_scale": "w_scale",
-             "weight": "d_weight", "counts": "d_counts"},
+            {
+                "a": "g_kept",
+                "a_scale": "unit",
+                "b": "wt",
+                "b_scale": "w_scale",
+                "weight": "d_weight",
+                "counts": "d_counts",
+            },
             {"c": "dx_hat"},
         ),
         Stage(
-            "dgrad_hadamard", "hadamard_quantize",
+            "dgrad_hadamard",
+            "hadamard_quantize",
             HadamardQuantizeProblem(
                 p.m, p.k, group=p.group, dtype=p.dtype, mode="bwd", gathered=True
             ),
-            {"dx_hat": "dx_hat", "q": "q", "slots": "slots", "unit": "unit"}, {"dx": "dx"},
+            {"dx_hat": "dx_hat", "q": "q", "slots": "slots", "unit": "unit"},
+            {"dx": "dx"},
         ),
-    )  # fmt: skip
+    )
 
 
 def _weight_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
     room = capacity(p.m, 2, "wgrad", "half")
     return (
         Stage(
-            "wgrad_sample", "sample_rows", SampleRowsProblem(p.m, product="wgrad"),
+            "wgrad_sample",
+            "sample_rows",
+            SampleRowsProblem(p.m, product="wgrad"),
             {"squares": "g_squares", "x_squares": "squares", "seed": "seed_wgrad"},
             {"rows": "w_rows", "counts": "w_counts", "repeat": "w_repeat"},
         ),
         Stage(
-            "wgrad_gather_g", "gather_rows",
+            "wgrad_gather_g",
+            "gather_rows",
             GatherRowsProblem(2 * p.m, p.n, rows=room, repeat=True, transpose=True),
             {"q": "g_codes", "rows": "w_rows", "counts": "w_counts", "repeat": "w_repeat"},
             {"codes": "gt"},
         ),
         Stage(
-            "wgrad_gather_x", "gather_rows",
+            "wgrad_gather_x",
+            "gather_rows",
             GatherRowsProblem(p.m, p.k, rows=room, transpose=True),
-            {"q": "q", "rows": "w_rows", "counts": "w_counts"}, {"codes": "xt"},
+            {"q": "q", "rows": "w_rows", "counts": "w_counts"},
+            {"codes": "xt"},
         ),
         Stage(
-            "wgrad_gemm", "int4_gemm",
+            "wgrad_gemm",
+            "int4_gemm",
             Int4GemmProblem(p.n, p.k, room, operands="wide", product="wgrad", out=p.dtype),
             {"a": "gt", "a_scale": "unit", "b": "xt", "b_scale": "x_scale", "counts": "w_counts"},
             {"c": "dw_hat"},
         ),
         Stage(
-            "wgrad_hadamard", "hadamard_quantize",
-            HadamardQuantizeProblem(
-                p.n, p.k, group=p.group, dtype=p.dtype, mode="bwd", given="x"
-            ),
-            {"dx_hat": "dw_hat", "x": "w", "step": "w_scale"}, {"dx": "dw", "dstep": "dstep_w"},
+            "wgrad_hadamard",
+            "hadamard_quantize",
+            HadamardQuantizeProblem(p.n, p.k, group=p.group, dtype=p.dtype, mode="bwd", given="x"),
+            {"dx_hat": "dw_hat", "x": "w", "step": "w_scale"},
+            {"dx": "dw", "dstep": "dstep_w"},
         ),
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -95,8 +95,11 @@ def _access(n: int, kind: str, elements: int, *places: int) -> int:
     """The most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
     row = n * bits_of(kind) // 8
     most = min(16, elements * bits_of(kind) // 8)
-    return next(size for size in (16, 8, 4, 2, 1) if size <= most and
-                not any(place % size for place in (row, *places)))  # fmt: skip
+    return next(
+        size
+        for size in (16, 8, 4, 2, 1)
+        if size <= most and not any(place % size for place in (row, *places))
+    )
 
 
 Matrices = tuple[tuple[str, Matrix], ...]
@@ -157,17 +160,28 @@ def config_header(problem: HadamardQuantizeProblem, config: RowsConfig, matrices
     constants |= {"X_TYPE": TYPES[x.kind]}
     if problem.mode == "bwd":
         given = found["x" if problem.given == "x" else "q"]
-        return header(constants | {
-            "GIVEN_X": problem.given == "x", "GIVEN_BYTES": given.access,
-            "GATHERED": problem.gathered,
-            "G_TYPE": TYPES[found["dx_hat"].kind], "G_BYTES": found["dx_hat"].access,
-            "DX_TYPE": TYPES[found["dx"].kind], "DX_BYTES": found["dx"].access,
-        })  # fmt: skip
-    return header(constants | {
-        "X_BYTES": x.access,
-        "PACKED": "q" in found, "PACKED_BYTES": found.get("q", none).access,
-        "WIDE": "wide" in found, "WIDE_BYTES": found.get("wide", none).access,
-    })  # fmt: skip
+        return header(
+            constants
+            | {
+                "GIVEN_X": problem.given == "x",
+                "GIVEN_BYTES": given.access,
+                "GATHERED": problem.gathered,
+                "G_TYPE": TYPES[found["dx_hat"].kind],
+                "G_BYTES": found["dx_hat"].access,
+                "DX_TYPE": TYPES[found["dx"].kind],
+                "DX_BYTES": found["dx"].access,
+            }
+        )
+    return header(
+        constants
+        | {
+            "X_BYTES": x.access,
+            "PACKED": "q" in found,
+            "PACKED_BYTES": found.get("q", none).access,
+            "WIDE": "wide" in found,
+            "WIDE_BYTES": found.get("wide", none).access,
+        }
+    )
 
 
 def _source(problem: HadamardQuantizeProblem) -> Path:
@@ -297,9 +311,12 @@ class RowsHadamardQuantize(Kernel):
         return [cubin(problem, config, capability, contiguous(problem, config))]
 
     def launch(
-        self, problem: HadamardQuantizeProblem, config: RowsConfig, inputs: Tensors,
+        self,
+        problem: HadamardQuantizeProblem,
+        config: RowsConfig,
+        inputs: Tensors,
         outputs: Tensors,
-    ) -> None:  # fmt: skip
+    ) -> None:
         first = inputs["dx_hat" if problem.mode == "bwd" else "x"]
         matrices = matrices_of(problem, config, inputs, outputs)
         function = _function(problem, config, matrices, Device.of(first))
@@ -318,10 +335,18 @@ def _forward_arguments(
 ) -> bytes:
     address, x = driver.address, inputs["x"]
     return struct.pack(
-        "<7Qq2i", address(x), address(inputs["step"]), address(outputs.get("q")),
-        address(outputs.get("wide")), address(outputs["scale"]), address(outputs["squares"]),
-        address(counters(x.device, 2)), _pitch(x), problem.m, problem.n,
-    )  # fmt: skip
+        "<7Qq2i",
+        address(x),
+        address(inputs["step"]),
+        address(outputs.get("q")),
+        address(outputs.get("wide")),
+        address(outputs["scale"]),
+        address(outputs["squares"]),
+        address(counters(x.device, 2)),
+        _pitch(x),
+        problem.m,
+        problem.n,
+    )
 
 
 def _backward_arguments(
@@ -330,8 +355,17 @@ def _backward_arguments(
     address, dx_hat = driver.address, inputs["dx_hat"]
     given, slots = inputs["x" if problem.given == "x" else "q"], inputs.get("slots")
     return struct.pack(
-        "<7Q3q2i", address(dx_hat), address(given), address(inputs.get("step")),
-        address(slots), address(inputs.get("unit")), address(outputs["dx"]),
-        address(outputs.get("dstep")), _pitch(dx_hat), _pitch(given),
-        0 if slots is None else slots.stride(0), problem.m, problem.n,
-    )  # fmt: skip
+        "<7Q3q2i",
+        address(dx_hat),
+        address(given),
+        address(inputs.get("step")),
+        address(slots),
+        address(inputs.get("unit")),
+        address(outputs["dx"]),
+        address(outputs.get("dstep")),
+        _pitch(dx_hat),
+        _pitch(given),
+        0 if slots is None else slots.stride(0),
+        problem.m,
+        problem.n,
+    )

@@ -54,10 +54,15 @@ def _candidates(device: Device) -> list[WgmmaConfig]:
         for split in SPACE["split"]:
             found.append(
                 WgmmaConfig(
-                    groups=groups, rows=rows, tile_n=tile_n, stages=stages, cluster_m=cluster_m,
-                    cluster_n=cluster_n, split=split,
+                    groups=groups,
+                    rows=rows,
+                    tile_n=tile_n,
+                    stages=stages,
+                    cluster_m=cluster_m,
+                    cluster_n=cluster_n,
+                    split=split,
                 )
-            )  # fmt: skip
+            )
     return found
 
 

@@ -173,9 +173,15 @@ class MmaHost(Int4GemmHost):
     def codes(self, problem: Int4GemmProblem, config: MmaConfig) -> tuple[Code, ...]:
         header = mma.config_header(problem, config, self._access(problem))
         return (
-            Code("int4_gemm", mma.SOURCE, header, mma.shared_bytes(problem, config),
-                 32 * config.warps, "THREADS"),
-        )  # fmt: skip
+            Code(
+                "int4_gemm",
+                mma.SOURCE,
+                header,
+                mma.shared_bytes(problem, config),
+                32 * config.warps,
+                "THREADS",
+            ),
+        )
 
     def multiples(self, problem: Int4GemmProblem, config: MmaConfig) -> dict[str, int]:
         access = self._access(problem)

@@ -137,10 +137,20 @@ class MmaInt4Gemm(Kernel):
         function = _function(problem, config, Access.of(inputs, outputs), Device.of(a))
         address = driver.address
         content = struct.pack(
-            "<2Q2q6Q3i", address(a), address(b), a.stride(0), b.stride(0),
-            address(inputs["a_scale"]), address(inputs["b_scale"]), address(inputs.get("bias")),
-            address(inputs.get("weight")), address(inputs.get("counts")), address(outputs["c"]),
-            problem.m, problem.n, problem.row_bytes,
-        )  # fmt: skip
+            "<2Q2q6Q3i",
+            address(a),
+            address(b),
+            a.stride(0),
+            b.stride(0),
+            address(inputs["a_scale"]),
+            address(inputs["b_scale"]),
+            address(inputs.get("bias")),
+            address(inputs.get("weight")),
+            address(inputs.get("counts")),
+            address(outputs["c"]),
+            problem.m,
+            problem.n,
+            problem.row_bytes,
+        )
         argument = driver.struct_argument(content, ARGUMENT_BYTES)
         function(config.tiles(problem.m, problem.n), 32 * config.warps, (argument,))

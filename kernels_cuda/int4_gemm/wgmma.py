@@ -117,10 +117,7 @@ class WgmmaInt4Gemm(Kernel):
         self, problem: Int4GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
     ) -> list[Cubin]:
         text = config_header(problem, config, _tma_out(problem, 16))
-        found = [
-            Cubin("gemm", _cubin(SOURCE, text), shared_bytes(config),
-                  4 * (config.groups + 1))
-        ]  # fmt: skip
+        found = [Cubin("gemm", _cubin(SOURCE, text), shared_bytes(config), 4 * (config.groups + 1))]
         if problem.operands == "packed":
             found.insert(0, Cubin("unpack", _cubin(UNPACK, _unpack_header(True)), 0, 8))
         if config.split > 1:
@@ -134,17 +131,30 @@ class WgmmaInt4Gemm(Kernel):
         a, b = _readable(inputs["a"], packed), _readable(inputs["b"], packed)
         raw = _raw(problem, config, a.device)
         function, blocks, threads, arguments = _prepare(
-            problem, config, a.device.index, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),
-            a.shape[1], *_epilogue_pointers(inputs, outputs), address(raw),
-        )  # fmt: skip
+            problem,
+            config,
+            a.device.index,
+            a.data_ptr(),
+            a.stride(0),
+            b.data_ptr(),
+            b.stride(0),
+            a.shape[1],
+            *_epilogue_pointers(inputs, outputs),
+            address(raw),
+        )
         function(blocks, threads, arguments)
         if raw is not None:
             epilogue = _epilogue(problem, *_epilogue_pointers(inputs, outputs))
             _small(REDUCE, _reduce_header(problem, config), a.device.index)(
-                16 * driver.processors(a.device.index), 256,
-                (np.uint64(raw.data_ptr()), np.int32(raw.stride(0)),
-                 np.int32(_slab(problem, config)), driver.struct_argument(epilogue, len(epilogue))),
-            )  # fmt: skip
+                16 * driver.processors(a.device.index),
+                256,
+                (
+                    np.uint64(raw.data_ptr()),
+                    np.int32(raw.stride(0)),
+                    np.int32(_slab(problem, config)),
+                    driver.struct_argument(epilogue, len(epilogue)),
+                ),
+            )
 
 
 def _epilogue_pointers(inputs: Tensors, outputs: Tensors) -> tuple[int, ...]:
@@ -182,10 +192,16 @@ def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
         return x
     copy = x.new_empty((rows, ceil_div(columns, 8 if packed else 16) * 16))
     _small(UNPACK, _unpack_header(packed), x.device.index)(
-        16 * driver.processors(x.device.index), 256,
-        (np.uint64(copy.data_ptr()), np.uint64(x.data_ptr()), np.int32(rows), np.int32(columns),
-         np.int64(x.stride(0))),
-    )  # fmt: skip
+        16 * driver.processors(x.device.index),
+        256,
+        (
+            np.uint64(copy.data_ptr()),
+            np.uint64(x.data_ptr()),
+            np.int32(rows),
+            np.int32(columns),
+            np.int64(x.stride(0)),
+        ),
+    )
     return copy
 
 
@@ -215,10 +231,22 @@ def _function(text: str, shared: int, device: int) -> driver.Function:
 
 @lru_cache(maxsize=16384)
 def _prepare(
-    problem: Int4GemmProblem, config: WgmmaConfig, device: int, a: int, a_pitch: int, b: int,
-    b_pitch: int, depth: int, a_scale: int, b_scale: int, bias: int, weight: int, counts: int,
-    out: int, raw: int,
-) -> tuple[driver.Function, int, int, tuple[Any, ...]]:  # fmt: skip
+    problem: Int4GemmProblem,
+    config: WgmmaConfig,
+    device: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    depth: int,
+    a_scale: int,
+    b_scale: int,
+    bias: int,
+    weight: int,
+    counts: int,
+    out: int,
+    raw: int,
+) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
     """Kernel, blocks, threads and arguments of a launch: the same for the same addresses.
 
     Args:
@@ -226,12 +254,14 @@ def _prepare(
     """
     tma_out = _tma_out(problem, out)
     maps = (
-        driver.tensor_map(a, "int8", problem.m, depth, a_pitch, config.tile_m // config.cluster_n,
-                          TILE_K),
-        driver.tensor_map(b, "int8", problem.n, depth, b_pitch, config.tile_n // config.cluster_m,
-                          TILE_K),
+        driver.tensor_map(
+            a, "int8", problem.m, depth, a_pitch, config.tile_m // config.cluster_n, TILE_K
+        ),
+        driver.tensor_map(
+            b, "int8", problem.n, depth, b_pitch, config.tile_n // config.cluster_m, TILE_K
+        ),
         _output_map(problem, config, out if tma_out else 0, raw),
-    )  # fmt: skip
+    )
     epilogue = _epilogue(problem, a_scale, b_scale, bias, weight, counts, out)
     content = struct.pack("<128s128s128s56s2i", *maps, epilogue, depth, _slab(problem, config))
     blocks = config.cluster * min(
