@@ -24,10 +24,19 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 
 def adamw(
-    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-    rate: torch.Tensor, step: torch.Tensor, beta1: float, beta2: float, eps: float, decay: float,
-    grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rate: torch.Tensor,
+    step: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parameter and both moments after a step, float64.
 
     Args:

@@ -35,10 +35,16 @@ def forward(
 
 
 def backward(
-    g: torch.Tensor, q: torch.Tensor, squares: torch.Tensor, x_scale: torch.Tensor,
-    w: torch.Tensor, w_scale: torch.Tensor, wt: torch.Tensor,
-    seeds: tuple[torch.Tensor, torch.Tensor, torch.Tensor], group: int,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    g: torch.Tensor,
+    q: torch.Tensor,
+    squares: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    wt: torch.Tensor,
+    seeds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group: int,
+) -> dict[str, torch.Tensor]:
     """The gradients of x and w, from half of the rows of the split gradient each.
 
     Args:

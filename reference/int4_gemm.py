@@ -13,9 +13,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(
-    sums: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor,
-    weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    sums: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """float(sums)·(a_scale·b_scale), then ·weight of a row, then + bias of a column.
 
     Each step is rounded to fp32 by itself.
@@ -34,26 +37,36 @@ def scaled(
 
 
 def forward(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """s·A·Bᵀ + bias of codes a (m×k) and b (n×k), fp32 m×n."""
     return scaled(product(a, b), a_scale, b_scale, bias=bias)
 
 
 def dgrad(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-    weight: torch.Tensor, counts: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    weight: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
     """weight_i·s·A_i·Bᵀ of the rows that counts (2,) says there are, fp32 counts[1]×n."""
     rows = int(counts[1])
     return scaled(product(a[:rows], b), a_scale, b_scale, weight[:rows])
 
 
 def wgrad(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
     counts: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """s·(14·Σ over the first counts[0] of K + Σ over K from there to counts[1]), fp32 m×n."""
     high, end = counts.tolist()
     sums = HIGH * product(a[:, :high], b[:, :high]) + product(a[:, high:end], b[:, high:end])

@@ -24,9 +24,12 @@ from jetfire.reference.sample_rows import SEGMENT, sample_rows
 
 
 def input_gradient(
-    codes: torch.Tensor, unit: torch.Tensor, qw: torch.Tensor, w_step: torch.Tensor,
+    codes: torch.Tensor,
+    unit: torch.Tensor,
+    qw: torch.Tensor,
+    w_step: torch.Tensor,
     sampled: dict[str, torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """dX̂ of the kept rows, float64 m×k; 0·unit in a row of which nothing was kept.
 
     Args:
@@ -45,9 +48,12 @@ def input_gradient(
 
 
 def weight_gradient(
-    codes: torch.Tensor, unit: torch.Tensor, qx: torch.Tensor, x_step: torch.Tensor,
+    codes: torch.Tensor,
+    unit: torch.Tensor,
+    qx: torch.Tensor,
+    x_step: torch.Tensor,
     sampled: dict[str, torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """dŴ of the kept rows, float64 n×k.
 
     Args:
@@ -64,9 +70,15 @@ def weight_gradient(
 
 
 def gradients(
-    gradient: torch.Tensor, qx: torch.Tensor, x_step: torch.Tensor, qw: torch.Tensor,
-    w_step: torch.Tensor, seed: torch.Tensor, bits: int = 8, keep: str = "half",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    gradient: torch.Tensor,
+    qx: torch.Tensor,
+    x_step: torch.Tensor,
+    qw: torch.Tensor,
+    w_step: torch.Tensor,
+    seed: torch.Tensor,
+    bits: int = 8,
+    keep: str = "half",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dX̂ (m×k) and dŴ (n×k), float64, of one draw.
 
     Args:

@@ -11,8 +11,12 @@ from jetfire.reference.quantize import quantize
 
 
 def quantize_qkv(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int,
-    rounding: str = "nearest", seed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: int,
+    rounding: str = "nearest",
+    seed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int8 m×3w and scales fp32 ⌈m/block⌉×⌈3w/block⌉ of three m×w matrices."""
     return quantize(torch.cat((query, key, value), dim=1), block, rounding, seed)
