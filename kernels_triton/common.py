@@ -8,6 +8,7 @@ from triton import knobs
 
 # Triton's interpreter runs no inline assembly; there these helpers take a slower, equal way.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+TINY = tl.constexpr(2.0**-100)  # a smaller amax counts as 0, as in jetfire.reference.quantize
 ROUNDS = tl.constexpr(7)  # as jetfire.reference.philox
 STREAM_ROUNDING = tl.constexpr(0)
 STREAM_DROPOUT = tl.constexpr(1)
@@ -65,8 +66,8 @@ def block_scales(amax):
 
     0 and 0 below 2^-100; NaN and 0 where the block holds NaN or ±Inf.
     """
-    zero = amax < 7.888609052210118e-31
-    usable = (amax < float("inf")) & (amax >= 7.888609052210118e-31)
+    zero = amax < TINY
+    usable = (amax < float("inf")) & (amax >= TINY)
     # Down by 2^64 where the reciprocal would be subnormal: exact both ways.
     shrink = tl.where(amax > 1.8446744073709552e19, 5.421010862427522e-20, 1.0)
     safe = tl.where(usable, amax * shrink, 127.0)

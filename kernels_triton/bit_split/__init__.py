@@ -16,13 +16,12 @@ import triton.language as tl
 from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
 from jetfire.core.workspace import counters
-from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, random_words
+from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, TINY, random_words
 from jetfire.kernels_triton.halves import widen
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, load_tile, store_tile
 from jetfire.reference.bit_split import MOST
 
-TINY = tl.constexpr(7.888609052210118e-31)  # as jetfire.reference.quantize
 _FOURTEENTH = tl.constexpr(0.0714285746216774)  # 1/14 in fp32
 
 

@@ -23,7 +23,7 @@ from jetfire.kernels_triton.codes import (
     exp2_fast,
     reciprocal_fast,
 )
-from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.gelu.blocked import (
     as_tile,
     block_max,
@@ -158,8 +158,8 @@ def gelu_kernel(
         value = look_up(gelu_over_scale(every, s, ERF), x, H, BLOCK)
     amax = block_max(value, H, BLOCK)
     whole = amax * factor + bad
-    usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
-    zero = whole < 7.888609052210118e-31
+    usable = (whole >= TINY) & (whole < float("inf"))
+    zero = whole < TINY
     scale = tl.where(usable, whole / 127.0, tl.where(zero, 0.0, float("nan")))
     # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
     most = 126.99997 if STOCHASTIC else 127.0

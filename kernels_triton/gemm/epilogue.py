@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.gluon_common import max_nan, philox_words
 
 GROUPS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [2, 2], [1, 0]))  # of eight neighbours
@@ -74,9 +74,9 @@ def blocked_amax(acc, BLOCK: gl.constexpr):
 @gluon.jit
 def block_scales(amax):
     """Scale and multiplier, as jetfire.kernels_triton.common.block_scales."""
-    usable = (amax >= 7.888609052210118e-31) & (amax < float("inf"))
+    usable = (amax >= TINY) & (amax < float("inf"))
     safe = gl.where(usable, amax, 127.0)
-    zero = amax < 7.888609052210118e-31
+    zero = amax < TINY
     scale = gl.where(usable, gl.div_rn(safe, 127.0), gl.where(zero, 0.0, float("nan")))
     most = gl.full_like(safe, 127.0)
     return scale, gl.where(usable, gl.div_rn(most, safe), 0.0)

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetfire.kernels_triton.codes import HALVES, TO_FLOATS
-from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.gluon_common import max_nan, philox_words
 
 RUN = gl.constexpr(16)
@@ -131,8 +131,8 @@ def divide(a, b):
 @gluon.jit
 def block_scales(amax):
     """Scale and multiplier of a block, as kernels_triton.common.block_scales."""
-    zero = amax < 7.888609052210118e-31
-    usable = (amax < float("inf")) & (amax >= 7.888609052210118e-31)
+    zero = amax < TINY
+    usable = (amax < float("inf")) & (amax >= TINY)
     shrink = gl.where(amax > 1.8446744073709552e19, 5.421010862427522e-20, 1.0)
     safe = gl.where(usable, amax * shrink, 127.0)
     most = gl.full_like(amax, 127.0)

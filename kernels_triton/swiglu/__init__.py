@@ -21,7 +21,7 @@ from jetfire.kernels_triton.codes import (
     exp2_fast,
     reciprocal_fast,
 )
-from jetfire.kernels_triton.common import STREAM_ROUNDING
+from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.gelu import LARGEST_SCALE, LOG2E, deal, finite_or_zero
 from jetfire.kernels_triton.gelu.blocked import (
     as_tile,
@@ -48,7 +48,7 @@ STREAM_SECOND = tl.constexpr(3)  # as jetfire.reference.philox
 def sigmoid(q, s):
     """σ(s·q), 0 where it is below 2^-100: 127 over a block's largest value stays finite."""
     gate = reciprocal_fast(1.0 + exp2_fast(q * (s * -LOG2E)))
-    return tl.where(gate < 7.888609052210118e-31, 0.0, gate)
+    return tl.where(gate < TINY, 0.0, gate)
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def store_codes(
     amax = block_max(value, H, BLOCK)
     # The smaller factor first: what overflows then is too large, and 0 stays 0.
     whole = amax * tl.minimum(first, second) * tl.maximum(first, second) + bad
-    usable = (whole >= 7.888609052210118e-31) & (whole < float("inf"))
-    zero = whole < 7.888609052210118e-31
+    usable = (whole >= TINY) & (whole < float("inf"))
+    zero = whole < TINY
     scale = tl.where(usable, whole / 127.0, tl.where(zero, 0.0, float("nan")))
     # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
     most = 126.99997 if STOCHASTIC else 127.0

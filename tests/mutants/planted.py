@@ -103,7 +103,7 @@ ANYWHERE = (
     ),
     Mutant(
         "tiny-blocks-kept", "nonfinite", "quantize", "triton", f"{TRITON}/common.py",
-        'usable = (amax < float("inf")) & (amax >= 7.888609052210118e-31)',
+        'usable = (amax < float("inf")) & (amax >= TINY)',
         'usable = (amax < float("inf")) & (amax > 0.0)',
         {"m": 1, "n": 65},
     ),
