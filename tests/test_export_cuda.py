@@ -108,7 +108,7 @@ def test_constants_are_those_of_the_config():
     found = dict(re.findall(r"^constexpr \w+ (\w+) = (\w+); +// \w", text, re.MULTILINE))
     assert found == {
         "BLOCK": "32", "OUTPUT": "0", "BIAS": "false", "ACCUMULATE": "false", "STOCHASTIC": "false",
-        "Q": "false", "TURNED": "false", "TMA_OUT": "true", "TMA_TURNED": "false", "GROUPS": "2",
+        "Q": "false", "QT": "false", "TMA_OUT": "true", "TMA_QT": "false", "GROUPS": "2",
         "ROWS": "1", "TILE_N": "64", "STAGES": "7", "BUFFERS": "2", "CLUSTER_M": "2",
         "CLUSTER_N": "1", "RASTER": "16", "IN_FLIGHT": "1", "STREAM": "false", "TELESCOPED": "true",
         "CONSUMER_REGISTERS": "224", "PRODUCER_REGISTERS": "56", "CHUNK_WARPS": "4",

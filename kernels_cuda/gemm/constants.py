@@ -20,5 +20,5 @@ def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:
         "ACCUMULATE": problem.accumulate,
         "STOCHASTIC": problem.rounding == "stochastic",
         "Q": problem.out == "int8" and problem.layout != "qt",
-        "TURNED": problem.layout != "q",
+        "QT": problem.layout != "q",
     }

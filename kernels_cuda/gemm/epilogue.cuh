@@ -21,8 +21,8 @@ struct Target {
   const float* bias;
   int8_t* q;
   float* scale;
-  int8_t* turned;        // the transposed codes
-  float* turned_scale;
+  int8_t* qt;  // the transposed codes
+  float* scale_t;
   const uint64_t* seed;
   int m, n;
 };
@@ -185,13 +185,13 @@ DEVICE void store_codes_direct(const uint16_t (&codes)[PAIRS], const Target& to,
 }
 
 template <int PAIRS>
-DEVICE void store_turned_direct(const uint16_t (&codes)[PAIRS], const Target& to, int row0,
-                                int column0) {
+DEVICE void store_qt_direct(const uint16_t (&codes)[PAIRS], const Target& to, int row0,
+                            int column0) {
 #pragma unroll
   for (int i = 0; i < 2 * PAIRS; ++i) {
     const int row = row0 + row_of(i), column = column0 + column_of(i);
     if (row < to.m && column < to.n) {
-      to.turned[int64_t(column) * to.m + row] = int8_t(codes[i / 2] >> i % 2 * 8);
+      to.qt[int64_t(column) * to.m + row] = int8_t(codes[i / 2] >> i % 2 * 8);
     }
   }
 }
@@ -201,5 +201,5 @@ DEVICE void store_scale(float scale, const Target& to, int row, int column) {
   if (row >= to.m || column >= to.n) return;
   const int down = row / BLOCK, across = column / BLOCK;
   if (Q) to.scale[int64_t(down) * ceil_div(to.n, BLOCK) + across] = scale;
-  if (TURNED) to.turned_scale[int64_t(across) * ceil_div(to.m, BLOCK) + down] = scale;
+  if (QT) to.scale_t[int64_t(across) * ceil_div(to.m, BLOCK) + down] = scale;
 }

@@ -25,7 +25,7 @@ PROBLEM_NOTES = {
     "ACCUMULATE": "the product is added to what C holds",
     "STOCHASTIC": "codes are rounded up or down at random",
     "Q": "codes are written row by row",
-    "TURNED": "codes are written transposed",
+    "QT": "codes are written transposed",
     "CHUNK_WARPS": "warps that hold a chunk of rows, sixteen each",
 }
 REASONS = {
@@ -36,7 +36,7 @@ REASONS = {
 WGMMA_NOTES = {
     **PROBLEM_NOTES,
     "TMA_OUT": "C, or its codes, are written by TMA, in whole 16 bytes",
-    "TMA_TURNED": "the transposed codes are",
+    "TMA_QT": "the transposed codes are",
     "GROUPS": "warp groups that multiply, one below the other",
     "ROWS": "times 64, that each of them has of a tile",
     "TILE_N": "columns of a tile",
@@ -55,7 +55,7 @@ MMA_NOTES = {
     **PROBLEM_NOTES,
     "COPY_BYTES": "that one copy of A or B moves; 1 for any alignment",
     "VECTOR_OUT": "C, or its codes, are written in 16 bytes",
-    "VECTOR_TURNED": "the transposed codes are",
+    "VECTOR_QT": "the transposed codes are",
     "TILE_M": "rows of a tile",
     "TILE_N": "and its columns",
     "WARPS_M": "warps among which its rows are divided",
@@ -67,9 +67,9 @@ MMA_NOTES = {
 }
 
 
-def _output_multiples(problem: GemmProblem, out: bool, turned: bool) -> dict[str, int]:
+def _output_multiples(problem: GemmProblem, out: bool, qt: bool) -> dict[str, int]:
     """What rows of outputs in 16 bytes ask of sizes."""
-    found = {"m": 16} if turned else {}
+    found = {"m": 16} if qt else {}
     return {**found, "n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else found
 
 
@@ -104,7 +104,7 @@ class WgmmaHost(Host):
 
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         path = self._path(problem)
-        return {**_output_multiples(problem, path.out, path.turned), "k": 16}
+        return {**_output_multiples(problem, path.out, path.qt), "k": 16}
 
     def workspace(self, problem: GemmProblem, config: WgmmaConfig) -> bool:
         return config.stream
@@ -145,7 +145,7 @@ class MmaHost(Host):
         return replace(
             access,
             out=access.out and problem.layout != "qt",
-            turned=access.turned and problem.layout != "q",
+            qt=access.qt and problem.layout != "q",
         )
 
     def codes(self, problem: GemmProblem, config: mma.MmaConfig) -> tuple[Code, ...]:
@@ -165,7 +165,7 @@ class MmaHost(Host):
     def multiples(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, int]:
         access = self._access(problem)
         k = {"k": access.copy_bytes} if access.copy_bytes > 1 else {}
-        return {**_output_multiples(problem, access.out, access.turned), **k}
+        return {**_output_multiples(problem, access.out, access.qt), **k}
 
     def values(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, Any]:
         return {

@@ -39,8 +39,8 @@ constexpr int FACTORS = WARP_N > BLOCK ? WARP_N / BLOCK : 1;  // of sixteen rows
 // its transposed codes.
 constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
 constexpr int OUT_BYTES = VECTOR_OUT ? 16 * ROW_BYTES : 0;
-constexpr int TURNED_BYTES = VECTOR_TURNED ? WARP_N * WARP_M : 0;
-constexpr int STAGING = OUT_BYTES + TURNED_BYTES;
+constexpr int QT_BYTES = VECTOR_QT ? WARP_N * WARP_M : 0;
+constexpr int STAGING = OUT_BYTES + QT_BYTES;
 constexpr int AMAXES = OUTPUT == INT8 ? A_SCALES * B_SCALES : 0;
 
 // Shared memory, in order; staging lies where the ring was.
@@ -288,7 +288,7 @@ DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], uint32_t to) {
 }
 
 // Sixteen rows of codes as columns of what the warp will send transposed.
-DEVICE void stage_turned(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
+DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     store_shared(to + swizzled<WARP_M>(column_of(i), r) + row_of(i),
@@ -307,8 +307,8 @@ DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[FACTORS], c
   } else if constexpr (Q) {
     store_codes_direct(codes, to, row, column);
   }
-  if constexpr (TURNED && VECTOR_TURNED) stage_turned(codes, r, staging() + OUT_BYTES);
-  else if constexpr (TURNED) store_turned_direct(codes, to, row, column);
+  if constexpr (QT && VECTOR_QT) stage_qt(codes, r, staging() + OUT_BYTES);
+  else if constexpr (QT) store_qt_direct(codes, to, row, column);
 }
 
 DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Place& tile) {
@@ -344,8 +344,8 @@ DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Pla
     }
     finish_chunk(acc[r], by, to, r, seed, row, column0);
   }
-  if constexpr (TURNED && VECTOR_TURNED) {
-    send<WARP_N, WARP_M, 1, false>(staging() + OUT_BYTES, to.turned, column0, row0, to.n, to.m);
+  if constexpr (QT && VECTOR_QT) {
+    send<WARP_N, WARP_M, 1, false>(staging() + OUT_BYTES, to.qt, column0, row0, to.n, to.m);
   }
 }
 

@@ -43,10 +43,10 @@ class Access(TileAccess):
     """What alignment leaves open.
 
     Attributes:
-        turned: qt is written in 16 bytes, as (q or c) is where ``out`` says so.
+        qt: the transposed codes are written in 16 bytes, as (q or c) is where ``out`` says so.
     """
 
-    turned: bool = True
+    qt: bool = True
 
     @classmethod
     def of(cls, inputs: Tensors, outputs: Tensors) -> Access:
@@ -70,7 +70,7 @@ def shared_bytes(problem: GemmProblem, config: MmaConfig, access: Access = ALIGN
     """Shared memory of a block; the source asserts that it counts the same."""
     element = driver.ELEMENT_BYTES[problem.out]
     staging = 16 * config.warp_n * element if access.out else 0
-    if problem.layout != "q" and access.turned:
+    if problem.layout != "q" and access.qt:
         staging += config.warp_m * config.warp_n
     down, across = (max(t // problem.block, 1) for t in (config.tile_m, config.tile_n))
     scales = config.stages * (mma_tiles.TILE_BYTES // problem.block) * (down + across) * 4
@@ -83,7 +83,7 @@ def config_header(problem: GemmProblem, config: MmaConfig, access: Access = ALIG
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         **mma_tiles.tile_constants(config, access),
-        "VECTOR_TURNED": problem.layout != "q" and access.turned,
+        "VECTOR_QT": problem.layout != "q" and access.qt,
         "BIASED": config.promotion == "biased",
         "EXPECTED_SHARED_BYTES": shared_bytes(problem, config, access),
     }

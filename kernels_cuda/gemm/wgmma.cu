@@ -52,7 +52,7 @@ constexpr int PAIR_BARRIERS = 5, SCALE_BARRIER = 7, TURN_BARRIERS = 8;
 
 using Panel = Panels<ELEMENT_BYTES>;
 constexpr int PANEL_COLUMNS = Panel::COLUMNS;
-constexpr int STAGING = TURNED && TILE_N > 128 ? 64 * TILE_N : 8192;
+constexpr int STAGING = QT && TILE_N > 128 ? 64 * TILE_N : 8192;
 
 constexpr int AMAX_BLOCKS = TILE_N / BLOCK > 0 ? TILE_N / BLOCK : 1;
 constexpr int AMAX_WORDS = OUTPUT == INT8 ? 2 * GROUPS * ROWS * 4 * AMAX_BLOCKS : 0;
@@ -69,7 +69,7 @@ using Slot = RingSlot<BARRIERS_AT>;
 using Staging = StagingBuffers<STAGING>;
 
 struct Arguments {
-  TensorMap a, b, out, turned;
+  TensorMap a, b, out, qt;
   const float *a_scale, *b_scale;
   Target to;
   int k;
@@ -430,7 +430,7 @@ DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], int panel, uint32_t b
   }
 }
 
-DEVICE void stage_turned(const uint16_t (&codes)[SUMS / 2], uint32_t buffer) {
+DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], uint32_t buffer) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     store_shared(swizzled<64>(buffer, column_of(i), row_of(i)), uint8_t(codes[i / 2] >> i % 2 * 8));
@@ -547,11 +547,11 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
     } else if constexpr (Q) {
       store_codes_direct(codes, x.to, row, tile.column);
     }
-    if constexpr (TURNED && TMA_TURNED) {
-      stage_turned(codes, staging.take());
-      staging.give(x.turned, row, tile.column);
-    } else if constexpr (TURNED) {
-      store_turned_direct(codes, x.to, row, tile.column);
+    if constexpr (QT && TMA_QT) {
+      stage_qt(codes, staging.take());
+      staging.give(x.qt, row, tile.column);
+    } else if constexpr (QT) {
+      store_qt_direct(codes, x.to, row, tile.column);
     }
   }
 }

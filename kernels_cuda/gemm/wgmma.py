@@ -40,15 +40,15 @@ class TmaOutputs:
     """Which of (q or c) and qt TMA can write: aligned rows of a multiple of 16 bytes."""
 
     out: bool
-    turned: bool
+    qt: bool
 
     @classmethod
-    def of(cls, problem: GemmProblem, out: int, turned: int) -> TmaOutputs:
+    def of(cls, problem: GemmProblem, out: int, qt: int) -> TmaOutputs:
         """For contiguous outputs at these addresses; 0 where there is none."""
         pitch = problem.n * driver.ELEMENT_BYTES[problem.out]
         return cls(
             out=bool(out) and not (out % 16 or pitch % 16),
-            turned=bool(turned) and not (turned % 16 or problem.m % 16),
+            qt=bool(qt) and not (qt % 16 or problem.m % 16),
         )
 
 
@@ -68,8 +68,7 @@ def factor_floats(problem: GemmProblem, config: WgmmaConfig) -> int:
 
 def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
     """Shared memory of a block; the source asserts that it counts the same."""
-    turned = problem.layout != "q"
-    staging = 64 * config.tile_n if turned and config.tile_n > 128 else 8192
+    staging = 64 * config.tile_n if problem.layout != "q" and config.tile_n > 128 else 8192
     floats = factor_floats(problem, config)
     amax = 0
     if problem.out == "int8":
@@ -96,7 +95,7 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         "TMA_OUT": path.out,
-        "TMA_TURNED": path.turned,
+        "TMA_QT": path.qt,
         "GROUPS": config.groups,
         "ROWS": config.rows,
         "TILE_N": config.tile_n,
@@ -198,7 +197,7 @@ class WgmmaGemm(Kernel):
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
         a, b = _readable(inputs["a"]), _readable(inputs["b"])
-        out, turned = outputs.get("c", outputs.get("q")), outputs.get("qt")
+        out, qt = outputs.get("c", outputs.get("q")), outputs.get("qt")
         function, blocks, threads, arguments = _prepare(
             problem,
             config,
@@ -213,7 +212,7 @@ class WgmmaGemm(Kernel):
             address(inputs.get("seed")),
             address(out),
             address(outputs.get("scale")),
-            address(turned),
+            address(qt),
             address(outputs.get("scale_t")),
             address(_counters(problem, config, a.device)),
         )
@@ -270,12 +269,12 @@ def _prepare(
     seed: int,
     out: int,
     scale: int,
-    turned: int,
-    turned_scale: int,
+    qt: int,
+    scale_t: int,
     counters: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
     """Kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
-    path = TmaOutputs.of(problem, out, turned)
+    path = TmaOutputs.of(problem, out, qt)
     tile_m, tile_n = config.tile_m, config.tile_n
     int8 = problem.out == "int8"
     maps = (
@@ -285,7 +284,7 @@ def _prepare(
         driver.tensor_map(
             b, "int8", problem.n, problem.k, b_pitch, tile_n // config.cluster_m, TILE_K
         ),
-        *_output_maps(problem, config, path, out, turned),
+        *_output_maps(problem, config, path, out, qt),
     )
     content = struct.pack(
         "<128s128s128s128s9Q3i4xQ",
@@ -296,8 +295,8 @@ def _prepare(
         bias,
         out if int8 else 0,
         scale,
-        turned,
-        turned_scale,
+        qt,
+        scale_t,
         seed,
         problem.m,
         problem.n,
@@ -333,17 +332,15 @@ def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
 
 
 def _output_maps(
-    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, out: int, turned: int
+    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, out: int, qt: int
 ) -> tuple[bytes, bytes]:
-    out_map = turned_map = driver.NO_MAP
+    out_map = qt_map = driver.NO_MAP
     if path.out:
         element = driver.ELEMENT_BYTES[problem.out]
         width = next(w for w in (128, 64, 32) if config.tile_n * element % w == 0)
         out_map = driver.tensor_map(
             out, problem.out, problem.m, problem.n, problem.n * element, 64, width // element
         )
-    if path.turned:
-        turned_map = driver.tensor_map(
-            turned, "int8", problem.n, problem.m, problem.m, config.tile_n, 64
-        )
-    return out_map, turned_map
+    if path.qt:
+        qt_map = driver.tensor_map(qt, "int8", problem.n, problem.m, problem.m, config.tile_n, 64)
+    return out_map, qt_map

@@ -210,7 +210,7 @@ class Staged(Kernel):
         return {stage.name: _prepared(stage, device, tensors) for stage in plan(problem)}
 
     def parts(self, workload: str) -> list[tuple[str, Any]]:
-        """Its stages' problems, the product of packed codes, and a weight's codes turned (`wt`).
+        """Return the stages' problems, the product of packed codes, a weight's transpose (`wt`).
 
         As the INT4 paper's layers are timed; of a model in training weights and their gradients are
         fp32.
@@ -223,8 +223,8 @@ class Staged(Kernel):
         for p in forward:
             found.append(("int4_gemm", Int4GemmProblem(p.m, p.n, p.k)))
             if trained:
-                turned = GatherRowsProblem(p.n, p.k, transpose=True, wide=True)
-                found.append(("gather_rows", turned))
+                transpose = GatherRowsProblem(p.n, p.k, transpose=True, wide=True)
+                found.append(("gather_rows", transpose))
         return found
 
     def launch(
