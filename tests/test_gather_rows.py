@@ -142,9 +142,9 @@ def test_the_assembly_is_what_the_interpreter_runs():
     ):
         assert (rows_of(run_ptx(asm.value, 2, words[0], *given)) == expected).all()
     for asm, expected, given in (
-        (MODULE._TURN, codes, ()),
-        (MODULE._TURN_WIDE, [16 * c for c in codes], ()),
-        (MODULE._TURN_REPEAT, repeated, repeats),
+        (MODULE._TRANSPOSE, codes, ()),
+        (MODULE._TRANSPOSE_WIDE, [16 * c for c in codes], ()),
+        (MODULE._TRANSPOSE_REPEAT, repeated, repeats),
     ):
         found = rows_of(run_ptx(asm.value, 8, *words, *given)).reshape(-1, 8, 4)
         assert (found == np.stack(expected, -1)).all()

@@ -56,7 +56,7 @@ def _repeated(word: str, times: str, low: str, high: str) -> str:
     return "\n".join(lines)
 
 
-def _turned(words: Sequence[str], out: Sequence[str]) -> str:
+def _transposed(words: Sequence[str], out: Sequence[str]) -> str:
     """Four words' bytes 0 … 3, each byte of the four in a word of its own."""
     a, b, c, d = words
     return f"""
@@ -72,20 +72,20 @@ _UNPACK = tl.constexpr("{ .reg .b32 s, t, l, h;" + _signed("$2", "l", "h") + _BE
 _WIDEN = tl.constexpr("{ .reg .b32 s, l, h;" + _shifted("$2", "l", "h") + _BESIDE)
 _REPEAT = tl.constexpr("{ .reg .b32 s, t, d, l, h;" + _repeated("$2", "$3", "l", "h") + _BESIDE)
 # A word of eight codes of each of four rows to the rows' first codes, second codes, …
-_TURN, _TURN_WIDE = (
+_TRANSPOSE, _TRANSPOSE_WIDE = (
     tl.constexpr(
         "{ .reg .b32 s, t, w<4>;"
-        + _turned([f"${8 + i}" for i in range(4)], [f"w{i}" for i in range(4)])
+        + _transposed([f"${8 + i}" for i in range(4)], [f"w{i}" for i in range(4)])
         + "".join(unpacked(f"w{i}", f"${2 * i}", f"${2 * i + 1}") for i in range(4))
         + "}"
     )
     for unpacked in (_signed, _shifted)
 )
-_TURN_REPEAT = tl.constexpr(
+_TRANSPOSE_REPEAT = tl.constexpr(
     "{ .reg .b32 s, t, d, l<4>, h<4>;"
     + "".join(_repeated(f"${8 + i}", f"${12 + i}", f"l{i}", f"h{i}") for i in range(4))
-    + _turned([f"l{i}" for i in range(4)], [f"${2 * i}" for i in range(4)])
-    + _turned([f"h{i}" for i in range(4)], [f"${2 * i + 1}" for i in range(4)])
+    + _transposed([f"l{i}" for i in range(4)], [f"${2 * i}" for i in range(4)])
+    + _transposed([f"h{i}" for i in range(4)], [f"${2 * i + 1}" for i in range(4)])
     + "}"
 )
 
@@ -185,11 +185,11 @@ def gather_kernel(
 
 
 @triton.jit
-def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.constexpr):
+def transposed(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.constexpr):
     """Eight words, of which the k-th has code k of each of four rows' words, times its repeat."""
     if not INTERPRETED and REPEAT:
         return tl.inline_asm_elementwise(
-            _TURN_REPEAT,
+            _TRANSPOSE_REPEAT,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
             [w0, w1, w2, w3, r0, r1, r2, r3],
             dtype=(tl.int32,) * 8,
@@ -198,7 +198,7 @@ def turned(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.conste
         )
     if not INTERPRETED:
         return tl.inline_asm_elementwise(
-            _TURN_WIDE if WIDE else _TURN,
+            _TRANSPOSE_WIDE if WIDE else _TRANSPOSE,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
             [w0, w1, w2, w3],
             dtype=(tl.int32,) * 8,
@@ -270,7 +270,7 @@ def gather_transposed_kernel(
             repeat = tl.load(repeat_ptr + places, mask=places < end, other=0).to(tl.int32)
             repeat = tl.broadcast_to(repeat[:, None], word.shape)
         repeats = repeats + (repeat,)  # type: ignore[assignment]  # noqa: RUF005
-    codes = turned(*words, *repeats, REPEAT, WIDE)
+    codes = transposed(*words, *repeats, REPEAT, WIDE)
     cols = col0 + 8 * tl.arange(0, TILE_N // 8)
     for k in tl.static_range(8):
         store_fours(out_ptr, codes[k], cols + k, fours, 2 * PAIRS, ROWS, FOURS)

@@ -144,8 +144,8 @@ def store_codes(
         store_tile(q_ptr, gl.convert_layout(q, ROWS_OF_16), row0, col0, M, N)
         store_tile(scale_ptr, scale, row0 // BLOCK, col0 // BLOCK, down, across)
     if LAYOUT != "q":
-        turned = gl.convert_layout(q.permute((1, 0)), ROWS_OF_16)
-        store_tile(qt_ptr, turned, col0, row0, N, M)
+        qt = gl.convert_layout(q.permute((1, 0)), ROWS_OF_16)
+        store_tile(qt_ptr, qt, col0, row0, N, M)
         store_tile(scale_t_ptr, scale.permute((1, 0)), col0 // BLOCK, row0 // BLOCK, across, down)
 
 

@@ -176,7 +176,7 @@ class TritonGemm(TritonKernel):
         if not 1 <= per_thread <= 128:
             return f"{per_thread} sums a thread: expected 1 to 128"
         if config.tile_m * config.tile_n > 32768:
-            # The epilogue turns the fp32 tile in shared memory: 256 KiB at 256×256.
+            # The epilogue transposes the fp32 tile in shared memory: 256 KiB at 256×256.
             return f"tile_m={config.tile_m} tile_n={config.tile_n}: expected at most 32768 sums"
         shared = config.stages * (config.tile_m + config.tile_n) * problem.block
         if device.kind == "cuda" and shared > device.shared_bytes:

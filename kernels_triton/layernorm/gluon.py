@@ -225,7 +225,7 @@ def store_quantised(
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     pairs: gl.constexpr,
-    turned: gl.constexpr,
+    qt_layout: gl.constexpr,
 ):
     """Quantise a row of blocks, [BLOCK, RUNS, RUN], zeros beyond the matrix; write it as LAYOUT."""
     RUNS: gl.constexpr = y.shape[1]
@@ -244,9 +244,9 @@ def store_quantised(
         at = scale_ptr + (row0 // BLOCK).to(gl.int64) * blocks_n + block
         gl.store(at, scale, mask=block < blocks_n)
     if LAYOUT != "q":
-        qt = gl.convert_layout(q.permute((1, 2, 0)).reshape((RUNS * RUN, BLOCK)), turned)
-        n = col0 + gl.arange(0, RUNS * RUN, layout=gl.SliceLayout(1, turned))
-        m = row0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, turned))
+        qt = gl.convert_layout(q.permute((1, 2, 0)).reshape((RUNS * RUN, BLOCK)), qt_layout)
+        n = col0 + gl.arange(0, RUNS * RUN, layout=gl.SliceLayout(1, qt_layout))
+        m = row0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, qt_layout))
         inside = (n < N).expand_dims(1) & (m < M).expand_dims(0)
         gl.store(qt_ptr + ((n.to(gl.int64) * M).expand_dims(1) + m.expand_dims(0)), qt, mask=inside)
         at = scale_t_ptr + block.to(gl.int64) * blocks_m + row0 // BLOCK
@@ -336,7 +336,7 @@ def normalise_kernel(
     WHOLE: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
-    turned: gl.constexpr,
+    qt_layout: gl.constexpr,
 ):
     """y = (x − mean)·rstd·weight + bias of a row of blocks, the last row of them first.
 
@@ -373,7 +373,7 @@ def normalise_kernel(
         LAYOUT,
         STOCHASTIC,
         pairs,
-        turned,
+        qt_layout,
     )
 
 
@@ -527,7 +527,7 @@ def gradient_kernel(
     WHOLE: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
-    turned: gl.constexpr,
+    qt_layout: gl.constexpr,
 ):
     """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row of them first."""
     row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
@@ -564,5 +564,5 @@ def gradient_kernel(
         LAYOUT,
         STOCHASTIC,
         pairs,
-        turned,
+        qt_layout,
     )

@@ -96,7 +96,7 @@ def _tile(problem: Any, config: LayerNormConfig) -> dict[str, Any]:
         "WHOLE": problem.m % block == 0 and problem.n % config.tile_n == 0,
         "layout": gluon.run_layout(*shape, RUN, config.warps, across),
         "pairs": gluon.run_layout(*shape, 2, config.warps, across),
-        "turned": gl.BlockedLayout(
+        "qt_layout": gl.BlockedLayout(
             [1, RUN], [32 * RUN // block, block // RUN], [config.warps, 1], [1, 0]
         ),
         "num_warps": config.warps,

@@ -78,7 +78,7 @@ def forward_kernel(
     sums: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
-    turned: gl.constexpr,
+    qt_layout: gl.constexpr,
 ):
     """Write rstd and y = x·rstd·weight of a row of blocks; a run's squares add up as integers."""
     SUM_WIDTH: gl.constexpr = SUM_RUNS * RUN
@@ -127,7 +127,7 @@ def forward_kernel(
             LAYOUT,
             STOCHASTIC,
             pairs,
-            turned,
+            qt_layout,
         )
 
 
@@ -159,7 +159,7 @@ def backward_kernel(
     sums: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
-    turned: gl.constexpr,
+    qt_layout: gl.constexpr,
 ):
     """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, and its Σ dy·x̂.
 
@@ -217,7 +217,7 @@ def backward_kernel(
             LAYOUT,
             STOCHASTIC,
             pairs,
-            turned,
+            qt_layout,
         )
 
 

@@ -123,6 +123,8 @@ def _options(problem: Any, config: RmsNormConfig) -> dict[str, Any]:
         "sums": _layout(block, config.sum_n, RUN, warps),
         "layout": _layout(block, config.tile_n, RUN, warps),
         "pairs": _layout(block, config.tile_n, 2, warps),
-        "turned": gl.BlockedLayout([1, RUN], [32 * RUN // block, block // RUN], [warps, 1], [1, 0]),
+        "qt_layout": gl.BlockedLayout(
+            [1, RUN], [32 * RUN // block, block // RUN], [warps, 1], [1, 0]
+        ),
         "num_warps": warps,
     }
