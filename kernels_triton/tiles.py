@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Config, ceil_div
+from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
 
 
@@ -128,6 +128,11 @@ def store_tile(ptr, tile, row0, col0, M, N, stride):
     cols = col0 + tl.arange(0, tile.shape[1])
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     tl.store(ptr + offsets, tile, mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+def quantised(outputs: Tensors) -> list[Any]:
+    """Return codes, scales and their transposes for `store_quantised`, None for those not asked."""
+    return [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
 
 
 @triton.jit

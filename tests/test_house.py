@@ -165,9 +165,6 @@ NAMED = {
     # Kernels that share device code with another op's.
     "kernels_triton/add/__init__.py": ["quantize"],
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
-    "kernels_triton/rmsnorm/gluon.py": ["layernorm"],
-    "kernels_triton/rmsnorm/kernel.py": ["layernorm"],
-    "kernels_triton/rmsnorm/portable.py": ["layernorm"],
     "kernels_triton/swiglu/__init__.py": ["gelu"],
     # Ops that are defined by another: what it allows for statistics, how many rows it keeps. And a
     # peer and a field that have an op's name.

@@ -31,6 +31,7 @@ from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
     load_tile,
+    quantised,
     store_quantised,
     store_tile,
     tile_origin,
@@ -264,8 +265,7 @@ class TritonAdd(TritonKernel):
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
         m, n = problem.m, problem.n
         bands, across = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
-        quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
-        # Three tiles of 8 warps fit an SM at 80, two at 128; 64 elements a thread need the latter.
+        # Three tiles of 8 warps fit an SM at 80, two at 128; 64 elements per thread need 128.
         each = config.tile_m * config.tile_n // (32 * config.warps)
         registers = 80 if each <= 32 else 128
         options = {
@@ -286,7 +286,7 @@ class TritonAdd(TritonKernel):
                 y,
                 y_scale,
                 outputs["dx"],
-                *quantised,
+                *quantised(outputs),
                 inputs.get("seed"),
                 m,
                 n,
@@ -303,7 +303,7 @@ class TritonAdd(TritonKernel):
             y,
             y_scale,
             outputs["sum"],
-            *quantised,
+            *quantised(outputs),
             outputs["mean"],
             outputs["rstd"],
             partial,

@@ -14,7 +14,7 @@ from jetfire.core.device import Device
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason
+from jetfire.kernels_triton.tiles import device_reason, quantised
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +110,7 @@ class GluonGemm(TritonKernel):
             inputs["b_scale"],
             inputs.get("bias"),
             outputs.get("c"),
-            outputs.get("q"),
-            outputs.get("scale"),
-            outputs.get("qt"),
-            outputs.get("scale_t"),
+            *quantised(outputs),
             inputs.get("seed"),
             problem.m,
             problem.n,

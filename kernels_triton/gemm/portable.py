@@ -13,7 +13,7 @@ from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
 from jetfire.kernels_triton.common import quantize_tile, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, store_quantised, store_tile
+from jetfire.kernels_triton.tiles import device_reason, quantised, store_quantised, store_tile
 
 
 @dataclass(frozen=True)
@@ -215,10 +215,7 @@ class TritonGemm(TritonKernel):
             inputs["b_scale"],
             inputs.get("bias"),
             outputs.get("c"),
-            outputs.get("q"),
-            outputs.get("scale"),
-            outputs.get("qt"),
-            outputs.get("scale_t"),
+            *quantised(outputs),
             inputs.get("seed"),
             problem.m,
             problem.n,

@@ -11,8 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.kernels_triton.gluon_rows import qt_layout, run_layout
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.layernorm import gluon
+from jetfire.kernels_triton.tiles import quantised
 
 RUN = 16
 # A warp of the backward sums: rows and runs of a step, and registers. With 128 it spilled nothing
@@ -94,17 +96,11 @@ def _tile(problem: Any, config: LayerNormConfig) -> dict[str, Any]:
         "LAYOUT": problem.layout,
         "STOCHASTIC": problem.rounding == "stochastic",
         "WHOLE": problem.m % block == 0 and problem.n % config.tile_n == 0,
-        "layout": gluon.run_layout(*shape, RUN, config.warps, across),
-        "pairs": gluon.run_layout(*shape, 2, config.warps, across),
-        "qt_layout": gl.BlockedLayout(
-            [1, RUN], [32 * RUN // block, block // RUN], [config.warps, 1], [1, 0]
-        ),
+        "layout": run_layout(*shape, RUN, config.warps, across),
+        "pairs": run_layout(*shape, 2, config.warps, across),
+        "qt_layout": qt_layout(block, config.warps),
         "num_warps": config.warps,
     }
-
-
-def _quantised(outputs: Tensors) -> list[torch.Tensor | None]:
-    return [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
 
 
 def _grid(problem: Any, config: LayerNormConfig) -> tuple[int, int]:
@@ -128,7 +124,7 @@ def _forward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: Te
             R=config.rows,
             RUNS=runs,
             BLOCK=problem.block,
-            layout=gluon.run_layout(config.rows, runs, RUN, 1, 32),
+            layout=run_layout(config.rows, runs, RUN, 1, 32),
             num_warps=1,
         )
     gluon.normalise_kernel[_grid(problem, config)](
@@ -139,7 +135,7 @@ def _forward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: Te
         mean,
         rstd,
         inputs.get("seed"),
-        *_quantised(outputs),
+        *quantised(outputs),
         *sizes,
         **_tile(problem, config),
     )
@@ -171,7 +167,7 @@ def _backward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: T
         BLOCK=problem.block,
         num_warps=1,
         maxnreg=STEP_REGISTERS,
-        layout=gluon.run_layout(STEP_ROWS, STEP_RUNS, RUN, 1, STEP_RUNS),
+        layout=run_layout(STEP_ROWS, STEP_RUNS, RUN, 1, STEP_RUNS),
     )
     wide, parts, warps = 32, 32, 8
     row_programs = ceil_div(m, wide)
@@ -202,7 +198,7 @@ def _backward(problem: Any, config: LayerNormConfig, inputs: Tensors, outputs: T
         rstd,
         *slope_offset,
         inputs.get("seed"),
-        *_quantised(outputs),
+        *quantised(outputs),
         *sizes,
         **_tile(problem, config),
     )

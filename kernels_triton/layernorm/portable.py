@@ -11,46 +11,19 @@ import triton.language as tl
 
 from jetfire.core.contract import Tensors, ceil_div
 from jetfire.core.device import Device
-from jetfire.kernels_triton.common import quantize_tile, spread
+from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
-    load_tile,
+    quantised,
     store_quantised,
     tile_origin,
     tile_reason,
 )
 
 ROWS = 8  # that a program reduces
-
-
-@triton.jit
-def load_values(
-    q_ptr,
-    scale_ptr,
-    row0,
-    col0,
-    M,
-    N,
-    stride,
-    scale_stride,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Dequantised values [R, C]; rows of one row of blocks, or whole rows of blocks."""
-    q = load_tile(q_ptr, row0, col0, M, N, stride, R, C).to(tl.float32)
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
-    DOWN: tl.constexpr = (R + BLOCK - 1) // BLOCK
-    scale = load_tile(
-        scale_ptr, row0 // BLOCK, col0 // BLOCK, blocks_m, blocks_n, scale_stride, DOWN, C // BLOCK
-    )
-    if R >= BLOCK:
-        wide = spread(scale, BLOCK)
-    else:
-        wide = tl.reshape(tl.broadcast_to(scale[:, :, None], (1, C // BLOCK, BLOCK)), (1, C))
-    return q * wide
 
 
 @triton.jit
@@ -85,11 +58,6 @@ def statistics_kernel(
         square += difference * difference
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, tl.rsqrt(tl.sum(square, 1) / N + eps), mask=rows < M)
-
-
-@triton.jit
-def load_vector(ptr, places, size):
-    return tl.load(ptr + places, mask=places < size, other=0.0)
 
 
 @triton.jit
@@ -226,18 +194,6 @@ def gradient_kernel(
     )
 
 
-@triton.jit
-def column_sums_kernel(part_ptr, out_ptr, parts, N, C: tl.constexpr):
-    """Σ over parts, in order, of part_ptr [parts, N]."""
-    cols = tl.program_id(0) * C + tl.arange(0, C)
-    total = tl.zeros((C,), tl.float32)
-    at = part_ptr + cols
-    for _ in range(parts):
-        total += tl.load(at, mask=cols < N, other=0.0)
-        at += N
-    tl.store(out_ptr + cols, total, mask=cols < N)
-
-
 class TritonLayerNorm(TritonKernel):
     op = "layernorm"
     name = "triton"
@@ -276,10 +232,6 @@ def _by_rows(problem: Any) -> tuple[tuple[int], dict[str, Any]]:
     return (ceil_div(problem.m, ROWS),), {"R": ROWS, "C": 512, "BLOCK": problem.block}
 
 
-def _quantised(outputs: Tensors) -> list[torch.Tensor | None]:
-    return [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
-
-
 def _forward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
     x, x_scale = inputs["x"], inputs["x_scale"]
     sizes = (problem.m, problem.n, x.stride(0), x_scale.stride(0))
@@ -297,7 +249,7 @@ def _forward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors
         mean,
         rstd,
         inputs.get("seed"),
-        *_quantised(outputs),
+        *quantised(outputs),
         *sizes,
         **options,
     )
@@ -314,7 +266,7 @@ def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensor
     row_sums_kernel[grid](*given, *means, *sizes, **options)
     grid, options = _by_tile(problem, config)
     gradient_kernel[grid](
-        *given, *means, inputs.get("seed"), *_quantised(outputs), *parts, *sizes, **options
+        *given, *means, inputs.get("seed"), *quantised(outputs), *parts, *sizes, **options
     )
     for part, name in zip(parts, ("dweight", "dbias"), strict=True):
         column_sums_kernel[(ceil_div(n, 128),)](part, outputs[name], part.shape[0], n, C=128)

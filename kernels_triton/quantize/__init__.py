@@ -19,6 +19,7 @@ from jetfire.kernels_triton.tiles import (
     TileConfig,
     grid_origin,
     load_tile,
+    quantised,
     register_limit,
     register_reason,
     store_quantised,
@@ -100,10 +101,7 @@ class TritonQuantize(TritonKernel):
         x = inputs["x"]
         quantize_kernel[tile_grid(problem.m, problem.n, config)](
             x,
-            outputs.get("q"),
-            outputs.get("scale"),
-            outputs.get("qt"),
-            outputs.get("scale_t"),
+            *quantised(outputs),
             inputs.get("seed"),
             problem.m,
             problem.n,

@@ -17,6 +17,7 @@ from jetfire.kernels_triton.tiles import (
     RegisterConfig,
     grid_origin,
     load_tile,
+    quantised,
     register_limit,
     register_reason,
     store_quantised,
@@ -143,10 +144,7 @@ class TritonQuantizeQkv(TritonQuantize):
         width = problem.n
         quantize_qkv_kernel[tile_grid(problem.m, 3 * width, config)](
             *parts,
-            outputs.get("q"),
-            outputs.get("scale"),
-            outputs.get("qt"),
-            outputs.get("scale_t"),
+            *quantised(outputs),
             inputs.get("seed"),
             problem.m,
             width,

@@ -11,21 +11,18 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetfire.kernels_triton.layernorm.gluon import (
+from jetfire.kernels_triton.gluon_rows import (
     RUN,
     add_parts,
     col_places,
+    load_codes,
+    load_vector,
     row_places,
     run_places,
+    squares4,
     store_quantised,
     to_floats,
 )
-
-# The sum of four codes' squares in the first of four places.
-_SQUARES4 = gl.constexpr("""{
-dp4a.s32.s32 $0, $4, $4, 0;
-mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-}""")
 
 
 @gluon.jit
@@ -39,12 +36,6 @@ def block_row_scales(ptr, row0, runs, N, stride, BLOCK: gl.constexpr):
     """Each run's scale in the row of blocks at row0, [1, RUNS, 1]; 0 beyond the matrix."""
     at = (row0 // BLOCK).to(gl.int64) * stride + runs // BLOCK
     return gl.load(ptr + at, mask=runs < N, other=0.0)
-
-
-@gluon.jit
-def load_codes(ptr, rows, cols, M, N, stride):
-    """Codes at rows and columns, 0 beyond the matrix; 64-bit offsets."""
-    return gl.load(ptr + (rows.to(gl.int64) * stride + cols), mask=(rows < M) & (cols < N), other=0)
 
 
 @gluon.jit
@@ -89,9 +80,7 @@ def forward_kernel(
     for col0 in range(0, N, SUM_WIDTH):
         cols, runs = col_places(col0, SUM_RUNS, sums), run_places(col0, SUM_RUNS, sums)
         x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        squares = gl.inline_asm_elementwise(
-            _SQUARES4, "=r,=r,=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=4
-        )
+        squares = squares4(x)
         s = gl.sum(block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK), 2)
         # In this order a row of zeros adds 0 whatever the scale, whose square may be infinite.
         square += s * (s * gl.sum(squares, 2).to(gl.float32))
@@ -107,7 +96,7 @@ def forward_kernel(
         col0 = last - back
         cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
         x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        weight = gl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+        weight = load_vector(weight_ptr, cols, N)
         s = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
         y = to_floats(x) * finite(s * rstd) * weight
         store_quantised(
@@ -176,7 +165,7 @@ def backward_kernel(
         cols, runs = col_places(col0, SUM_RUNS, sums), run_places(col0, SUM_RUNS, sums)
         x = load_codes(x_ptr, rows, cols, M, N, x_stride)
         dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
-        weight = gl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+        weight = load_vector(weight_ptr, cols, N)
         x_scale = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
         dy_scale = block_row_scales(dy_scale_ptr, row0, runs, N, dy_scale_stride, BLOCK)
         product = to_floats(x) * to_floats(dy)
@@ -195,7 +184,7 @@ def backward_kernel(
         cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
         x = load_codes(x_ptr, rows, cols, M, N, x_stride)
         dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
-        weight = gl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+        weight = load_vector(weight_ptr, cols, N)
         x_scale = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
         dy_scale = block_row_scales(dy_scale_ptr, row0, runs, N, dy_scale_stride, BLOCK)
         of_x = to_floats(x) * (x_scale * rstd * slope)

@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.kernels_triton.gluon_rows import qt_layout, run_layout
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.layernorm.gluon import run_layout
 from jetfire.kernels_triton.rmsnorm import gluon
+from jetfire.kernels_triton.tiles import quantised
 
 RUN = 16
 # Of the launch that adds up columns: parts at once, columns of a program and its warps.
@@ -77,18 +78,24 @@ class GluonRmsNorm(TritonKernel):
     ) -> None:
         m, n, x = problem.m, problem.n, inputs["x"]
         down = ceil_div(m, problem.block)
-        quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
         given = [inputs[name] for name in ("x", "x_scale", "dy", "dy_scale") if name in inputs]
         sizes = (m, n, *(tensor.stride(0) for tensor in given))
         weight, seed, options = inputs["weight"], inputs.get("seed"), _options(problem, config)
         if problem.mode == "fwd":
             gluon.forward_kernel[(down,)](
-                *given, weight, seed, *quantised, outputs["rstd"], *sizes, problem.eps, **options
+                *given,
+                weight,
+                seed,
+                *quantised(outputs),
+                outputs["rstd"],
+                *sizes,
+                problem.eps,
+                **options,
             )
             return
         parts = torch.empty((down, n), dtype=torch.float32, device=x.device)
         gluon.backward_kernel[(down,)](
-            *given, weight, inputs["rstd"], seed, *quantised, parts, *sizes, **options
+            *given, weight, inputs["rstd"], seed, *quantised(outputs), parts, *sizes, **options
         )
         gluon.columns_kernel[(ceil_div(n, COLUMNS),)](
             parts,
@@ -123,8 +130,6 @@ def _options(problem: Any, config: RmsNormConfig) -> dict[str, Any]:
         "sums": _layout(block, config.sum_n, RUN, warps),
         "layout": _layout(block, config.tile_n, RUN, warps),
         "pairs": _layout(block, config.tile_n, 2, warps),
-        "qt_layout": gl.BlockedLayout(
-            [1, RUN], [32 * RUN // block, block // RUN], [warps, 1], [1, 0]
-        ),
+        "qt_layout": qt_layout(block, warps),
         "num_warps": warps,
     }

@@ -13,12 +13,14 @@ from jetfire.core.contract import Tensors, ceil_div
 from jetfire.core.device import Device
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.layernorm.portable import (
-    column_sums_kernel,
-    load_values,
-    load_vector,
+from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector
+from jetfire.kernels_triton.tiles import (
+    TILE_SPACE,
+    TileConfig,
+    quantised,
+    store_quantised,
+    tile_reason,
 )
-from jetfire.kernels_triton.tiles import TILE_SPACE, TileConfig, store_quantised, tile_reason
 
 
 @triton.jit
@@ -173,7 +175,6 @@ class TritonRmsNorm(TritonKernel):
         m, n, x = problem.m, problem.n, inputs["x"]
         backward = problem.mode == "bwd"
         down = ceil_div(m, config.tile_m)
-        quantised = [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
         given = [inputs[name] for name in ("x", "x_scale", "dy", "dy_scale") if name in inputs]
         sizes = (m, n, *(tensor.stride(0) for tensor in given))
         options = {
@@ -189,11 +190,11 @@ class TritonRmsNorm(TritonKernel):
         if not backward:
             rstd = outputs["rstd"]
             forward_kernel[(down,)](
-                *given, weight, seed, *quantised, rstd, *sizes, problem.eps, **options
+                *given, weight, seed, *quantised(outputs), rstd, *sizes, problem.eps, **options
             )
             return
         parts = torch.empty((down, n), dtype=torch.float32, device=x.device)
         backward_kernel[(down,)](
-            *given, weight, inputs["rstd"], seed, *quantised, parts, *sizes, **options
+            *given, weight, inputs["rstd"], seed, *quantised(outputs), parts, *sizes, **options
         )
         column_sums_kernel[(ceil_div(n, 128),)](parts, outputs["dweight"], down, n, C=128)

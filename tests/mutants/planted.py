@@ -271,7 +271,7 @@ ON_A_GPU = (
         {"m": 129, "n": 32}, MISSING, 300,
     ),
     Mutant(
-        "last-part", "tile", "layernorm", "gluon", f"{TRITON}/layernorm/gluon.py",
+        "last-part", "tile", "layernorm", "gluon", f"{TRITON}/gluon_rows.py",
         "for first in range(0, parts, P):", "for first in range(0, 1, P):",
         {"m": 2049, "n": 8193}, WRONG, 2048,
     ),
