@@ -1,1 +1,1 @@
-"""Triton kernels: one folder an op, each with a `KERNELS` tuple."""
+"""Triton kernels: one folder per op, each with a `KERNELS` tuple."""

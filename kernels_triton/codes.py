@@ -1,6 +1,6 @@
 """Conversions between packed INT8 codes and floats without the conversion unit.
 
-I2F and F2I issue 16 lanes a clock an SM on Hopper, as ex2 and rcp do; four of these an element
+I2F and F2I issue 16 lanes per clock and SM on Hopper, as ex2 and rcp do; four of these per element
 would bind an INT8 elementwise kernel to half the bandwidth. Byte permutes and fp32 additions do the
 same work at 64 and 128 lanes.
 """
@@ -78,7 +78,7 @@ prmt.b32 $0, low, high, 0x5410;
 
 @triton.jit
 def codes_to_floats(q):
-    """int8 to fp32."""
+    """Convert int8 to fp32."""
     if INTERPRETED:
         return q.to(tl.float32)
     return tl.inline_asm_elementwise(
@@ -88,7 +88,7 @@ def codes_to_floats(q):
 
 @triton.jit
 def codes_to_index(q, block):
-    """q + 128 + 256·block, from int8 and int32."""
+    """Return q + 128 + 256·block, of int8 and int32."""
     if INTERPRETED:
         return q.to(tl.int32) + 128 + 256 * block
     return tl.inline_asm_elementwise(
@@ -98,7 +98,7 @@ def codes_to_index(q, block):
 
 @triton.jit
 def codes_nearest(x, multiplier):
-    """rint(x·multiplier) as int8, the product rounded once; for finite |x·multiplier| ≤ 127."""
+    """Return rint(x·multiplier) as int8, rounded once; |x·multiplier| must be 127 at most."""
     if INTERPRETED:
         return ((x * multiplier + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
     return tl.inline_asm_elementwise(
@@ -108,9 +108,9 @@ def codes_nearest(x, multiplier):
 
 @triton.jit
 def draws_128(w0, w1, w2, w3):
-    """128 + u for the eight draws u in [0, 1) of each four Philox words: fp32 [words…, 8].
+    """Return 128 + u for the eight draws u in [0, 1) of each four Philox words: fp32 [words…, 8].
 
-    Sixteen bits under the exponent of 128: one byte permute a draw.
+    Sixteen bits go under the exponent of 128: one byte permute per draw.
     """
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     if INTERPRETED:
@@ -129,9 +129,9 @@ def draws_128(w0, w1, w2, w3):
 
 @triton.jit
 def codes_stochastic(x, multiplier, draws):
-    """floor(x·multiplier + u) as int8, the sum rounded to 2^-16; draws are 128 + u.
+    """Return floor(x·multiplier + u) as int8, the sum rounded to 2^-16; draws are 128 + u.
 
-    For |x·multiplier| < 127: at -127 and a little more the floor would be -128.
+    |x·multiplier| must be below 127: at -127 the floor of a product rounded down would be -128.
     """
     if INTERPRETED:
         return tl.floor(tl.fma(x, multiplier, draws) - 128.0).to(tl.int8)
@@ -147,7 +147,7 @@ def codes_stochastic(x, multiplier, draws):
 
 @triton.jit
 def exp2_fast(x):
-    """2^x, to 2 units in the last place; results below 2^-126 are 0."""
+    """Return 2^x, to 2 units in the last place; results below 2^-126 are 0."""
     if INTERPRETED:
         return tl.exp2(tl.minimum(x, 127.0))  # NumPy warns of what overflows
     return tl.inline_asm_elementwise(
@@ -157,7 +157,7 @@ def exp2_fast(x):
 
 @triton.jit
 def reciprocal_fast(x):
-    """1/x, to 1 unit in the last place; results below 2^-126 are 0."""
+    """Return 1/x, to 1 unit in the last place; results below 2^-126 are 0."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(

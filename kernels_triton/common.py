@@ -1,4 +1,4 @@
-"""What the Triton kernels share: block quantisation of a tile, random bits, rounding."""
+"""Functions that the Triton kernels share: block quantisation of a tile, random bits, rounding."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STREAM_DROPOUT = tl.constexpr(1)
 
 @triton.jit
 def max_nan(a, b):
-    """The larger of two, NaN if either is: one FMNMX.NAN, as cheap as the max that drops NaN."""
+    """Return the larger of two, NaN if either is: one FMNMX.NAN, as cheap as dropping it."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def block_reduce_amax(x, BLOCK: tl.constexpr):
-    """max|x| of each BLOCK×BLOCK block of a tile: [R, C] → [R/BLOCK, C/BLOCK].
+    """Return max|x| of each BLOCK×BLOCK block of a tile: [R, C] → [R/BLOCK, C/BLOCK].
 
-    NaN or ∞ where a block holds NaN; `block_scales` treats them alike.
+    It is NaN or ∞ where a block holds NaN; `block_scales` treats them alike.
     """
     blocks = tl.reshape(tl.abs(x), (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
     if INTERPRETED:
@@ -36,7 +36,7 @@ def block_reduce_amax(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def spread(blocks, BLOCK: tl.constexpr):
-    """Each block's value at each of its elements: [R/BLOCK, C/BLOCK] → [R, C]."""
+    """Repeat each block's value at each of its elements: [R/BLOCK, C/BLOCK] → [R, C]."""
     wide = tl.broadcast_to(
         blocks[:, None, :, None], (blocks.shape[0], BLOCK, blocks.shape[1], BLOCK)
     )
@@ -45,10 +45,10 @@ def spread(blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def divide(a, b):
-    """a/b in fp32, correctly rounded; both and every step of it normal, or it is not.
+    """Return a/b in fp32, correctly rounded where both and every step between are normal numbers.
 
-    One Newton step on the reciprocal and one on the quotient, as `div.rn` does it in range; without
-    the branch that `div.rn` adds for what is out of range.
+    It takes one Newton step on the reciprocal and one on the quotient, as `div.rn` does in range,
+    without the branch that `div.rn` adds for what is out of range.
     """
     if INTERPRETED:
         return tl.div_rn(a, b)
@@ -62,9 +62,9 @@ def divide(a, b):
 
 @triton.jit
 def block_scales(amax):
-    """Scale and multiplier of a block: amax/127 and 127/amax, correctly rounded.
+    """Return a block's scale and multiplier: amax/127 and 127/amax, correctly rounded.
 
-    0 and 0 below 2^-100; NaN and 0 where the block holds NaN or ±Inf.
+    Both are 0 below 2^-100. Where the block holds NaN or ±Inf they are NaN and 0.
     """
     zero = amax < TINY
     usable = (amax < float("inf")) & (amax >= TINY)
@@ -79,7 +79,7 @@ def block_scales(amax):
 
 @triton.jit
 def to_float(x, dtype: tl.constexpr):
-    """An fp32 tensor as another float dtype, ties to even; the interpreter's own cast truncates."""
+    """Convert fp32 to another float dtype, ties to even; the interpreter's own cast truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -89,10 +89,10 @@ def to_float(x, dtype: tl.constexpr):
 
 @triton.jit
 def philox_words(seed, c0, c1, stream: tl.constexpr):
-    """The four words of Philox at counters (c0, c1, 0, stream), uint32 of one shape each.
+    """Return the four words of Philox at counters (c0, c1, 0, stream), uint32 of one shape each.
 
-    As jetfire.reference.philox. A product is taken in 64 bits: one IMAD.WIDE where `tl.philox`
-    takes an IMAD and an IMAD.HI.
+    They are those of jetfire.reference.philox. A product is taken in 64 bits: one
+    IMAD.WIDE where `tl.philox` takes an IMAD and an IMAD.HI.
     """
     key = seed.to(tl.uint64)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -112,11 +112,12 @@ def philox_words(seed, c0, c1, stream: tl.constexpr):
 
 @triton.jit
 def random_words(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """Philox words for the tile at (row0, col0), uint32 [R, C/16, 2, 2, 2] in element order.
+    """Return Philox words for the tile at (row0, col0): uint32 [R, C/16, 2, 2, 2], element order.
 
-    The bits of jetfire.reference.philox.random_u16: each word's low half is for one element and
-    its high half for the next. col0 and C must be multiples of 16: a thread makes two calls in a
-    row, for as many elements as it loads or stores of INT8, so that no bits move between threads.
+    The bits are those of jetfire.reference.philox.random_u16: each word's low half is for one
+    element and its high half for the next. col0 and C must be multiples of 16: a thread makes two
+    calls in a row, for as many elements as it loads or stores of INT8, so that no bits move between
+    threads.
     """
     groups = (col0 // 8 + 2 * tl.arange(0, C // 16)).to(tl.uint32)
     rows = (row0 + tl.arange(0, R)).to(tl.uint32)
@@ -130,9 +131,9 @@ def random_words(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.
 
 @triton.jit
 def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.constexpr):
-    """Sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
+    """Return sixteen random bits for each element of the tile at (row0, col0), as int32 [R, C].
 
-    The same bits as jetfire.reference.philox.random_u16; col0 and C as for `random_words`.
+    The bits are those of jetfire.reference.philox.random_u16; col0 and C as for `random_words`.
     """
     words = random_words(seed, row0, col0, R, C, stream)
     halves = tl.join(words & 0xFFFF, words >> 16)
@@ -141,7 +142,7 @@ def random_u16(seed, row0, col0, R: tl.constexpr, C: tl.constexpr, stream: tl.co
 
 @triton.jit
 def round_to_codes(p, multiplier, BLOCK: tl.constexpr, DOWN: tl.constexpr):
-    """p, in [-127.5, 128), to int8: rint, or floor; 0 in a block whose multiplier is 0.
+    """Round p, in [-127.5, 128), to int8, to nearest or DOWN; 0 in a block whose multiplier is 0.
 
     Adding 1.5·2^23 leaves the rounded integer in the low bits, at the rate of an FADD where F2I
     takes four times as long. What a block of multiplier 0 holds may be NaN: its codes are masked,
@@ -184,7 +185,7 @@ def round_to_codes(p, multiplier, BLOCK: tl.constexpr, DOWN: tl.constexpr):
 
 @triton.jit
 def tile_codes(x, multiplier, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes int8 [R, C] of an fp32 tile whose blocks have these multipliers [R/BLOCK, C/BLOCK].
+    """Return codes, int8 [R, C], of an fp32 tile whose blocks have multipliers [R/BLOCK, C/BLOCK].
 
     Compile with enable_fp_fusion=False: the product and the addition of the draw round apart.
     """
@@ -199,7 +200,7 @@ def tile_codes(x, multiplier, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC:
 
 @triton.jit
 def quantize_tile(x, seed, row0, col0, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes int8 [R, C] and scales fp32 [R/BLOCK, C/BLOCK] of an fp32 tile padded with zeros.
+    """Return codes int8 [R, C] and scales fp32 [R/BLOCK, C/BLOCK] of a tile padded with zeros.
 
     Compile with enable_fp_fusion=False, as for `tile_codes`.
     """

@@ -28,7 +28,7 @@ from jetfire.core.machine_code import Cubin
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that a kernel would have made.
+    """A launch that a kernel would have made.
 
     Attributes:
         compiled: Triton's compiled kernel.
@@ -62,7 +62,7 @@ class _CompileOnlyDriver:
 
 @contextmanager
 def _compiling(capability: tuple[int, int], found: list[Launch]) -> Iterator[None]:
-    """Within, `fn[grid](…)` compiles for the capability, appends to `found`, launches nothing."""
+    """Have `fn[grid](…)` compile for the capability and append to `found`, but launch nothing."""
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def _compiling(capability: tuple[int, int], found: list[Launch]) -> Iterator[Non
 def record_launches(
     op_name: str, kernel_name: str, problem: Any, config: Any, capability: tuple[int, int]
 ) -> tuple[list[Launch], Tensors]:
-    """Every launch that one call makes, in order, and the (meta) tensors it was called with.
+    """Return every launch that one call makes, in order, and the (meta) tensors of the call.
 
     Raises:
         UsageError: the config is illegal on that architecture, or Triton is interpreted here.
@@ -106,6 +106,6 @@ def record_launches(
 
 
 def cubin_of(compiled: Any) -> Cubin:
-    """One of Triton's compiled kernels as machine code."""
+    """Return the machine code of one of Triton's compiled kernels."""
     metadata = compiled.metadata
     return Cubin(metadata.name, compiled.asm["cubin"], metadata.shared, metadata.num_warps)

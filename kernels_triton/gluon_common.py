@@ -1,4 +1,4 @@
-"""What the Gluon kernels share, as `common` does for the Triton ones."""
+"""Functions that the Gluon kernels share, as those in `common` are shared by the Triton ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jetfire.kernels_triton.common import ROUNDS
 
 @gluon.jit
 def max_nan(a, b):
-    """The larger of two, NaN if either is."""
+    """Return the larger of two, NaN if either is."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
 def philox_words(seed, c0, c1, c2, c3):
-    """Philox words at counters (c0, c1, c2, c3), the order of `random_u16` kept by nested joins.
+    """Return Philox words at counters (c0, c1, c2, c3): [..., 2, 2] of words 0, 1, 2, 3.
 
-    As jetfire.reference.philox: [..., 2, 2] of words 0, 1, 2, 3.
+    They are those of jetfire.reference.philox; nested joins keep the order of its `random_u16`.
     """
     key = seed.to(gl.uint64)
     k0, k1 = key.to(gl.uint32), (key >> 32).to(gl.uint32)

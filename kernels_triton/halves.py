@@ -1,7 +1,7 @@
-"""max|x| of 16-bit floats two at a time, and their widening without shuffles of halves.
+"""Magnitudes of 16-bit floats, compared two at a time; their widening without shuffles of halves.
 
-A tile stays packed until its scale is known, so a thread holds two elements a register while it
-waits: 60 registers at 64 elements a thread, where converting first takes 92.
+A tile stays packed until its scale is known, so a thread holds two elements per register while
+it waits: 60 registers at 64 elements per thread, where converting first takes 92.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WIDEN_BF16 = tl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }"
 
 @triton.jit
 def widen(x):
-    """A float tile as fp32: one instruction an element."""
+    """Convert a float tile to fp32: one instruction per element."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     return tl.inline_asm_elementwise(
@@ -45,7 +45,7 @@ def _pairs(asm: tl.constexpr, a, b):
 
 @triton.jit
 def _halve(x, asm: tl.constexpr):
-    """The upper half of each block's rows combined with the lower: [K, B, C] → [K, B/2, C]."""
+    """Combine the upper half of each block's rows with the lower: [K, B, C] → [K, B/2, C]."""
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
     low, high = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     return _pairs(asm, low, high)
@@ -53,9 +53,9 @@ def _halve(x, asm: tl.constexpr):
 
 @triton.jit
 def tile_amax(x, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
-    """max|x| of each block of a float tile, fp32: [R, C] → [R/BLOCK, C/BLOCK].
+    """Return max|x| of each block of a float tile, fp32: [R, C] → [R/BLOCK, C/BLOCK].
 
-    NaN or ∞ where a block holds NaN. `HALVINGS` row halvings are done packed, in registers.
+    It is NaN or ∞ where a block holds NaN. `HALVINGS` row halvings are done packed, in registers.
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]

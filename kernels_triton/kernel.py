@@ -1,4 +1,4 @@
-"""What every Triton kernel is, beside what it computes."""
+"""The base class of Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jetfire.core.machine_code import Cubin
 
 
 class TritonKernel(Kernel):
-    """A kernel whose machine code is of what its own `launch` would have Triton launch."""
+    """A kernel whose machine code is what its own `launch` would have Triton compile."""
 
     def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin]:
         from jetfire.kernels_triton.crosscompile import cubin_of, record_launches

@@ -1,4 +1,4 @@
-"""What the elementwise Triton kernels share: a tile a program, its legality, masked access."""
+"""Tiles of the elementwise Triton kernels, one per program: configs, legality, masked access."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TileConfig(Config):
 
 @dataclass(frozen=True)
 class RegisterConfig(TileConfig):
-    """A tile whose programs take at most `registers` registers a thread, so that more run at once.
+    """A tile whose programs take at most `registers` registers per thread, so more run at once.
 
     Below what a tile needs the compiler spills: slower, not wrong.
     """
@@ -41,7 +41,7 @@ REGISTER_SPACE: dict[str, Sequence[Any]] = {**TILE_SPACE, "registers": (48, 56, 
 
 
 def device_reason(device: Device) -> str | None:
-    """Why Triton kernels do not run on a device, or None."""
+    """Return why Triton kernels do not run on a device, or None."""
     if device.kind == "cpu":
         return None if device.interpreted else "needs a CUDA device, or TRITON_INTERPRET=1"
     if device.capability is not None and device.capability < (8, 0):
@@ -52,7 +52,7 @@ def device_reason(device: Device) -> str | None:
 def tile_reason(
     m: int, n: int, block: int, config: TileConfig, device: Device, most: int = 64
 ) -> str | None:
-    """Why a tile config is illegal for an m×n problem, or None; `most` elements a thread."""
+    """Return why a tile of at most `most` elements per thread is illegal for m×n, or None."""
     if (reason := device_reason(device)) is not None:
         return reason
     for name in ("tile_m", "tile_n"):
@@ -63,21 +63,21 @@ def tile_reason(
         return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
     per_thread = config.tile_m * config.tile_n // (32 * config.warps)
     if not 1 <= per_thread <= most:
-        return f"{per_thread} elements a thread: expected 1 to {most}"
+        return f"{per_thread} elements per thread: expected 1 to {most}"
     if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**31:
         return "more than 2^31 tiles: expected larger tiles"
     return None
 
 
 def register_limit(config: RegisterConfig) -> dict[str, int]:
-    """The launch option of a limit; none at 255, which a tile of 16 warps could not have."""
+    """Return the launch option of a limit; none at 255, which a tile of 16 warps could not have."""
     return {"maxnreg": config.registers} if config.registers < 255 else {}
 
 
 def register_reason(
     m: int, n: int, block: int, config: RegisterConfig, device: Device
 ) -> str | None:
-    """`tile_reason`, and why the register limit is illegal."""
+    """Return `tile_reason`, or why the register limit is illegal."""
     # ptxas takes 24 at the least; 255 is the most that a thread can have.
     if not 24 <= config.registers <= 255:
         return f"registers={config.registers}: expected 24 to 255"
@@ -88,14 +88,14 @@ def register_reason(
 
 @triton.jit
 def tile_origin(N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """First row and column of this program's tile, tiles numbered along rows."""
+    """Return first row and column of this program's tile, tiles numbered along rows."""
     across = tl.cdiv(N, TILE_N)
     pid = tl.program_id(0)
     return pid // across * TILE_M, pid % across * TILE_N
 
 
 def tile_grid(m: int, n: int, config: TileConfig) -> tuple[int, int, int]:
-    """The launch grid whose programs find their tile by `grid_origin`, without a division.
+    """Return the launch grid whose programs find their tile by `grid_origin`, without a division.
 
     Tiles along a row are neighbours in launch order; CUDA takes at most 65535 along y, so rows of
     tiles go on along z, where the last may lie beyond the matrix.
@@ -107,14 +107,14 @@ def tile_grid(m: int, n: int, config: TileConfig) -> tuple[int, int, int]:
 
 @triton.jit
 def grid_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """First row and column of this program's tile in a `tile_grid`."""
+    """Return first row and column of this program's tile in a `tile_grid`."""
     row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     return row * TILE_M, tl.program_id(0) * TILE_N
 
 
 @triton.jit
 def load_tile(ptr, row0, col0, M, N, stride, R: tl.constexpr, C: tl.constexpr):
-    """The R×C tile at (row0, col0) of an M×N matrix, zeros beyond its edges; 64-bit offsets."""
+    """Load the R×C tile at (row0, col0) of an M×N matrix, 0 beyond its edges; 64-bit offsets."""
     rows = row0 + tl.arange(0, R)
     cols = col0 + tl.arange(0, C)
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]

@@ -225,7 +225,7 @@ def test_what_is_refused():
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (
         ((3, 512, 4, 8), "tile_m=3"), ((4, 16, 4, 8), "tile_n=16"), ((4, 512, 3, 8), "warps=3"),
-        ((4, 4096, 4, 8), "128 elements a thread"), ((1, 128, 4, 8), "1 elements a thread"),
+        ((4, 4096, 4, 8), "128 elements per thread"), ((1, 128, 4, 8), "1 elements per thread"),
         ((4, 512, 4, 0), "waves=0"),
     ):  # fmt: skip
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)

@@ -196,7 +196,7 @@ def test_what_is_refused():
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (
         ((256, 1), "tile_n=256"), ((1000, 4), "tile_n=1000"), ((512, 3), "warps=3"),
-        ((512, 4), "4 columns a thread"), ((4096, 1), "128 columns a thread"),
+        ((512, 4), "4 columns per thread"), ((4096, 1), "128 columns per thread"),
     ):  # fmt: skip
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
 

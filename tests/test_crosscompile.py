@@ -122,7 +122,7 @@ def test_every_function_that_is_launched_is_part_of_what_a_profile_was_tuned_for
 def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
     """The default configs of aligned shapes: at least one LDG and one STG for 16 bytes a thread.
 
-    An INT8 tile of 64 elements a thread in 8 loads would be one of 8 bytes each.
+    An INT8 tile of 64 elements per thread in 8 loads would be one of 8 bytes each.
     """
     for answer in audits:
         if answer["op"] in ("column_sum", "quantize", "dequantize", "transpose", "dropout"):

@@ -161,8 +161,8 @@ def test_what_is_refused():
     h200 = target_device((9, 0))
     for transpose, config, reason in (
         (False, (3, 512, 4), "tile_m=3"), (False, (16, 16, 4), "tile_n=16"),
-        (False, (16, 512, 3), "warps=3"), (False, (16, 32, 4), "4 codes a thread"),
-        (True, (4, 512, 4), "16 codes a thread"), (True, (256, 1024, 4), "2048 codes a thread"),
+        (False, (16, 512, 3), "warps=3"), (False, (16, 32, 4), "4 codes per thread"),
+        (True, (4, 512, 4), "16 codes per thread"), (True, (256, 1024, 4), "2048 codes per thread"),
         (True, (2, 2048, 1), "tile_m=2"),
     ):  # fmt: skip
         problem = OP.Problem(64, 64, transpose=transpose)

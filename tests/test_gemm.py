@@ -669,7 +669,7 @@ def test_a_config_that_cannot_run_is_refused_with_a_reason():
     hopper, ada = target_device((9, 0)), target_device((8, 9))
     for kernel, device, fields, word in (
         (triton, hopper, {"tile_m": 64}, "tile_m=64"),
-        (triton, hopper, {"tile_m": 256, "tile_n": 256}, "sums a thread"),
+        (triton, hopper, {"tile_m": 256, "tile_n": 256}, "sums per thread"),
         (triton, ada, {"stages": 5}, "shared memory"),
         (gluon, ada, {}, "sm_90"),
         (gluon, hopper, {"stages": 9}, "stages=9"),

@@ -89,7 +89,7 @@ def test_every_config_gives_the_same_bits(device, layout):
         ({"tile_n": 16}, "tile_n=16: expected a power of two that is a multiple of block=32"),
         ({"warps": 3}, "warps=3: expected 1, 2, 4, 8 or 16"),
         ({"registers": 16}, "registers=16: expected 24 to 255"),
-        ({"tile_m": 256, "tile_n": 256, "warps": 1}, "2048 elements a thread"),
+        ({"tile_m": 256, "tile_n": 256, "warps": 1}, "2048 elements per thread"),
     ],
 )
 def test_an_illegal_config_is_refused_with_its_reason(device, config, reason):

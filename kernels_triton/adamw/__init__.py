@@ -1,4 +1,4 @@
-"""AdamW and the new weight's codes: a tile a program, one pass over memory."""
+"""AdamW and the new weight's codes: one tile per program, one pass over memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class AdamwConfig(RegisterConfig):
-    """A tile of one block's rows may be done in `slices`: fewer registers a thread.
+    """Tile, warps and registers, and in how many `slices` a tile is updated.
+
+    A tile of one row of blocks may be done in slices, with fewer registers per thread.
 
     The new weights are then read again, from the L2 cache, once the block's scale is known.
     """
@@ -42,9 +44,9 @@ class AdamwConfig(RegisterConfig):
 
 @triton.jit
 def bias_correction(step, log_beta):
-    """1 − beta^step from ln(beta), in fp32 to 2^-21 relatively.
+    """Return 1 − beta^step from ln(beta), in fp32 to 2^-21 relatively.
 
-    Near 0, where 1 − e^y cancels, by the series of e^y − 1: to 1e-7 for y above −1/2.
+    Near 0, where 1 − e^y cancels, it takes the series of e^y − 1: to 1e-7 for y above −1/2.
     """
     y = tl.maximum(step * log_beta, -104.0)
     series = tl.fma(y, 1 / 5040, 1 / 720)
@@ -58,7 +60,7 @@ def bias_correction(step, log_beta):
 
 @triton.jit
 def inside(row0, col0, M, N, R: tl.constexpr, C: tl.constexpr):
-    """Which of the R×C tile at (row0, col0) lies within an M×N matrix."""
+    """Return the mask of what lies within an M×N matrix of the R×C tile at (row0, col0)."""
     rows = row0 + tl.arange(0, R)
     cols = col0 + tl.arange(0, C)
     return (rows < M)[:, None] & (cols < N)[None, :]
@@ -87,7 +89,7 @@ def updated(
     C: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """Update the R×C tile at (row0, col0) of the parameter and its moments; gives the parameter.
+    """Update the R×C tile at (row0, col0) of the parameter and its moments; return the parameter.
 
     Args:
         shrink: rate·decay.
@@ -118,7 +120,7 @@ def updated(
 
 @triton.jit
 def store_codes(ptr, tile, row0, col0, M, N):
-    """`store_tile` of int8, four at a time.
+    """Write a tile of int8, as `store_tile` does, four codes at a time.
 
     Triton gives each thread as many neighbours in the loads as in the widest of its stores, which
     would be 16, but four in a store of fp32: all that is updated would pass through shared memory.
@@ -131,7 +133,7 @@ def store_codes(ptr, tile, row0, col0, M, N):
 
 @triton.jit
 def store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT: tl.constexpr):
-    """Codes, their transpose, or both, as LAYOUT (q, qt, both) says."""
+    """Write codes, their transpose, or both, as LAYOUT (q, qt, both) says."""
     if LAYOUT != "qt":
         store_codes(q_ptr, q, row0, col0, M, N)
     if LAYOUT != "q":
@@ -250,7 +252,9 @@ def adamw_kernel(
 
 
 def scalars(problem: Any) -> list[float]:
-    """Betas as the nearest fp32, which the interpreter would not make of them; their ln; the rest.
+    """Return the kernel's scalars: betas as the nearest fp32, their logarithms, eps and decay.
+
+    The interpreter would not round the betas itself.
 
     The moments' new shares 1 − beta follow in the kernel, exactly where beta is at least a half: so
     they and the bias corrections are of the same betas.
@@ -278,7 +282,9 @@ class TritonAdamw(TritonKernel):
         return register_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:
-        """Eight elements a thread at once, of four fp32 each: three programs of 256 an SM.
+        """Return a tile of eight elements per thread at once, of four fp32 each.
+
+        Three programs of 256 threads then fit an SM.
 
         Rows that are not of whole vectors take more registers, for as many addresses.
         """
@@ -292,7 +298,7 @@ class TritonAdamw(TritonKernel):
         return {**REGISTER_SPACE, "slices": (1, 2, 4, 8)}
 
     def launch(self, problem: Any, config: AdamwConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """`outputs` hold the parameter and its moments before the step, and after it."""
+        """Step in place: `outputs` hold the parameter and its moments before it and after it."""
         grad = inputs["grad"]
         adamw_kernel[tile_grid(problem.m, problem.n, config)](
             outputs["param"],

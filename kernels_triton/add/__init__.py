@@ -1,4 +1,4 @@
-"""Residual addition, forward and backward: one tile a program, one pass over memory.
+"""Residual addition, forward and backward: one tile per program, one pass over memory.
 
 Forward also gives each row's mean and rstd: every tile leaves its rows' mean and sum of squared
 deviations, and the last tile of a band of rows to arrive combines them, in a fixed order.
@@ -41,7 +41,7 @@ from jetfire.kernels_triton.tiles import (
 
 @triton.jit
 def narrow(x):
-    """An fp32 tile as bf16; two neighbours at a time, for LLVM converts each alone."""
+    """Convert an fp32 tile to bf16, two neighbours at a time: LLVM converts each alone."""
     if INTERPRETED:
         return to_float(x, tl.bfloat16)
     return tl.inline_asm_elementwise(
@@ -97,7 +97,7 @@ def combine(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Mean and rstd of TILE_M whole rows from their tiles' means and squared deviations.
+    """Write mean and rstd of TILE_M whole rows, from their tiles' means and squared deviations.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1979, equation 2.1, for all tiles at once.
@@ -252,7 +252,7 @@ class TritonAdd(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """Of the tiles measured on an H200 at 8192×4096 and 8192×16384, the fastest at both."""
+        """Return the fastest tile at 8192×4096 and 8192×16384 on an H200, of those measured."""
         if problem.block == 128:
             return TileConfig(128, 128, 8)
         if problem.block == 64:

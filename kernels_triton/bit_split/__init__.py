@@ -1,7 +1,7 @@
-"""Bit splitting: a pass for the largest magnitude, then one for the codes, whole rows a program.
+"""Bit splitting: a pass for the largest magnitude, then one for the codes, whole rows per program.
 
-Only the unit goes from the first to the second, which takes the last rows first: of those the first
-pass has left some in L2.
+Only the unit goes from the first pass to the second. The second begins with the last rows: some of
+them are still in the L2 cache from the first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FOURTEENTH = tl.constexpr(0.0714285746216774)  # 1/14 in fp32
 
 
 def _pairs(line: str) -> str:
-    """A line of PTX for the even and the odd element of each of four pairs."""
+    """Repeat a line of PTX for the even and the odd element of each of four pairs."""
     names = [(half, i) for half in "eo" for i in range(4)]
     return "\n".join(line.format(x=f"{half}{i}", half=half, i=i) for half, i in names)
 
 
 def _pack(code: str, packed: str, squares: str, vectors: bool) -> str:
-    """Nibbles of four pairs of codes, the low bytes of `code`, and each pair's Σ codes².
+    """Write PTX that packs four pairs of codes, the low bytes of `code`, and sums their squares.
 
-    Bytes of even elements go to e, of odd ones to o. `vectors`: the pairs are of one row, so that
-    one dot product of all four will do, in the first one's place.
+    Bytes of even elements go to e, of odd ones to o. With `vectors` the pairs are of one row: one
+    dot product of all four gives Σ codes², in the first one's place.
     """
     first, *rest = places = squares.split()
     sums = f"dp4a.s32.s32 g, e, e, 0; dp4a.s32.s32 {first}, o, o, g;"
@@ -56,17 +56,17 @@ def _pack(code: str, packed: str, squares: str, vectors: bool) -> str:
 
 
 def _registers(*names: str) -> str:
-    """Declarations of a register for each element of four pairs."""
+    """Declare a PTX register for each element of four pairs."""
     return " ".join(f".reg .b32 {name}e<4>, {name}o<4>;" for name in names)
 
 
 def _operand(even: int, odd: int) -> str:
-    """Moves of the asm's operands to xe0 … xo3."""
+    """Move the asm's operands to xe0 … xo3."""
     return " ".join(f"mov.b32 xe{i}, ${even + i}; mov.b32 xo{i}, ${odd + i};" for i in range(4))
 
 
 def _nearest(vectors: bool) -> str:
-    """Adding 1.5·2^23 leaves the rounded integer in the low bits."""
+    """Write PTX that rounds to nearest: adding 1.5·2^23 leaves the integer in the low bits."""
     return (
         "{ .reg .b32 e, o, g, p;"
         + _registers("x", "h")
@@ -78,7 +78,7 @@ def _nearest(vectors: bool) -> str:
 
 
 def _split(vectors: bool) -> str:
-    """A pair's word of Philox holds the draw of the even element below that of the odd one.
+    """Write PTX that splits four pairs, each with a word of Philox: the even element's draw is low.
 
     Sixteen bits under the exponent of 128 are 128 + u; v − 14·hi + 128 + u lies in [121, 136), so
     that rounding it down onto 1.5·2^23 − 128 leaves lo there, never out of range.
@@ -110,7 +110,7 @@ _SPLIT, _SPLIT_VECTORS = (tl.constexpr(_split(vectors)) for vectors in (False, T
 
 @dataclass(frozen=True)
 class BitSplitConfig(Config):
-    """`tile_m` whole rows a program of `warps` warps, `tile_n` columns at a time.
+    """A program of `warps` warps takes `tile_m` whole rows, `tile_n` columns at a time.
 
     The first pass runs `waves` programs of as many warps on each multiprocessor.
     """
@@ -135,7 +135,7 @@ def largest_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """The unit: max|x|/most; the last program to arrive writes it.
+    """Find the unit, max|x|/most; the last program to arrive writes it.
 
     Magnitudes are compared as their bits, in which ∞ and every NaN are above all numbers.
     """
@@ -158,10 +158,10 @@ def largest_kernel(
 def load_pairs(
     x_ptr, row0, pair0, M, PAIRS, stride, R: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """The even and the odd elements of R rows of P pairs, fp32 [R, P] each; zeros beyond M×PAIRS.
+    """Load the even and the odd elements of R rows of P pairs: fp32 [R, P] each, 0 beyond M×PAIRS.
 
-    TOGETHER: a pair lies at a multiple of its size, and is loaded as one integer. So its tile has
-    the threads of the codes' bytes, which a tile of elements would not.
+    With TOGETHER a pair lies at a multiple of its size, and is loaded as one integer. The tile then
+    has the threads of the codes' bytes, which a tile of elements would not.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if not TOGETHER:
@@ -190,7 +190,7 @@ def load_pairs(
 
 @triton.jit
 def pack(even, odd):
-    """Packed codes int8 [R, P] of integers in fp32, and each pair's Σ codes²."""
+    """Return packed codes, int8 [R, P], of integers in fp32, and each pair's Σ codes²."""
     e, o = even.to(tl.int32), odd.to(tl.int32)
     packed = ((e & 15) | (o << 4)).to(tl.int8)
     return packed, e * e + o * o
@@ -198,13 +198,13 @@ def pack(even, odd):
 
 @triton.jit
 def rint(x):
-    """The nearest integer to an fp64 tensor, ties to even."""
+    """Round an fp64 tensor to the nearest integers, ties to even."""
     return x + 6755399441055744.0 - 6755399441055744.0
 
 
 @triton.jit
 def codes_nearest(even, odd, VECTORS: tl.constexpr):
-    """rint of pairs of elements in [-7.5, 7.5]: packed int8, and each pair's Σ codes²."""
+    """Round pairs of elements in [-7.5, 7.5]: packed int8, and each pair's Σ codes²."""
     if INTERPRETED:
         return pack(rint(even.to(tl.float64)), rint(odd.to(tl.float64)))
     return tl.inline_asm_elementwise(
@@ -219,7 +219,7 @@ def codes_nearest(even, odd, VECTORS: tl.constexpr):
 
 @triton.jit
 def split(v, bits):
-    """hi, and lo from draws of sixteen bits, of elements in units: integers in fp32."""
+    """Split elements in units into hi and lo, integers in fp32; draws have sixteen bits."""
     high = rint(v.to(tl.float64) * _FOURTEENTH).to(tl.float32)
     draw = 128.0 + bits.to(tl.float32) * 1.52587890625e-05
     return high, tl.floor(v + (draw - 14.0 * high)) - 128.0
@@ -227,7 +227,7 @@ def split(v, bits):
 
 @triton.jit
 def codes_split(even, odd, words, VECTORS: tl.constexpr):
-    """hi and lo of pairs of elements in units: packed int8 of each, and Σ codes² of each."""
+    """Split pairs of elements in units: packed int8 and Σ codes², for hi and for lo."""
     if INTERPRETED:
         high_even, low_even = split(even, words & 0xFFFF)
         high_odd, low_odd = split(odd, words >> 16)
@@ -311,7 +311,7 @@ class TritonBitSplit(TritonKernel):
             return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         if not 8 <= per_thread <= 64:
-            return f"{per_thread} elements a thread: expected 8 to 64"
+            return f"{per_thread} elements per thread: expected 8 to 64"
         if not 1 <= config.waves <= 64:
             return f"waves={config.waves}: expected 1 to 64"
         if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
@@ -319,7 +319,7 @@ class TritonBitSplit(TritonKernel):
         return None
 
     def default(self, problem: Any, device: Device) -> BitSplitConfig:
-        """As many columns at a time as leave an eighth of them idle at the most."""
+        """Return the widest tile of which at most an eighth of the columns is idle."""
         widths = (t for t in (1024, 512, 256) if -problem.n % t <= problem.n // 8)
         tile_n = next(widths, 128)
         return BitSplitConfig(2048 // tile_n, tile_n)

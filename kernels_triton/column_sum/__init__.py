@@ -1,4 +1,4 @@
-"""Column sums of a quantised tensor: a few rows of its transpose a program, along all of m."""
+"""Column sums of a quantised tensor: a few rows of its transpose per program, along all of m."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 
 @dataclass(frozen=True)
 class ColumnSumConfig(Config):
-    """`tile_n` columns of the tensor a program of `warps` warps, `tile_m` of its rows at a time."""
+    """A program of `warps` warps adds up `tile_n` columns, `tile_m` rows of them at a time."""
 
     tile_m: int = 2048
     tile_n: int = 4
@@ -33,9 +33,9 @@ class ColumnSumConfig(Config):
 
 @triton.jit
 def widen(q, VECTORS: tl.constexpr):
-    """Codes as int32 that have the same sum over a block.
+    """Return int32 that have the same sum over a block as the codes.
 
-    VECTORS: each thread holds whole neighbourhoods of four codes; elsewhere its four next ones may
+    With VECTORS each thread holds whole neighbourhoods of four codes; otherwise its next four may
     be of four blocks.
     """
     if INTERPRETED or not VECTORS:
@@ -59,9 +59,9 @@ def column_sum_kernel(
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Σ code·scale of TILE_N rows of qt: int32 within a block, fp32 across, in a fixed order.
+    """Write Σ code·scale of TILE_N rows of qt: int32 within a block, fp32 across, in a fixed order.
 
-    All the rows are of one row of blocks.
+    All the rows are in one row of blocks.
     """
     row0 = tl.program_id(0) * TILE_N
     blocks: tl.constexpr = TILE_M // BLOCK
@@ -101,13 +101,13 @@ class TritonColumnSum(TritonKernel):
             return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         if not 1 <= per_thread <= 128:
-            return f"{per_thread} codes a thread: expected 1 to 128"
+            return f"{per_thread} codes per thread: expected 1 to 128"
         if ceil_div(problem.n, config.tile_n) >= 2**31:
             return "more than 2^31 programs: expected a larger tile_n"
         return None
 
     def default(self, problem: Any, device: Device) -> ColumnSumConfig:
-        """At least 512 programs, about four for each of an H200's 132 SMs, where n allows."""
+        """Return a tile that makes 512 programs or more, where n allows: four per SM of an H200."""
         tile_m = min(2048, max(problem.block, triton.next_power_of_2(problem.m)))
         # Rows that do not begin at 16 bytes are loaded code by code: a register each.
         choices = (8, 4, 2) if problem.m % 16 == 0 else (2,)

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy: forward a row a program, in one pass; backward a tile of a row."""
+"""Softmax cross-entropy: one row per program and pass forward, a tile of one backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @dataclass(frozen=True)
 class CrossEntropyConfig(Config):
-    """`tile_n` columns of a row at a time for each program of `warps` warps."""
+    """A program of `warps` warps takes `tile_n` columns of a row at a time."""
 
     tile_n: int = 2048
     warps: int = 4
@@ -31,7 +31,7 @@ class CrossEntropyConfig(Config):
 
 @triton.jit
 def exp(x):
-    """e^x to 2^-22·(1 + |x|), 0 below 2^-126: without the steps that keep subnormal results."""
+    """Return e^x to 2^-22·(1 + |x|), 0 below 2^-126, without the steps for subnormal results."""
     if INTERPRETED:
         return tl.exp(x)
     return tl.inline_asm_elementwise(
@@ -41,7 +41,7 @@ def exp(x):
 
 @triton.jit
 def absorb(highest, total, x, VECTOR: tl.constexpr):
-    """A thread's running maximum and Σexp(x − maximum), [THREADS], with a tile's columns.
+    """Add a tile's columns to each thread's running maximum and Σexp(x − maximum), [THREADS].
 
     Of a tile [REPEATS·THREADS·VECTOR] each thread has REPEATS runs of VECTOR neighbours, so that
     nothing moves between threads until the row is done.
@@ -102,7 +102,7 @@ def backward_kernel(
     dstride,
     TILE_N: tl.constexpr,
 ):
-    """dlogits may be the logits: each element is read and written by one thread."""
+    """Write dlogits, which may be the logits: one thread reads and writes an element."""
     across = tl.cdiv(N, TILE_N)
     pid = tl.program_id(0)
     row = (pid // across).to(tl.int64)
@@ -123,7 +123,7 @@ def backward_kernel(
 
 
 def vector(problem: Any) -> int:
-    """Logits in 16 bytes."""
+    """Return how many logits 16 bytes hold."""
     return 16 // float_dtype(problem.dtype).itemsize
 
 
@@ -142,13 +142,13 @@ class TritonCrossEntropy(TritonKernel):
             return f"tile_n={config.tile_n}: expected a power of two of at least 512"
         per_thread = config.tile_n // (32 * config.warps)
         if not vector(problem) <= per_thread <= 64:
-            return f"{per_thread} columns a thread: expected {vector(problem)} to 64"
+            return f"{per_thread} columns per thread: expected {vector(problem)} to 64"
         if problem.m * ceil_div(problem.n, config.tile_n) >= 2**31:
             return "more than 2^31 tiles: expected a larger tile_n"
         return None
 
     def default(self, problem: Any, device: Device) -> CrossEntropyConfig:
-        """Sixteen BF16 columns a thread forward and backward, or as few as the row has."""
+        """Return sixteen BF16 columns per thread in both directions, or as few as the row has."""
         tile_n = max(512, min(2048, triton.next_power_of_2(problem.n)))
         return CrossEntropyConfig(tile_n, tile_n // 512)
 

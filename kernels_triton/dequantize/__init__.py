@@ -1,4 +1,4 @@
-"""Codes and scales to floats: one tile a program."""
+"""Floats from codes and scales: one tile per program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TritonDequantize(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """The best measured on an H200 at 8192×4096 and 8192×16384."""
+        """Return the best tile measured on an H200 at 8192×4096 and 8192×16384."""
         if problem.block == 128:
             return TileConfig(128, 128, 8)
         return TileConfig(problem.block, 256, problem.block // 8)

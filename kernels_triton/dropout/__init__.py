@@ -1,4 +1,4 @@
-"""Dropout of codes and scales: one tile a program, the mask drawn in registers."""
+"""Dropout of codes and scales: one tile per program, the mask drawn in registers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jetfire.reference.dropout import drop_threshold
 
 @triton.jit
 def drop(q, seed, row0, col0, threshold):
-    """The codes of a tile [R, C], 0 where the draw is below the threshold.
+    """Return the codes of a tile [R, C], 0 where the draw is below the threshold.
 
     A dot product with (1, 0) or (0, 1) takes either half of a word and subtracts the threshold in
     one instruction; PRMT makes bytes of the signs, which mask four codes at once.
@@ -121,7 +121,7 @@ class TritonDropout(TritonKernel):
         return register_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
-        """The best measured on an H200 at 8192×4096 and 8192×16384."""
+        """Return the best tile measured on an H200 at 8192×4096 and 8192×16384."""
         if problem.block == 128:
             # More programs share an SM with 64 registers: 18.7 µs, not 20.5.
             return RegisterConfig(128, 128, 8, 64 if problem.layout == "q" else 255)

@@ -1,6 +1,6 @@
-"""Gathered rows of packed 4-bit codes as INT8: one tile a program.
+"""Gathered rows of packed 4-bit codes as INT8: one tile per program.
 
-Transposed, it words of four rows are unpacked to words of four codes that lie side by side.
+Where the output is transposed, words of four rows become words of four codes, one of each row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jetfire.kernels_triton.tiles import (
 
 
 def _signed(word: str, low: str, high: str) -> str:
-    """PTX: the low and the high nibbles of a word's bytes, as bytes of two words."""
+    """Write PTX that unpacks a word's low and high nibbles to the bytes of two words."""
     return f"""
     shl.b32 s, {word}, 4; prmt.b32 s, s, 0, 0xBA98;
     lop3.b32 {low}, {word}, s, 0x0F0F0F0F, 0xE4;
@@ -34,13 +34,13 @@ def _signed(word: str, low: str, high: str) -> str:
 
 
 def _shifted(word: str, low: str, high: str) -> str:
-    """The same nibbles in the bytes' high halves: wide codes."""
+    """Write PTX as `_signed` does, with the nibbles in the bytes' high halves: wide codes."""
     return f"""
     shl.b32 s, {word}, 4; and.b32 {low}, s, 0xF0F0F0F0; and.b32 {high}, {word}, 0xF0F0F0F0;"""
 
 
 def _repeated(word: str, times: str, low: str, high: str) -> str:
-    """As `_signed`, each byte multiplied by a number of 0 to 16.
+    """Write PTX as `_signed` does, with each byte multiplied by a number of 0 to 16.
 
     c·r = (c + 8)·r − 8r: the product fits in a byte, so one multiplication serves four. Bytes are
     subtracted with their top bits apart (Hacker's Delight, 2nd edition, section 2-18).
@@ -57,7 +57,7 @@ def _repeated(word: str, times: str, low: str, high: str) -> str:
 
 
 def _transposed(words: Sequence[str], out: Sequence[str]) -> str:
-    """Four words' bytes 0 … 3, each byte of the four in a word of its own."""
+    """Write PTX that transposes 4×4 bytes: byte i of four words becomes word i."""
     a, b, c, d = words
     return f"""
     prmt.b32 s, {a}, {b}, 0x5140; prmt.b32 t, {c}, {d}, 0x5140;
@@ -92,7 +92,7 @@ _TRANSPOSE_REPEAT = tl.constexpr(
 
 @triton.jit
 def sources(rows_ptr, places, M, end, LISTED: tl.constexpr):
-    """The source rows of the output's rows at `places`, -1 for zeros: int32."""
+    """Return the source rows, int32, of the output's rows at `places`; -1 stands for zeros."""
     if LISTED:
         rows = tl.load(rows_ptr + places, mask=places < end, other=-1)
         return tl.where(rows < 0, rows, rows % M)
@@ -102,9 +102,9 @@ def sources(rows_ptr, places, M, end, LISTED: tl.constexpr):
 
 @triton.jit
 def load_listed(ptr, rows, col0, N, stride, C: tl.constexpr):
-    """Columns col0 … col0 + C of a list of rows, zeros beyond N and for row -1.
+    """Load columns col0 … col0 + C of a list of rows, zeros beyond N and for row -1.
 
-    Eight bytes at once, of which the output's sixteen are made by the thread that loads them.
+    A thread loads eight bytes at once, and makes sixteen of the output's of them.
     """
     cols = tl.max_contiguous(col0 + tl.arange(0, C), 8)
     at = ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :])
@@ -113,7 +113,7 @@ def load_listed(ptr, rows, col0, N, stride, C: tl.constexpr):
 
 @triton.jit
 def load_words(q_ptr, rows, word0, PAIRS, stride, W: tl.constexpr, WORDS: tl.constexpr):
-    """Words of four bytes of a list of rows, int32 [R, W]; WORDS: rows are of whole ones."""
+    """Load words of four bytes of a list of rows, int32 [R, W]; WORDS: rows are of whole words."""
     if WORDS:
         words = word0 + tl.arange(0, W)
         at = rows.to(tl.int64)[:, None] * (stride // 4) + words[None, :]
@@ -131,7 +131,7 @@ def load_words(q_ptr, rows, word0, PAIRS, stride, W: tl.constexpr, WORDS: tl.con
 
 @triton.jit
 def unpacked(q, repeat, REPEAT: tl.constexpr, WIDE: tl.constexpr, VECTORS: tl.constexpr):
-    """The two codes of each byte, the even one low: int16; times `repeat`, int32 of q's shape.
+    """Unpack each byte to two codes in an int16, the even one low, times `repeat` (int32 like q).
 
     VECTORS: a thread's neighbourhoods of four bytes are of one row.
     """
@@ -186,7 +186,7 @@ def gather_kernel(
 
 @triton.jit
 def transposed(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.constexpr):
-    """Eight words, of which the k-th has code k of each of four rows' words, times its repeat."""
+    """Return eight words: the k-th has code k of each of four rows' words, times its repeat."""
     if not INTERPRETED and REPEAT:
         return tl.inline_asm_elementwise(
             _TRANSPOSE_REPEAT,
@@ -219,9 +219,9 @@ def transposed(w0, w1, w2, w3, r0, r1, r2, r3, REPEAT: tl.constexpr, WIDE: tl.co
 
 @triton.jit
 def store_fours(ptr, words, rows, fours, N, COLS, FOURS: tl.constexpr):
-    """A word's bytes, [F, W], to four columns of a row each of an N×COLS matrix of bytes.
+    """Write words [F, W], four bytes of a row each, to an N×COLS matrix of bytes.
 
-    FOURS: its rows are of whole words.
+    FOURS: the matrix's rows are of whole words.
     """
     if FOURS:
         inside = (rows < N)[None, :] & (fours < COLS // 4)[:, None]
@@ -251,7 +251,7 @@ def gather_transposed_kernel(
     WORDS: tl.constexpr,
     FOURS: tl.constexpr,
 ):
-    """A thread has a word of each of four neighbouring rows, so that what it stores are words."""
+    """Write a transposed tile: a thread has words of four neighbouring rows, so it stores words."""
     row0, col0 = grid_origin(TILE_M, TILE_N)
     LISTED: tl.constexpr = rows_ptr is not None
     REPEAT: tl.constexpr = repeat_ptr is not None
@@ -293,7 +293,7 @@ class TritonGatherRows(TritonKernel):
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         least = 32 if problem.transpose else 8
         if not least <= per_thread <= 256:
-            return f"{per_thread} codes a thread: expected {least} to 256"
+            return f"{per_thread} codes per thread: expected {least} to 256"
         if ceil_div(problem.height, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
             return "more than 2^31 tiles: expected larger tiles"
         return None

@@ -1,9 +1,9 @@
-"""GELU and its gradient on INT8 blocks: one tile a program, one pass over memory.
+"""GELU and its gradient on INT8 blocks: one tile per program, one pass over memory.
 
 A block of one scale s has 255 values at most, so its gelu(s·q)/s, or gelu'(s·q), is tabulated over
 the codes q and looked up: one LDS where the formula takes ten instructions, two of them on the unit
-that issues sixteen a clock. Measured at 8192×4096 on an H200, stochastic backward: 39, 37 and 38 µs
-for blocks of 32, 64 and 128, where the formula at each element took 48, 46 and 52.
+that issues sixteen per clock. Measured at 8192×4096 on an H200, stochastic backward: 39, 37 and
+38 µs for blocks of 32, 64 and 128, where the formula at each element took 48, 46 and 52.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LARGEST_SCALE = tl.constexpr(1e3)
 
 @triton.jit
 def upper_tail(a, s):
-    """exp(-x²/2) and Φ(-|x|)·exp(x²/2) at |x| = s·a, for a ≥ 0.
+    """Return exp(-x²/2) and Φ(-|x|)·exp(x²/2) at |x| = s·a, for a ≥ 0.
 
     The second is t·P(t), t = 1/(1 + 0.305·|x|): our own fit over [0, 12] for the least relative
     error, 3.4e-6 (Lawson's iteration on 4000 points). Φ(-12) is below 2^-100, our zero.
@@ -70,7 +70,7 @@ def upper_tail(a, s):
 
 @triton.jit
 def gelu_over_scale(q, s, ERF: tl.constexpr):
-    """gelu(s·q)/s."""
+    """Return gelu(s·q)/s."""
     if ERF:
         a = tl.abs(q)
         e, tail = upper_tail(a, s)
@@ -82,7 +82,7 @@ def gelu_over_scale(q, s, ERF: tl.constexpr):
 
 @triton.jit
 def gelu_slope(q, s, ERF: tl.constexpr):
-    """gelu'(s·q)."""
+    """Return gelu'(s·q)."""
     if ERF:
         a = tl.abs(q)
         e, tail = upper_tail(a, s)
@@ -97,7 +97,7 @@ def gelu_slope(q, s, ERF: tl.constexpr):
 
 @triton.jit
 def finite_or_zero(scale):
-    """Scales of blocks that hold NaN as 0, so that their elements stay finite."""
+    """Replace the scales of blocks that hold NaN by 0, so that their elements stay finite."""
     return tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
 
 
@@ -183,7 +183,7 @@ def gelu_kernel(
 
 
 def deal(block: int, config: TileConfig) -> dict[str, int]:
-    """How a tile is dealt: H vectors of 16 codes a thread from each group, WIDTH codes a row.
+    """Return how a tile is dealt: H vectors of 16 codes per thread and group, WIDTH codes per row.
 
     Blocks of 32 go in pairs: rows of 32 codes alone bound them by the passes of load and store.
     """
@@ -193,7 +193,10 @@ def deal(block: int, config: TileConfig) -> dict[str, int]:
 
 
 def registers(problem: Any, config: TileConfig) -> dict[str, int]:
-    """80 a thread where ptxas would take 96 and leave room for two blocks of 8 warps, not three."""
+    """Limit a thread to 80 registers where ptxas would take 96.
+
+    Those leave room for two blocks of 8 warps, not three.
+    """
     limited = problem.mode == "fwd" and problem.rounding == "nearest" and config.warps == 8
     return {"maxnreg": 80} if limited else {}
 
@@ -207,7 +210,7 @@ class TritonGelu(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """Best of ten tiles a block on an H200, 8192×4096."""
+        """Return the best of ten tiles for each block on an H200 at 8192×4096."""
         if problem.block == 128:
             return TileConfig(128, 128, 8)
         if problem.rounding == "stochastic":

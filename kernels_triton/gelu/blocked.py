@@ -30,7 +30,7 @@ def places(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Row and first column, in the tensor, of each dealt row r of the tile at (row0, col0)."""
+    """Find row and first column, in the tensor, of each dealt row r of the tile at (row0, col0)."""
     L: tl.constexpr = BLOCK // H
     ACROSS: tl.constexpr = TILE_N // WIDTH
     GROUPS: tl.constexpr = COUNT * BLOCK // WIDTH
@@ -41,7 +41,7 @@ def places(
 
 @triton.jit
 def block_max(x, H: tl.constexpr, BLOCK: tl.constexpr):
-    """max|x| of every block, finite: [ROWS, WIDTH] to [COUNT]; registers first."""
+    """Return max|x| of every block, finite: [ROWS, WIDTH] to [COUNT]; registers first."""
     PER: tl.constexpr = x.shape[1] // BLOCK
     GROUPS: tl.constexpr = x.shape[0] // BLOCK
     blocks = tl.reshape(tl.abs(x), (H, GROUPS, BLOCK // H, PER, BLOCK))
@@ -50,7 +50,7 @@ def block_max(x, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def spread_blocks(v, H: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Each block's value at each of its elements: [COUNT] to [ROWS, WIDTH]."""
+    """Repeat each block's value at each of its elements: [COUNT] to [ROWS, WIDTH]."""
     PER: tl.constexpr = WIDTH // BLOCK
     GROUPS: tl.constexpr = v.shape[0] // PER
     grouped = tl.reshape(v, (GROUPS, PER))[None, :, None, :, None]
@@ -70,7 +70,7 @@ def random_128(
     WIDTH: tl.constexpr,
     stream: tl.constexpr,
 ):
-    """128 + u for every element, u as jetfire.reference.philox draws them: [ROWS, WIDTH].
+    """Return 128 + u for every element, [ROWS, WIDTH], u as jetfire.reference.philox draws it.
 
     A thread's VECTOR neighbours take two calls: the slowest part of a row, so both are its own.
     """
@@ -88,7 +88,7 @@ def random_128(
 
 @triton.jit
 def as_tile(x, TILE_N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Dealt rows back in place: [ROWS, WIDTH] to [TILE_M, TILE_N]."""
+    """Put dealt rows back in place: [ROWS, WIDTH] to [TILE_M, TILE_N]."""
     WIDTH: tl.constexpr = x.shape[1]
     ACROSS: tl.constexpr = TILE_N // WIDTH
     DOWN: tl.constexpr = x.shape[0] // (BLOCK * ACROSS)
@@ -98,10 +98,10 @@ def as_tile(x, TILE_N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def look_up(table, q, H: tl.constexpr, BLOCK: tl.constexpr):
-    """table[block, q + 128] for every element: fp32 [COUNT, 256], int8 [ROWS, WIDTH].
+    """Return table[block, q + 128] for every element: fp32 [COUNT, 256], int8 [ROWS, WIDTH].
 
-    In one dimension: Triton 3.6 lowers that to one LDS, and two to shuffles or, for one block, not
-    at all.
+    It gathers in one dimension, which Triton 3.6 lowers to one LDS; two it lowers to shuffles or,
+    for one block, not at all.
     """
     COUNT: tl.constexpr = table.shape[0]
     ELEMENTS: tl.constexpr = q.shape[0] * q.shape[1]

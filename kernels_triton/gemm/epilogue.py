@@ -24,7 +24,7 @@ def store_tile(ptr, tile, row0, col0, M, N):
 
 @gluon.jit
 def places(row0, col0, M, N, R: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """Rows and columns of C that a part's elements have, and which of them there are."""
+    """Return the rows and columns of C of a part's elements, and which of them exist."""
     rows = row0 + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     cols = col0 + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     return rows, cols, (rows < M).expand_dims(1) & (cols < N).expand_dims(0)
@@ -52,7 +52,7 @@ def store_float(
 
 @gluon.jit
 def biased(acc, bias_ptr, row0, col0, M, N, BIAS: gl.constexpr):
-    """A part with the bias added; zeros where there is no C, which without a bias they are."""
+    """Add the bias to a part; what lies beyond C stays 0, as it is without a bias."""
     if BIAS:
         layout: gl.constexpr = acc.type.layout
         _, cols, inside = places(row0, col0, M, N, acc.shape[0], acc.shape[1], layout)
@@ -62,7 +62,7 @@ def biased(acc, bias_ptr, row0, col0, M, N, BIAS: gl.constexpr):
 
 @gluon.jit
 def blocked_amax(acc, BLOCK: gl.constexpr):
-    """max|x| of each block (or of the part's share of it), NaN if it holds NaN."""
+    """Return max|x| of each block (or of the part's share of it), NaN if it holds NaN."""
     R: gl.constexpr = acc.shape[0]
     C: gl.constexpr = acc.shape[1]
     ROWS: gl.constexpr = max(R // BLOCK, 1)
@@ -73,7 +73,7 @@ def blocked_amax(acc, BLOCK: gl.constexpr):
 
 @gluon.jit
 def block_scales(amax):
-    """Scale and multiplier, as jetfire.kernels_triton.common.block_scales."""
+    """Return scale and multiplier of a block, as jetfire.kernels_triton.common.block_scales."""
     usable = (amax >= TINY) & (amax < float("inf"))
     safe = gl.where(usable, amax, 127.0)
     zero = amax < TINY
@@ -84,7 +84,7 @@ def block_scales(amax):
 
 @gluon.jit
 def random_u16(seed, row0, col0, R: gl.constexpr, C: gl.constexpr):
-    """Sixteen random bits an element, as jetfire.reference.philox.random_u16: uint16 [R, C]."""
+    """Return jetfire.reference.philox.random_u16's sixteen bits per element: uint16 [R, C]."""
     rows = (row0 + gl.arange(0, R, layout=gl.SliceLayout(1, GROUPS))).to(gl.uint32)
     groups = (col0 // 8 + gl.arange(0, C // 8, layout=gl.SliceLayout(0, GROUPS))).to(gl.uint32)
     c2 = gl.full([R, C // 8], 0, gl.uint32, GROUPS)
@@ -97,7 +97,7 @@ def random_u16(seed, row0, col0, R: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def codes(acc, multiplier, seed, row0, col0, STOCHASTIC: gl.constexpr):
-    """The tile's codes, int8, with a multiplier for each block; NaN gives 0."""
+    """Return the tile's codes, int8, from a multiplier for each block; NaN gives 0."""
     R: gl.constexpr = acc.shape[0]
     C: gl.constexpr = acc.shape[1]
     ROWS: gl.constexpr = multiplier.shape[0]

@@ -24,7 +24,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 128
 
 @dataclass(frozen=True)
 class HopperConfig(Config):
-    """How the 128×256 tiles are fed and promoted.
+    """Choices of how the 128×256 tiles are fed and promoted.
 
     Attributes:
         chunk: columns of one product: 128, or 64 with two of them in turn.
@@ -48,7 +48,7 @@ SPACE: dict[str, Sequence[Any]] = {
 
 
 def shared_bytes(problem: Any, config: HopperConfig) -> int:
-    """Operands, scales and barriers of every stage, and what requantising moves through."""
+    """Count shared bytes: each stage's operands, scales, barriers, and what requantising needs."""
     count = 128 // problem.block
     stage = (TILE_M + TILE_N) * TILE_K + 8 * count**3 + 16
     return config.stages * stage + (17408 if problem.out == "int8" else 0)

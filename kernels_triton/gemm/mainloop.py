@@ -1,7 +1,7 @@
 """The per-block INT8 GEMM for sm_90 in Gluon: TMA, a producer warp, two consumer warp groups.
 
 The consumers are partitions of their own: while one promotes, the other multiplies. Each holds
-128×128 of C in fp32, 128 registers a thread, and multiplies 64×chunk parts of it in turn into 64
+128×128 of C in fp32, 128 registers per thread, and multiplies 64×chunk parts of it in turn into 64
 int32 registers: one product of 128 columns, or two of 64 of which one is promoted while the other
 is on its way. The 128×256 tile asks the L2 cache for 5.9 TB/s at 1000 TOPS, 128×128 for 7.8.
 
@@ -31,7 +31,7 @@ WIDE = gl.constexpr(128)  # rows and columns of a consumer, and the K of a stage
 
 @gluon.jit
 def tile_of(pid, M, N, TILE_N: gl.constexpr, GROUP: gl.constexpr):
-    """Tile row and column of a program: GROUP rows of tiles at a time, so that L2 holds both."""
+    """Return a program's tile row and column: GROUP rows of tiles at a time, to stay in L2."""
     down, across = gl.cdiv(M, WIDE), gl.cdiv(N, TILE_N)
     first = pid // (GROUP * across) * GROUP
     rows = gl.minimum(down - first, GROUP)
@@ -41,9 +41,9 @@ def tile_of(pid, M, N, TILE_N: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_scales(ptr, at, last, i, blocks, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Block i of K's scales of COUNT rows of blocks from `at` on; beyond the edge, the last row's.
+    """Load the scales of block i of K for COUNT rows of blocks from `at` on.
 
-    There the products are zeros or are not kept.
+    Beyond the edge they are the last row's: the products there are zeros or are not kept.
     """
     rows = gl.minimum(at + gl.arange(0, COUNT, layout=layout), last)
     return gl.load(ptr + rows.to(gl.int64) * blocks + i)
@@ -118,19 +118,19 @@ def produce(
 
 @gluon.constexpr_function
 def parts_of(chunk):
-    """64×chunk parts of a consumer's 128×128."""
+    """Count the 64×chunk parts of a consumer's 128×128."""
     return 256 // chunk
 
 
 @gluon.constexpr_function
 def part_of(q, block, chunk):
-    """Which part product q of a stage is of: two of 64 columns take turns through the stage's K."""
+    """Return the part of product q of a stage: two of 64 columns alternate along the stage's K."""
     return q // (256 // block) * 2 + q % 2 if chunk == 64 else q % 2
 
 
 @gluon.constexpr_function
 def block_of(q, block, chunk):
-    """Which block of the stage's K product q is of."""
+    """Return the block of the stage's K that product q multiplies."""
     return q % (256 // block) // 2 if chunk == 64 else q // 2
 
 
@@ -156,7 +156,7 @@ def scale_of(
     BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """A part's scales: fp32 [blocks of rows, 1, blocks of columns, 1]."""
+    """Load a part's scales: fp32 [blocks of rows, 1, blocks of columns, 1]."""
     row: gl.constexpr = PART // (WIDE // CHUNK) * HALF
     col: gl.constexpr = PART % (WIDE // CHUNK) * CHUNK + J * WIDE
     rows = s.slice(row // BLOCK, max(HALF // BLOCK, 1), dim=0)
@@ -176,7 +176,7 @@ def promote(
     layout: gl.constexpr,
     scales: gl.constexpr,
 ):
-    """A part of the tile with product Q of the stage added: an I2F and an FMA an element."""
+    """Add product Q of the stage to a part of the tile: one I2F and one FMA per element."""
     CHUNK: gl.constexpr = c.shape[1]
     part: gl.constexpr = part_of(Q, BLOCK, CHUNK)
     scale = scale_of(s_smem.index(at + block_of(Q, BLOCK, CHUNK)), J, part, CHUNK, BLOCK, scales)
@@ -252,7 +252,7 @@ def consume(
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
 ):
-    """Columns J·128 … J·128+127 of every tile of this program."""
+    """Compute columns J·128 … J·128+127 of every tile of this program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 32])
     ROWS: gl.constexpr = max(HALF // BLOCK, 1)
     COLS: gl.constexpr = max(CHUNK // BLOCK, 1)
@@ -341,7 +341,7 @@ def gemm_kernel(
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
 ):
-    """Each program takes every num_programs-th tile of 128×256."""
+    """Compute every num_programs-th tile of 128×256 per program."""
     CONSUMERS: gl.constexpr = 2
     COUNT: gl.constexpr = WIDE // BLOCK
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, WIDE, WIDE], a_desc.layout)

@@ -1,4 +1,4 @@
-"""The per-block INT8 GEMM on tensor cores: one int32 dot and one promotion a block of K."""
+"""The per-block INT8 GEMM on tensor cores: one int32 dot and one promotion per block of K."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jetfire.kernels_triton.tiles import device_reason, quantised, store_quantis
 
 @dataclass(frozen=True)
 class PortableConfig(Config):
-    """A tile_m×tile_n tile of C a program; `group` rows of tiles are walked column by column."""
+    """A tile_m×tile_n tile of C per program; `group` rows of tiles are walked column by column."""
 
     tile_m: int = 128
     tile_n: int = 128
@@ -29,7 +29,7 @@ class PortableConfig(Config):
 
 @triton.jit
 def tile_of(pid, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """Tile row and column of a program: GROUP rows of tiles at a time, so that L2 holds both."""
+    """Return a program's tile row and column: GROUP rows of tiles at a time, to stay in L2."""
     down, across = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     first = pid // (GROUP * across) * GROUP
     rows = tl.minimum(down - first, GROUP)
@@ -75,7 +75,7 @@ def gemm_kernel(
     blocks = tl.cdiv(K, BLOCK)
     a_ptrs = a_ptr + rows[:, None] * stride_a + inner[None, :]
     b_ptrs = b_ptr + cols[None, :] * stride_b + inner[:, None]
-    # One scale a block, multiplied in four dimensions: a thread keeps as few as its blocks.
+    # One scale per block, multiplied in four dimensions: a thread keeps as few as its blocks.
     DOWN: tl.constexpr = TILE_M // BLOCK
     ACROSS: tl.constexpr = TILE_N // BLOCK
     down = tl.minimum(row0 // BLOCK + tl.arange(0, DOWN), tl.cdiv(M, BLOCK) - 1)
@@ -139,7 +139,7 @@ def finish(
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Bias, what C held, then the cast or the requantisation of an fp32 tile, and its store."""
+    """Add bias and what C held to an fp32 tile, cast or requantise it, and write it."""
     rows, cols = row0 + tl.arange(0, acc.shape[0]), col0 + tl.arange(0, acc.shape[1])
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     if BIAS:
@@ -174,7 +174,7 @@ class TritonGemm(TritonKernel):
             return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         if not 1 <= per_thread <= 128:
-            return f"{per_thread} sums a thread: expected 1 to 128"
+            return f"{per_thread} sums per thread: expected 1 to 128"
         if config.tile_m * config.tile_n > 32768:
             # The epilogue transposes the fp32 tile in shared memory: 256 KiB at 256×256.
             return f"tile_m={config.tile_m} tile_n={config.tile_n}: expected at most 32768 sums"

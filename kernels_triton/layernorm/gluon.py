@@ -1,10 +1,4 @@
-"""LayerNorm in Gluon: layouts are chosen so that no element moves between threads.
-
-A thread holds sixteen neighbours (a run) of some rows; what belongs to a run, a row or a column is
-loaded where it is used. Left to Triton, vectors of columns and rows reach the tile through shared
-memory with ten-way bank conflicts, which took four times as long as the instructions (ncu, H200).
-Statistics, sums and tiles are launches of their own.
-"""
+"""LayerNorm in Gluon: statistics, sums and tiles are launches of their own."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 
 @gluon.jit
 def run_scales(ptr, rows, runs, M, N, stride, BLOCK: gl.constexpr):
-    """Each run's scale, 0 beyond the matrix; in the shape that rows and runs make."""
+    """Load each run's scale, 0 beyond the matrix, in the shape that rows and runs make."""
     at = (rows // BLOCK).to(gl.int64) * stride + runs // BLOCK
     return gl.load(ptr + at, mask=(rows < M) & (runs < N), other=0.0)
 
@@ -54,7 +48,7 @@ def statistics_kernel(
     BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Mean and rstd of R whole rows, from integer sums of each run.
+    """Write mean and rstd of R whole rows, from integer sums of each run.
 
     Σq and Σq² of a run are exact, and so is 16·Σq² − (Σq)²; runs are combined as Chan, Golub and
     LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979,
@@ -120,7 +114,7 @@ def normalise_kernel(
     pairs: gl.constexpr,
     qt_layout: gl.constexpr,
 ):
-    """y = (x − mean)·rstd·weight + bias of a row of blocks, the last row of them first.
+    """Write y = (x − mean)·rstd·weight + bias of a row of blocks, the last row of them first.
 
     The statistics' pass ended there, so part of it is still in the L2 cache.
     """
@@ -184,9 +178,9 @@ def sums_kernel(
     BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """A warp's sums over its part of STEPS·R rows and RUNS runs of columns.
+    """Write a warp's sums over its part of STEPS·R rows and RUNS runs of columns.
 
-    With g = dy·weight: Σg and Σg·x̂ of each row, to plain_ptr and along_ptr [programs across, M];
+    Σg and Σg·x̂ of each row, with g = dy·weight, go to plain_ptr and along_ptr [programs across, M];
     Σdy·x̂ and Σdy of each column, to dweight_ptr and dbias_ptr [programs down, N].
     """
     col0 = gl.program_id(0) * (RUNS * RUN)
@@ -247,7 +241,8 @@ def finish_kernel(
 ):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
-    For each row, what dx = dy·weight·rstd + x·slope + offset takes, without x's scale in slope.
+    Each row gets the slope, without x's scale, and the offset of
+    dx = dy·weight·rstd + x·slope + offset.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
@@ -297,7 +292,7 @@ def gradient_kernel(
     pairs: gl.constexpr,
     qt_layout: gl.constexpr,
 ):
-    """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row of them first."""
+    """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row first."""
     row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
     rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)

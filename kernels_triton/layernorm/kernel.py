@@ -24,7 +24,7 @@ STEP_ROWS, STEP_RUNS, STEP_REGISTERS = 8, 16, 168
 
 @dataclass(frozen=True)
 class LayerNormConfig(Config):
-    """How rows and tiles are divided.
+    """Choices of how rows and tiles are divided.
 
     Attributes:
         tile_n: columns of a program that writes a row of blocks; warps: its warps.
@@ -62,7 +62,7 @@ class GluonLayerNorm(TritonKernel):
             return f"tile_n={config.tile_n}: expected block={problem.block} to 1024"
         held = problem.block * config.tile_n // (32 * config.warps)
         if not RUN <= held <= 8 * RUN or config.warps > 16:
-            return f"{held} elements a thread of {config.warps} warps: expected 16 to 128, 16 warps"
+            return f"{held} elements per thread, {config.warps} warps: expected 16 to 128, up to 16"
         if config.rows > 8 or config.steps > 32:
             return f"rows={config.rows} steps={config.steps}: expected at most 8 and 32"
         if ceil_div(problem.m, problem.block) > 65535:
@@ -86,7 +86,7 @@ class GluonLayerNorm(TritonKernel):
 
 
 def _tile(problem: Any, config: LayerNormConfig) -> dict[str, Any]:
-    """Options of a kernel that writes a row of blocks."""
+    """Return the options of a kernel that writes a row of blocks."""
     block, runs = problem.block, config.tile_n // RUN
     shape = (block, runs)
     across = min(4, runs)

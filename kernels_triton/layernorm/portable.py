@@ -1,4 +1,4 @@
-"""LayerNorm in plain Triton, tile by tile: for every device Triton has, its interpreter too."""
+"""LayerNorm in plain Triton, tile by tile, for every device and the interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def statistics_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mean and rstd of R whole rows: the mean first, then the squares of what differs from it."""
+    """Write mean and rstd of R whole rows: the mean first, then squares of differences from it."""
     row0 = tl.program_id(0) * R
     rows = row0 + tl.arange(0, R)
     total = tl.zeros((R, C), tl.float32)
@@ -83,7 +83,7 @@ def normalise_kernel(
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """y = (x − mean)·rstd·weight + bias of one tile."""
+    """Write y = (x − mean)·rstd·weight + bias of one tile."""
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
     x = load_values(
@@ -121,7 +121,7 @@ def row_sums_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """mean(g) and mean(g·x̂) of R whole rows, g = dy·weight."""
+    """Write mean(g) and mean(g·x̂) of R whole rows, g = dy·weight."""
     row0 = tl.program_id(0) * R
     rows = row0 + tl.arange(0, R)
     mean, rstd = load_vector(mean_ptr, rows, M)[:, None], load_vector(rstd_ptr, rows, M)[:, None]
@@ -169,7 +169,10 @@ def gradient_kernel(
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of one tile, and its sums over rows [tiles down, N]."""
+    """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of one tile, and its sums over rows.
+
+    The sums are [tiles down, N]: Σ dy·x̂ for the weight, Σ dy for the bias.
+    """
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
     x = load_values(
@@ -214,7 +217,7 @@ class TritonLayerNorm(TritonKernel):
 
 
 def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and options of a kernel that writes tiles."""
+    """Return grid and options of a kernel that writes tiles."""
     tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
     return (tiles,), {
         "TILE_M": config.tile_m,
@@ -228,7 +231,7 @@ def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, An
 
 
 def _by_rows(problem: Any) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and options of a kernel that reduces whole rows."""
+    """Return grid and options of a kernel that reduces whole rows."""
     return (ceil_div(problem.m, ROWS),), {"R": ROWS, "C": 512, "BLOCK": problem.block}
 
 

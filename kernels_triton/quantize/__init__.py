@@ -1,4 +1,4 @@
-"""Quantise a float tensor per block: one tile a program, one pass over memory."""
+"""Quantise a float tensor per block: one tile per program, one pass over memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def quantize_kernel(
 
 
 def halvings(block: int, config: TileConfig) -> int:
-    """How often the rows of a block can be halved within a thread: log2 of the rows it holds.
+    """Count how often a block's rows can be halved within a thread: log2 of the rows it holds.
 
     Triton gives a thread 16 neighbours of a row, and the highest bits of the row number; those
     above a block's size number blocks.
@@ -75,9 +75,9 @@ class TritonQuantize(TritonKernel):
         return register_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
-        """The best measured on an H200 at 8192×4096 and 8192×16384."""
+        """Return the best tile measured on an H200 at 8192×4096 and 8192×16384."""
         block, stochastic = problem.block, problem.rounding == "stochastic"
-        if problem.dtype == "fp32":  # twice the registers a tile
+        if problem.dtype == "fp32":  # twice the registers per tile
             return RegisterConfig(128, 128, 16) if block == 128 else RegisterConfig(64, 64, 4)
         if block == 128:
             # 64 registers let four programs share an SM, where the 128 of stochastic rounding

@@ -1,4 +1,4 @@
-"""Quantise three matrices side by side: a tile of one of them a program, as `quantize` does it."""
+"""Quantise three matrices side by side: one tile of one of them per program, as `quantize` does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_across(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The R×C tile at (row0, col0) of [query | key | value], which may lie in two or three."""
+    """Load the R×C tile at (row0, col0) of [query | key | value], which may lie in two or three."""
     key0, value0 = col0 - WIDTH, col0 - 2 * WIDTH
     query = load_tile(query_ptr, row0, col0, M, WIDTH, query_stride, R, C)
     # Columns left of a part are masked like those beyond it.
@@ -84,7 +84,7 @@ def quantize_qkv_kernel(
     HALVINGS: tl.constexpr,
     WITHIN: tl.constexpr,
 ):
-    """WITHIN: no tile lies in two of the three."""
+    """Quantise one tile of [query | key | value]; WITHIN: no tile lies in two of the three."""
     row0, col0 = grid_origin(TILE_M, TILE_N)
     if WITHIN:
         part = col0 // WIDTH
@@ -125,7 +125,7 @@ _REGISTERS = {64: 80, 72: 96}
 
 
 class TritonQuantizeQkv(TritonQuantize):
-    """Legality, default and space are much as `quantize`'s, of the matrix of all three."""
+    """A kernel with `quantize`'s legality, default and space, for the matrix of all three."""
 
     op = "quantize_qkv"
 
@@ -133,7 +133,7 @@ class TritonQuantizeQkv(TritonQuantize):
         return register_reason(problem.m, 3 * problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
-        """That of `quantize`, with registers for three pointers where it limits them."""
+        """Return `quantize`'s default, with registers for three pointers where it sets a limit."""
         config = super().default(problem, device)
         return replace(config, registers=_REGISTERS.get(config.registers, config.registers))
 

@@ -1,6 +1,6 @@
 """RMSNorm in Gluon: one launch reads whole rows of blocks twice, the second time from a cache.
 
-Threads hold runs of sixteen neighbours, as in layernorm's, and warps lie side by side along a row,
+Threads hold runs of sixteen neighbours, and warps lie side by side along a row,
 so that a block of 32 rows is one warp's and its maximum crosses no barrier. The second pass goes
 back from the last columns to the first: the last are still in the SM's own cache.
 """
@@ -27,20 +27,20 @@ from jetfire.kernels_triton.gluon_rows import (
 
 @gluon.jit
 def finite(x):
-    """Numbers of at least 0 with ∞ as fp32's largest, so that a code of 0 times it is 0."""
+    """Replace ∞ by fp32's largest number, so that a code of 0 times it is 0."""
     return gl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
 def block_row_scales(ptr, row0, runs, N, stride, BLOCK: gl.constexpr):
-    """Each run's scale in the row of blocks at row0, [1, RUNS, 1]; 0 beyond the matrix."""
+    """Load each run's scale in the row of blocks at row0, [1, RUNS, 1]; 0 beyond the matrix."""
     at = (row0 // BLOCK).to(gl.int64) * stride + runs // BLOCK
     return gl.load(ptr + at, mask=runs < N, other=0.0)
 
 
 @gluon.jit
 def by_row(values, layout: gl.constexpr):
-    """A number for each row, [BLOCK], in the layout of a tile: [BLOCK, 1, 1]."""
+    """Convert a number for each row, [BLOCK], to the layout of a tile: [BLOCK, 1, 1]."""
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     return gl.convert_layout(values, rows).expand_dims(1).expand_dims(2)
 
@@ -152,7 +152,7 @@ def backward_kernel(
 ):
     """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, and its Σ dy·x̂.
 
-    The latter of each column to part_ptr [programs, N].
+    The sums of each column go to part_ptr [programs, N].
     """
     SUM_WIDTH: gl.constexpr = SUM_RUNS * RUN
     WIDTH: gl.constexpr = RUNS * RUN
@@ -214,6 +214,6 @@ def backward_kernel(
 def columns_kernel(
     part_ptr, out_ptr, N, parts, P: gl.constexpr, W: gl.constexpr, layout: gl.constexpr
 ):
-    """Σ over parts, in a fixed order, of part_ptr [parts, N]."""
+    """Add up parts, in a fixed order, of part_ptr [parts, N]."""
     cols = gl.program_id(0) * W + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
     gl.store(out_ptr + cols, add_parts(part_ptr, cols, N, parts, P, layout), mask=cols < N)

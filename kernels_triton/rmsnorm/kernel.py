@@ -17,18 +17,18 @@ from jetfire.kernels_triton.rmsnorm import gluon
 from jetfire.kernels_triton.tiles import quantised
 
 RUN = 16
-# Of the launch that adds up columns: parts at once, columns of a program and its warps.
+# The launch that adds up columns: parts at once, columns of a program and its warps.
 PARTS, COLUMNS, COLUMN_WARPS = 128, 32, 8
 
 
 @dataclass(frozen=True)
 class RmsNormConfig(Config):
-    """How a program goes through its row of blocks.
+    """Choices of how a program goes through its row of blocks.
 
     Attributes:
         tile_n: columns at a time where it writes codes.
-        sum_n: columns at a time where it adds up rows, before.
-        warps: of a program.
+        sum_n: columns at a time where it adds up rows, before that.
+        warps: warps of a program.
     """
 
     tile_n: int = 512
@@ -56,14 +56,14 @@ class GluonRmsNorm(TritonKernel):
                 return f"{name}={wide}: expected block={problem.block} to 4096"
             held = problem.block * wide // (32 * config.warps)
             if not RUN <= held <= 8 * RUN:
-                return f"{name}={wide}: {held} elements a thread, expected {RUN} to {8 * RUN}"
+                return f"{name}={wide}: {held} elements per thread, expected {RUN} to {8 * RUN}"
         for name in ("m", "n"):
             if getattr(problem, name) > 2**31 - 2048:
                 return f"{name}={getattr(problem, name)}: expected at most 2^31 - 2048"
         return None
 
     def default(self, problem: Any, device: Device) -> RmsNormConfig:
-        """32 elements a thread, and no tile of which half lies beyond the matrix."""
+        """Return 32 elements per thread, and no tile of which half lies beyond the matrix."""
         warps, tile_n = 16, 512 * 32 // problem.block
         while tile_n >= 2 * max(problem.n, problem.block):
             tile_n, warps = tile_n // 2, warps // 2
@@ -110,9 +110,9 @@ class GluonRmsNorm(TritonKernel):
 
 
 def _layout(block: int, columns: int, last: int, warps: int) -> gl.DistributedLinearLayout:
-    """The layout of a tile of runs: lanes along rows until a warp has whole blocks, if it can.
+    """Return a tile's layout of runs: lanes along rows until a warp has whole blocks, if it can.
 
-    At least two along a row, which then read a whole sector of 32 bytes.
+    At least two lanes lie along a row, and then read a whole sector of 32 bytes.
     """
     runs = columns // RUN
     held = block * runs // (32 * warps)

@@ -1,4 +1,4 @@
-"""RMSNorm in plain Triton, a row of tiles a program: for Triton's every device and interpreter."""
+"""RMSNorm in plain Triton, a row of tiles per program, for every device and the interpreter."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class TritonRmsNorm(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """32 elements a thread, or 64 where 16 warps have too few registers each."""
+        """Return 32 elements per thread, or 64 where 16 warps have too few registers each."""
         block, tile_n = problem.block, max(problem.block, 64)
         return TileConfig(block, tile_n, min(8, block * tile_n // 1024))
 

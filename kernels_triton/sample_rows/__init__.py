@@ -34,7 +34,7 @@ MOST_TOKENS = 1 << 28  # twice a row number stays in int32
 
 @dataclass(frozen=True)
 class SampleRowsConfig(Config):
-    """A program of `warps` warps decides for `rows` rows, and sums over all `tile` at a time."""
+    """Programs of `warps` warps: each decides for `rows` rows and adds up all, `tile` at a time."""
 
     tile: int = 16384
     rows: int = 1024
@@ -43,7 +43,7 @@ class SampleRowsConfig(Config):
 
 @triton.jit
 def scores(squares_ptr, x_squares_ptr, rows, M, TOTAL, PARTS: tl.constexpr, WGRAD: tl.constexpr):
-    """c²·‖g‖² of these rows, times ‖x‖² of their tokens: int64, 0 beyond the last."""
+    """Return c²·‖g‖² of these rows, times ‖x‖² of their tokens: int64, 0 beyond the last."""
     inside = rows < TOTAL
     found = tl.load(squares_ptr + rows, mask=inside, other=0).to(tl.int64)
     if WGRAD:
@@ -66,7 +66,7 @@ def weigh_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """w: square roots of the scores in units of their largest's 2^-30, rounded up."""
+    """Write w: square roots of the scores in units of their largest's 2^-30, rounded up."""
     largest = tl.full((), 1, tl.int64)
     for first in range(0, TOTAL, TILE):
         rows = first + tl.arange(0, TILE)
@@ -86,7 +86,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def sums(a, b):
-    """Of two tensors in one pass."""
+    """Add up two tensors in one pass."""
     if INTERPRETED:  # whose own sum is NumPy's, any other a Python loop
         return tl.sum(a, 0), tl.sum(b, 0)
     return tl.reduce((a, b), 0, add_pairs)
@@ -103,9 +103,9 @@ def weights(
     WGRAD: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
-    """Weights of these rows, int32: as `weigh_kernel` left them, or 1 for whatever is not 0.
+    """Load the weights of these rows, int32: as `weigh_kernel` left them if SAMPLED.
 
-    Not SAMPLED: w_ptr is of squares.
+    Otherwise w_ptr holds squares, and a row that is not zero has weight 1.
     """
     if SAMPLED:
         return tl.load(w_ptr + rows, mask=rows < TOTAL, other=0)
@@ -115,7 +115,7 @@ def weights(
 
 @triton.jit
 def chances(w, level, ratio, LEAST: tl.constexpr, SAMPLED: tl.constexpr):
-    """Probabilities in units of 2^-32 of rows with these weights: 1 from the level upwards."""
+    """Return these weights' probabilities in units of 2^-32: 1 from the level upwards."""
     if not SAMPLED:
         return tl.where(w >= level, ONE, 0)
     # Below the level w·ratio is below 2^32, by more than it may be rounded by. As the low word of
@@ -130,7 +130,7 @@ def chances(w, level, ratio, LEAST: tl.constexpr, SAMPLED: tl.constexpr):
 
 @triton.jit
 def first_word(seed):
-    """The word at counter (0, 0, 0, STREAM_SAMPLING), in an int64."""
+    """Return the word at counter (0, 0, 0, STREAM_SAMPLING), in an int64."""
     zero = tl.zeros((1,), tl.uint32)
     word, _, _, _ = philox_words(seed, zero, zero, STREAM_SAMPLING)
     return tl.sum(word.to(tl.int64), 0)
@@ -143,7 +143,7 @@ def segment_end(count):
 
 @triton.jit
 def pad(rows_ptr, weight_ptr, repeat_ptr, first, end, WGRAD: tl.constexpr):
-    """Rows -1 from `first` to `end` of the buffer, which count nothing."""
+    """Write rows -1, which count nothing, from `first` to `end` of the buffer."""
     for start in range(first, end, SEGMENT):
         at = start + tl.arange(0, SEGMENT)
         tl.store(rows_ptr + at, -1, mask=at < end)
@@ -174,7 +174,7 @@ def draw_kernel(
     HELD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """HELD: TILE are all rows, whose weights stay in registers."""
+    """Draw a program's rows; HELD: TILE covers all rows, whose weights stay in registers."""
     own = tl.program_id(0) * ROWS
     seed = tl.load(seed_ptr)
     lanes = tl.arange(0, TILE)
@@ -274,13 +274,13 @@ class TritonSampleRows(TritonKernel):
             return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
         most = max(config.tile, config.rows) // (32 * config.warps)
         if most > 64:
-            return f"{most} rows a thread: expected at most 64"
+            return f"{most} rows per thread: expected at most 64"
         if problem.m > MOST_TOKENS:
             return f"m={problem.m}: expected at most {MOST_TOKENS}, for rows are numbered in int32"
         return None
 
     def default(self, problem: Any, device: Device) -> SampleRowsConfig:
-        """All rows in one tile where registers allow it, and at most 64 programs."""
+        """Return a tile of all rows where registers allow it, and at most 64 programs."""
         total = problem.parts * problem.m
         tile, rows = (
             min(MOST_HELD, max(128, triton.next_power_of_2(ceil_div(total, parts))))

@@ -1,4 +1,4 @@
-"""SwiGLU's silu(gate)·up and its gradients on INT8 blocks: one tile a program, one pass.
+"""SwiGLU's silu(gate)·up and its gradients on INT8 blocks: one tile per program, one pass.
 
 As in gelu, what depends on the gate alone is tabulated over the codes of each of its blocks and
 looked up: silu(s·q)/s, and for the gradients silu'(s·q) beside it, one LDS of 64 bits for both.
@@ -46,16 +46,16 @@ STREAM_SECOND = tl.constexpr(3)  # as jetfire.reference.philox
 
 @triton.jit
 def sigmoid(q, s):
-    """σ(s·q), 0 where it is below 2^-100: 127 over a block's largest value stays finite."""
+    """Return σ(s·q), 0 where it is below 2^-100: 127 over a block's largest value stays finite."""
     gate = reciprocal_fast(1.0 + exp2_fast(q * (s * -LOG2E)))
     return tl.where(gate < TINY, 0.0, gate)
 
 
 @triton.jit
 def every_code(s):
-    """The codes from -128 on, [COUNT, 256], and blocks' scales within reach, [COUNT, 1].
+    """Return the codes from -128 on, [COUNT, 256], and the blocks' scales, limited, [COUNT, 1].
 
-    Beyond |z| = 1000 silu is 0 or z; a larger scale would overflow.
+    Beyond |z| = 1000 silu is 0 or z, so a smaller scale does; a larger one would overflow.
     """
     codes = tl.broadcast_to((tl.arange(0, 256) - 128).to(tl.float32)[None, :], (s.shape[0], 256))
     return codes, tl.minimum(finite_or_zero(s), LARGEST_SCALE)[:, None]
@@ -63,7 +63,7 @@ def every_code(s):
 
 @triton.jit
 def look_up_pair(first, second, q, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Two tables' values for every element, as `look_up`: one LDS of 64 bits for both."""
+    """Look two tables up for every element, as `look_up` does one: one LDS of 64 bits for both."""
     low = first.to(tl.uint32, bitcast=True).to(tl.uint64)
     high = second.to(tl.uint32, bitcast=True).to(tl.uint64)
     found = look_up(low | (high << 32), q, H, BLOCK)
@@ -81,7 +81,7 @@ def dealt_tile(
     H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Where this program's tile, its dealt rows and columns, and its blocks are."""
+    """Return the places of this program's tile, of its dealt rows and columns, of its blocks."""
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
     dealt = tl.arange(0, TILE_M * TILE_N // WIDTH)
@@ -95,7 +95,7 @@ def dealt_tile(
 
 @triton.jit
 def load_at(ptr, rows, cols, M, N, stride):
-    """Elements of an M×N matrix, 0 beyond it; 64-bit offsets."""
+    """Load elements of an M×N matrix, 0 beyond it; 64-bit offsets."""
     inside = (rows < M) & (cols < N)
     return tl.load(ptr + (rows.to(tl.int64) * stride + cols), mask=inside, other=0)
 
@@ -124,7 +124,7 @@ def store_codes(
 ):
     """Quantise value·first·second, value [ROWS, WIDTH] and factors by block; write as LAYOUT says.
 
-    bad is NaN for blocks that hold NaN, and 0.
+    bad is NaN for blocks that hold NaN, 0 for the others.
     """
     COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
     row0, col0, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
@@ -317,7 +317,7 @@ class TritonSwiglu(TritonKernel):
         return register_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
-        """As gelu's tiles; both gradients of 64 elements a thread would take 246 registers.
+        """Return gelu's tile; both gradients of 64 elements per thread would take 246 registers.
 
         Forward, ptxas takes 96 or 128 registers where 88 or 96 are enough to spill nothing.
         """

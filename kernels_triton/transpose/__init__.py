@@ -1,4 +1,4 @@
-"""Transpose of codes and scales: one tile a program."""
+"""Transpose of codes and scales: one tile per program."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TritonTranspose(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """The best measured on an H200: rows of 256 bytes to write, once there are tiles enough."""
+        """Return the best tile on an H200: it writes rows of 256 bytes where tiles are many."""
         if problem.m * problem.n >= 2**26:
             return TileConfig(256, 128, 16)
         return TileConfig(128, 128, 8) if problem.block == 128 else TileConfig(64, 128, 4)
