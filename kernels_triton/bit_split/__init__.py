@@ -103,7 +103,7 @@ def _split(vectors: bool) -> str:
     )
 
 
-# Which rows a thread's four pairs are of is the compiler's choice, unless they are loaded at once.
+# The compiler chooses which rows a thread's four pairs are of, unless they are loaded at once.
 _NEAREST, _NEAREST_VECTORS = (tl.constexpr(_nearest(vectors)) for vectors in (False, True))
 _SPLIT, _SPLIT_VECTORS = (tl.constexpr(_split(vectors)) for vectors in (False, True))
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 from jetfire.kernels_triton.gemm.hopper import GluonGemm
 from jetfire.kernels_triton.gemm.portable import TritonGemm
 
-# Where both are legal the first one is chosen.
+# The first legal one is chosen.
 KERNELS = (GluonGemm(), TritonGemm())

@@ -88,7 +88,7 @@ class GluonGemm(TritonKernel):
     def default(self, problem: Any, device: Device) -> HopperConfig:
         if problem.block == 128:
             return HopperConfig(chunk=128, registers=232)
-        # Of bf16 and fp32 outputs, blocks of 32 spill at 232 and those of 64 at 240.
+        # With bf16 and fp32 outputs, blocks of 32 spill at 232 and those of 64 at 240.
         return HopperConfig(registers=240 if problem.block == 32 else 232)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:

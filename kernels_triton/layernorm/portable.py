@@ -23,7 +23,7 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 
-ROWS = 8  # that a program reduces
+ROWS = 8  # whole rows that a program reduces
 
 
 @triton.jit

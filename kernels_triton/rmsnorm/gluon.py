@@ -86,7 +86,7 @@ def forward_kernel(
         square += s * (s * gl.sum(squares, 2).to(gl.float32))
     mean = gl.sum(square, 1) / N
     out = row0 + gl.arange(0, BLOCK, layout=mean.type.layout)
-    # Without eps that of rows beyond the last would be infinite.
+    # Without eps the rstd of rows beyond the last would be infinite.
     row_rstd = gl.where(out < M, gl.rsqrt(mean + eps), 0.0)
     gl.store(rstd_ptr + out, row_rstd, mask=out < M)
     rows = row_places(row0, BLOCK, layout)
