@@ -1,1 +1,1 @@
-"""CPU kernels, made of torch operations: one folder an op, each with a `KERNELS` tuple."""
+"""CPU kernels, made of torch operations: one folder per op, each with a `KERNELS` tuple."""

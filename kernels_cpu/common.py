@@ -1,4 +1,4 @@
-"""What the CPU kernels share: their legality, and results copied into the outputs."""
+"""The base of the CPU kernels: their legality, and results copied into the outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jetfire.reference.transpose import transpose
 
 @dataclass(frozen=True)
 class NoConfig(Config):
-    """Nothing to choose."""
+    """A config without choices."""
 
 
 class TorchKernel(Kernel):
@@ -31,7 +31,7 @@ class TorchKernel(Kernel):
 
     @abstractmethod
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """The op's outputs by name."""
+        """Return the op's outputs by name."""
 
     def legal(self, problem: Any, config: NoConfig, device: Device) -> str | None:
         return None if device.kind == "cpu" else "runs on the CPU only"
@@ -50,19 +50,19 @@ class TorchKernel(Kernel):
 
 
 def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A (m×k)·Bᵀ (n×k) of int8 codes, int32 m×n; of no K, zeros."""
+    """Return A (m×k)·Bᵀ (n×k) of int8 codes, int32 m×n; zeros where k is 0."""
     if a.shape[1] <= 1:  # torch 2.13's own is wrong for K of 1, and takes no K of 0
         return (a[:, None].int() * b[None].int()).sum(dim=2, dtype=torch.int32)
     return torch._int_mm(a.contiguous(), b.contiguous().t())
 
 
 def with_transpose(q: torch.Tensor, scale: torch.Tensor) -> Tensors:
-    """``q, scale, qt, scale_t`` of codes and scales."""
+    """Return codes, scales and their transposes by name: ``q, scale, qt, scale_t``."""
     qt, scale_t = transpose(q, scale)
     return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
 
 def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:
-    """A float tensor as ``q, scale, qt, scale_t``, rounded as the problem says."""
+    """Quantise a float tensor to ``q, scale, qt, scale_t``, rounded as the problem says."""
     q, scale = quantize(value, problem.block, problem.rounding, inputs.get("seed"))
     return with_transpose(q, scale)

@@ -17,7 +17,7 @@ class TorchAdamw(TorchKernel):
     op = "adamw"
 
     def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """`outputs` hold the parameter and its moments before the step, and after it."""
+        """Step in place: `outputs` hold the parameter and its moments before it and after it."""
         before = {**inputs, **outputs}
         super().launch(problem, config, before, outputs)
 
@@ -32,10 +32,10 @@ class TorchAdamw(TorchKernel):
 def _updated(
     problem: Any, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, inputs: Tensors
 ) -> tuple[torch.Tensor, ...]:
-    """The parameter and its moments after the step, fp32.
+    """Return the parameter and its moments after the step, fp32.
 
     Raises:
-        UsageError: the step is below 1. Where a GPU holds it nobody looks, and the result is NaN.
+        UsageError: the step is below 1. A step on a GPU is not read here, and gives NaN.
     """
     beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
     g, rate, step = inputs["grad"], float(inputs["rate"]), float(inputs["step"])

@@ -14,7 +14,7 @@ class TorchColumnSum(TorchKernel):
     op = "column_sum"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Exact integer sums within each block, then fp32 across them."""
+        """Return exact integer sums within each block, then fp32 across them."""
         n, block = problem.n, problem.block
         codes = torch.nn.functional.pad(inputs["qt"], (0, -problem.m % block))
         sums = codes.view(n, -1, block).sum(dim=2, dtype=torch.int32).float()

@@ -1,4 +1,4 @@
-"""Codes and scales back to floats on the CPU."""
+"""Floats from codes and scales on the CPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class TorchGatherRows(TorchKernel):
     op = "gather_rows"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """``codes``, of the rows that are wanted."""
+        """Return ``codes`` of the rows that are wanted."""
         rows, counts, repeat = (inputs.get(name) for name in ("rows", "counts", "repeat"))
         return {"codes": gather_rows(inputs["q"], rows, counts, repeat, wide=problem.wide)}
 

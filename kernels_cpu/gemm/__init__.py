@@ -14,7 +14,7 @@ from jetfire.reference.quantize import quantize, spread
 def product(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """A (m×k)·Bᵀ (n×k) in fp32, m×n: int32 products of each block of K, scaled and summed."""
+    """Return A (m×k)·Bᵀ (n×k) in fp32, m×n: scaled int32 products of each block of K, summed."""
     m, k = a.shape
     n = b.shape[0]
     c = torch.zeros((m, n), dtype=torch.float32, device=a.device)

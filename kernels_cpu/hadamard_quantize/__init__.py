@@ -18,9 +18,9 @@ SLAB = 1 << 16  # elements
 
 
 def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
-    """The reference's, for few rows: a stage adds and subtracts whole rows of the transpose.
+    """Return the reference's butterflies; a stage adds and subtracts whole rows of the transpose.
 
-    Of 4096×768 in groups of 32, in slabs, it takes half of the reference's time.
+    4096×768 in groups of 32, in slabs of few rows, take half of the reference's time.
     """
     t = x.unflatten(1, (-1, group)).movedim(2, 0)
     # Always a copy: one row of one group is contiguous as it is, and stages write to it.
@@ -38,7 +38,7 @@ def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def rounded(v: torch.Tensor) -> torch.Tensor:
-    """clamp(rint(v), −8, 7), NaN as −8: the codes, as floats."""
+    """Return the codes as floats: clamp(rint(v), −8, 7), NaN as −8."""
     return v.clamp(LEAST, MOST).nan_to_num_(LEAST).round_()
 
 
@@ -48,10 +48,10 @@ def slabs(problem: Any) -> Iterator[slice]:
 
 
 def _check_slots(slots: torch.Tensor, rows: int) -> None:
-    """Have slots name rows that there are, or none.
+    """Check that each slot names a row that exists, or none.
 
     Raises:
-        UsageError: one does not. Where a GPU holds them nobody looks.
+        UsageError: one does not. Slots on a GPU are not read here.
     """
     last = int(slots.max())
     if last >= rows:

@@ -18,7 +18,7 @@ class IntMm(TorchKernel):
     name = "int_mm"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """``c``; of a dgrad, those of its rows that there are."""
+        """Return ``c``; of a dgrad, the rows that counts say exist."""
         a, b = inputs["a"], inputs["b"]
         weight = inputs.get("weight")
         if problem.product == "dgrad":

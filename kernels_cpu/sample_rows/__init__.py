@@ -15,7 +15,7 @@ from jetfire.reference.sample_rows import LEAST, ONE, SEGMENT, offset
 
 
 def chances(w: torch.Tensor, budget: int, least: int) -> torch.Tensor:
-    """Probabilities in units of 2^-32 (int64) of rows with these weights (int64).
+    """Return probabilities in units of 2^-32 (int64) of rows with these weights (int64).
 
     Rows of probability 1 are those of at least some weight: more of them lower the level that the
     next must reach, so that it alone tells them apart.
