@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) with a device's scalars, in float64.
 
-As torch's fused update has it: decay first, and scalars of the host rounded to fp32. What is beyond
-fp32, in which it is kept, is infinite: with a second moment that is the parameter does not move.
+The order is that of torch's fused update: decay first, and scalars of the host rounded to fp32.
+State is kept in fp32, so what lies beyond its range is infinite; where the second moment is, the
+parameter does not move.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def rounded(number: float) -> float:
-    """A host's number as kernels get it: the nearest fp32."""
+    """Round a host's number to the nearest fp32, as kernels get it."""
     return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
-    """Infinite where it is beyond fp32."""
+    """Replace by infinity what is beyond fp32."""
     return torch.where(x.abs() > LARGEST, math.inf * x.sign(), x)
 
 
@@ -37,7 +38,7 @@ def adamw(
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parameter and both moments after a step, float64.
+    """Return the parameter and both moments after a step, float64.
 
     Args:
         param, grad, exp_avg, exp_avg_sq: of one shape.

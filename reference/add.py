@@ -11,7 +11,7 @@ from jetfire.reference.dequantize import dequantize
 
 
 def add(x: torch.Tensor, y: torch.Tensor, y_scale: torch.Tensor, block: int) -> torch.Tensor:
-    """x + y·y_scale in fp32, rounded to x's dtype.
+    """Return x + y·y_scale in fp32, rounded to x's dtype.
 
     Forward, x is the residual stream and y a branch's output; backward, x is the stream's gradient
     and y the gradient that the stream's quantised copy received.

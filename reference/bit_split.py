@@ -19,9 +19,9 @@ MOST = {8: LARGEST * HIGH, 4: LARGEST}  # max|x| in units, by the bits kept
 
 
 def unit_of(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """max|x| over 98 (bits=8) or 7 (bits=4), correctly rounded: fp32 (1,).
+    """Return the unit, max|x| over 98 (bits=8) or 7 (bits=4), correctly rounded: fp32 (1,).
 
-    0 where max|x| < 2^-100; NaN where x holds NaN or ±Inf.
+    It is 0 where max|x| < 2^-100, and NaN where x holds NaN or ±Inf.
     """
     amax = x.float().abs().amax().reshape(1)
     # A tensor, not a number: torch turns division by a number into a product.
@@ -30,13 +30,13 @@ def unit_of(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def split(v: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes hi and lo of elements in units, integers in fp32: ``v ≈ 14·hi + lo``, both in [-7, 7].
+    """Split v into codes hi and lo in [-7, 7], integers in fp32: ``v ≈ 14·hi + lo``.
 
     ``hi = rint(v·c)``, c = 1/14 in fp32, the product exact and ties to even; ``lo = floor(v − 14·hi
     + u)``, the sum rounded to fp32 as 128 more than it.
 
     Args:
-        v: fp32 in [-98, 98], or up to two units in the last place beyond.
+        v: elements in units, fp32 in [-98, 98] or up to two units in the last place beyond.
         draws: u·2^16, integers in [0, 65536).
     """
     factor = torch.tensor(1 / HIGH, dtype=torch.float32, device="cpu").double()
@@ -52,7 +52,7 @@ def codes(
     seed: torch.Tensor | None = None,
     row0: int = 0,
 ) -> torch.Tensor:
-    """int8 codes of x over the unit: hi (m×n) above lo (m×n), or one part (m×n) for bits=4.
+    """Return int8 codes of x over the unit: hi (m×n) above lo (m×n), or one part (m×n) for bits=4.
 
     ``v = x·(1/unit)``, each operation rounded in fp32, then `split`; for bits=4 ``rint(v)``.
 
@@ -77,7 +77,7 @@ def codes(
 def bit_split(
     x: torch.Tensor, bits: int = 8, seed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x ≈ unit·(14·hi + lo), its low part rounded stochastically; or unit·q, to nearest.
+    """Split x ≈ unit·(14·hi + lo), lo rounded stochastically, or round x ≈ unit·q to nearest.
 
     Args:
         x: m×n, n even, any float dtype.

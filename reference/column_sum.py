@@ -8,7 +8,7 @@ from jetfire.reference.dequantize import dequantize
 
 
 def column_sum(qt: torch.Tensor, scale_t: torch.Tensor, block: int) -> torch.Tensor:
-    """Σ over the m rows of code·scale for each of the n columns, in float64.
+    """Return Σ over the m rows of code·scale for each of the n columns, in float64.
 
     Args:
         qt: int8, n×m, the transposed codes.

@@ -10,16 +10,16 @@ IGNORED = -100  # a target that asks for no loss, as in torch
 
 
 def log_softmax(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """logits − lse of each row, float64."""
+    """Return logits − lse of each row, float64."""
     return logits.double() - lse.double()[:, None]
 
 
 def forward(
     logits: torch.Tensor, targets: torch.Tensor, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's loss, lse − logits[target], and lse = log Σ exp(logits), float64.
+    """Return each row's loss, lse − logits[target], and lse = log Σ exp(logits), float64.
 
-    Both are NaN where a logit is NaN or ∞; of −∞ alone, lse is −∞ and the loss NaN.
+    Both are NaN where a logit is NaN or ∞. Where all are −∞, lse is −∞ and the loss NaN.
 
     Args:
         logits: m×n; columns from `valid` on are padding and count as −∞.
@@ -37,7 +37,7 @@ def forward(
 def backward(
     logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, valid: int
 ) -> torch.Tensor:
-    """dloss·(exp(logits − lse) − [column = target]), m×n float64; 0 in the padding.
+    """Return dloss·(exp(logits − lse) − [column = target]), m×n float64; 0 in the padding.
 
     A row is 0 where its target is `IGNORED`, NaN up to the padding where it is no column.
     """

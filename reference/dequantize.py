@@ -1,4 +1,4 @@
-"""Codes and scales back to floats."""
+"""Floats from codes and scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jetfire.reference.quantize import spread
 def dequantize(
     q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """q·scale, the product rounded in fp32 (exact in float64), then to dtype.
+    """Return q·scale, the product rounded in fp32 (exact in float64), then to dtype.
 
     Args:
         q: int8, m×n.

@@ -8,9 +8,9 @@ from jetfire.reference.philox import STREAM_DROPOUT, random_u16
 
 
 def drop_threshold(p: float) -> int:
-    """Draws of 16 bits below this drop their element: p in units of 2^-16.
+    """Return p in units of 2^-16: a draw of 16 bits below it drops its element.
 
-    At most 65535, so that what is kept can be scaled up.
+    It is at most 65535, so that what is kept can be scaled up.
     """
     return min(max(round(p * 65536), 0), 65535)
 
@@ -18,7 +18,7 @@ def drop_threshold(p: float) -> int:
 def dropout(
     q: torch.Tensor, scale: torch.Tensor, p: float, seed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes zeroed with probability p, and scales divided by the probability to keep one.
+    """Zero codes with probability p, and divide scales by the probability to keep one.
 
     No code changes otherwise, so nothing is requantised. The same call on a gradient is the
     backward pass.

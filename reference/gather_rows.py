@@ -1,4 +1,4 @@
-"""Rows of packed 4-bit codes, chosen, unpacked to a byte a code, repeated, transposed."""
+"""Rows of packed 4-bit codes, chosen, unpacked to one byte per code, repeated, transposed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def gather_rows(
     transpose: bool = False,
     wide: bool = False,
 ) -> torch.Tensor:
-    """The rows that are wanted, int8: w×n, or n×w transposed.
+    """Return the rows that are wanted, int8: w×n, or n×w transposed.
 
     Args:
-        q: int8 m×n/2, two codes a byte.
+        q: int8 m×n/2, two codes per byte.
         rows: int32 (R,), each taken modulo m; -1 gives a row of zeros. None: all m in order.
         counts: int32 (2,); with rows, w = counts[1] of them are wanted.
         repeat: int8 (R,), what a row's codes are multiplied by.

@@ -17,14 +17,14 @@ TWICE_ROOT = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 def gate(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """What x is multiplied by, of a float64 tensor: Φ(x) or σ(2u)."""
+    """Return what multiplies x, a float64 tensor: Φ(x) or σ(2u)."""
     if approximate == "tanh":
         return torch.sigmoid(TWICE_ROOT * (x + CUBIC * x**3))
     return 0.5 * torch.erfc(x * -math.sqrt(0.5))
 
 
 def rise(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """x times the gate's derivative, at a float64 tensor."""
+    """Return x times the gate's derivative at x, a float64 tensor."""
     if approximate == "tanh":
         # (1 − σ(z))·z' vanishes for large z, where z' alone would overflow.
         left = torch.sigmoid(-TWICE_ROOT * (x + CUBIC * x**3))
@@ -33,24 +33,24 @@ def rise(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """GELU of a float64 tensor, elementwise."""
+    """Return GELU of a float64 tensor, elementwise."""
     return x * gate(x, approximate)
 
 
 def gelu_grad(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """GELU's derivative at a float64 tensor, elementwise."""
+    """Return GELU's derivative at a float64 tensor, elementwise."""
     return gate(x, approximate) + rise(x, approximate)
 
 
 def slope_terms(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """The magnitudes of the derivative's two terms, added."""
+    """Return the sum of the magnitudes of the derivative's two terms."""
     return gate(x, approximate) + rise(x, approximate).abs()
 
 
 def forward(
     x: torch.Tensor, x_scale: torch.Tensor, block: int, approximate: str = "tanh"
 ) -> torch.Tensor:
-    """GELU of codes and scales: float64 m×n, before it is quantised.
+    """Return GELU of codes and scales: float64 m×n, before it is quantised.
 
     Args:
         x: int8 m×n; x_scale: fp32 ⌈m/block⌉×⌈n/block⌉.
@@ -66,7 +66,7 @@ def backward(
     block: int,
     approximate: str = "tanh",
 ) -> torch.Tensor:
-    """dx = dy·gelu'(x) of codes and scales: float64 m×n, before it is quantised.
+    """Return dx = dy·gelu'(x) of codes and scales: float64 m×n, before it is quantised.
 
     Args:
         x, dy: int8 m×n; x_scale, dy_scale: fp32 ⌈m/block⌉×⌈n/block⌉.

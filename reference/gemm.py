@@ -12,7 +12,7 @@ from jetfire.reference.quantize import pad, spread
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a·b + c rounded once to fp32, for fp32 operands.
+    """Return a·b + c rounded once to fp32, for fp32 operands.
 
     In float64 the product is exact and the sum is rounded to odd, so that rounding it again to
     fp32 is right (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
@@ -32,9 +32,10 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def gemm(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """The product as the plain schedule rounds it: one fp32 FMA for each block of K, in order.
+    """Return the product as the plain schedule rounds it: one fp32 FMA per block of K, in order.
 
-    So do GPUs. On a CPU, in Triton's interpreter too, kernels round the product and the sum apart.
+    GPUs round like this. On a CPU, in Triton's interpreter too, kernels round the product and the
+    sum apart.
 
     Args:
         a: int8 m×k; a_scale: fp32 ⌈m/block⌉×⌈k/block⌉.
@@ -55,7 +56,7 @@ def gemm(
 
 
 def norms(codes: torch.Tensor, block: int) -> torch.Tensor:
-    """The largest 2-norm of a row of each block: int8 m×k → float64 ⌈m/block⌉×⌈k/block⌉."""
+    """Return the largest 2-norm of a row of each block: int8 m×k → float64 ⌈m/block⌉×⌈k/block⌉."""
     rows = block * max(1, (1 << 26) // (codes.shape[1] * block))
     found = []
     for part in codes.split(rows):
@@ -68,13 +69,13 @@ def norms(codes: torch.Tensor, block: int) -> torch.Tensor:
 def magnitudes(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How large what a product is summed from may be, by block of C: float64 ⌈m/block⌉×⌈n/block⌉.
+    """Bound what each block of C is summed from: float64 ⌈m/block⌉×⌈n/block⌉.
 
     A block of K adds to no element more than the norms of its rows of A and B, multiplied, which is
     its integers' largest sum (Cauchy-Schwarz), times its scales. Scales that are NaN count as 0.
 
     Returns:
-        The sum of that over K; that of the integers alone; and the largest product of scales.
+        The bound's sum over K; that of the integers alone; and the largest product of scales.
     """
     of_a, of_b = norms(a, block), norms(b, block)
     a_scale, b_scale = (scale.double().nan_to_num(0.0) for scale in (a_scale, b_scale))
@@ -93,19 +94,19 @@ GRID, UNIT = 2.0**104, 2.0**-149
 
 
 def corrected(block: int) -> int:
-    """The K after which the telescoped schedule takes off what its base has added."""
+    """Return the K after which the telescoped schedule takes off what its base has added."""
     return 2 * WINDOW if block < 128 else WINDOW
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^exponent in float64, for integers in the range of normal numbers."""
+    """Return 2^exponent in float64, for integers in the range of normal numbers."""
     return (exponent.long() + 1023 << 52).view(torch.float64)
 
 
 def telescoped_shift(a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """The exponent of the power of two in the telescoped schedule's scales: ⌈m/block⌉×⌈n/block⌉.
+    """Return the exponent of two in the telescoped schedule's scales: ⌈m/block⌉×⌈n/block⌉.
 
-    As large as keeps the largest product of a row of A's scales and one of B's below 2^126.
+    It is as large as keeps the largest product of a row of A's scales and one of B's below 2^126.
     """
     most = [
         ((scale.view(torch.int32) & 0x7FFFFFFF).amax(dim=1) >> 23) - 127
@@ -117,9 +118,9 @@ def telescoped_shift(a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tens
 def telescoped_scale(
     a_scale: torch.Tensor, b_scale: torch.Tensor, shift: torch.Tensor, i: int
 ) -> torch.Tensor:
-    """Block i's products of scales times 2^shift, on a grid of 2^104: fp32, ⌈m/block⌉×⌈n/block⌉.
+    """Return block i's products of scales times 2^shift, in steps of 2^104: ⌈m/block⌉×⌈n/block⌉.
 
-    On the grid they have 22 bits, so that their differences and sums are exact.
+    On that grid they have 22 bits, so that their differences and sums are exact.
     """
     product = (a_scale[:, i, None] * b_scale[None, :, i]).double()
     return ((product * power_of_two(shift) / GRID).round() * GRID).float()
@@ -128,12 +129,12 @@ def telescoped_scale(
 def gemm_telescoped(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """The product as the telescoped schedule rounds it: `gemm`'s arguments and result.
+    """Return the product as the telescoped schedule rounds it: `gemm`'s arguments and result.
 
     The integer sums S run on over a window of K, from 2^23: below 2^24 their bits are those of the
     float (2^23 + S)·2^-149, for which a power of two in the scales makes up. By summation by parts
     Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, s_{b+1} being zero after a window's last block:
-    one fp32 FMA a block. What 2^23 adds is taken off after every second window, for blocks of 128
+    one fp32 FMA per block. What 2^23 adds is taken off after every second window, for blocks of 128
     after every one, and at the end.
     """
     m, k = a.shape
@@ -163,9 +164,9 @@ def gemm_telescoped(
 def gemm_float64(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """The same product in float64, each operand dequantised exactly; m×n float64.
+    """Return the product of exactly dequantised operands, in float64: m×n.
 
-    In slabs of rows, so that beside B and the result at most 2^26 numbers are held.
+    It is done in slabs of rows, so that beside B and the result at most 2^26 numbers are held.
     """
     m, k = a.shape
     c = torch.empty((m, b.shape[0]), dtype=torch.float64, device=a.device)

@@ -15,19 +15,19 @@ GROUPS = tuple(1 << i for i in range(11))  # 1 to 1024
 
 
 def floats(x: torch.Tensor) -> torch.Tensor:
-    """fp32, or float64 where x is."""
+    """Convert to fp32, but leave float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def factor(group: int) -> float:
-    """1/√group, rounded to fp32."""
+    """Return 1/√group, rounded to fp32."""
     return torch.tensor(group**-0.5, dtype=torch.float32, device="cpu").item()
 
 
 def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
-    """√group times the transform: sums and differences alone, in stages h = 1, 2, 4, …, group/2.
+    """Return √group times the transform: sums and differences, in stages h = 1, 2, 4, …, group/2.
 
-    Of each stage's 2h columns, (a, b) becomes (a + b, a − b): Sylvester's order.
+    In each stage the halves (a, b) of 2h columns become (a + b, a − b): Sylvester's order.
 
     Args:
         x: m×n, group divides n.
@@ -45,15 +45,15 @@ def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def transform(x: torch.Tensor, group: int) -> torch.Tensor:
-    """X·blockdiag(H/√group), m×n in fp32, or float64 where x is; its own inverse and transpose."""
+    """Return X·blockdiag(H/√group), fp32, or float64 where x is; its own inverse and transpose."""
     scale = group**-0.5 if x.dtype == torch.float64 else factor(group)
     return butterflies(x, group) * scale
 
 
 def matrix(group: int) -> torch.Tensor:
-    """H/√group in float64, group×group: symmetric and orthogonal.
+    """Return H/√group in float64, group×group: symmetric and orthogonal.
 
-    By Sylvester's construction, H_2g = [[H_g, H_g], [H_g, −H_g]].
+    It follows Sylvester's construction, H_2g = [[H_g, H_g], [H_g, −H_g]].
     """
     h = torch.ones((1, 1), dtype=torch.float64, device="cpu")
     while len(h) < group:
@@ -62,7 +62,7 @@ def matrix(group: int) -> torch.Tensor:
 
 
 def initial_step(t: torch.Tensor) -> torch.Tensor:
-    """2·mean|t|/√7, fp32 (1,): the step size that LSQ starts from (arXiv 1902.08153, section 2.1).
+    """Return 2·mean|t|/√7, fp32 (1,): LSQ's first step size (arXiv 1902.08153, section 2.1).
 
     Args:
         t: transformed values, of which the largest code is to be 7.
@@ -71,10 +71,10 @@ def initial_step(t: torch.Tensor) -> torch.Tensor:
 
 
 def search_group(x: torch.Tensor) -> int:
-    """The group of 1 to 1024 that divides x's columns and whose codes are nearest to X.
+    """Return the group of 1 to 1024 that divides x's columns and whose codes are nearest to X.
 
-    That is the least ‖T − step·q‖² at the initial step, T and q those of the group. Of equal ones,
-    as for zeros, the smallest.
+    Its ‖T − step·q‖² is the least at the initial step, T and q those of the group. Of equal
+    ones, as for zeros, the smallest is taken.
     """
 
     def error(group: int) -> float:

@@ -1,7 +1,7 @@
 """A linear layer in 4 bits, forward and backward, from the references of its steps.
 
-"Training Transformers with 4-bit Integers" (arXiv 2306.11987), sections 3 and 4. What one step
-leaves is rounded to the layer's dtype where the next one reads it, as kernels store it.
+"Training Transformers with 4-bit Integers" (arXiv 2306.11987), sections 3 and 4. A step's
+result is rounded to the layer's dtype before the next one reads it, as kernels store it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jetfire.reference.sample_rows import sample_rows
 def forward(
     x: torch.Tensor, w: torch.Tensor, step_x: torch.Tensor, step_w: torch.Tensor, group: int
 ) -> dict[str, torch.Tensor]:
-    """x·wᵀ by the codes of both.
+    """Return x·wᵀ by the codes of both.
 
     Args:
         x: m×k; w: n×k, of x's dtype.
@@ -45,7 +45,7 @@ def backward(
     seeds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     group: int,
 ) -> dict[str, torch.Tensor]:
-    """The gradients of x and w, from half of the rows of the split gradient each.
+    """Return the gradients of x and w, from half of the rows of the split gradient each.
 
     Args:
         g: m×n, the output's gradient.

@@ -16,9 +16,9 @@ LEAST, MOST = -8, 7
 
 
 def multiplier(step: torch.Tensor, group: int) -> torch.Tensor:
-    """(1/√group)/step in fp32, (1,): what a group's butterflies are multiplied by for codes.
+    """Return (1/√group)/step in fp32, (1,), by which butterflies are multiplied for codes.
 
-    0 where that is not finite and above 0, as for a step that is not.
+    It is 0 where that is not finite and positive, as where the step is not.
     """
     # A tensor, not a number: torch turns division by a number into a product.
     inverse = torch.full_like(step, factor(group)) / step
@@ -26,15 +26,15 @@ def multiplier(step: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _codes(v: torch.Tensor) -> torch.Tensor:
-    """clamp(rint(v), −8, 7), ties to even, as floats; NaN gives −8, as fmax has it."""
+    """Return clamp(rint(v), −8, 7), ties to even, as floats; NaN gives −8, as fmax has it."""
     low, high = (torch.full_like(v, x) for x in (LEAST, MOST))
     return torch.fmin(torch.fmax(v, low), high).round()
 
 
 def inside(q: torch.Tensor) -> torch.Tensor:
-    """Where the gradient passes: −8 < q < 7. A code of either end counts as clipped.
+    """Return where the gradient passes: −8 < q < 7. A code of either end counts as clipped.
 
-    A nibble does not tell whether it was; those that were not are the outermost half step.
+    A nibble does not tell whether it was clipped; the outermost half step was not, but counts too.
     """
     return (q > LEAST) & (q < MOST)
 
@@ -42,7 +42,7 @@ def inside(q: torch.Tensor) -> torch.Tensor:
 def quantize(
     x: torch.Tensor, step: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of the transformed x: ``clamp(rint(b·((1/√group)/step)), −8, 7)``, b its butterflies.
+    """Quantise the transformed x: ``clamp(rint(b·((1/√group)/step)), −8, 7)``, b its butterflies.
 
     Every operation rounds once, in fp32.
 
@@ -51,7 +51,7 @@ def quantize(
         step: fp32 (1,).
 
     Returns:
-        q, int8 m×n, a code each; scale, fp32 (1,): the step; squares, int32 m: Σ q² of each row.
+        q, int8 m×n, one code per byte; scale, fp32 (1,): the step; squares, int32 m: Σ q² per row.
         The scale is NaN where a group's sum is not finite, as it is not where x holds NaN or ±Inf,
         and where the multiplier is 0.
     """
@@ -63,12 +63,12 @@ def quantize(
 
 
 def gathered(dx_hat: torch.Tensor, slots: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """The gradient of the codes from its kept rows: fp32 m×n.
+    """Return the gradient of the codes from its kept rows: fp32 m×n.
 
     Args:
         dx_hat: rows×n, any float dtype.
         slots: m×2 int32: the rows of dx_hat that sum to a row's, −1 where there is none.
-        unit: fp32 (1,): what is not there counts as 0·unit, NaN where the gradient was not finite.
+        unit: fp32 (1,): a row that was not kept is 0·unit, NaN where the gradient was not finite.
     """
     missing = 0.0 * unit
     high, low = (
@@ -79,11 +79,11 @@ def gathered(dx_hat: torch.Tensor, slots: torch.Tensor, unit: torch.Tensor) -> t
 
 
 def input_gradient(dx_hat: torch.Tensor, q: torch.Tensor, group: int) -> torch.Tensor:
-    """(dX̂ ∘ I)·blockdiag(H/√group): fp32 m×n, I as `inside` has it.
+    """Return (dX̂ ∘ I)·blockdiag(H/√group): fp32 m×n, I as `inside` has it.
 
     Args:
         dx_hat: m×n, any float dtype, of the quantised and transformed x.
-        q: int8 m×n, a code each.
+        q: int8 m×n, one code per byte.
     """
     return butterflies(dx_hat.float().masked_fill(~inside(q), 0.0), group) * factor(group)
 
@@ -91,7 +91,7 @@ def input_gradient(dx_hat: torch.Tensor, q: torch.Tensor, group: int) -> torch.T
 def step_terms(
     dx_hat: torch.Tensor, x: torch.Tensor, step: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of x, and each element's part of the step's gradient: dX̂·δ, float64 m×n.
+    """Return the codes of x, and each element's part of the step's gradient: dX̂·δ, float64 m×n.
 
     δ = q − v where the gradient passes, else q, v in fp32 what q was rounded from (equation 3 of
     arXiv 1902.08153). LSQ's own factor 1/√(7·numel) is left to the caller.

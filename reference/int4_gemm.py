@@ -8,7 +8,7 @@ from jetfire.reference.bit_split import HIGH
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A (m×k)·Bᵀ (n×k) of int8 codes, exact in float64 (sums below 2^53); float64 m×n."""
+    """Return A (m×k)·Bᵀ (n×k) of int8 codes, exact in float64 (sums below 2^53); float64 m×n."""
     return a.double() @ b.double().t()
 
 
@@ -19,7 +19,7 @@ def scaled(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float(sums)·(a_scale·b_scale), then ·weight of a row, then + bias of a column.
+    """Return float(sums)·(a_scale·b_scale), times a row's weight, plus a column's bias.
 
     Each step is rounded to fp32 by itself.
 
@@ -43,7 +43,7 @@ def forward(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """s·A·Bᵀ + bias of codes a (m×k) and b (n×k), fp32 m×n."""
+    """Return s·A·Bᵀ + bias of codes a (m×k) and b (n×k), fp32 m×n."""
     return scaled(product(a, b), a_scale, b_scale, bias=bias)
 
 
@@ -55,7 +55,7 @@ def dgrad(
     weight: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """weight_i·s·A_i·Bᵀ of the rows that counts (2,) says there are, fp32 counts[1]×n."""
+    """Return weight_i·s·A_i·Bᵀ of the first counts[1] rows, fp32 counts[1]×n; counts is (2,)."""
     rows = int(counts[1])
     return scaled(product(a[:rows], b), a_scale, b_scale, weight[:rows])
 
@@ -67,7 +67,7 @@ def wgrad(
     b_scale: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """s·(14·Σ over the first counts[0] of K + Σ over K from there to counts[1]), fp32 m×n."""
+    """Return s·(14·Σ over the first counts[0] of K + Σ from there to counts[1]), fp32 m×n."""
     high, end = counts.tolist()
     sums = HIGH * product(a[:, :high], b[:, :high]) + product(a[:, high:end], b[:, high:end])
     return scaled(sums, a_scale, b_scale)

@@ -10,7 +10,7 @@ import torch
 
 
 def statistics(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and 1/√(variance + eps) of every row: m×n → [m], [m]; the variance is biased."""
+    """Return mean and 1/√(variance + eps) of every row: m×n → [m], [m]; the variance is biased."""
     mean = x.mean(dim=1)
     variance = (x - mean[:, None]).square().mean(dim=1)
     return mean, (variance + eps).rsqrt()
@@ -23,7 +23,7 @@ def forward(
     weight: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """(x − mean)·rstd·weight + bias; x m×n, mean and rstd [m], weight and bias [n]."""
+    """Return (x − mean)·rstd·weight + bias; x m×n, mean and rstd [m], weight and bias [n]."""
     return (x - mean[:, None]) * rstd[:, None] * weight + bias
 
 
@@ -34,7 +34,7 @@ def backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `forward` through the statistics as well.
+    """Return gradients of `forward` through the statistics as well.
 
     With x̂ = (x − mean)·rstd and g = dy·weight: ``dx = rstd·(g − mean(g) − x̂·mean(g·x̂))``, means
     over whole rows; ``dweight = Σ_rows dy·x̂`` and ``dbias = Σ_rows dy``.

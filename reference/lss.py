@@ -11,7 +11,7 @@ keeps some:
 p_i is row i's probability, r_i an integer whose mean is 1/p_i. Over the draws both have the mean
 that G itself gives: lo is rounded without bias, and so are the sums.
 
-Here is what the products are of the kept rows; how rows are kept is `sample_rows`'s.
+This module has the products of the kept rows; `sample_rows` says which rows are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def input_gradient(
     w_step: torch.Tensor,
     sampled: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """dX̂ of the kept rows, float64 m×k; 0·unit in a row of which nothing was kept.
+    """Return dX̂ of the kept rows, float64 m×k; 0·unit in a row of which nothing was kept.
 
     Args:
         codes: int8 parts·m×n: hi above lo, or one part.
@@ -54,7 +54,7 @@ def weight_gradient(
     x_step: torch.Tensor,
     sampled: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """dŴ of the kept rows, float64 n×k.
+    """Return dŴ of the kept rows, float64 n×k.
 
     Args:
         codes, unit: as for `input_gradient`.
@@ -79,7 +79,7 @@ def gradients(
     bits: int = 8,
     keep: str = "half",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dX̂ (m×k) and dŴ (n×k), float64, of one draw.
+    """Return dX̂ (m×k) and dŴ (n×k), float64, of one draw.
 
     Args:
         gradient: G, m×n, any float dtype, n even.

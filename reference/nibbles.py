@@ -1,6 +1,7 @@
-"""Two 4-bit codes a byte: element 2j in the low nibble of byte j, 2j + 1 in the high one.
+"""4-bit codes in bytes, packed or wide.
 
-Or one, wide: in the high nibble of a byte whose low one is 0, so that the byte is sixteen times it.
+Packed, byte j has element 2j in its low nibble and 2j + 1 in the high one. A wide code is alone in
+the high nibble of a byte whose low one is 0, so that the byte is sixteen times the code.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ import torch
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in [-8, 7] (int8, …×n, n even) as two's complement nibbles, int8 …×n/2."""
+    """Pack codes in [-8, 7] (int8, …×n, n even) as two's complement nibbles, int8 …×n/2."""
     return codes[..., 0::2] & 15 | codes[..., 1::2] << 4
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The codes of `pack`'s result, int8 …×n."""
+    """Return the codes of `pack`'s result, int8 …×n."""
     return torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).flatten(-2)
 
 
 def widen(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in [-8, 7], int8, as wide ones."""
+    """Return codes in [-8, 7], int8, as wide ones."""
     return codes << 4
 
 
 def narrow(wide: torch.Tensor) -> torch.Tensor:
-    """The codes of wide ones, int8."""
+    """Return the codes of wide ones, int8."""
     return wide >> 4

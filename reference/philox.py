@@ -22,7 +22,7 @@ STREAM_SECOND = 3  # rounding of an op's second output
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low words of a·b for 32-bit a, b held in int64, which the full product overflows."""
+    """Return high and low words of a·b for 32-bit a, b in int64, which the product overflows."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high << 16) | (low & 0xFFFF)) & _MASK
@@ -31,7 +31,7 @@ def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def philox4x32(
     counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int = ROUNDS
 ) -> tuple[torch.Tensor, ...]:
-    """Four random 32-bit words for each counter.
+    """Return four random 32-bit words for each counter.
 
     Args:
         counter: four int64 tensors of one shape, values in [0, 2^32).
@@ -54,7 +54,7 @@ def philox4x32(
 def random_u16(
     seed: torch.Tensor, m: int, n: int, stream: int = STREAM_ROUNDING, row0: int = 0
 ) -> torch.Tensor:
-    """Sixteen random bits for every element of rows row0 … row0+m of an output with n columns.
+    """Return sixteen random bits per element, for rows row0 … row0+m of an output with n columns.
 
     Element (i, j) takes half-word j mod 8 (low halves first) of the words at counter
     (j div 8, i, 0, stream): its bits depend on the seed and its place, on nothing else.

@@ -16,25 +16,25 @@ TINY = 2.0**-100
 
 
 def pad(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Zeros at the right and bottom up to whole blocks."""
+    """Add zeros at the right and bottom up to whole blocks."""
     m, n = x.shape
     return torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
 
 
 def block_amax(x: torch.Tensor, block: int) -> torch.Tensor:
-    """max|x| of every block: m×n fp32 → ⌈m/block⌉×⌈n/block⌉; NaN where a block holds NaN."""
+    """Return max|x| of every block: m×n fp32 → ⌈m/block⌉×⌈n/block⌉; NaN where a block holds NaN."""
     padded = pad(x, block)
     m, n = padded.shape
     return padded.abs().reshape(m // block, block, n // block, block).amax(dim=(1, 3))
 
 
 def spread(blocks: torch.Tensor, block: int, m: int, n: int) -> torch.Tensor:
-    """Each block's value at each of its elements: ⌈m/block⌉×⌈n/block⌉ → m×n."""
+    """Repeat each block's value at each of its elements: ⌈m/block⌉×⌈n/block⌉ → m×n."""
     return blocks.repeat_interleave(block, 0)[:m].repeat_interleave(block, 1)[:, :n]
 
 
 def scales(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and multiplier of every block: amax/127 and 127/amax, both rounded in fp32.
+    """Return scale and multiplier of every block: amax/127 and 127/amax, both rounded in fp32.
 
     A block of amax below 2^-100 has both 0; one that holds NaN or ±Inf has scale NaN and
     multiplier 0.
@@ -55,7 +55,7 @@ def quantize(
     seed: torch.Tensor | None = None,
     stream: int = STREAM_ROUNDING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a tensor.
+    """Return codes and scales of a tensor.
 
     ``q = rint(x·(127/amax))``, ties to even; stochastic: ``q = floor(x·(127/amax) + u)`` with u of
     16 bits in [0, 1). Every operation rounds once, in fp32. Codes stay in [-127, 127].
@@ -65,7 +65,7 @@ def quantize(
         block: 32, 64 or 128.
         rounding: ``"nearest"`` or ``"stochastic"``.
         seed: int64 tensor of one element, for stochastic rounding.
-        stream: of the seed's random bits, one of `philox`.
+        stream: which of the seed's streams of random bits, one of `philox`'s constants.
 
     Returns:
         q, int8 m×n, and scale, fp32 ⌈m/block⌉×⌈n/block⌉.

@@ -18,5 +18,5 @@ def quantize_qkv(
     rounding: str = "nearest",
     seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 m×3w and scales fp32 ⌈m/block⌉×⌈3w/block⌉ of three m×w matrices."""
+    """Return codes int8 m×3w and scales fp32 ⌈m/block⌉×⌈3w/block⌉ of three m×w matrices."""
     return quantize(torch.cat((query, key, value), dim=1), block, rounding, seed)

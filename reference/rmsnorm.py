@@ -9,19 +9,19 @@ import torch
 
 
 def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1/√(mean of squares + eps) of every row: m×n → [m]."""
+    """Return 1/√(mean of squares + eps) of every row: m×n → [m]."""
     return (x.square().mean(dim=1) + eps).rsqrt()
 
 
 def forward(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x·rstd·weight; x m×n, rstd [m], weight [n]."""
+    """Return x·rstd·weight; x m×n, rstd [m], weight [n]."""
     return x * rstd[:, None] * weight
 
 
 def backward(
     x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `forward` through rstd as well.
+    """Return gradients of `forward` through rstd as well.
 
     With x̂ = x·rstd and g = dy·weight: ``dx = rstd·(g − x̂·mean(g·x̂))``, the mean over whole rows,
     and ``dweight = Σ_rows dy·x̂``.

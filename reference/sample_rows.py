@@ -30,19 +30,19 @@ SEGMENT = 128  # the kept rows of each part are padded to a multiple of it
 
 
 def factors(m: int, parts: int) -> list[int]:
-    """What each of the parts·m rows' codes count: the high part's 14, the low part's 1."""
+    """Return what the codes of each of parts·m rows count: 14 in the high part, 1 in the low."""
     return [HIGH] * m + [1] * m if parts == 2 else [1] * m
 
 
 def weights(scores: Sequence[int]) -> list[int]:
-    """Square roots of the scores in units of their largest's 2^-30, rounded up: 0 for 0 alone."""
+    """Return roots of the scores in units of their largest's 2^-30, rounded up: 0 for 0 alone."""
     roots = [math.sqrt(float(score)) for score in scores]
     unit = 2.0**30 / max(roots) if any(roots) else 0.0
     return [math.ceil(root * unit) for root in roots]
 
 
 def probabilities(w: Sequence[int], budget: int, least: int = 1) -> list[int]:
-    """Probabilities proportional to w that sum to `budget` but for roundings, in units of 2^-32.
+    """Return probabilities in units of 2^-32 that are as w and sum to `budget` but for roundings.
 
     Args:
         w: at least 0; a row of 0 has no chance.
@@ -66,7 +66,7 @@ def probabilities(w: Sequence[int], budget: int, least: int = 1) -> list[int]:
 
 
 def systematic(chances: Sequence[int], u: int) -> list[bool]:
-    """Which rows are kept: those within whose stretch of Σ chances + u lies a multiple of 2^32.
+    """Return which rows are kept: those whose stretch of Σ chances + u has a multiple of 2^32.
 
     Args:
         chances: probabilities in units of 2^-32.
@@ -80,13 +80,13 @@ def systematic(chances: Sequence[int], u: int) -> list[bool]:
 
 
 def offset(seed: torch.Tensor) -> int:
-    """The 32 bits that place all draws: the first word at counter (0, 0, 0, STREAM_SAMPLING)."""
+    """Return the 32 bits that place all draws: the word at counter (0, 0, 0, STREAM_SAMPLING)."""
     low, high = random_u16(seed, 1, 2, STREAM_SAMPLING).flatten().tolist()
     return int(low | high << 16)
 
 
 def repeats(chances: Sequence[int], seed: torch.Tensor) -> list[int]:
-    """1/p of every row with a chance, rounded to an integer whose expectation is 1/p to 2^-16.
+    """Return 1/p per row with a chance, rounded to an integer whose expectation is 1/p to 2^-16.
 
     Row i draws the 16 bits of element (1, i) of stream STREAM_SAMPLING.
     """
@@ -98,7 +98,7 @@ def repeats(chances: Sequence[int], seed: torch.Tensor) -> list[int]:
 
 
 def places(kept: Sequence[bool], m: int) -> tuple[list[int], int, int]:
-    """Each row's place in the buffer (-1: not kept), the end of the high part's segment, of all.
+    """Return each row's place in the buffer (-1: not kept), the ends of the high part and of all.
 
     Kept rows are in order, each part's padded to a multiple of `SEGMENT`.
     """
@@ -118,7 +118,7 @@ def chances_of(
     keep: str,
     x_squares: torch.Tensor | None = None,
 ) -> list[int]:
-    """Every row's probability in units of 2^-32; arguments as for `sample_rows`."""
+    """Return every row's probability in units of 2^-32; arguments as for `sample_rows`."""
     m = len(squares) // parts
     scores = [
         factor * factor * square
@@ -134,7 +134,7 @@ def chances_of(
 def drawn(
     chances: Sequence[int], seed: torch.Tensor, parts: int, capacity: int, product: str
 ) -> dict[str, torch.Tensor]:
-    """What `sample_rows` returns, of rows with these probabilities in units of 2^-32."""
+    """Draw rows with these probabilities in units of 2^-32, and return what `sample_rows` does."""
     m = len(chances) // parts
     place, high, end = places(systematic(chances, offset(seed)), m)
     if end > capacity:
@@ -168,7 +168,7 @@ def sample_rows(
     capacity: int,
     x_squares: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Which rows of a split gradient a product keeps, and what each counts.
+    """Return which rows of a split gradient a product keeps, and what each counts.
 
     Args:
         squares: int32, parts·m: Σ codes² of each row, the high part's m first.

@@ -12,22 +12,22 @@ from jetfire.reference.dequantize import dequantize
 
 
 def silu(z: torch.Tensor) -> torch.Tensor:
-    """z·σ(z) of a float64 tensor, elementwise."""
+    """Return z·σ(z) of a float64 tensor, elementwise."""
     return z * torch.sigmoid(z)
 
 
 def rise(z: torch.Tensor) -> torch.Tensor:
-    """z·σ'(z) at a float64 tensor: what silu's derivative is beside σ."""
+    """Return z·σ'(z) at a float64 tensor, which silu's derivative adds to σ."""
     return z * torch.sigmoid(z) * torch.sigmoid(-z)
 
 
 def silu_grad(z: torch.Tensor) -> torch.Tensor:
-    """silu's derivative at a float64 tensor, elementwise."""
+    """Return silu's derivative at a float64 tensor, elementwise."""
     return torch.sigmoid(z) + rise(z)
 
 
 def slope_terms(z: torch.Tensor) -> torch.Tensor:
-    """The magnitudes of the derivative's two terms, added."""
+    """Return the sum of the magnitudes of the derivative's two terms."""
     return torch.sigmoid(z) + rise(z).abs()
 
 
@@ -38,7 +38,7 @@ def forward(
     up_scale: torch.Tensor,
     block: int,
 ) -> torch.Tensor:
-    """silu(gate)·up of codes and scales: float64 m×n, before it is quantised.
+    """Return silu(gate)·up of codes and scales: float64 m×n, before it is quantised.
 
     Args:
         gate, up: int8 m×n; gate_scale, up_scale: fp32 ⌈m/block⌉×⌈n/block⌉.
@@ -56,7 +56,7 @@ def backward(
     dy_scale: torch.Tensor,
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dgate = dy·up·silu'(gate) and dup = dy·silu(gate): float64 m×n, before they are quantised.
+    """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate): float64 m×n, not yet quantised.
 
     Args:
         gate, up, dy: int8 m×n; gate_scale, up_scale, dy_scale: fp32 ⌈m/block⌉×⌈n/block⌉.

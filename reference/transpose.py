@@ -6,7 +6,7 @@ import torch
 
 
 def transpose(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The quantised transpose: exact, because blocks are square.
+    """Return the quantised transpose, which is exact because blocks are square.
 
     Args:
         q: int8, m×n.
