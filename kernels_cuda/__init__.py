@@ -1,1 +1,1 @@
-"""CUDA C++ kernels: one folder an op, each with a `KERNELS` tuple."""
+"""CUDA C++ kernels: one folder per op, each with a `KERNELS` tuple."""

@@ -31,7 +31,7 @@ class CompileError(JetfireError):
 
 
 def header(constants: Mapping[str, bool | int], functions: str = "") -> str:
-    """`config.cuh`: the constants as ``constexpr``, then functions that depend on them."""
+    """Write `config.cuh`: the constants as ``constexpr``, then functions that depend on them."""
     lines = [
         f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};"
         for name, value in constants.items()
@@ -41,7 +41,7 @@ def header(constants: Mapping[str, bool | int], functions: str = "") -> str:
 
 @cache
 def _sources(folder: Path) -> dict[str, str]:
-    """What an `#include` may name: the folder's headers and those that all kernels share."""
+    """Return what an `#include` may name: the folder's headers and those that all kernels share."""
     files = [*ROOT.glob("*.cuh"), *folder.glob("*.cuh")]
     return {file.name: file.read_text() for file in sorted(files)}
 
@@ -60,7 +60,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``$JETFIRE_CACHE``, else the user's cache folder."""
+    """Return the folder of compiled kernels: ``$JETFIRE_CACHE``, else the user's cache folder."""
     return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "cubin"
 
 
@@ -88,7 +88,7 @@ def _compile(source: Path, config: str, architecture: str) -> bytes:
 
 
 def _cached(file: Path) -> bytes | None:
-    """A file of the cache; None where it is not there, or not whole."""
+    """Read a file of the cache; None where it is missing, or not whole."""
     try:
         cubin = file.read_bytes()
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def _cached(file: Path) -> bytes | None:
 
 
 def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
-    """The machine code of a source with a `config.cuh`, from the disk cache where it is there.
+    """Return the machine code of a source with a `config.cuh`, from the disk cache if it is there.
 
     The key is all that the code depends on: sources, constants, options, architecture and
     compiler. Processes that want the same code wait for the first one's. A file that is not whole

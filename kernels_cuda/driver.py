@@ -29,7 +29,7 @@ class DriverError(JetfireError):
 
 @cache
 def missing() -> str | None:
-    """Why CUDA kernels cannot be compiled here; None where they can."""
+    """Return why CUDA kernels cannot be compiled here; None where they can."""
     return None if find_spec("cupy") else "needs CuPy: pip install 'jetfire[cuda]'"
 
 
@@ -48,7 +48,7 @@ def tensor_map(
     box_rows: int,
     box_columns: int,
 ) -> bytes:
-    """A CUtensorMap of a row-major matrix, read or written in boxes of swizzled rows.
+    """Make a CUtensorMap of a row-major matrix, read or written in boxes of swizzled rows.
 
     A box's rows have 32, 64 or 128 bytes, which is how its shared memory is swizzled.
 
@@ -83,14 +83,14 @@ def tensor_map(
 
 @cache
 def processors(device: int) -> int:
-    """Streaming multiprocessors of a device."""
+    """Count the streaming multiprocessors of a device."""
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Function:
-    """One kernel of a cubin, loaded on one device."""
+    """A kernel of a cubin, loaded on a device."""
 
     def __init__(self, cubin: bytes, name: str, device: int, shared_bytes: int) -> None:
         import torch
@@ -126,7 +126,7 @@ class Function:
 
 
 class _Stream:
-    """What CuPy's launch reads of a stream: its handle. Nothing of it is owned."""
+    """A stream's handle, which is all that CuPy's launch reads of a stream; it is not owned."""
 
     __slots__ = ("ptr",)
 
@@ -140,7 +140,7 @@ def _stream(handle: int) -> _Stream:
 
 
 def struct_argument(content: bytes, size: int) -> np.ndarray:
-    """A struct of `size` bytes that a kernel takes by value."""
+    """Make a struct of `size` bytes that a kernel takes by value."""
     return np.frombuffer(content.ljust(size, b"\0"), dtype=f"V{size}")
 
 

@@ -1,4 +1,4 @@
-"""What the sm_90a kernels share on the host: where they run, and the product itself."""
+"""Host code that the sm_90a kernels share: where they run, and the product itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE_K = 128
 
 
 def wgmma_wrapper(tile_n: int) -> str:
-    """The s8 wgmma of 64×tile_n×32: its operand list is as long as tile_n/2."""
+    """Write the s8 wgmma of 64×tile_n×32: its operand list is as long as tile_n/2."""
     count = tile_n // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+r"(d[{i}])' for i in range(count))
@@ -31,14 +31,14 @@ __device__ __forceinline__ void wgmma(int (&d)[{count}], unsigned long long a,
 
 
 def unfit(device: Device) -> str | None:
-    """Why these kernels cannot run on a device, or be compiled; None where they can."""
+    """Return why these kernels cannot run on a device, or be compiled; None where they can."""
     if device.kind != "cuda" or device.capability != (9, 0):
         return "needs sm_90: it is written in its warp-group instructions"
     return driver.missing()
 
 
 def outside(config: Config, space: Mapping[str, Sequence[Any]]) -> str | None:
-    """Which field of a config has a value that its space has not."""
+    """Return which field of a config has a value that its space has not."""
     for name, values in space.items():
         if getattr(config, name) not in values:
             return f"{name}={getattr(config, name)}: expected one of {values}"

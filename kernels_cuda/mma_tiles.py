@@ -1,4 +1,4 @@
-"""What GEMMs in mma.sync do alike on the host: how a tile is cut and fed, and whether that fits."""
+"""Host code that GEMMs in mma.sync share: how a tile is cut and fed, and whether that fits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jetfire.kernels_cuda.compile import compile_cubin
 if TYPE_CHECKING:
     import torch
 
-TILE_BYTES = 128  # of K, in a slot
-RESERVED_BYTES = 1024  # of shared memory, by the system, in every block (CUDA 11 and later)
+TILE_BYTES = 128  # bytes of K in a slot
+RESERVED_BYTES = 1024  # shared memory that the system takes in a block (CUDA 11 and later)
 
 
 @dataclass(frozen=True)
 class TileConfig(Config):
-    """How a block's tile is cut and fed.
+    """Choices of how a block's tile is cut and fed.
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
         warps_m, warps_n: warps among which they are divided.
-        stages: of 128 bytes of K in shared memory.
-        blocks: that an SM is to hold: each has as many registers as that leaves.
+        stages: buffers of 128 bytes of K in shared memory.
+        blocks: blocks that an SM is to hold: each has as many registers as that leaves.
         raster: rows of tiles that are walked column by column.
     """
 
@@ -55,21 +55,21 @@ class TileConfig(Config):
 
     @property
     def sums(self) -> int:
-        """A thread's, in 32 bits."""
+        """Sums of a thread, of 32 bits each."""
         return self.warp_m * self.warp_n // 32
 
     @property
     def registers(self) -> int:
-        """What a thread may have, so that an SM's 65536 hold as many blocks as are wanted."""
+        """Registers of a thread, of which an SM's 65536 hold as many blocks as are wanted."""
         return min(255, 65536 // (32 * self.warps * self.blocks) // 8 * 8)
 
     @property
     def ring_bytes(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory of all stages."""
         return self.stages * (self.tile_m + self.tile_n) * TILE_BYTES
 
     def tiles(self, m: int, n: int) -> int:
-        """Of an m×n output, and so the blocks of a launch."""
+        """Count the tiles of an m×n output, which are the blocks of a launch."""
         return ceil_div(m, self.tile_m) * ceil_div(n, self.tile_n)
 
 
@@ -89,10 +89,10 @@ SPACE: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class TileAccess:
-    """What alignment leaves open.
+    """Choices that the tensors' alignment decides.
 
     Attributes:
-        copy_bytes: that one copy of A or B moves: 16, 8, 4, or 1 for any alignment.
+        copy_bytes: bytes that one copy of A or B moves: 16, 8, 4, or 1 for any alignment.
         out: the output is written in 16 bytes.
     """
 
@@ -101,18 +101,18 @@ class TileAccess:
 
 
 def places(x: torch.Tensor) -> tuple[int, int]:
-    """Where its rows begin: the first, in bytes, and how far apart."""
+    """Return where a tensor's rows begin: the first, in bytes, and how far apart."""
     return x.data_ptr(), x.stride(0) * x.itemsize
 
 
 def copy_bytes(*places: int) -> int:
-    """What one copy may move of rows that begin at sums of multiples of these bytes."""
+    """Return how many bytes a copy may move of rows that begin at sums of multiples of these."""
     size = math.gcd(16, *places)
     return size if size >= 4 else 1  # cp.async has no 2
 
 
 def aligned(x: torch.Tensor | None) -> bool:
-    """Its rows can be written in 16 bytes."""
+    """Return whether a tensor's rows can be written in 16 bytes."""
     return x is not None and copy_bytes(*places(x)) == 16
 
 
@@ -120,14 +120,14 @@ def aligned(x: torch.Tensor | None) -> bool:
 
 
 def unsupported(device: Device) -> str | None:
-    """Why the device cannot run any config."""
+    """Return why the device cannot run any config."""
     if device.kind != "cuda" or device.capability is None or device.capability < (8, 0):
         return "needs a GPU of sm_80 or later: it is written in mma.sync and cp.async"
     return driver.missing()
 
 
 def outside(config: TileConfig, space: Mapping[str, Sequence[Any]]) -> str | None:
-    """Which field has a value that is not in the space."""
+    """Return which field has a value that is not in the space."""
     for name, values in space.items():
         if getattr(config, name) not in values:
             return f"{name}={getattr(config, name)}: expected one of {values}"
@@ -135,7 +135,7 @@ def outside(config: TileConfig, space: Mapping[str, Sequence[Any]]) -> str | Non
 
 
 def misfit(config: TileConfig) -> str | None:
-    """Why the tile does not suit its warps."""
+    """Return why the tile does not suit its warps."""
     if config.warps < 4:
         return f"{config.warps} warps: expected at least 4, one for each scheduler"
     for name, size, share in (
@@ -150,14 +150,14 @@ def misfit(config: TileConfig) -> str | None:
 
 
 def spilling(config: TileConfig, needed: int) -> str | None:
-    """Why a thread that needs so many registers does not have them."""
+    """Return why a thread that needs so many registers does not have them."""
     if needed > (limit := config.registers):
-        return f"needs {needed} registers a thread: blocks={config.blocks} of them leave {limit}"
+        return f"needs {needed} registers per thread: blocks={config.blocks} of them leave {limit}"
     return None
 
 
 def too_large(m: int, n: int, config: TileConfig, shared_bytes: int, device: Device) -> str | None:
-    """Why blocks of so much shared memory do not fit a multiprocessor, or m×n the grid."""
+    """Return why blocks of so much shared memory do not fit an SM, or m×n the grid."""
     needed = shared_bytes + (config.blocks - 1) * (shared_bytes + RESERVED_BYTES)
     if needed > device.shared_bytes:
         return (
@@ -171,7 +171,7 @@ def too_large(m: int, n: int, config: TileConfig, shared_bytes: int, device: Dev
 
 
 def tile_constants(config: TileConfig, access: TileAccess) -> dict[str, bool | int]:
-    """What `mma_tiles.cuh` depends on, and how the output is written."""
+    """Return the constants of `mma_tiles.cuh`, and how the output is written."""
     return {
         "COPY_BYTES": access.copy_bytes,
         "VECTOR_OUT": access.out,
@@ -195,7 +195,7 @@ def compiled(source: Path, header: str, capability: tuple[int, int]) -> bytes:
 def loaded(
     source: Path, name: str, header: str, shared_bytes: int, device: Device
 ) -> driver.Function:
-    """One for all shapes that have the same code."""
+    """Load the kernel once for all shapes that have the same code."""
     assert device.capability is not None
     code = compiled(source, header, device.capability)
     return driver.Function(code, name, device.index, shared_bytes)

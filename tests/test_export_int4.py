@@ -170,7 +170,7 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     assert contract(9)[:3] == (
         "The addresses of x and q are multiples of 16.",
         asked.format("n a multiple of 32 and at most 16777216"),
-        "q holds two codes a byte, the first in its low half.",
+        "q holds two codes per byte, the first in its low half.",
     )
     assert "n a multiple of 8 and" in contract(10)[1]
     assert "n a multiple of 2 and" in contract(11)[1]

@@ -340,7 +340,7 @@ def test_legality_has_reasons():
         (problem, Device(kind="cpu"), {}, "sm_80"),
         (problem, device, {"elements": 4}, "elements=4: expected one of"),
         (problem, device, {"lanes": 64}, "lanes=64"),
-        (problem, device, {"elements": 32, "chunks": 2}, "64 elements a thread"),
+        (problem, device, {"elements": 32, "chunks": 2}, "64 elements per thread"),
         (grouped, device, {"lanes": 16}, "tiles of 512 columns: expected at least group=1024"),
         (gradient, device, {"warps": 8, "blocks": 4}, "registers"),
         (OP.Problem(1, 2**25), device, {}, "at most 16777216"),

@@ -66,11 +66,11 @@ def test_gradients_do_not_spill(problem, config):
     ("fields", "reason"),
     [
         ({"tile_n": 80}, "tile_n=80: expected one of"),
-        ({"rows": 2}, "256 sums a thread: 2 groups have registers for 128"),
+        ({"rows": 2}, "256 sums per thread: 2 groups have registers for 128"),
         ({"groups": 3, "tile_n": 192, "stages": 5}, "bytes of shared memory"),
         ({"rows": 2, "tile_n": 128, "groups": 2, "cluster_m": 1, "stages": 8}, "shared memory"),
         ({"split": 16, "tile_n": 64}, "split=16: expected at most 2"),
-        ({"rows": 2, "groups": 3, "tile_n": 64, "stages": 3}, "tile_m: 384 rows a block"),
+        ({"rows": 2, "groups": 3, "tile_n": 64, "stages": 3}, "tile_m: 384 rows per block"),
         ({"cluster_m": 4, "tile_n": 96, "cluster_n": 1}, None),
     ],
 )

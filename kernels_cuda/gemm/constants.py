@@ -1,4 +1,4 @@
-"""What both kernels' `config.cuh` say of a problem."""
+"""Constants of a problem for `config.cuh`, the same for both kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
-# As `enum Output` of epilogue.cuh counts them.
+# Numbers of epilogue.cuh's `enum Output`.
 OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 
 
 def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:
-    """Block, output and epilogue; the code depends on nothing else of a problem."""
+    """Return block, output and epilogue; the code depends on nothing else of a problem."""
     return {
         "BLOCK": problem.block,
         "OUTPUT": OUTPUTS[problem.out],

@@ -1,4 +1,4 @@
-"""How long a launch of the sm_90a kernel should take, and the config that should be fastest."""
+"""A model of how long the sm_90a kernel takes, and the config that it says is fastest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_US = {
     (3, 128): (1.05, 0.59),
     (4, 64): (0.75, 0.45),
 }
-TILE_US, ADD_US = 1.2, 2.0  # of a tile's beginning and end; of one more block that adds to a tile
+TILE_US, ADD_US = 1.2, 2.0  # for a tile's beginning and end; for each further block that adds to it
 
 
 @lru_cache(maxsize=4096)
@@ -40,7 +40,7 @@ def fastest(kernel: Kernel, problem: GemmProblem, device: Device) -> WgmmaConfig
 
 
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
-    """Configs of every tile worth trying, with what suits each."""
+    """Return configs of every tile worth trying, with the other fields that suit it."""
     found = []
     streams = (False, True) if problem.accumulate and problem.out == "fp32" else (False,)
     large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
@@ -66,13 +66,13 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
 
 
 def estimate(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
-    """Microseconds that a launch should take; None for a tile that was never measured."""
+    """Estimate a launch's microseconds; None for a tile that was never measured."""
     known = (config.groups, config.tile_n) in STEP_US and config.rows == 1
     return _microseconds(problem, config, device) if known else None
 
 
 def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
-    """Waves of tiles, or an even share of all steps."""
+    """Estimate microseconds by waves of tiles, or by an even share of all steps."""
     slow, fast = STEP_US[config.groups, config.tile_n]
     step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
     steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)

@@ -1,5 +1,4 @@
-"""The INT8 GEMM's two CUDA kernels, for export: what their constants mean, what callers must keep
-to."""
+"""The INT8 GEMM's two CUDA kernels for export: their constants, and what callers must keep to."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ WGMMA_NOTES = {
     "ROWS": "times 64, that each of them has of a tile",
     "TILE_N": "columns of a tile",
     "STAGES": "of 128 of K in shared memory",
-    "BUFFERS": "of 8 KiB or more a group, on their way out",
+    "BUFFERS": "of 8 KiB or more per group, on their way out",
     "CLUSTER_M": "blocks of a cluster that fetch B together",
     "CLUSTER_N": "and A",
     "RASTER": "rows of (cluster) tiles that are walked column by column",
@@ -68,13 +67,13 @@ MMA_NOTES = {
 
 
 def _output_multiples(problem: GemmProblem, out: bool, qt: bool) -> dict[str, int]:
-    """What rows of outputs in 16 bytes ask of sizes."""
+    """Return the multiples that sizes must have so that rows of outputs are written in 16 bytes."""
     found = {"m": 16} if qt else {}
     return {**found, "n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else found
 
 
 class WgmmaHost(Host):
-    """For sm_90a: tensor maps, persistent blocks, counters for stream-K."""
+    """Host code for sm_90a: tensor maps, persistent blocks, counters for stream-K."""
 
     template = "gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
@@ -86,7 +85,7 @@ class WgmmaHost(Host):
         return "90a"
 
     def _path(self, problem: GemmProblem) -> TmaOutputs:
-        """As for contiguous outputs at multiples of 16."""
+        """Return what contiguous outputs at multiples of 16 bytes would have."""
         return TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
 
     def codes(self, problem: GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
@@ -132,7 +131,7 @@ class WgmmaHost(Host):
 
 
 class MmaHost(Host):
-    """For sm_80 and later: a block a tile."""
+    """Host code for sm_80 and later: one block per tile."""
 
     template = "gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
@@ -140,7 +139,7 @@ class MmaHost(Host):
     aligned = MATRICES
 
     def _access(self, problem: GemmProblem) -> mma.Access:
-        """As a launch's with contiguous tensors at multiples of 16."""
+        """Return what a launch with contiguous tensors at multiples of 16 bytes would have."""
         access = mma.Access.of_contiguous(problem)
         return replace(
             access,

@@ -28,7 +28,7 @@ ARGUMENT_BYTES = 136
 
 @dataclass(frozen=True)
 class MmaConfig(TileConfig):
-    """How a block's tile is cut and fed, and its sums promoted.
+    """Choices of how a block's tile is cut and fed, and its sums promoted.
 
     Attributes:
         promotion: how a sum becomes a float, exactly: by a conversion, or ``biased`` so that a
@@ -40,7 +40,7 @@ class MmaConfig(TileConfig):
 
 @dataclass(frozen=True)
 class Access(TileAccess):
-    """What alignment leaves open.
+    """Choices that the tensors' alignment decides.
 
     Attributes:
         qt: the transposed codes are written in 16 bytes, as (q or c) is where ``out`` says so.
@@ -58,7 +58,7 @@ class Access(TileAccess):
 
     @classmethod
     def of_contiguous(cls, problem: GemmProblem) -> Access:
-        """What contiguous tensors have, each from a multiple of 16 on."""
+        """Return the access of contiguous tensors, each from a multiple of 16 bytes on."""
         row = problem.n * driver.ELEMENT_BYTES[problem.out]
         return cls(copy_bytes(problem.k), row % 16 == 0, problem.m % 16 == 0)
 
@@ -67,7 +67,7 @@ ALIGNED = Access()
 
 
 def shared_bytes(problem: GemmProblem, config: MmaConfig, access: Access = ALIGNED) -> int:
-    """Shared memory of a block; the source asserts that it counts the same."""
+    """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     element = driver.ELEMENT_BYTES[problem.out]
     staging = 16 * config.warp_n * element if access.out else 0
     if problem.layout != "q" and access.qt:
@@ -79,7 +79,7 @@ def shared_bytes(problem: GemmProblem, config: MmaConfig, access: Access = ALIGN
 
 
 def config_header(problem: GemmProblem, config: MmaConfig, access: Access = ALIGNED) -> str:
-    """The kernel's constants."""
+    """Write the kernel's constants as a header."""
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         **mma_tiles.tile_constants(config, access),
@@ -96,7 +96,7 @@ def cubin(
     capability: tuple[int, int],
     access: Access = ALIGNED,
 ) -> bytes:
-    """The machine code that a launch of this problem and config runs."""
+    """Return the machine code that a launch of this problem and config runs."""
     return mma_tiles.compiled(SOURCE, config_header(problem, config, access), capability)
 
 
@@ -119,7 +119,7 @@ OTHER_REGISTERS = 57
 
 
 def held_registers(problem: GemmProblem, config: MmaConfig) -> int:
-    """Sums, and the fragments of one block of K: of B all, of A sixteen rows."""
+    """Count a thread's sums and its fragments of one block of K: all of B, sixteen rows of A."""
     return config.sums + config.warp_n * problem.block // 128 + problem.block // 8
 
 
@@ -140,7 +140,7 @@ class MmaGemm(Kernel):
         )
 
     def default(self, problem: GemmProblem, device: Device) -> MmaConfig:
-        """Large tiles, or small ones where large ones would leave multiprocessors without work."""
+        """Return large tiles, or small ones where those would leave SMs without work."""
         tiles = ceil_div(problem.m, 128) * ceil_div(problem.n, 128)
         small = tiles < device.sms and not (problem.out == "int8" and problem.block == 128)
         return MmaConfig(64, 64, 2, 2, stages=4) if small else MmaConfig()
@@ -187,15 +187,15 @@ class MmaGemm(Kernel):
 
 
 def _end(x: torch.Tensor) -> int:
-    """The address after its last byte."""
+    """Return the address after a tensor's last byte."""
     return x.data_ptr() + (x.shape[0] - 1) * x.stride(0) + x.shape[1]
 
 
 def _misfit(problem: GemmProblem, config: MmaConfig) -> str | None:
-    """Why the tile does not suit the problem's blocks, or a thread's registers its sums."""
+    """Return why the tile does not suit the problem's blocks, or a thread's registers its sums."""
     for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
         if problem.out == "int8" and size % problem.block:
             return f"{name}={size}: expected a multiple of {problem.block} to requantise its blocks"
     if config.sums > MOST_SUMS:
-        return f"{config.sums} sums a thread: expected at most {MOST_SUMS}"
+        return f"{config.sums} sums per thread: expected at most {MOST_SUMS}"
     return mma_tiles.spilling(config, held_registers(problem, config) + OTHER_REGISTERS)

@@ -1,4 +1,4 @@
-"""How far the telescoped schedule may be from the exact product.
+"""A bound of how far the telescoped schedule may be from the exact product.
 
 Its FMAs add (s_b − s_{b+1})·(BASE + S_b) to a running value, and each rounds by up to half a unit
 in the last place of what is there, most of which is the base's share until a correction takes it
@@ -48,7 +48,7 @@ SLOP = 1 + 2.0**-20
 
 
 def _norms(codes: torch.Tensor, first: int, block: int) -> torch.Tensor:
-    """The largest 2-norm of a row within each block of rows, over `block` columns from `first`."""
+    """Return each block's largest 2-norm of a row, over `block` columns from `first`."""
     import torch
 
     part = codes[:, first : first + block].float().square().sum(dim=1)
@@ -57,7 +57,7 @@ def _norms(codes: torch.Tensor, first: int, block: int) -> torch.Tensor:
 
 
 def telescoped_noise(inputs: Tensors, block: int, parts: int = 0) -> torch.Tensor:
-    """The bound for each block of the output: float64 ⌈m/block⌉×⌈n/block⌉, zero where NaN.
+    """Return the bound for each block of the output: float64 ⌈m/block⌉×⌈n/block⌉, zero where NaN.
 
     Args:
         parts: how many at most add to a tile, each from anywhere along K; 0 for one, from 0.
@@ -68,7 +68,7 @@ def telescoped_noise(inputs: Tensors, block: int, parts: int = 0) -> torch.Tenso
     count = a_scale.shape[1]
     shift = telescoped_shift(a_scale, b_scale)
     unit = power_of_two(-shift)
-    rounding = unit * (GRID / 2) + SMALLEST / 2  # of a scale that is not zero
+    rounding = unit * (GRID / 2) + SMALLEST / 2  # the error of a scale that is not 0
 
     def scale_of(i: int) -> torch.Tensor:
         return telescoped_scale(a_scale, b_scale, shift, i).double() * unit

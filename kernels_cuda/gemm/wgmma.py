@@ -37,14 +37,14 @@ REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
 
 @dataclass(frozen=True)
 class TmaOutputs:
-    """Which of (q or c) and qt TMA can write: aligned rows of a multiple of 16 bytes."""
+    """The outputs, (q or c) and qt, that TMA can write: aligned rows of a multiple of 16 bytes."""
 
     out: bool
     qt: bool
 
     @classmethod
     def of(cls, problem: GemmProblem, out: int, qt: int) -> TmaOutputs:
-        """For contiguous outputs at these addresses; 0 where there is none."""
+        """Return which of contiguous outputs TMA can write; an address of 0 stands for none."""
         pitch = problem.n * driver.ELEMENT_BYTES[problem.out]
         return cls(
             out=bool(out) and not (out % 16 or pitch % 16),
@@ -53,21 +53,21 @@ class TmaOutputs:
 
 
 def _factors(problem: GemmProblem, config: WgmmaConfig) -> tuple[int, int]:
-    """Rows and columns of a tile's factors: as many as it has scales wherever it lies."""
+    """Return rows and columns of a tile's factors: as many as it has scales wherever it lies."""
     block, tile_n = problem.block, config.tile_n
     columns = next(c for c in (128, 64, 32) if c <= block and tile_n % c == 0)
     return config.tile_m // min(block, 64), tile_n // columns
 
 
 def factor_floats(problem: GemmProblem, config: WgmmaConfig) -> int:
-    """Floats of a stage, as the source lays them out."""
+    """Count the floats of a stage, as the source lays them out."""
     rows, factors = _factors(problem, config)
     pitch = ceil_div(factors, 4) * 4 if factors > 2 else factors
     return (128 // problem.block + 2 * config.telescoped) * rows * pitch
 
 
 def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
-    """Shared memory of a block; the source asserts that it counts the same."""
+    """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     staging = 64 * config.tile_n if problem.layout != "q" and config.tile_n > 128 else 8192
     floats = factor_floats(problem, config)
     amax = 0
@@ -84,13 +84,13 @@ def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
 
 
 def accumulators(config: WgmmaConfig) -> int:
-    """Registers of a thread that hold sums, int32 and fp32."""
+    """Count the registers of a thread that hold sums, int32 and fp32."""
     products = config.rows if config.telescoped else 1
     return (config.rows + products) * config.tile_n // 2
 
 
 def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> str:
-    """The kernel's constants."""
+    """Write the kernel's constants as a header."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
@@ -115,7 +115,7 @@ def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -
 
 
 def cubin(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs | None = None) -> bytes:
-    """The machine code that a launch of this problem and config runs."""
+    """Return the machine code that a launch of this problem and config runs."""
     if path is None:
         path = TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
     return compile_cubin(SOURCE, config_header(problem, config, path), "sm_90a")
@@ -123,9 +123,9 @@ def cubin(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs | None = N
 
 @cache
 def _function(text: str, shared: int, device: int) -> driver.Function:
-    """The kernel with this `config.cuh`, which says all that the code depends on.
+    """Load the kernel with this `config.cuh`, which says all that the code depends on.
 
-    Kept for ever, since graphs hold it.
+    It is kept for ever, since graphs hold it.
     """
     return driver.Function(compile_cubin(SOURCE, text, "sm_90a"), "gemm", device, shared)
 
@@ -158,8 +158,8 @@ class WgmmaGemm(Kernel):
         limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
         if accumulators(config) > limit:
             return (
-                f"{accumulators(config)} sums a thread: {config.groups} groups have registers for "
-                f"{limit}"
+                f"{accumulators(config)} sums per thread: {config.groups} groups have registers "
+                f"for {limit}"
             )
         if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
@@ -220,7 +220,7 @@ class WgmmaGemm(Kernel):
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy: TMA reads aligned rows, apart, of a multiple of 16 bytes."""
+    """Return x, or a copy that TMA can read: aligned rows, apart, of a multiple of 16 bytes."""
     rows, columns = x.shape
     if not (x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
         return x
@@ -248,7 +248,7 @@ def _pad(device: int) -> driver.Function:
 def _counters(
     problem: GemmProblem, config: WgmmaConfig, device: torch.device
 ) -> torch.Tensor | None:
-    """Where the blocks that share a tile wait for each other: one a tile and group."""
+    """Return the counters by which blocks that share a tile wait: one per tile and group."""
     if not config.stream:
         return None
     return counters(device, cluster_tiles(problem, config) * config.cluster * config.groups)
@@ -273,7 +273,7 @@ def _prepare(
     scale_t: int,
     counters: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
-    """Kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
+    """Return kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, qt)
     tile_m, tile_n = config.tile_m, config.tile_n
     int8 = problem.out == "int8"
@@ -311,19 +311,19 @@ def _prepare(
 
 
 def _adds(problem: GemmProblem) -> bool:
-    """Blocks may add to C one after another."""
+    """Return whether blocks may add to C one after another."""
     return problem.accumulate and problem.out == "fp32"
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
-    """Why the tile does not suit the problem's blocks or the cluster."""
+    """Return why the tile does not suit the problem's blocks or the cluster."""
     tile_m, tile_n, block = config.tile_m, config.tile_n, problem.block
     for name, size, share in (
         ("tile_m", tile_m, config.cluster_n),
         ("tile_n", tile_n, config.cluster_m),
     ):
         if size // share > 256:
-            return f"{name}={size}: expected at most 256 rows a block of the cluster"
+            return f"{name}={size}: expected at most 256 rows per block of the cluster"
         if problem.out == "int8" and size % block:
             return f"{name}={size}: expected a multiple of {block} to requantise blocks of it"
     if problem.out == "int8" and block == 128 and config.rows == 1 and config.groups % 2:

@@ -28,12 +28,12 @@ from jetfire.ops.sample_rows import SampleRowsProblem, capacity
 
 @dataclass(frozen=True)
 class StagedConfig(Config):
-    """Nothing to choose: each stage has a config of its own."""
+    """A config without choices: each stage has its own."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An op's launch: its input and output names, each with the tensor's name here."""
+    """A launch of an op: its input and output names, each with the tensor's name here."""
 
     name: str
     op: str
@@ -43,7 +43,7 @@ class Stage:
 
 
 def _forward(p: HadamardGemmProblem) -> tuple[Stage, ...]:
-    """x's codes twice: packed for backward, wide for the product."""
+    """List the forward's stages; x's codes are written twice, packed for backward and wide."""
     kind: dict[str, Any] = {"group": p.group, "dtype": p.dtype, "mode": "fwd"}
     return (
         Stage(
@@ -167,7 +167,7 @@ def _weight_gradient(p: HadamardGemmProblem) -> tuple[Stage, ...]:
 
 @cache
 def plan(problem: HadamardGemmProblem) -> tuple[Stage, ...]:
-    """The stages of a problem, in order.
+    """Return the stages of a problem, in order.
 
     Raises:
         UsageError: a stage's op does not take its part of the problem.
@@ -212,8 +212,8 @@ class Staged(Kernel):
     def parts(self, workload: str) -> list[tuple[str, Any]]:
         """Return the stages' problems, the product of packed codes, a weight's transpose (`wt`).
 
-        As the INT4 paper's layers are timed; of a model in training weights and their gradients are
-        fp32.
+        The INT4 paper's layers are timed like this. In a model that is trained weights and their
+        gradients are fp32.
         """
         op, trained = registry.get(self.op), workload in workloads.MODELS
         forward: list[Any] = workloads.problems(op, workload, "fwd", {})
@@ -235,7 +235,7 @@ class Staged(Kernel):
 
 
 def _trained(problem: Any) -> Any:
-    """A stage's problem as a model in training has it: weights and their gradients are fp32."""
+    """Return a stage's problem as in training, where weights and their gradients are fp32."""
     if isinstance(problem, HadamardQuantizeProblem) and problem.layout == "wide":
         return replace(problem, dtype="fp32", layout="both")
     if isinstance(problem, HadamardQuantizeProblem) and problem.given == "x":
@@ -246,7 +246,7 @@ def _trained(problem: Any) -> Any:
 
 
 def _prepared(stage: Stage, device: Device, tensors: Tensors) -> Callable[[], None]:
-    """The launch of a stage, into those of `tensors` or, where there are none, new ones."""
+    """Return the launch of a stage, into those of `tensors` or else new ones."""
     op = registry.get(stage.op)
     kernel, config = choose(op, stage.problem, device)
     inputs = {name: tensors[here] for name, here in stage.inputs.items()}

@@ -1,5 +1,4 @@
-"""The Hadamard quantiser's CUDA kernels, for export: what their constants mean, what callers must
-keep to."""
+"""The Hadamard quantiser's CUDA kernels for export: constants, and what callers must keep to."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ NOTES = {
     "PREFETCH": "a tile is read before its predecessor is transformed",
     "X_TYPE": "of x: 0 bf16, 1 fp16, 2 fp32",
     "X_BYTES": "of x, that one access reads",
-    "PACKED": "q is written, of two codes a byte",
+    "PACKED": "q is written, of two codes per byte",
     "PACKED_BYTES": "of q, that one access writes",
     "WIDE": "codes are written one in a byte",
     "WIDE_BYTES": "of these, that one access writes",
@@ -39,7 +38,7 @@ NOTES = {
 
 
 class RowsHost(Host):
-    """For sm_80 and later: a few threads a row."""
+    """Host code for sm_80 and later: a few threads per row."""
 
     template = "hadamard_quantize/rows.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
@@ -51,13 +50,13 @@ class RowsHost(Host):
         return (Code(source.stem, source, header, 0, 32 * config.warps, "32 * WARPS"),)
 
     def multiples(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> dict[str, int]:
-        """Of n, the least that the code is made for, and of that the multiples."""
+        """Return the least n that the code is made for; n may be any multiple of it."""
         matrices = rows.contiguous(problem, config)
         accesses = (8 * matrix.access // matrix.bits for _, matrix in matrices)
         return {"n": max(2, problem.group, *accesses)}
 
     def reason(self, problem: HadamardQuantizeProblem, config: RowsConfig, dim: str) -> str:
-        whole = "whole groups" if problem.group > 1 else "two codes a byte"
+        whole = "whole groups" if problem.group > 1 else "two codes per byte"
         most = max(matrix.access for _, matrix in rows.contiguous(problem, config))
         return f"{whole}, of rows that are accessed in up to {most} bytes"
 
@@ -65,7 +64,7 @@ class RowsHost(Host):
         return {"n": rows.MOST_COLUMNS}
 
     def sentences(self, problem: HadamardQuantizeProblem) -> tuple[str, ...]:
-        packed = "q holds two codes a byte, the first in its low half."
+        packed = "q holds two codes per byte, the first in its low half."
         if problem.mode == "bwd":
             gradient = "dx_hat is the gradient to step·codes, which the product multiplied"
             if problem.given == "x":
@@ -73,7 +72,7 @@ class RowsHost(Host):
             return packed, f"{gradient}."
         codes = [packed] if problem.layout != "wide" else []
         if problem.layout != "packed":
-            codes.append("wide holds a code a byte, in its high half; the low one is 0.")
+            codes.append("wide holds one code per byte, in its high half; the low one is 0.")
         scale = "scale is the step, NaN where x or the step is not finite; squares are, row by row,"
         return *codes, f"{scale} the sums of the codes' squares."
 

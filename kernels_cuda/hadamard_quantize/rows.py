@@ -33,14 +33,14 @@ MOST_ELEMENTS = 32  # a thread: those of 64 have more than 255 registers to hold
 
 @dataclass(frozen=True)
 class RowsConfig(Config):
-    """How rows are walked: in tiles of lanes·elements·chunks columns.
+    """Choices of how rows are walked: in tiles of lanes·elements·chunks columns.
 
     Attributes:
         elements: neighbours that a thread has.
         chunks: runs of them that a thread has of a tile.
         lanes: threads that walk a row.
-        warps: of a block.
-        blocks: that an SM is to hold: each has as many registers as that leaves.
+        warps: warps of a block.
+        blocks: blocks that an SM is to hold: each has as many registers as that leaves.
         prefetch: a tile is read before the one before it is transformed.
     """
 
@@ -57,7 +57,7 @@ class RowsConfig(Config):
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Rows of a block."""
         return 32 * self.warps // self.lanes
 
 
@@ -73,7 +73,7 @@ SPACE: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """What of a tensor decides the code: its elements, and the bytes that one access moves.
+    """The part of a tensor that decides the code: its elements, and the bytes per access.
 
     Attributes:
         kind: a float's short name, or ``nibbles`` or ``bytes``.
@@ -92,7 +92,7 @@ def bits_of(kind: str) -> int:
 
 
 def _access(n: int, kind: str, elements: int, *places: int) -> int:
-    """The most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
+    """Return the most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
     row = n * bits_of(kind) // 8
     most = min(16, elements * bits_of(kind) // 8)
     return next(
@@ -113,7 +113,7 @@ def _kind(x: torch.Tensor, packed: bool) -> str:
 def matrices_of(
     problem: HadamardQuantizeProblem, config: RowsConfig, inputs: Tensors, outputs: Tensors
 ) -> Matrices:
-    """Of a launch, by name."""
+    """Return a launch's matrices by name."""
     found = []
     for name in _names(problem):
         x = inputs[name] if name in inputs else outputs[name]
@@ -124,7 +124,7 @@ def matrices_of(
 
 
 def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
-    """Of contiguous tensors of the problem's own dtype, each from a multiple of 16 on."""
+    """Return the matrices of contiguous tensors of the problem's dtype, at multiples of 16."""
     kinds = {"q": "nibbles", "wide": "bytes"}
     pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
     return tuple(
@@ -133,7 +133,7 @@ def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices
 
 
 def _names(problem: HadamardQuantizeProblem) -> list[str]:
-    """The matrices that a launch reads and writes."""
+    """List the matrices that a launch reads and writes."""
     if problem.mode == "bwd":
         return ["dx_hat", "x" if problem.given == "x" else "q", "dx"]
     codes = {"packed": ["q"], "wide": ["wide"], "both": ["q", "wide"]}
@@ -141,7 +141,7 @@ def _names(problem: HadamardQuantizeProblem) -> list[str]:
 
 
 def config_header(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices) -> str:
-    """The kernel's constants."""
+    """Write the kernel's constants as a header."""
     factor = np.float32(problem.group**-0.5).view(np.int32)
     constants: dict[str, bool | int] = {
         "GROUP": problem.group,
@@ -194,7 +194,7 @@ def cubin(
     capability: tuple[int, int],
     matrices: Matrices,
 ) -> Cubin:
-    """The machine code that a launch runs."""
+    """Return the machine code that a launch runs."""
     major, minor = capability
     source = _source(problem)
     code = compile_cubin(source, config_header(problem, config, matrices), f"sm_{major}{minor}")
@@ -210,7 +210,7 @@ def _loaded(source: Path, header: str, architecture: str, device: int) -> driver
 def _function(
     problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices, device: Device
 ) -> driver.Function:
-    """One for all shapes that have the same code."""
+    """Load the kernel once for all shapes that have the same code."""
     assert device.capability is not None
     major, minor = device.capability
     constants = config_header(problem, config, matrices)
@@ -218,19 +218,20 @@ def _function(
 
 
 def registers(config: RowsConfig) -> int:
-    """What a thread may have, so that an SM's 65536 hold as many blocks as are wanted."""
+    """Return a thread's share of an SM's 65536 registers for as many blocks as are wanted."""
     return min(255, 65536 // (32 * config.warps * config.blocks) // 8 * 8)
 
 
 def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
-    """What a thread needs so that nothing spills: as audited on sm_80, sm_89 and sm_90.
+    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
 
-    That is its values, what they are made of, the next tile as it was read, and some for the rest.
+    It needs registers for its values, what they are made of, the next tile as it was read, and some
+    for the rest.
     """
     values, single = config.elements * config.chunks, problem.dtype == "fp32"
     words = values * driver.ELEMENT_BYTES[problem.dtype] // 4
     if problem.mode == "fwd":
-        sums = 8 if 1 < problem.group < 32 else 0  # of groups, to check
+        sums = 8 if 1 < problem.group < 32 else 0  # sums of groups, to check them
         rest = 24 if single or not config.prefetch else 12 + 4 * config.chunks
         return values + config.prefetch * words + rest + sums
     parts = words * (2 if problem.gathered else 1)
@@ -242,7 +243,7 @@ def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> in
 
 
 def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
-    """Columns of the last tile that lie past the row's end."""
+    """Count the columns of the last tile that lie past the row's end."""
     return -problem.n % config.tile
 
 
@@ -264,19 +265,19 @@ class RowsHadamardQuantize(Kernel):
         if problem.n > MOST_COLUMNS:
             return f"n={problem.n}: expected at most {MOST_COLUMNS}"
         if (held := config.elements * config.chunks) > MOST_ELEMENTS:
-            return f"{held} elements a thread: expected at most {MOST_ELEMENTS}"
+            return f"{held} elements per thread: expected at most {MOST_ELEMENTS}"
         if config.tile < problem.group:
             return f"tiles of {config.tile} columns: expected at least group={problem.group}"
         needed = needed_registers(problem, config)
         if needed > (limit := registers(config)):
             return (
-                f"needs {needed} registers a thread: blocks={config.blocks} of {config.warps} "
+                f"needs {needed} registers per thread: blocks={config.blocks} of {config.warps} "
                 f"warps leave {limit}"
             )
         return None
 
     def default(self, problem: HadamardQuantizeProblem, device: Device) -> RowsConfig:
-        """As many lanes as leave few idle at a row's end.
+        """Return as many lanes as leave few idle at a row's end.
 
         Forward a thread has 64 bytes of a row, so that groups of 16 or 32 are its own. Backward it
         writes as much as it reads: 16 or 32 bytes, so that a warp's accesses are whole sectors.

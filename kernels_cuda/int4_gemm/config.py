@@ -1,4 +1,4 @@
-"""How the sm_90a kernel cuts and feeds its tiles."""
+"""The config of the sm_90a kernel: how it cuts and feeds its tiles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WgmmaConfig(Config):
-    """How a block's tile is cut and fed.
+    """Choices of how a block's tile is cut and fed.
 
     Attributes:
         groups: warp groups that multiply, one below the other.
-        rows: times 64, that each of them has of a tile of 64·rows·groups.
+        rows: 64s of rows of each group, in a tile of 64·rows·groups rows.
         tile_n: columns of a tile.
-        stages: of 128 of K in shared memory.
-        buffers: of 8 KiB a group, on their way out.
+        stages: buffers of 128 of K in shared memory.
+        buffers: output buffers per group, of 8 KiB.
         cluster_m, cluster_n: blocks that fetch B, or A, together.
         raster: rows of (cluster) tiles that are walked column by column.
         split: parts of K with blocks of their own, whose raw sums a second kernel adds.
@@ -60,6 +60,6 @@ SPACE: dict[str, Sequence[Any]] = {
 
 
 def cluster_tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
-    """(Cluster) tiles, each as often as its K is split."""
+    """Count (cluster) tiles, each as often as its K is split."""
     down = ceil_div(problem.m, config.tile_m * config.cluster_m)
     return down * ceil_div(problem.n, config.tile_n * config.cluster_n) * config.split

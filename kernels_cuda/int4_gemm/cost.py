@@ -1,4 +1,4 @@
-"""How long a launch of the sm_90a kernel should take, and the config that should be fastest."""
+"""A model of how long the sm_90a kernel takes, and the config that it says is fastest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TILES = (
 # microseconds: fitted to waves of each tile, of 1024 and of 8192 of K, on an H200.
 RATE = 4096 * 1900
 STEP_US, TILE_US = 0.045, 2.5
-# Of a split product: a launch more, and bytes of raw sums in a microsecond, written and read.
+# What a split product adds: a launch, and bytes of raw sums per microsecond, written and read.
 REDUCE_US, REDUCE_BYTES = 4.0, 2.5e6
 # Products of so many tiles a multiprocessor share their operands' loads: 15360×8704×10752 took
 # 1913 µs, not 2017.
@@ -47,7 +47,7 @@ def fastest(kernel: Kernel, problem: Int4GemmProblem, device: Device) -> WgmmaCo
 
 @lru_cache(maxsize=8)
 def _candidates(device: Device) -> list[WgmmaConfig]:
-    """Every tile with the deepest ring that fits, and every split of K."""
+    """Return every tile, with the deepest ring that fits, and every split of K."""
     found = []
     for groups, rows, tile_n, cluster_m, cluster_n in TILES:
         stages = min(8, 200_000 // ((64 * groups * rows + tile_n) * TILE_K))
@@ -67,7 +67,7 @@ def _candidates(device: Device) -> list[WgmmaConfig]:
 
 
 def estimate(problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> float:
-    """Microseconds that a launch should take: waves of tiles, and what splitting costs."""
+    """Estimate a launch's microseconds: waves of tiles, and what splitting costs."""
     workers = device.sms // config.cluster
     waves = ceil_div(cluster_tiles(problem, config), workers)
     steps = ceil_div(ceil_div(problem.k, TILE_K), config.split)

@@ -1,5 +1,4 @@
-"""The INT4 GEMM's two CUDA kernels, for export: what their constants mean, what callers must keep
-to."""
+"""The INT4 GEMM's two CUDA kernels for export: their constants, and what callers must keep to."""
 
 from __future__ import annotations
 
@@ -55,12 +54,12 @@ MMA_NOTES = {
     "MIN_BLOCKS": "blocks that an SM is to hold, registers for them",
     "RASTER": "rows of tiles that are walked column by column",
 }
-# Of the kernels beside the product: blocks a multiprocessor, and threads of a block.
+# Launches of the kernels beside the product: blocks per multiprocessor, threads per block.
 SMALL_BLOCKS, SMALL_THREADS = 16, 256
 
 
 def sentences(problem: Int4GemmProblem) -> tuple[str, ...]:
-    """What the shapes do not say of the tensors."""
+    """Describe the tensors where their shapes do not."""
     if problem.operands == "packed":
         codes = "Codes lie two in a byte of a and b, the first in its low half."
     elif problem.shifted:
@@ -82,7 +81,7 @@ def sentences(problem: Int4GemmProblem) -> tuple[str, ...]:
 
 
 class Int4GemmHost(Host):
-    """What both have in common."""
+    """Host code that both kernels share."""
 
     def most(self, problem: Int4GemmProblem) -> dict[str, int]:
         return {"k": MOST_K[problem.product]}
@@ -92,7 +91,7 @@ class Int4GemmHost(Host):
 
 
 class WgmmaHost(Int4GemmHost):
-    """For sm_90a: packed codes are unpacked before, a split product's raw sums are added after."""
+    """Host code for sm_90a: packed codes are unpacked before, raw sums of a split added after."""
 
     template = "int4_gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
@@ -117,7 +116,7 @@ class WgmmaHost(Int4GemmHost):
         return tuple(found)
 
     def multiples(self, problem: Int4GemmProblem, config: WgmmaConfig) -> dict[str, int]:
-        """Of k, what rows that TMA reads ask, where no copy is made of them."""
+        """Return the multiple that k must be of, since TMA reads rows where they are not copied."""
         element = driver.ELEMENT_BYTES[problem.out]
         by_tma = config.split == 1 and self._tma_out(problem)
         n = {"n": size_for_16_bytes(element)} if by_tma else {}
@@ -125,7 +124,7 @@ class WgmmaHost(Int4GemmHost):
 
     def reason(self, problem: Int4GemmProblem, config: WgmmaConfig, dim: str) -> str:
         if dim == "k" and problem.operands == "packed":
-            return "two codes a byte"
+            return "two codes per byte"
         return REASONS[dim]
 
     def workspace(self, problem: Int4GemmProblem, config: WgmmaConfig) -> bool:
@@ -155,19 +154,19 @@ class WgmmaHost(Int4GemmHost):
         }
 
     def _tma_out(self, problem: Int4GemmProblem) -> bool:
-        """As for a C at a multiple of 16."""
+        """Return what a C at a multiple of 16 bytes would have."""
         return wgmma._tma_out(problem, 16)
 
 
 class MmaHost(Int4GemmHost):
-    """For sm_80 and later: a block a tile."""
+    """Host code for sm_80 and later: one block per tile."""
 
     template = "int4_gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
     aligned = ("a", "b", "c")
 
     def _access(self, problem: Int4GemmProblem) -> mma.Access:
-        """As a launch's with contiguous tensors at multiples of 16."""
+        """Return what a launch with contiguous tensors at multiples of 16 bytes would have."""
         return mma.Access.of_contiguous(problem)
 
     def codes(self, problem: Int4GemmProblem, config: MmaConfig) -> tuple[Code, ...]:

@@ -24,11 +24,11 @@ ARGUMENT_BYTES = 96
 
 
 class MmaConfig(TileConfig):
-    """How a block's tile is cut and fed."""
+    """Choices of how a block's tile is cut and fed."""
 
 
 class Access(TileAccess):
-    """What alignment leaves open."""
+    """Choices that the tensors' alignment decides."""
 
     @classmethod
     def of(cls, inputs: Tensors, outputs: Tensors) -> Access:
@@ -37,7 +37,7 @@ class Access(TileAccess):
 
     @classmethod
     def of_contiguous(cls, problem: Int4GemmProblem) -> Access:
-        """What contiguous tensors have, each from a multiple of 16 on."""
+        """Return the access of contiguous tensors, each from a multiple of 16 bytes on."""
         row = problem.n * driver.ELEMENT_BYTES[problem.out]
         return cls(copy_bytes(problem.row_bytes), row % 16 == 0)
 
@@ -46,13 +46,13 @@ ALIGNED = Access()
 
 
 def shared_bytes(problem: Int4GemmProblem, config: MmaConfig) -> int:
-    """Shared memory of a block; the source asserts that it counts the same."""
+    """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     staging = 16 * config.warp_n * driver.ELEMENT_BYTES[problem.out]
     return max(config.ring_bytes, config.warps * staging)
 
 
 def config_header(problem: Int4GemmProblem, config: MmaConfig, access: Access = ALIGNED) -> str:
-    """The kernel's constants."""
+    """Write the kernel's constants as a header."""
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         "NIBBLES": problem.operands == "packed",
@@ -69,7 +69,7 @@ def cubin(
     capability: tuple[int, int],
     access: Access = ALIGNED,
 ) -> bytes:
-    """The machine code that a launch of this problem and config runs."""
+    """Return the machine code that a launch of this problem and config runs."""
     return mma_tiles.compiled(SOURCE, config_header(problem, config, access), capability)
 
 
@@ -87,7 +87,7 @@ OTHER_REGISTERS = 41
 
 
 def held_registers(config: MmaConfig) -> int:
-    """Sums, and the fragments of 32 bytes of K."""
+    """Count a thread's sums and its fragments of 32 bytes of K."""
     return config.sums + (config.warp_m + config.warp_n) // 4
 
 
@@ -108,10 +108,10 @@ class MmaInt4Gemm(Kernel):
         )
 
     def default(self, problem: Int4GemmProblem, device: Device) -> MmaConfig:
-        """The largest tile that leaves no multiprocessor without work.
+        """Return the largest tile that leaves no multiprocessor without work.
 
-        128×256 where shared memory holds three stages of it: on sm_80, which multiplies twice as
-        fast as sm_86 and sm_89, a warp's 64×64 reads 4 KB of shared memory for 64 cycles of
+        It is 128×256 where shared memory holds three stages of it: on sm_80, which multiplies twice
+        as fast as sm_86 and sm_89, a warp's 64×64 reads 4 KB of shared memory for 64 cycles of
         products, where 64×32 reads 3 KB for 32.
         """
         for config in (MmaConfig(tile_n=256), MmaConfig()):

@@ -37,7 +37,7 @@ MOST_SUMS = {1: 160, 2: 128, 3: 96, 4: 64}
 
 
 def shared_bytes(config: WgmmaConfig) -> int:
-    """Shared memory of a block; the source asserts that it counts the same."""
+    """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     return (
         config.stages * (config.tile_m + config.tile_n) * TILE_K
         + config.groups * config.buffers * STAGING_BYTES
@@ -46,12 +46,12 @@ def shared_bytes(config: WgmmaConfig) -> int:
 
 
 def _constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
-    """What the epilogue depends on: nibbles are unpacked to wide codes too."""
+    """Return the constants of the epilogue; packed codes too reach it as wide ones."""
     return {**problem_constants(problem), "SHIFTED": problem.product != "wgrad"}
 
 
 def config_header(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) -> str:
-    """The kernel's constants."""
+    """Write the kernel's constants as a header."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
         **_constants(problem),
@@ -73,7 +73,7 @@ def config_header(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) 
 
 
 def _tma_out(problem: Int4GemmProblem, out: int) -> bool:
-    """TMA can write C: aligned rows of a multiple of 16 bytes."""
+    """Return whether TMA can write C: aligned rows of a multiple of 16 bytes."""
     return not (out % 16 or problem.n * driver.ELEMENT_BYTES[problem.out] % 16)
 
 
@@ -87,7 +87,7 @@ class WgmmaInt4Gemm(Kernel):
             return reason
         sums = config.rows * config.tile_n // 2
         if sums > (most := MOST_SUMS[config.groups]):
-            return f"{sums} sums a thread: {config.groups} groups have registers for {most}"
+            return f"{sums} sums per thread: {config.groups} groups have registers for {most}"
         if (needed := shared_bytes(config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
         for name, size in (
@@ -96,7 +96,7 @@ class WgmmaInt4Gemm(Kernel):
         ):
             if size > 256 or size % 8:
                 return (
-                    f"{name}: {size} rows a block of the cluster, expected a multiple of 8 to 256"
+                    f"{name}: {size} rows per block of the cluster, expected a multiple of 8 to 256"
                 )
         if config.split > ceil_div(problem.k, TILE_K):
             return f"split={config.split}: expected at most {ceil_div(problem.k, TILE_K)}"
@@ -163,12 +163,12 @@ def _epilogue_pointers(inputs: Tensors, outputs: Tensors) -> tuple[int, ...]:
 
 
 def _epilogue(problem: Int4GemmProblem, *pointers: int) -> bytes:
-    """The struct of epilogue.cuh."""
+    """Make the struct of epilogue.cuh."""
     return struct.pack("<6Q2i", *pointers, problem.m, problem.n)
 
 
 def _slab(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
-    """Rows of one part's raw sums: whole (cluster) tiles, or they would write into the next."""
+    """Count the rows of a part's raw sums: whole (cluster) tiles, to keep off the next part."""
     tall = config.tile_m * config.cluster_m
     return ceil_div(problem.m, tall) * tall
 
@@ -176,7 +176,7 @@ def _slab(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
 def _raw(
     problem: Int4GemmProblem, config: WgmmaConfig, device: torch.device
 ) -> torch.Tensor | None:
-    """Room for the raw sums of a split product, in rows of a multiple of 16 bytes."""
+    """Make room for the raw sums of a split product, in rows of a multiple of 16 bytes."""
     if config.split == 1:
         return None
     import torch
@@ -186,7 +186,7 @@ def _raw(
 
 
 def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Codes in bytes, in aligned rows, apart, of a multiple of 16: itself or a copy."""
+    """Return codes in bytes, in aligned rows, apart, of a multiple of 16: x itself or a copy."""
     rows, columns = x.shape
     if not (packed or x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
         return x
@@ -219,13 +219,13 @@ def _cubin(source: Path, text: str) -> bytes:
 
 @cache
 def _small(source: Path, text: str, device: int) -> driver.Function:
-    """One of the kernels beside the product, kept for ever, since graphs hold it."""
+    """Load one of the kernels beside the product, kept for ever, since graphs hold it."""
     return driver.Function(_cubin(source, text), source.stem, device, 0)
 
 
 @cache
 def _function(text: str, shared: int, device: int) -> driver.Function:
-    """The kernel with this `config.cuh`, which says all that the code depends on; kept for ever."""
+    """Load the kernel with this `config.cuh`, all that the code depends on; it is kept for ever."""
     return driver.Function(_cubin(SOURCE, text), "gemm", device, shared)
 
 
@@ -247,7 +247,7 @@ def _prepare(
     out: int,
     raw: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
-    """Kernel, blocks, threads and arguments of a launch: the same for the same addresses.
+    """Return kernel, blocks, threads and arguments of a launch: the same for the same addresses.
 
     Args:
         depth: bytes of a row of A and B: K, or what unpacking makes of it.
@@ -272,7 +272,7 @@ def _prepare(
 
 
 def _output_map(problem: Int4GemmProblem, config: WgmmaConfig, out: int, raw: int) -> bytes:
-    """Of C, or of the raw sums, as floats that nobody adds to."""
+    """Make the tensor map of C, or of the raw sums, as floats that nobody adds to."""
     name = "fp32" if raw else problem.out
     if not (out or raw):
         return driver.NO_MAP
