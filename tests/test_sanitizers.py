@@ -6,26 +6,49 @@ import pytest
 
 from jetfire.cli import execute
 from jetfire.core import registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import NoDeviceError
-from jetfire.fuzz import draw, sanitize
-from jetfire.tests.mutants.build import Mutant, build
+from jetfire.core.machine_code import audit
+from jetfire.fuzz import draw, load, sanitize
+from jetfire.tests.mutants.build import Edit, Mutant, build
 from jetfire.tests.mutants.planted import ON_A_GPU
 
-SOURCE = "kernels_cuda/gemm/wgmma.cu"
+SOURCE, SHARED = "kernels_cuda/gemm/wgmma.cu", "kernels_cuda/hopper.cuh"
 # All 32 lanes of a warp arrive at a slot's barriers, where one does so for all.
 EVERY_LANE = (
-    ("      __syncwarp();\n      if (lane == 0) barrier_arrive(full(slot));",
-     "      barrier_arrive(full(slot));"),
-    ("    if (lane == 0) barrier_arrive(empty(slot));\n"
-     "  } else if (lane < CLUSTER && common(lane, rank)) {\n"
-     "    barrier_arrive_at(empty(slot), lane);\n  }",
-     "    barrier_arrive(empty(slot));\n  } else {\n"
-     "    for (int i = 0; i < CLUSTER; ++i)\n"
-     "      if (common(i, rank)) barrier_arrive_at(empty(slot), i);\n  }"),
-    ("barrier_init(full(slot), 2);", "barrier_init(full(slot), 33);"),
-    ("barrier_init(empty(slot), 4 * GROUPS", "barrier_init(empty(slot), 128 * GROUPS"),
-)  # fmt: skip
+    Edit(
+        SOURCE,
+        "      __syncwarp();\n      if (lane == 0) barrier_arrive(slot.full());",
+        "      barrier_arrive(slot.full());",
+    ),
+    Edit(SOURCE, "start_barriers<Slot>(2)", "start_barriers<Slot>(33)"),
+    Edit(
+        SHARED,
+        "      if (lane == 0) barrier_arrive(empty());\n"
+        "    } else if (lane < CLUSTER && common(lane, rank)) {\n"
+        "      barrier_arrive_at(empty(), lane);\n    }",
+        "      barrier_arrive(empty());\n    } else {\n"
+        "      for (int i = 0; i < CLUSTER; ++i)\n"
+        "        if (common(i, rank)) barrier_arrive_at(empty(), i);\n    }",
+    ),
+    Edit(SHARED, "slot.empty(), 4 * GROUPS", "slot.empty(), 128 * GROUPS"),
+)
+
+
+def every_lane_arrives(*edits):
+    """The Hopper GEMM with these edits: no bug, but that it arrives more often than it need."""
+    first, *others = edits
+    return Mutant(
+        "every-lane-arrives",
+        "race",
+        "gemm",
+        "wgmma",
+        first.file,
+        first.find,
+        first.replace,
+        {},
+        also=tuple(others),
+    )
 
 
 @pytest.fixture
@@ -91,19 +114,29 @@ def test_a_planted_fault_is_found(name, tool, fuzz, tmp_path):
 @pytest.mark.gpu
 def test_racecheck_follows_arrivals_of_every_lane(fuzz, tmp_path):
     """What it says of the Hopper GEMM is that of a warp's 32 lanes one arrives for all."""
-    first, *others = EVERY_LANE
-    mutant = Mutant("every-lane-arrives", "race", "gemm", "wgmma", SOURCE, *first, {})
-    file = build(mutant, tmp_path)
-    source = tmp_path / SOURCE.replace("kernels_cuda", mutant.package)
-    text = source.read_text()
-    for find, replace in others:
-        assert text.count(find) == 1
-        text = text.replace(find, replace)
-    source.write_text(text)
-    code, (pair,) = fuzz("gemm", "--kernel", mutant.name, "--load", str(file),
-                         "--sanitizer", "racecheck")  # fmt: skip
+    mutant = every_lane_arrives(*EVERY_LANE)
+    file = str(build(mutant, tmp_path))
+    code, (pair,) = fuzz(
+        "gemm", "--kernel", mutant.name, "--load", file, "--sanitizer", "racecheck"
+    )
     assert (code, pair["failures"]) == (0, [])
     assert pair["examples"] >= 20
+
+
+def sass(kernel):
+    """The machine instructions of a product's default config on sm_90."""
+    problem, device = registry.get("gemm").Problem(256, 256, 256), target_device((9, 0))
+    (cubin,) = kernel.cubins(problem, kernel.default(problem, device), device.capability)
+    return audit(cubin).sass
+
+
+@pytest.mark.parametrize("edits", [*((edit,) for edit in EVERY_LANE), EVERY_LANE])
+def test_arrivals_of_every_lane_are_compiled(edits, tmp_path, unload):
+    """Each text is where it is replaced, in a file that the mutant's code is made of."""
+    mutant = every_lane_arrives(*edits)
+    load(build(mutant, tmp_path))
+    kernel = registry.get_kernel("gemm", mutant.name)
+    assert sass(kernel) != sass(registry.get_kernel("gemm", "wgmma"))
 
 
 def test_known_reports_are_told_from_others():

@@ -19,6 +19,15 @@ WRONG = frozenset({"wrong", "config"})
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A text that a source has just once, and what stands there instead."""
+
+    file: str
+    find: str
+    replace: str
+
+
+@dataclass(frozen=True)
 class Mutant:
     """One bug in one of our kernels.
 
@@ -36,6 +45,7 @@ class Mutant:
             where each failure ends the process, so that it takes minutes, and for races on a GPU.
         kinds: what the failure may be reported as.
         largest: the largest size drawn.
+        also: what else is replaced, in files of the same backend, where one text is not enough.
     """
 
     name: str
@@ -48,6 +58,7 @@ class Mutant:
     most: Mapping[str, int]
     kinds: frozenset[str] = WRONG
     largest: int = 40
+    also: tuple[Edit, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -58,19 +69,22 @@ class Mutant:
         """What the copy of the backend is called."""
         return f"mutant_{self.name.replace('-', '_')}"
 
-    def source(self) -> str:
-        """The file's text with the bug.
+    def sources(self) -> dict[str, str]:
+        """Return the texts with the bug, by file.
 
         Raises:
-            MovedOnError: it does not have what is to be replaced just once.
+            MovedOnError: a file does not have what is to be replaced in it just once.
         """
-        text = (ROOT / self.file).read_text(encoding="utf-8")
-        if (count := text.count(self.find)) != 1:
-            raise MovedOnError(
-                f"{self.name}: {self.file} has the text of this mutant {count} times, expected "
-                f"once: see what has become of it, and plant the bug there.\n{self.find}"
-            )
-        return text.replace(self.find, self.replace)
+        texts: dict[str, str] = {}
+        for edit in (Edit(self.file, self.find, self.replace), *self.also):
+            text = texts.get(edit.file) or (ROOT / edit.file).read_text(encoding="utf-8")
+            if (count := text.count(edit.find)) != 1:
+                raise MovedOnError(
+                    f"{self.name}: {edit.file} has the text of this mutant {count} times, expected "
+                    f"once: see what has become of it, and plant the bug there.\n{edit.find}"
+                )
+            texts[edit.file] = text.replace(edit.find, edit.replace)
+        return texts
 
 
 class MovedOnError(Exception):
@@ -86,14 +100,13 @@ def build(mutant: Mutant, folder: Path) -> Path:
     package = mutant.package
     root = folder / package
     shutil.copytree(ROOT / mutant.backend, root, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / mutant.file.replace(mutant.backend, package, 1)).write_text(
-        mutant.source(), encoding="utf-8"
-    )
+    for file, text in mutant.sources().items():
+        (folder / file.replace(mutant.backend, package, 1)).write_text(text, encoding="utf-8")
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(f"jetfire.{mutant.backend}", package), encoding="utf-8")
-    file = folder / f"{mutant.name}.py"
-    file.write_text(
+    entry = folder / f"{mutant.name}.py"
+    entry.write_text(
         f"""import sys
 
 sys.path.insert(0, {str(folder)!r})
@@ -106,4 +119,4 @@ for kernel in KERNELS:
 """,
         encoding="utf-8",
     )
-    return file
+    return entry
