@@ -11,7 +11,17 @@ import types
 from collections.abc import Callable
 from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from jetfire.core.errors import UsageError
 
@@ -64,9 +74,20 @@ def mistake(
     except TypeError:
         return None
     for name, value in given.items():
-        if name in hints and not fits(value, hints[name]):
-            named = any(get_origin(choice) is Literal for choice in _choices(hints[name]))
-            return f"{name}{shown(value, named)}: expected {_described(hints[name])}"
+        if name in hints and (wrong := _mistaken(name, value, hints[name])) is not None:
+            return wrong
+    return None
+
+
+def _mistaken(name: str, value: Any, hint: Any) -> str | None:
+    """Say what is wrong with a value, or with a field of one that is a NamedTuple."""
+    if not fits(value, hint):
+        named = any(get_origin(choice) is Literal for choice in _choices(hint))
+        return f"{name}{shown(value, named)}: expected {_described(hint)}"
+    if hasattr(value, "_fields") and type(value) in _choices(hint):
+        _, hints = _parameters(cast("Callable[..., Any]", type(value)))
+        parts = ((f"{name}.{key}", part, hints[key]) for key, part in value._asdict().items())
+        return next((wrong for part in parts if (wrong := _mistaken(*part)) is not None), None)
     return None
 
 

@@ -25,6 +25,7 @@ from typing import (
 from jetfire.core import sources
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.tensors import Specs, dtype_of, empty
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +45,10 @@ Tensors = dict[str, "torch.Tensor"]
 Value = TypeVar("Value")
 
 
-def float_dtype(name: FloatName) -> torch.dtype:
-    """The torch dtype of a float's short name."""
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-
-
 @cache
 def float_name(dtype: torch.dtype) -> FloatName:
     """Return the short name of a torch dtype."""
-    names: dict[torch.dtype, FloatName] = {float_dtype(name): name for name in get_args(FloatName)}
+    names: dict[torch.dtype, FloatName] = {dtype_of(name): name for name in get_args(FloatName)}
     return names[dtype]
 
 
@@ -254,14 +248,38 @@ class Op(ABC):
         return dict(fields)
 
     @abstractmethod
+    def reads(self, problem: Any) -> Specs:
+        """Return what a launch reads, by name."""
+
+    @abstractmethod
+    def writes(self, problem: Any) -> Specs:
+        """Return what a launch writes, by name and in the order in which functions return it."""
+
+    @abstractmethod
     def inputs(
         self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """Random inputs; `data` is a name of `measure.data.DISTRIBUTIONS`."""
+        """Return random tensors for `reads`.
 
-    @abstractmethod
+        Args:
+            data: a name of `measure.data.DISTRIBUTIONS`.
+        """
+
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Output tensors for `launch`, uninitialised, but for a C to accumulate into."""
+        """Return tensors for `writes`: uninitialised, but copies of the inputs that are updated."""
+        import torch
+
+        outputs = empty(self.writes(problem), next(iter(inputs.values())).device)
+        for name in self.updated(problem):
+            outputs[name] = inputs[name].clone(memory_format=torch.contiguous_format)
+        return outputs
+
+    def on_meta(self, problem: Any) -> tuple[Tensors, Tensors]:
+        """Return inputs and outputs without memory: their names, dtypes and shapes."""
+        import torch
+
+        meta = torch.device("meta")
+        return empty(self.reads(problem), meta), empty(self.writes(problem), meta)
 
     def poison(self, problem: Any, outputs: Tensors) -> Tensors:
         """Fill outputs with what no kernel writes, so that an unwritten element shows.
@@ -337,6 +355,13 @@ class Op(ABC):
         """Of all outputs, in order, those that the public function returns."""
         return dict(outputs)
 
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        """Return what the public function may be called with, for a problem of these fields.
+
+        Those of no parameter's name are left out; sizes may be 0.
+        """
+        return {**fields, **inputs}
+
     def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
         """A backward's outputs beside what autograd makes of a float64 forward.
 
@@ -400,11 +425,7 @@ class Op(ABC):
 
     def bytes(self, problem: Any) -> int:
         """The fewest bytes it must move: every input once, every output once."""
-        import torch
-
-        inputs = self.inputs(problem, torch.device("meta"))
-        outputs = self.outputs(problem, inputs)
-        return sum(t.nbytes for t in inputs.values()) + sum(t.nbytes for t in outputs.values())
+        return sum(tensor.nbytes for side in self.on_meta(problem) for tensor in side.values())
 
 
 @dataclass(frozen=True)
@@ -529,22 +550,3 @@ def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with what no kernel writes: -128 for codes, NaN for floats."""
     return tensor.fill_(math.nan if tensor.is_floating_point() else -128)
-
-
-def quantised_outputs(
-    problem: Any, device: torch.device, layout: Layout, m: int, n: int
-) -> Tensors:
-    """Uninitialised ``q, scale`` (m×n) and/or ``qt, scale_t`` (n×m) as the layout asks."""
-    import torch
-
-    def empty(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((rows, columns), dtype=dtype, device=device)
-
-    outputs: Tensors = {}
-    if layout in ("q", "both"):
-        outputs["q"] = empty(m, n, torch.int8)
-        outputs["scale"] = empty(*blocks_of(m, n, problem.block), torch.float32)
-    if layout in ("qt", "both"):
-        outputs["qt"] = empty(n, m, torch.int8)
-        outputs["scale_t"] = empty(*blocks_of(n, m, problem.block), torch.float32)
-    return outputs

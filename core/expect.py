@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core import tensors
 from jetfire.core.contract import Block, Layout, Rounding, blocks_of
 from jetfire.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from jetfire.core.tensors import Quantized, Quantized4
 
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -56,9 +59,23 @@ def same_device(name: str, x: Tensor, like: Tensor) -> None:
         raise UsageError(f"{name} is on {x.device}: expected {like.device}, as the first tensor")
 
 
-def codes(name: str, q: Tensor, scale: Tensor, block: int, like: Tensor | None = None) -> None:
-    """Have codes and scales belong together, of `like`'s shape and device where there is one."""
+def quantized(
+    name: str, x: Quantized, like: Quantized | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scales that belong together, of `like`'s shape and device where given.
+
+    A quantised `like` is one that was looked at before; the block is then the same too.
+    """
+    q, scale, block = x.q, x.scale, x.block
+    if q is None or scale is None:
+        raise UsageError(
+            f"{name} holds its transpose alone: expected its own codes (layout=q, both)"
+        )
     matrix(name, q, ("int8",))
+    if isinstance(like, tuple):
+        if block != like.block:
+            raise UsageError(f"{name} has block={block}: expected {like.block}, as before it")
+        like = like.q
     if like is not None:
         same_device(name, q, like)
         if q.shape != like.shape:
@@ -72,6 +89,17 @@ def codes(name: str, q: Tensor, scale: Tensor, block: int, like: Tensor | None =
             f"{name}'s scale has shape {tuple(scale.shape)}: expected {expected} "
             f"for {tuple(q.shape)} codes in blocks of {block}"
         )
+    return q, scale
+
+
+def packed(name: str, x: Quantized4) -> Tensor:
+    """Return the packed codes of a matrix in 4 bits."""
+    if x.packed is None:
+        raise UsageError(
+            f"{name} holds wide codes alone: expected packed ones (layout=packed, both)"
+        )
+    matrix(name, x.packed, ("int8",))
+    return x.packed
 
 
 def vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
@@ -116,26 +144,22 @@ def scalar(name: str, x: Tensor, like: Tensor) -> None:
 
 
 def room(
-    out: tuple[Tensor, ...] | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
+    out: Quantized | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
 ) -> dict[str, Tensor]:
     """Return tensors for the codes of an m×n matrix: those given, if they fit, else new ones."""
-    import torch
-
-    wanted: dict[str, tuple[torch.dtype, tuple[int, int]]] = {}
-    if layout != "qt":
-        wanted |= {"q": (torch.int8, (m, n)), "scale": (torch.float32, blocks_of(m, n, block))}
-    if layout != "q":
-        wanted |= {"qt": (torch.int8, (n, m)), "scale_t": (torch.float32, blocks_of(n, m, block))}
+    wanted = tensors.quantized(m, n, block, layout=layout)
     if out is None:
-        return {k: torch.empty(s, dtype=d, device=like.device) for k, (d, s) in wanted.items()}
-    fits = len(out) == len(wanted) and all(
-        (x.dtype, x.shape) == kind and x.is_contiguous() and x.device == like.device
-        for x, kind in zip(out, wanted.values(), strict=True)
-    )
-    if not fits:
-        kinds = (f"{k} {named(d)} {s}" for k, (d, s) in wanted.items())
-        raise UsageError(f"out: expected {', '.join(kinds)}, contiguous, on {like.device}")
-    return dict(zip(wanted, out, strict=True))
+        return tensors.empty(wanted, like.device)
+    given = {part: x for part in tensors.names_of() if (x := getattr(out, part)) is not None}
+    kinds = {part: (tensors.dtype_of(spec.dtype), spec.shape) for part, spec in wanted.items()}
+    found = {part: (x.dtype, x.shape) for part, x in given.items()}
+    placed = all(x.is_contiguous() and x.device == like.device for x in given.values())
+    if out.block != block or found != kinds or not placed:
+        expected = ", ".join(f"{part} {named(dtype)} {s}" for part, (dtype, s) in kinds.items())
+        raise UsageError(
+            f"out: expected {expected}, contiguous, in blocks of {block}, on {like.device}"
+        )
+    return given
 
 
 def exactly(name: str, x: Tensor, dtype: str, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -140,12 +140,6 @@ def _with_sizes(op: Op, problem: Any, sizes: Sequence[int]) -> Any:
     return dataclasses.replace(problem, **dict(zip(op.dims, sizes, strict=True)))
 
 
-def tensors_of(op: Op, problem: Any) -> tuple[Tensors, Tensors]:
-    """Inputs and outputs on the meta device."""
-    inputs = op.inputs(problem, torch.device("meta"))
-    return inputs, op.outputs(problem, inputs)
-
-
 def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
     """The one expression that has these values at these sizes.
 
@@ -176,7 +170,7 @@ def signature_of(op: Op, problem: Any) -> Signature:
     for i in range(len(_PROBES)):
         sizes = [_UNIT * _PROBES[(i + j) % len(_PROBES)] for j in range(count)]
         probed = _with_sizes(op, problem, sizes)
-        probes.append((dict(zip(op.dims, sizes, strict=True)), *tensors_of(op, probed)))
+        probes.append((dict(zip(op.dims, sizes, strict=True)), *op.on_meta(probed)))
     _, inputs, outputs = probes[0]
     updated = op.updated(problem)
 

@@ -2,59 +2,65 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from jetfire import ops
-from jetfire.core import registry
+from jetfire.core import calls, functions, registry
 from jetfire.core.contract import Op, Tensors
 from jetfire.core.device import Device
+from jetfire.core.tensors import Specs, dtype_of
 from jetfire.fuzz.case import Case, Outcome
 
 UNIT = 1024  # every op takes multiples of it
 
 
-def function(op: Op, mode: str) -> Any:
-    """The function that a caller of an op in one mode calls; None where there is none."""
-    public = getattr(sys.modules[type(op).__module__], "__all__", ())
-    names = [name for name in public if name.endswith("_backward") == (mode == "bwd")]
-    return getattr(ops, names[0]) if names else None
-
-
 def run(case: Case, device: Device) -> Outcome:
-    """Call it with the tensors of the case's sizes, and look at what it returns."""
+    """Call the case's function with tensors of its sizes, and look at what it returns."""
     op, fields = registry.get(case.op), case.problem
-    call = function(op, fields.get("mode", "fwd"))
+    call = functions.called(op, fields)
+    assert call is not None
     inputs = _inputs(op, fields, device.torch_device, case)
-    given = {**fields, "packed": fields.get("operands") == "packed", **inputs}
-    parameters = inspect.signature(call).parameters
-    for name, parameter in parameters.items():  # a field says whether there is such a tensor
-        if "Tensor" in str(parameter.annotation) and name not in inputs:
-            given.pop(name, None)
-    bias, c = (inputs[k].clone() if k in inputs else None for k in ("bias", "c"))
-    returned = call(**{name: given[name] for name in parameters if name in given})
-    found = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    expected = op.returned(_results(op, fields))
-    results = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
-    if results != list(expected.values()):
-        return Outcome("wrong", f"results {results}: expected {expected}")
-    for name, tensor in zip(expected, found, strict=True):
-        if _is_sum(op, fields, name):
-            value = torch.zeros_like(tensor)
-            for term in (bias, c) if name == "c" else ():
-                value = value if term is None else value + term
-            if not torch.equal(tensor, value.to(tensor.dtype)):
-                return Outcome("wrong", f"{name}: a sum of nothing is not 0")
+    problem, _ = calls.problem_of(op, fields)
+    sums = _sums(op, problem, inputs)
+    arguments = functions.arguments(op, fields, inputs)
+    updated = [inputs[name] for name in op.updated(problem)]
+    found = _results(call(**arguments), arguments, updated)
+    expected = op.returned(_at_zero(op, op.writes, fields))
+    kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
+    if kinds != [(spec.shape, dtype_of(spec.dtype)) for spec in expected.values()]:
+        return Outcome("wrong", f"results {kinds}: expected {expected}")
+    written = op.written(problem, inputs, dict(zip(expected, found, strict=True)))
+    for name, value in sums.items():
+        if not torch.equal(written[name], value.float().to(written[name].dtype)):
+            return Outcome("wrong", f"{name}: not what a sum of nothing leaves")
     return Outcome()
 
 
-def _is_sum(op: Op, fields: Mapping[str, Any], name: str) -> bool:
-    """Whether an output is a sum over a size of 0; others that are not empty may hold anything."""
-    return any(fields[size] == 0 and name in outputs for size, outputs in op.sums.items())
+def _results(
+    returned: Any, arguments: Mapping[str, Any], updated: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors that a function returns, but for those that it hands on: a scale, statistics."""
+
+    def among(x: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+        return any(x is other for other in others)
+
+    leaves = [x for x in tree_leaves(returned) if isinstance(x, torch.Tensor)]
+    given = tree_leaves(arguments)
+    return [x for x in leaves if among(x, updated) or not among(x, given)]
+
+
+def _sums(op: Op, problem: Any, inputs: Tensors) -> Tensors:
+    """What the reference has of outputs that are sums over a size of 0.
+
+    Others that are not empty may hold anything. Before the call, which may add to an input.
+    """
+    sizes = [size for size in op.sums if getattr(problem, size) == 0]
+    names = {name for size in sizes for name in op.sums[size]} & op.writes(problem).keys()
+    expected = op.reference(problem, inputs) if names else {}
+    return {name: expected[name] for name in names}
 
 
 def _sized(op: Op, fields: Mapping[str, Any], size: int) -> Any:
@@ -66,32 +72,23 @@ def _is_zero(value: Any) -> bool:
     return type(value) is int and value == 0
 
 
-def _at_zero(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-    """A shape at 0, of those at a size and at twice that size: what grows with it is empty."""
-    return tuple(a if a == b else 0 for a, b in zip(first, second, strict=True))
-
-
-def _both(op: Op, fields: Mapping[str, Any]) -> list[tuple[Any, Tensors]]:
-    meta = torch.device("meta")
-    problems = [_sized(op, fields, size) for size in (UNIT, 2 * UNIT)]
-    return [(problem, op.inputs(problem, meta)) for problem in problems]
-
-
-def _results(op: Op, fields: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each output."""
-    first, second = (op.outputs(problem, inputs) for problem, inputs in _both(op, fields))
+def _at_zero(op: Op, specs: Callable[[Any], Specs], fields: Mapping[str, Any]) -> Specs:
+    """What is read or written at sizes of 0: what grows from a size to twice that size is empty."""
+    first, second = (specs(_sized(op, fields, size)) for size in (UNIT, 2 * UNIT))
     return {
-        name: (_at_zero(tensor.shape, second[name].shape), tensor.dtype)
-        for name, tensor in first.items()
+        name: spec._replace(shape=_empty(spec.shape, second[name].shape))
+        for name, spec in first.items()
     }
 
 
+def _empty(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a if a == b else 0 for a, b in zip(first, second, strict=True))
+
+
 def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Case) -> Tensors:
-    """Of the smaller problem, cut."""
-    (problem, first), (_, second) = _both(op, fields)
-    made = op.inputs(problem, device, case.data_seed, case.data)
-    cut = {}
-    for name, tensor in made.items():
-        shape = _at_zero(first[name].shape, second[name].shape)
-        cut[name] = tensor[tuple(slice(0, size) for size in shape)].contiguous()
-    return cut
+    """Those of the smaller problem, cut."""
+    made = op.inputs(_sized(op, fields, UNIT), device, case.data_seed, case.data)
+    return {
+        name: made[name][tuple(slice(0, size) for size in spec.shape)].contiguous()
+        for name, spec in _at_zero(op, op.reads, fields).items()
+    }

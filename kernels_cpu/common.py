@@ -11,8 +11,8 @@ import torch
 
 from jetfire.core.contract import Config, Kernel, Tensors
 from jetfire.core.device import Device
+from jetfire.core.tensors import with_transpose
 from jetfire.reference.quantize import quantize
-from jetfire.reference.transpose import transpose
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,6 @@ def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.shape[1] <= 1:  # torch 2.13's own is wrong for K of 1, and takes no K of 0
         return (a[:, None].int() * b[None].int()).sum(dim=2, dtype=torch.int32)
     return torch._int_mm(a.contiguous(), b.contiguous().t())
-
-
-def with_transpose(q: torch.Tensor, scale: torch.Tensor) -> Tensors:
-    """Return codes, scales and their transposes by name: ``q, scale, qt, scale_t``."""
-    qt, scale_t = transpose(q, scale)
-    return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
 
 
 def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -97,8 +96,7 @@ def record_launches(
     if reason is not None:
         raise UsageError(f"{op_name}/{kernel_name}, {problem}: {reason}")
     # Meta tensors: only dtypes, strides and alignment reach the compiler, and theirs is address 0.
-    inputs = op.inputs(problem, torch.device("meta"))
-    outputs = op.outputs(problem, inputs)
+    inputs, outputs = op.on_meta(problem)
     found: list[Launch] = []
     with _compiling(capability, found):
         kernel.launch(problem, config, inputs, outputs)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Check
+from jetfire.core.contract import Check, Tensors
+from jetfire.core.tensors import Specs, names_of
 
 # fp32 evaluation of a function of unit condition errs by a few 2^-24; 127 codes make that 1e-4 of
 # a code, and full-row sums of 50257 terms stay within ten times that.
@@ -242,32 +243,45 @@ def every(checks: list[Check]) -> Check:
     return Check(failed is None, max(c.rel_err for c in checks), failed.message if failed else "")
 
 
-def quantised(
-    outputs: dict[str, torch.Tensor],
-    value: torch.Tensor,
-    expected_scale: torch.Tensor,
-    block: int,
-    u: torch.Tensor | None = None,
-    slack: float = CODE_SLACK,
-    rtol: float = SCALE_RTOL,
-    noise: torch.Tensor | None = None,
-    over: torch.Tensor | None = None,
-) -> Check:
-    """`codes` for whichever of (q, scale) and (qt, scale_t) there are; both must agree exactly."""
-    checks = []
-    if "q" in outputs:
-        checks.append(
-            codes(
-                "q", outputs["q"], outputs["scale"], value, expected_scale, block, u, slack, rtol,
-                noise, over,
-            )
-        )  # fmt: skip
-    if "qt" in outputs and "q" in outputs:
-        checks.append(exact("qt", outputs["qt"], outputs["q"].t()))
-        checks.append(exact("scale_t", outputs["scale_t"], outputs["scale"].t()))
-    elif "qt" in outputs:
-        q, scale = outputs["qt"].t(), outputs["scale_t"].t()
-        checks.append(
-            codes("qt", q, scale, value, expected_scale, block, u, slack, rtol, noise, over)
-        )
+def outputs(specs: Specs, got: Tensors, expected: Tensors) -> Check:
+    """Compare a kernel's outputs with what is expected of them (`measure.op.StandardOp.check`)."""
+    checks, done = [], set()
+    for name, (_, _, block) in specs.items():
+        bare = name.removesuffix("_t") if name != "qt" else "q"
+        if block is not None and bare in expected and expected[bare].is_floating_point():
+            if bare not in done:
+                checks.append(rounded(bare, got, expected, block))
+            done |= {bare, *names_of(bare).values()}
+        elif name not in done:
+            checks.append(_plain(name, got[name], expected))
     return every(checks)
+
+
+def _plain(name: str, out: torch.Tensor, expected: Tensors) -> Check:
+    bound = expected.get(f"{name}_bound")
+    if bound is None:
+        return exact(name, out, expected[name])
+    return bounded(name, out, expected[name], bound, expected.get(f"{name}_over"))
+
+
+def rounded(
+    name: str, got: Tensors, expected: Tensors, block: int, slack: float = CODE_SLACK,
+    rtol: float = SCALE_RTOL,
+) -> Check:  # fmt: skip
+    """Compare the codes of a matrix, its transpose's, or both, which must agree exactly."""
+    q, scale, qt, scale_t = (got.get(own) for own in names_of(name).values())
+    shown, checks = name, []
+    if q is None or scale is None:
+        assert qt is not None
+        assert scale_t is not None
+        q, scale, shown = qt.t(), scale_t.t(), names_of(name)["qt"]
+    elif qt is not None and scale_t is not None:
+        checks += [exact(names_of(name)["qt"], qt, q.t())]
+        checks += [exact(names_of(name)["scale_t"], scale_t, scale.t())]
+    known = (expected.get(f"{name}_{what}") for what in ("u", "noise", "over"))
+    u, noise, over = known
+    expected_scale = expected[names_of(name)["scale"]]
+    of_codes = codes(
+        shown, q, scale, expected[name], expected_scale, block, u, slack, rtol, noise, over
+    )
+    return every([of_codes, *checks])

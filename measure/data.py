@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jetfire.core.errors import unknown
+from jetfire.core.tensors import dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -205,65 +206,41 @@ class Source:
         first, _, second = data.partition("/")
         self.device = device
         self._draws = DISTRIBUTIONS[first], DISTRIBUTIONS[second or first]
-        self._generator = None
-        if device.type != "meta":
-            self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def floats(self, *shape: int, operand: int = 0, dtype: FloatName = "fp32") -> torch.Tensor:
-        """A tensor of a dtype (empty on the meta device), a product's first or second operand.
+        """Return a tensor of a dtype, a product's first or second operand.
 
         What fp16 has no room for comes smaller, by the power of two between its largest numbers
         and bf16's.
         """
-        import torch
-
-        from jetfire.core.contract import float_dtype
-
-        if self._generator is None:
-            return torch.empty(shape, dtype=float_dtype(dtype), device=self.device)
         x = self._draws[operand](shape, self._generator)
         if dtype == "fp16" and self._draws[operand] is _largest:
             x *= 2.0**-112
-        return x.to(float_dtype(dtype))
+        return x.to(dtype_of(dtype))
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Normal fp32 values whatever the distribution, for parameters such as weight and bias."""
-        import torch
-
-        if self._generator is None:
-            return torch.empty(shape, dtype=torch.float32, device=self.device)
+        """Return fp32 values that are normal whatever the distribution, for a weight or a bias."""
         return _normal(shape, self._generator)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
-        """int64 in [0, high), each as likely, whatever the distribution."""
+        """Return int64 in [0, high), each as likely, whatever the distribution."""
         import torch
 
-        if self._generator is None:
-            return torch.empty(shape, dtype=torch.int64, device=self.device)
         return torch.randint(high, shape, device=self.device, generator=self._generator)
 
     def quantised(
         self, m: int, n: int, block: int, operand: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (m×n int8) and scales of values drawn from the distribution."""
-        import torch
-
-        from jetfire.core.contract import blocks_of
+        """Return codes (m×n int8) and scales of values drawn from the distribution."""
         from jetfire.reference.quantize import quantize
 
-        if self._generator is None:
-            return (
-                torch.empty((m, n), dtype=torch.int8, device=self.device),
-                torch.empty(blocks_of(m, n, block), dtype=torch.float32, device=self.device),
-            )
         return quantize(self.floats(m, n, operand=operand), block)
 
     def seed(self) -> torch.Tensor:
-        """A Philox key, as the int64 tensor of one element that stochastic kernels read."""
+        """Return a Philox key, the int64 tensor of one element that stochastic kernels read."""
         import torch
 
-        if self._generator is None:
-            return torch.empty(1, dtype=torch.int64, device=self.device)
         return torch.randint(
             -(2**63), 2**63 - 1, (1,), device=self.device, generator=self._generator
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jetfire.core.contract import Gradient, Tensors
+from jetfire.core.tensors import names_of
 
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # a rounding, generously
 FP32 = 1e-5  # of the largest term of a short sum
@@ -29,15 +30,18 @@ def _spread(scale: torch.Tensor, block: int, like: torch.Tensor) -> torch.Tensor
     return wide.repeat_interleave(block, 1)[:, :n]
 
 
-def quantised(problem: Any, outputs: Tensors, exact: torch.Tensor, noise: Any) -> list[Gradient]:
-    """The codes that there are, within a step of the exact values, or half of one."""
+def quantised(
+    problem: Any, outputs: Tensors, exact: torch.Tensor, noise: Any, name: str = "q"
+) -> list[Gradient]:
+    """Return the codes of a name that there are, within a step of the exact values, or half."""
     step = 1.0 if problem.rounding == "stochastic" else 0.5
+    q, scale, qt, scale_t = names_of(name).values()
     found = []
-    for name, scale, turned in (("q", "scale", False), ("qt", "scale_t", True)):
-        if name in outputs:
-            q, s = outputs[name], outputs[scale]
-            got, wide = values(q, s, problem.block), _spread(s, problem.block, q)
-            if turned:
+    for own, own_scale in ((q, scale), (qt, scale_t)):
+        if own in outputs:
+            codes, s = outputs[own], outputs[own_scale]
+            got, wide = values(codes, s, problem.block), _spread(s, problem.block, codes)
+            if own == qt:
                 got, wide = got.t(), wide.t()
-            found.append(Gradient(name, got, exact, wide * (step + 0.01) + noise + 2.0**-100))
+            found.append(Gradient(own, got, exact, wide * (step + 0.01) + noise + 2.0**-100))
     return found

@@ -182,8 +182,7 @@ def _has_stages(kernel: Kernel) -> bool:
 
 def memory_needed(case: Case, device: Device) -> int:
     """Bytes of device memory: the rotating sets, the peers' BF16 operands, float64 checking."""
-    inputs = case.op.inputs(case.problem, torch.device("meta"))
-    tensors = [*inputs.values(), *case.op.outputs(case.problem, inputs).values()]
+    tensors = [tensor for side in case.op.on_meta(case.problem) for tensor in side.values()]
     elements = sum(t.numel() for t in tensors)
     nbytes = sum(t.nbytes for t in tensors)
     return sets_of(case, device) * (nbytes + 2 * 2 * elements) + 3 * 8 * elements

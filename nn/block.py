@@ -8,7 +8,7 @@ bits, as it is rounded to nearest.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from jetfire.core.arguments import checked
+from jetfire.core.contract import Block, Layout
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (
-    Both,
     Handoff,
     Placed,
-    bias_gradient,
+    checked_block,
     keys_for_backward,
     product_of_transposes,
     quantised_gradient,
@@ -30,6 +31,7 @@ from jetfire.nn.products import (
 from jetfire.ops import (
     int8_add,
     int8_add_backward,
+    int8_column_sum,
     int8_dropout,
     int8_dropout_backward,
     int8_gelu,
@@ -49,23 +51,21 @@ class Stream(NamedTuple):
 
     Attributes:
         x: bf16.
-        q, scale: its codes.
+        codes: x, quantised.
         mean, rstd: fp32 statistics of its rows; None where the next LayerNorm computes them.
         handoff: where the reader leaves the codes of x's gradient; None if nobody takes them.
     """
 
     x: Tensor
-    q: Tensor
-    scale: Tensor
+    codes: Quantized
     mean: Tensor | None = None
     rstd: Tensor | None = None
     handoff: Handoff | None = None
 
     @classmethod
-    def of(cls, x: Tensor, block: int) -> Stream:
-        """The stream of a bf16 matrix."""
-        q, scale = int8_quantize(x.detach(), block=block)
-        return cls(x, q, scale)
+    def of(cls, x: Tensor, block: Block) -> Stream:
+        """Return the stream of a bf16 matrix."""
+        return cls(x, int8_quantize(x.detach(), block=block))
 
 
 # Keys that a block's forward draws: _Enter's four, then _Leave's six and those of the masks of the
@@ -77,12 +77,12 @@ _MASK0, _MASK2 = 6, 7
 class _Setting(NamedTuple):
     """What both halves of a block know besides their tensors."""
 
-    block: int
+    block: Block
     batch: int
     heads: int
     eps: float
     dropout: float
-    approximate: str
+    approximate: Literal["tanh", "erf"]
 
 
 class _Enter(torch.autograd.Function):
@@ -93,22 +93,36 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handoff: Handoff | None, setting: _Setting, seeds: Tensor | None,
-        x: Tensor, q: Tensor, scale: Tensor, mean: Tensor | None, rstd: Tensor | None,
-        norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        handoff: Handoff | None,
+        setting: _Setting,
+        seeds: Tensor | None,
+        x: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        *codes: Tensor,
+    ) -> tuple[Tensor, ...]:
         block = setting.block
-        w = Both(*codes)
-        h, h_scale, ht, ht_scale, *own = int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=setting.eps,
+        w = Quantized.of(codes, "both", block)
+        h, mean, rstd = int8_layernorm(
+            Quantized(q, scale, block=block),
+            norm_weight,
+            norm_bias,
+            mean=mean,
+            rstd=rstd,
+            eps=setting.eps,
             layout="both",
-        )  # fmt: skip
-        if own:
-            mean, rstd = own
-        y = int8_gemm(h, h_scale, w.q, w.scale, block=block, out="bf16", bias=bias)
+        )
+        y = int8_gemm(h, w, out="bf16", bias=bias)
         ctx.handoff, ctx.setting = handoff, setting
         ctx.save_for_backward(
-            seeds, q, scale, mean, rstd, norm_weight, ht, ht_scale, w.qt, w.scale_t
+            seeds, q, scale, mean, rstd, norm_weight, h.qt, h.scale_t, w.qt, w.scale_t
         )
         shape = (setting.batch, -1, 3, setting.heads, x.shape[1] // setting.heads)
         return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
@@ -116,36 +130,28 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, q, scale, mean, rstd, norm_weight, ht, ht_scale, wqt, w_scale_t = ctx.saved_tensors
-        setting = ctx.setting
-        block = setting.block
+        seeds, q, scale, mean, rstd, norm_weight, *transposed = ctx.saved_tensors
+        block, handoff = ctx.setting.block, ctx.handoff
+        s, ht, wt = _quantized(block, q, scale, *transposed)
         dx, *dqkv = grads
         # Attention's gradients come as batch×heads×length×head, laid out as tokens × width.
         parts = (d.transpose(1, 2).reshape(dx.shape) for d in dqkv)
-        g = Both(*int8_quantize_qkv(
+        g = int8_quantize_qkv(
             *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
-        ))  # fmt: skip
-        dh, dh_scale = int8_gemm(
-            g.q, g.scale, wqt, w_scale_t, block=block, out="int8", rounding="stochastic",
-            seed=seeds[1:2],
-        )  # fmt: skip
-        dw = product_of_transposes(g.transposed, (ht, ht_scale), block, torch.float32)
-        db = bias_gradient(g, block, torch.float32)
-        del g
-        dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
-            q, scale, dh, dh_scale, norm_weight, mean, rstd, block=block, seed=seeds[2:3]
         )
-        handoff = ctx.handoff
-        dx, *copy = int8_add_backward(
-            dx, dq, dq_scale, block=block, seed=seeds[3:4],
-            layout="q" if handoff is None else "both",
-        )  # fmt: skip
+        dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2])
+        dw = product_of_transposes(g.t, ht, torch.float32)
+        db = int8_column_sum(g)
+        del g
+        dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
+            s, dh, norm_weight, mean, rstd, seed=seeds[2:3]
+        )
+        layout: Layout = "q" if handoff is None else "both"
+        dx, copy = int8_add_backward(dx, dq, seed=seeds[3:4], layout=layout)
         if handoff is not None:
-            handoff.put(dx, Both(*copy))
-        return (
-            None, None, None, dx, None, None, None, None, dnorm_weight, dnorm_bias, dw, db,
-            None, None, None, None,
-        )  # fmt: skip
+            handoff.put(dx, copy)
+        of_norm_and_qkv = dnorm_weight, dnorm_bias, dw, db
+        return None, None, None, dx, None, None, None, None, *of_norm_and_qkv, *[None] * 4
 
 
 class _Leave(torch.autograd.Function):
@@ -153,45 +159,49 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handoff: Handoff | None, setting: _Setting, seeds: Tensor | None,
-        x: Tensor, attended: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-        weight0: Tensor, bias0: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor,
-        bias2: Tensor, *codes: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        handoff: Handoff | None,
+        setting: _Setting,
+        seeds: Tensor | None,
+        x: Tensor,
+        attended: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight0: Tensor,
+        bias0: Tensor,
+        weight1: Tensor,
+        bias1: Tensor,
+        weight2: Tensor,
+        bias2: Tensor,
+        *codes: Tensor,
+    ) -> tuple[Tensor, ...]:
         block, eps = setting.block, setting.eps
-        w0, w1, w2 = Both(*codes[:4]), Both(*codes[4:8]), Both(*codes[8:])
-
-        def product(a: Tensor, a_scale: Tensor, w: Both, bias: Tensor) -> tuple[Tensor, ...]:
-            return int8_gemm(a, a_scale, w.q, w.scale, block=block, out="int8", bias=bias)
-
-        a = Both(*int8_quantize(attended, block=block, layout="both"))
-        y = _dropped(product(a.q, a.scale, w0, bias0), setting, seeds, _MASK0)
-        x, q, scale, mean, rstd = int8_add(x, *y, block=block, eps=eps)
-        h = Both(*int8_layernorm(
-            q, scale, norm_weight, norm_bias, mean=mean, rstd=rstd, block=block, eps=eps,
-            layout="both",
-        ))  # fmt: skip
-        f, f_scale = product(h.q, h.scale, w1, bias1)
-        u, u_scale = int8_gelu(f, f_scale, block=block, approximate=setting.approximate)
-        y = _dropped(product(u, u_scale, w2, bias2), setting, seeds, _MASK2)
-        out = int8_add(x, *y, block=block, eps=eps)
-        ctx.mark_non_differentiable(*out[1:])
+        w0, w1, w2 = (Quantized.of(codes[i : i + 4], "both", block) for i in (0, 4, 8))
+        a = int8_quantize(attended, block=block, layout="both")
+        y = _dropped(int8_gemm(a, w0, out="int8", bias=bias0), setting, seeds, _MASK0)
+        x, s, mean, rstd = int8_add(x, y, eps=eps)
+        h, *_ = int8_layernorm(
+            s, norm_weight, norm_bias, mean=mean, rstd=rstd, eps=eps, layout="both"
+        )
+        f = int8_gemm(h, w1, out="int8", bias=bias1)
+        u = int8_gelu(f, approximate=setting.approximate)
+        y = _dropped(int8_gemm(u, w2, out="int8", bias=bias2), setting, seeds, _MASK2)
+        out, copy, *statistics = int8_add(x, y, eps=eps)
+        ctx.mark_non_differentiable(*copy.tensors, *statistics)
         ctx.handoff, ctx.setting = handoff, setting
-        ctx.save_for_backward(
-            seeds, q, scale, mean, rstd, norm_weight, f, f_scale, *a.transposed, *h.transposed,
-            *w0.transposed, *w1.transposed, *w2.transposed,
-        )  # fmt: skip
-        return out
+        transposed = (part for value in (a, h, w0, w1, w2) for part in value.t[:2])
+        ctx.save_for_backward(seeds, mean, rstd, norm_weight, *s.tensors, *f.tensors, *transposed)
+        return out, *copy.tensors, *statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """What is no longer wanted is dropped at once: the peak of a step's memory is in here."""
         setting = ctx.setting
-        block = setting.block
-        saved = ctx.saved_tensors  # once: a checkpoint gives them away
-        seeds, q, scale, mean, rstd, norm_weight, f, f_scale = saved[:8]
-        at, ht, w0t, w1t, w2t = (saved[i : i + 2] for i in range(8, 18, 2))
+        # Read once: a checkpoint gives them away.
+        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
+        s, f, at, ht, w0t, w1t, w2t = _quantized(setting.block, *codes)
+        del codes
         dx = grads[0]
 
         def seed(index: int) -> Tensor:
@@ -200,58 +210,53 @@ class _Leave(torch.autograd.Function):
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
         if g is None:
             dx = dx.contiguous()  # that of a sum has no strides
-            g = quantised_gradient(dx, block, seed(0))
+            g = quantised_gradient(dx, setting.block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
-        ut = int8_gelu(f, f_scale, block=block, approximate=setting.approximate, layout="qt")
-        dw2 = product_of_transposes(g.transposed, ut, block, torch.float32)
-        db2 = bias_gradient(g, block, torch.float32)
-        del ut
-        du = int8_gemm(
-            g.q, g.scale, *w2t, block=block, out="int8", rounding="stochastic", seed=seed(1)
+        u = int8_gelu(f, approximate=setting.approximate, layout="qt")
+        dw2 = product_of_transposes(g.t, u.t, torch.float32)
+        db2 = int8_column_sum(g)
+        del u
+        du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1))
+        df = int8_gelu_backward(
+            f, du, approximate=setting.approximate, layout="both", seed=seed(2), inplace=True
         )
-        df = Both(*int8_gelu_backward(
-            f, f_scale, *du, block=block, approximate=setting.approximate, layout="both",
-            seed=seed(2), inplace=True,
-        ))  # fmt: skip
         del g, du
-        dh = int8_gemm(
-            df.q, df.scale, *w1t, block=block, out="int8", rounding="stochastic", seed=seed(3)
-        )
-        dw1 = product_of_transposes(df.transposed, ht, block, torch.float32)
-        db1 = bias_gradient(df, block, torch.float32)
+        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3))
+        dw1 = product_of_transposes(df.t, ht, torch.float32)
+        db1 = int8_column_sum(df)
         del df
-        dq, dq_scale, dnorm_weight, dnorm_bias = int8_layernorm_backward(
-            q, scale, *dh, norm_weight, mean, rstd, block=block, seed=seed(4)
+        dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
+            s, dh, norm_weight, mean, rstd, seed=seed(4)
         )
-        dx, *copy = int8_add_backward(dx, dq, dq_scale, block=block, layout="both", seed=seed(5))
-        g = _undropped(Both(*copy), setting, seeds, _MASK0)
-        dattended = int8_gemm(g.q, g.scale, *w0t, block=block, out="bf16")
-        dw0 = product_of_transposes(g.transposed, at, block, torch.float32)
-        db0 = bias_gradient(g, block, torch.float32)
-        return (
-            None, None, None, dx, dattended, dnorm_weight, dnorm_bias, dw0, db0, dw1, db1, dw2,
-            db2, *[None] * 12,
-        )  # fmt: skip
+        dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5))
+        g = _undropped(copy, setting, seeds, _MASK0)
+        dattended = int8_gemm(g, w0t, out="bf16")
+        dw0 = product_of_transposes(g.t, at, torch.float32)
+        db0 = int8_column_sum(g)
+        of_linears = dw0, db0, dw1, db1, dw2, db2
+        of_parameters = dnorm_weight, dnorm_bias, *of_linears
+        return None, None, None, dx, dattended, *of_parameters, *[None] * 12
 
 
-def _dropped(
-    y: tuple[Tensor, ...], setting: _Setting, seeds: Tensor | None, index: int
-) -> tuple[Tensor, ...]:
-    """A branch's output after dropout, whose mask is keyed by a seed."""
+def _quantized(block: Block, *parts: Tensor) -> list[Quantized]:
+    """Return the values of codes and scales that were saved one after another."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [Quantized(q, scale, block=block) for q, scale in pairs]
+
+
+def _dropped(y: Quantized, setting: _Setting, seeds: Tensor | None, index: int) -> Quantized:
+    """Return a branch's output after dropout, whose mask is keyed by a seed."""
     if not setting.dropout:
         return y
     assert seeds is not None
-    return int8_dropout(*y, seeds[index : index + 1], p=setting.dropout, block=setting.block)
+    return int8_dropout(y, seeds[index : index + 1], p=setting.dropout)
 
 
-def _undropped(g: Both, setting: _Setting, seeds: Tensor, index: int) -> Both:
-    """The gradient of what went into `_dropped`, from that of what came out."""
+def _undropped(g: Quantized, setting: _Setting, seeds: Tensor, index: int) -> Quantized:
+    """Return the gradient of what went into `_dropped`, from that of what came out."""
     if not setting.dropout:
         return g
-    seed = seeds[index : index + 1]
-    return Both(*int8_dropout_backward(
-        g.q, g.scale, seed, p=setting.dropout, block=setting.block, layout="both"
-    ))  # fmt: skip
+    return int8_dropout_backward(g, seeds[index : index + 1], p=setting.dropout, layout="both")
 
 
 class Int8Block(nn.Module):
@@ -275,7 +280,8 @@ class Int8Block(nn.Module):
             raise UsageError(f"width={width}: expected a multiple of heads={heads}")
         if not 0.0 <= dropout < 1.0:
             raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
-        self.width, self.heads, self.dropout, self.block = width, heads, dropout, block
+        self.width, self.heads, self.dropout = width, heads, dropout
+        self.block = checked_block(block)
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
@@ -289,6 +295,8 @@ class Int8Block(nn.Module):
         """The stream of batch·length tokens × width after this block."""
         if not isinstance(stream, Stream):
             raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
+        if stream.codes.block != self.block:
+            raise UsageError(f"stream in blocks of {stream.codes.block}: expected {self.block}")
         if not isinstance(batch, int) or batch < 1:
             raise UsageError(f"batch={batch}: expected an integer of at least 1")
         if stream.x.shape[0] % batch:
@@ -300,21 +308,36 @@ class Int8Block(nn.Module):
         if seeds is not None:
             enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
         x, query, key, value = _Enter.apply(
-            stream.handoff, setting, enter, *stream[:5], self.norm1.weight, self.norm1.bias,
-            self.qkv.weight, self.qkv.bias, *self.qkv.codes(),
-        )  # fmt: skip
+            stream.handoff,
+            setting,
+            enter,
+            stream.x,
+            *stream.codes[:2],
+            stream.mean,
+            stream.rstd,
+            self.norm1.weight,
+            self.norm1.bias,
+            self.qkv.weight,
+            self.qkv.bias,
+            *self.qkv.codes().tensors,
+        )
         attended = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
         )
         linears = (self.projection, self.expand, self.contract)
         handoff = None if torch.compiler.is_compiling() else Handoff()
-        out = _Leave.apply(
-            handoff, setting, leave, x, attended.transpose(1, 2).reshape(x.shape),
-            self.norm2.weight, self.norm2.bias,
+        x, q, scale, mean, rstd = _Leave.apply(
+            handoff,
+            setting,
+            leave,
+            x,
+            attended.transpose(1, 2).reshape(x.shape),
+            self.norm2.weight,
+            self.norm2.bias,
             *(p for linear in linears for p in (linear.weight, linear.bias)),
-            *(t for linear in linears for t in linear.codes()),
-        )  # fmt: skip
-        return Stream(*out)._replace(handoff=handoff)
+            *(t for linear in linears for t in linear.codes().tensors),
+        )
+        return Stream(x, Quantized(q, scale, block=self.block), mean, rstd, handoff)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, block={self.block}"

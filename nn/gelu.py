@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
 
 # torch's names of the two forms, and the op's.
-_FORMS = {"none": "erf", "tanh": "tanh"}
+_FORMS: dict[str, Literal["tanh", "erf"]] = {"none": "erf", "tanh": "tanh"}
 
 
 class _Int8GELUFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, seeds: torch.Tensor | None, block: int, approximate: str
+        ctx: Any,
+        x: torch.Tensor,
+        seeds: torch.Tensor | None,
+        block: Block,
+        approximate: Literal["tanh", "erf"],
     ) -> torch.Tensor:
-        q, scale = int8_quantize(x, block=block)
-        y, y_scale = int8_gelu(q, scale, block=block, approximate=approximate)
-        ctx.save_for_backward(q, scale, seeds)
+        a = int8_quantize(x, block=block)
+        ctx.save_for_backward(a.q, a.scale, seeds)
         ctx.block, ctx.approximate, ctx.dtype = block, approximate, FLOATS[x.dtype]
-        return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
+        return int8_dequantize(int8_gelu(a, approximate=approximate), out=ctx.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, scale, seeds = ctx.saved_tensors
-        g, g_scale = int8_quantize(
+        g = int8_quantize(
             grads[0].contiguous(), block=ctx.block, rounding="stochastic", seed=seeds[0:1]
         )
-        dx, dx_scale = int8_gelu_backward(
-            q, scale, g, g_scale, block=ctx.block, approximate=ctx.approximate, seed=seeds[1:2]
-        )
-        return int8_dequantize(dx, dx_scale, block=ctx.block, out=ctx.dtype), None, None, None
+        a = Quantized(q, scale, block=ctx.block)
+        dx = int8_gelu_backward(a, g, approximate=ctx.approximate, seed=seeds[1:2])
+        return int8_dequantize(dx, out=ctx.dtype), None, None, None
 
 
 class Int8GELU(nn.GELU):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from jetfire.core.arguments import checked
 from jetfire.core.contract import FloatName
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized4
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.products import (
     FLOATS,
@@ -42,7 +43,7 @@ from jetfire.ops import (
 )
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
-from jetfire.ops.sample_rows import Keep, Parts, capacity
+from jetfire.ops.sample_rows import Keep, Parts, SampledRows, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 
 Tensor = torch.Tensor
@@ -72,19 +73,6 @@ def _most_tokens(gradient: str) -> int:
 MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in get_args(Gradient)}
 
 
-class Codes(NamedTuple):
-    """A weight's wide codes.
-
-    Attributes:
-        q: int8, out×in; qt: its transpose.
-        scale: fp32, one element: the step.
-    """
-
-    q: Tensor
-    qt: Tensor
-    scale: Tensor
-
-
 class _Setting(NamedTuple):
     """What the two passes know beside their tensors.
 
@@ -102,43 +90,56 @@ class _Int4LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step_x: Tensor, step_w: Tensor,
-        sample: Tensor | None, seeds: Tensor | None, setting: _Setting, q: Tensor, qt: Tensor,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        step_x: Tensor,
+        step_w: Tensor,
+        sample: Tensor | None,
+        seeds: Tensor | None,
+        setting: _Setting,
+        q: Tensor,
+        qt: Tensor,
         scale: Tensor,
-    ) -> Tensor:  # fmt: skip
-        *packed, wide, x_scale, squares = int4_quantize(
-            x, step_x, group=setting.group, layout="wide" if sample is None else "both"
-        )
+    ) -> Tensor:
+        layout: Literal["wide", "both"] = "wide" if sample is None else "both"
+        codes = int4_quantize(x, step_x, group=setting.group, layout=layout)
         if sample is not None:
             some = x.index_select(0, sample).to(torch.bfloat16)
-            ctx.save_for_backward(weight, *packed, x_scale, squares, sample, some, qt, scale, seeds)
+            kept = codes.packed, codes.scale, codes.squares, sample, some
+            ctx.save_for_backward(weight, *kept, qt, scale, seeds)
         ctx.setting, ctx.dtype = setting, FLOATS[x.dtype]
         ctx.bias_dtype = None if bias is None else bias.dtype
         wide_bias = None if bias is None else bias.float()
-        return int4_gemm(wide, x_scale, q, scale, bias=wide_bias, out=ctx.dtype)
+        return int4_gemm(codes, Quantized4(None, q, scale), bias=wide_bias, out=ctx.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, q, x_scale, squares, sample, some, qt, scale, seeds = ctx.saved_tensors
+        weight, packed, x_scale, squares, sample, some, qt, scale, seeds = ctx.saved_tensors
         setting, needs = ctx.setting, ctx.needs_input_grad
+        x, wt = Quantized4(packed, None, x_scale, squares), Quantized4(None, qt, scale)
         split = _Split.of(grads[0].contiguous(), setting.gradient, seeds)
         dx = dw = db = dstep_x = dstep_w = None
         if needs[0] or needs[3]:
-            dx_hat, slots = split.times(qt, scale, ctx.dtype)
-            gathered = {"group": setting.group, "unit": split.unit}
+            dx_hat, slots = split.times(wt, ctx.dtype)
+            gathered = {"group": setting.group, "unit": split.codes.scale}
             if needs[0]:
-                dx = int4_quantize_backward(dx_hat, q=q, slots=slots, **gathered)
+                dx = int4_quantize_backward(dx_hat, q=x, slots=slots, **gathered)
             if needs[3]:
                 _, of_rows = int4_quantize_backward(
-                    dx_hat, x=some.to(dx_hat.dtype), step=x_scale,
-                    slots=slots.index_select(0, sample), **gathered,
-                )  # fmt: skip
-                tokens = max(1, len(q))  # of none the sum is 0
+                    dx_hat,
+                    x=some.to(dx_hat.dtype),
+                    step=x_scale,
+                    slots=slots.index_select(0, sample),
+                    **gathered,
+                )
+                tokens = max(1, len(packed))  # of none the sum is 0
                 dstep_x = _lsq(of_rows, tokens / max(1, len(sample)), tokens * qt.shape[0])
             del dx_hat
         if needs[1] or needs[4]:
-            dw_hat = split.transposed_times(q, squares, x_scale, FLOATS[weight.dtype])
+            dw_hat = split.transposed_times(x, FLOATS[weight.dtype])
             of_weight = _out_by_in(weight, setting.transposed)
             dw, of_rows = int4_quantize_backward(
                 dw_hat, x=of_weight, step=scale, group=setting.group
@@ -154,13 +155,10 @@ class _Split(NamedTuple):
     """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
 
     Attributes:
-        q: packed, hi's rows above lo's.
-        squares: of the codes of each row, summed.
+        codes: hi's rows above lo's; the unit is their scale.
     """
 
-    q: Tensor
-    unit: Tensor
-    squares: Tensor
+    codes: Quantized4
     parts: Parts
     keep: Keep
     seeds: Tensor
@@ -169,27 +167,28 @@ class _Split(NamedTuple):
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
         """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
-        q, unit, squares = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
-        return cls(q, unit, squares, parts, keep, seeds)
+        codes = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
+        return cls(codes, parts, keep, seeds)
 
-    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:
+        assert self.codes.squares is not None
         return int4_sample_rows(
-            self.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
+            self.codes.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
         )
 
-    def times(self, qt: Tensor, scale: Tensor, out: FloatName) -> tuple[Tensor, Tensor]:
+    def times(self, wt: Quantized4, out: FloatName) -> tuple[Tensor, Tensor]:
         """Rows of the gradient that are kept, times the weight, and where each token's are."""
-        which, counts, weight, slots = self._draw(self.seeds[1:2])
-        kept = int4_gather_rows(self.q, rows=which, counts=counts, wide=True)
-        product = int4_gemm(kept, self.unit, qt, scale, weight=weight, counts=counts, out=out)
-        return product, slots
+        rows, counts, weight, slots, _ = self._draw(self.seeds[1:2])
+        assert slots is not None
+        kept = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
+        return int4_gemm(kept, wt, weight=weight, counts=counts, out=out), slots
 
-    def transposed_times(self, q: Tensor, squares: Tensor, scale: Tensor, out: FloatName) -> Tensor:
+    def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
         """Gᵀ·X of the input's packed codes."""
-        which, counts, repeat = self._draw(self.seeds[2:3], squares)
-        gt = int4_gather_rows(self.q, rows=which, counts=counts, repeat=repeat, transpose=True)
-        xt = int4_gather_rows(q, rows=which, counts=counts, transpose=True)
-        return int4_gemm(gt, self.unit, xt, scale, counts=counts, out=out)
+        rows, counts, _, _, repeat = self._draw(self.seeds[2:3], x.squares)
+        gt = int4_gather_rows(self.codes, rows=rows, counts=counts, repeat=repeat, transpose=True)
+        xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
+        return int4_gemm(gt, xt, counts=counts, out=out)
 
 
 def _sampled(x: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ class _Int4Layer(nn.Module):
         self.step_w = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device))
         self.register_buffer("calibration", torch.zeros(3, dtype=torch.float32, device=device))
         self._group: Group | None = None  # None before the first batch
-        self._codes: MadeOfWeight[Codes] = MadeOfWeight()
+        self._codes: MadeOfWeight[tuple[Quantized4, Quantized4]] = MadeOfWeight()
 
     def _sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
@@ -279,10 +278,11 @@ class _Int4Layer(nn.Module):
                 # As a decorator it would import torch._dynamo, 1.6 s of CPU, with this module.
                 group, first = torch.compiler.disable(self._first_batch)(x.detach())
             step_x, step_w = self._scaled(first)
-            codes = self._codes_of(step_w, group)
+            w, wt = self._codes_of(step_w, group)
             setting = _Setting(self.int4.gradient, group, self.transposed)
+            codes = setting, w.wide, wt.wide, w.scale
             y = _Int4LinearFunction.apply(
-                x, self.weight, self.bias, step_x, step_w, sample, seeds, setting, *codes
+                x, self.weight, self.bias, step_x, step_w, sample, seeds, *codes
             )
         return y.reshape(*input.shape[:-1], outputs)
 
@@ -299,15 +299,15 @@ class _Int4Layer(nn.Module):
             )
         return sample, seeds
 
-    def _codes_of(self, step: Tensor, group: Group) -> Codes:
-        """The weight's codes, quantised once an optimizer step."""
+    def _codes_of(self, step: Tensor, group: Group) -> tuple[Quantized4, Quantized4]:
+        """The weight's wide codes and their transpose, made once an optimizer step."""
         weight = checked_weight(self.weight)
 
-        def make() -> Codes:
-            packed, q, scale, _ = int4_quantize(
-                _out_by_in(weight, self.transposed), step.detach(), group=group, layout="both"
-            )
-            return Codes(q, int4_gather_rows(packed, transpose=True, wide=True), scale)
+        def make() -> tuple[Quantized4, Quantized4]:
+            matrix = _out_by_in(weight, self.transposed)
+            w = int4_quantize(matrix, step.detach(), group=group, layout="both")
+            wt = int4_gather_rows(w, transpose=True, wide=True)
+            return Quantized4(None, w.wide, w.scale), wt
 
         # Codes made in a CUDA graph are there only once it is replayed, and it must renew its own.
         key = (group, self._group, _capturing(weight))

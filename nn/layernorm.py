@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.contract import Block
+from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
 from jetfire.ops import (
@@ -23,36 +25,39 @@ from jetfire.ops import (
 class _Int8LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-        seeds: torch.Tensor | None, block: int, eps: float,
-    ) -> torch.Tensor:  # fmt: skip
-        q, scale = int8_quantize(x, block=block)
-        y, y_scale, mean, rstd = int8_layernorm(
-            q, scale, weight.float(), bias.float(), block=block, eps=eps
-        )
-        ctx.save_for_backward(q, scale, weight, mean, rstd, seeds)
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        seeds: torch.Tensor | None,
+        block: Block,
+        eps: float,
+    ) -> torch.Tensor:
+        a = int8_quantize(x, block=block)
+        y, mean, rstd = int8_layernorm(a, weight.float(), bias.float(), eps=eps)
+        ctx.save_for_backward(a.q, a.scale, weight, mean, rstd, seeds)
         ctx.block, ctx.dtype, ctx.bias_dtype = block, FLOATS[x.dtype], bias.dtype
-        return int8_dequantize(y, y_scale, block=block, out=ctx.dtype)
+        return int8_dequantize(y, out=ctx.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, scale, weight, mean, rstd, seeds = ctx.saved_tensors
-        block = ctx.block
-        g, g_scale = int8_quantize(
-            grads[0].contiguous(), block=block, rounding="stochastic", seed=seeds[0:1]
+        g = int8_quantize(
+            grads[0].contiguous(), block=ctx.block, rounding="stochastic", seed=seeds[0:1]
         )
-        dx, dx_scale, dweight, dbias = int8_layernorm_backward(
-            q, scale, g, g_scale, weight.float(), mean, rstd, block=block, seed=seeds[1:2]
+        a = Quantized(q, scale, block=ctx.block)
+        dx, dweight, dbias = int8_layernorm_backward(
+            a, g, weight.float(), mean, rstd, seed=seeds[1:2]
         )
-        dx = int8_dequantize(dx, dx_scale, block=block, out=ctx.dtype)
+        dx = int8_dequantize(dx, out=ctx.dtype)
         return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None, None, None
 
 
 class Int8LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` over the last dimension, quantised per block at both ends.
 
-    Backward keeps one byte an element of the input, and two fp32 statistics a row.
+    Backward keeps one byte per element of the input, and two fp32 statistics per row.
 
     Args:
         block: 32, 64 or 128, the side of a quantisation block.
@@ -60,9 +65,13 @@ class Int8LayerNorm(nn.LayerNorm):
 
     @checked
     def __init__(
-        self, width: int, eps: float = 1e-5, block: int = 32, device: Placed = None,
+        self,
+        width: int,
+        eps: float = 1e-5,
+        block: int = 32,
+        device: Placed = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(index(width), eps=eps, device=device, dtype=dtype)
         self.block = checked_block(block)
 

@@ -12,19 +12,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized
 from jetfire.nn.products import (
     FLOATS,
-    Both,
     Placed,
     QuantisedWeight,
-    bias_gradient,
     checked_block,
     keys_for_backward,
     product_of_transposes,
     quantised_gradient,
 )
-from jetfire.ops import int8_gemm, int8_quantize
+from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 
 
 class _Int8LinearFunction(torch.autograd.Function):
@@ -36,47 +36,59 @@ class _Int8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        seed: torch.Tensor | None, block: int, transposed: bool, *codes: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        w = Both(*codes)
-        q, scale, qt, scale_t = int8_quantize(x, block=block, layout="both")
-        ctx.save_for_backward(qt, scale_t, *w.transposed, seed)
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        block: Block,
+        transposed: bool,
+        *codes: torch.Tensor,
+    ) -> torch.Tensor:
+        w = Quantized.of(codes, "both", block)
+        a = int8_quantize(x, block=block, layout="both")
+        ctx.save_for_backward(a.qt, a.scale_t, w.qt, w.scale_t, seed)
         ctx.block, ctx.transposed = block, transposed
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.dtype = FLOATS[x.dtype]
         wide = bias.float() if bias is not None else None
-        return int8_gemm(q, scale, w.q, w.scale, block=block, out=ctx.dtype, bias=wide)
+        return int8_gemm(a, w, out=ctx.dtype, bias=wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qt, scale_t, wqt, w_scale_t, seed = ctx.saved_tensors
         block = ctx.block
+        at, wt = Quantized(qt, scale_t, block=block), Quantized(wqt, w_scale_t, block=block)
         g = quantised_gradient(grads[0], block, seed)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = int8_gemm(g.q, g.scale, wqt, w_scale_t, block=block, out=ctx.dtype)
+            dx = int8_gemm(g, wt, out=ctx.dtype)
         if ctx.needs_input_grad[1]:
-            factors = (g.transposed, (qt, scale_t))
-            if ctx.transposed:
-                factors = factors[::-1]
-            dw = product_of_transposes(*factors, block, ctx.weight_dtype)
+            factors = (at, g.t) if ctx.transposed else (g.t, at)
+            dw = product_of_transposes(*factors, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            db = bias_gradient(g, block, ctx.bias_dtype)
+            db = int8_column_sum(g).to(ctx.bias_dtype)
         return dx, dw, db, *[None] * 7
 
 
 def _apply(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Both,
-    transposed: bool, block: int, training: bool,
-) -> torch.Tensor:  # fmt: skip
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    codes: Quantized,
+    transposed: bool,
+    training: bool,
+) -> torch.Tensor:
     """(…, in features) → (…, out features), in the autocast dtype if there is one."""
+    assert codes.q is not None
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
     seed = keys_for_backward(1, x.device, training)
     with torch.autocast(x.device.type, enabled=False):
-        y = _Int8LinearFunction.apply(x, weight, bias, seed, block, transposed, *codes)
+        y = _Int8LinearFunction.apply(
+            x, weight, bias, seed, codes.block, transposed, *codes.tensors
+        )
     return y.reshape(*input.shape[:-1], outputs)
 
 
@@ -89,21 +101,25 @@ class Int8Linear(nn.Linear):
 
     @checked
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, block: int = 32,
-        device: Placed = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        block: int = 32,
+        device: Placed = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block = checked_block(block)
         self._quantised = QuantisedWeight()
 
-    def codes(self) -> Both:
-        """The weight's codes and their transpose, quantised once an optimizer step."""
+    def codes(self) -> Quantized:
+        """Return the weight's codes and their transpose, quantised once an optimizer step."""
         return self._quantised.of(self.weight, self.block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) → (…, out_features), in the autocast dtype if there is one."""
-        codes = self.codes()
-        return _apply(input, self.weight, self.bias, codes, False, self.block, self.training)
+        return _apply(input, self.weight, self.bias, self.codes(), False, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"
@@ -126,9 +142,8 @@ class Int8Conv1D(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in) → (…, out), in the autocast dtype if there is one."""
-        q, scale, qt, scale_t = self._quantised.of(self.weight, self.block)
-        codes = Both(qt, scale_t, q, scale)
-        return _apply(input, self.weight, self.bias, codes, True, self.block, self.training)
+        codes = self._quantised.of(self.weight, self.block).t
+        return _apply(input, self.weight, self.bias, codes, True, self.training)
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
@@ -149,13 +164,13 @@ def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:
 
 
 @checked
-def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, int]]:
+def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, Block]]:
     """The parameters that a model's INT8 linear layers multiply by, their codes and block.
 
     Not those that are sharded, or no parameters any more (`torch.nn.utils.parametrize`); of a
     parameter that several layers share, the first layer's codes.
     """
-    found: dict[nn.Parameter, tuple[QuantisedWeight, int]] = {}
+    found: dict[nn.Parameter, tuple[QuantisedWeight, Block]] = {}
     for module in model.modules():
         if isinstance(module, Int8Linear | Int8Conv1D) and type(module.weight) is nn.Parameter:
             found.setdefault(module.weight, (module._quantised, module.block))

@@ -15,9 +15,13 @@ from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int,
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        valid: int,
         tied: TiedGradient | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         w = weight.to(x.dtype)
         logits = x @ w.t()
         loss, lse = cross_entropy(logits, targets, valid=valid)
@@ -41,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """dlogitsᵀ·x, stored as the weight is: on a GPU, if in fp32, straight from the fp32 sums."""
+    """Return dlogitsᵀ·x as the weight is stored: on a GPU, if in fp32, straight from fp32 sums."""
     if dlogits.is_cuda and dtype == torch.float32 and dlogits.dtype != dtype:
         return torch.mm(dlogits.t(), x, out_dtype=dtype)
     return (dlogits.t() @ x).to(dtype)
@@ -49,10 +53,13 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
 
 @checked
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: int | None = None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    valid: int | None = None,
     tied: TiedGradient | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """−log softmax(x·Wᵀ)[target] of every row, in nats, fp32.
+) -> torch.Tensor:
+    """Return −log softmax(x·Wᵀ)[target] of every row, in nats, fp32.
 
     Backward may run once: it overwrites the logits.
 

@@ -16,10 +16,11 @@ from torch import nn
 from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import blocks_of
+from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import quantised_weights
-from jetfire.nn.products import Both, QuantisedWeight, stamp, weights_changed
+from jetfire.nn.products import QuantisedWeight, stamp, weights_changed
 from jetfire.ops import int8_adamw
 
 _REFUSED = ("amsgrad", "maximize", "foreach", "differentiable")
@@ -36,25 +37,26 @@ class _Weight:
 
     weight: nn.Parameter
     cache: QuantisedWeight
-    block: int
-    codes: Both | None = None
+    block: Block
+    codes: Quantized | None = None
     stamp: tuple[int, int] = (0, 0)
 
-    def room(self) -> Both | None:
-        """Tensors to write codes into: the layer's own at first, so that there is one copy.
+    def room(self) -> Quantized | None:
+        """Return what to write codes into: the layer's own at first, so that there is one copy.
 
-        None where they are of another shape or device than the weight has now.
+        None where they are of another shape, block or device than the weight has now.
         """
-        found, (m, n) = self.codes or self.cache.latest, self.weight.shape
+        found = self.codes or self.cache.latest
         fits = (
             found is not None
-            and found.q.shape == (m, n)
-            and found.scale.shape == blocks_of(m, n, self.block)
+            and found.q is not None
+            and found.q.shape == self.weight.shape
+            and found.block == self.block
             and found.q.device == self.weight.device
         )
         return found if fits else None
 
-    def written(self, codes: Both) -> None:
+    def written(self, codes: Quantized) -> None:
         self.codes, self.stamp = codes, stamp(self.weight)
 
     def leave(self) -> None:
@@ -77,10 +79,17 @@ class AdamW(torch.optim.AdamW):
 
     @checked
     def __init__(
-        self, params: ParamsT, lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
-        *, model: nn.Module, capturable: bool = False, **refused: Any,
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        model: nn.Module,
+        capturable: bool = False,
+        **refused: Any,
+    ) -> None:
         for name in refused:
             if name not in _REFUSED:
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
@@ -98,7 +107,7 @@ class AdamW(torch.optim.AdamW):
             self.__dict__.setdefault(name, empty)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; amsgrad, maximize, foreach and differentiable are refused."""
+        """Add as torch does; amsgrad, maximize, foreach and differentiable are refused."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in _REFUSED:
@@ -108,7 +117,7 @@ class AdamW(torch.optim.AdamW):
             raise UsageError("betas are tensors: expected numbers, or torch.optim.AdamW")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this or any `torch.optim.AdamW` without amsgrad and maximize."""
+        """Load that of this or any `torch.optim.AdamW` without amsgrad and maximize."""
         for group in state_dict["param_groups"]:
             for name in ("amsgrad", "maximize"):
                 if group.get(name):
@@ -133,7 +142,7 @@ class AdamW(torch.optim.AdamW):
         return found
 
     def _update(self, group: dict[str, Any], rows: Sequence[tuple[Any, ...]]) -> None:
-        """One step of the weights of INT8 layers: (param, grad, exp_avg, exp_avg_sq, step) each."""
+        """Make a step of INT8 layers' weights: (param, grad, exp_avg, exp_avg_sq, step) each."""
         steps = [row[4] for row in rows]
         torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
@@ -142,11 +151,22 @@ class AdamW(torch.optim.AdamW):
             rate, grad_scale, found_inf = scalars[param.device]
             mine = self._int8[param]
             codes = int8_adamw(
-                param, grad, exp_avg, exp_avg_sq, rate, step, block=mine.block, beta1=beta1,
-                beta2=beta2, eps=group["eps"], decay=group["weight_decay"], grad_scale=grad_scale,
-                found_inf=found_inf, out=mine.room(),
-            )  # fmt: skip
-            mine.written(Both(*codes))
+                param,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                rate,
+                step,
+                block=mine.block,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                decay=group["weight_decay"],
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                out=mine.room(),
+            )
+            mine.written(codes)
             self._updated.append(mine)
         failed = {
             device: (found_inf != 0).float()
@@ -159,7 +179,7 @@ class AdamW(torch.optim.AdamW):
     def _scalars(
         self, group: dict[str, Any], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Rate, grad_scale and found_inf on a device, without waiting for it."""
+        """Return rate, grad_scale and found_inf on a device, without waiting for it."""
 
         def there(x: Any) -> torch.Tensor:
             if isinstance(x, torch.Tensor):
@@ -184,10 +204,13 @@ class AdamW(torch.optim.AdamW):
 
 
 def _takes(
-    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     step: torch.Tensor,
-) -> bool:  # fmt: skip
-    """Whether the op takes a weight as it is: fp32 matrices, all but the gradient contiguous."""
+) -> bool:
+    """Return whether the op takes a weight as it is: fp32 matrices, all but grad contiguous."""
     whole = (param, exp_avg, exp_avg_sq)
     return (
         all(x.dtype == torch.float32 and x.device == param.device for x in (*whole, grad, step))
@@ -221,7 +244,7 @@ def replaying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             found = mine.cache.of(mine.weight, mine.block)
             assert mine.codes is not None
             if found is not mine.codes:
-                for to, source in zip(mine.codes, found, strict=True):
+                for to, source in zip(mine.codes.tensors, found.tensors, strict=True):
                     to.copy_(source)
     yield
     weights_changed()

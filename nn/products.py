@@ -6,19 +6,20 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, TypeVar, get_args
+from typing import Generic, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetfire.core.contract import Block, FloatName
 from jetfire.core.errors import UsageError
-from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
+from jetfire.core.tensors import Quantized
+from jetfire.ops import int8_gemm, int8_quantize
 
 Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.
 Placed = torch.device | str | int | None
-_BLOCKS = get_args(Block)
+_BLOCKS: tuple[Block, ...] = get_args(Block)
 FLOATS: dict[torch.dtype, FloatName] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -30,30 +31,15 @@ FLOATS: dict[torch.dtype, FloatName] = {
 _FEW = 768 * 768
 
 
-def checked_block(block: int) -> int:
-    """The side of a block.
+def checked_block(block: int) -> Block:
+    """Return the side of a block.
 
     Raises:
         UsageError: kernels have no such blocks.
     """
-    with contextlib.suppress(TypeError):  # of what is no integer
-        if (found := operator.index(block)) in _BLOCKS:
-            return found
+    with contextlib.suppress(TypeError, ValueError):  # of what is no integer, or no side
+        return _BLOCKS[_BLOCKS.index(operator.index(block))]
     raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
-
-
-class Both(NamedTuple):
-    """A quantised m×n matrix and its transpose."""
-
-    q: torch.Tensor
-    scale: torch.Tensor
-    qt: torch.Tensor
-    scale_t: torch.Tensor
-
-    @property
-    def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of the transpose."""
-        return self.qt, self.scale_t
 
 
 def draw(count: int, device: torch.device) -> torch.Tensor:
@@ -77,29 +63,26 @@ def keys_for_backward(count: int, device: torch.device, training: bool) -> torch
     return draw(count, device) if backward_may_follow(training) else None
 
 
-def quantised_gradient(gradient: torch.Tensor, block: int, seed: torch.Tensor) -> Both:
-    """An m×n gradient rounded stochastically, so that the products of its codes are unbiased."""
-    codes = int8_quantize(
+def quantised_gradient(gradient: torch.Tensor, block: Block, seed: torch.Tensor) -> Quantized:
+    """Return an m×n gradient both ways, rounded stochastically: its products are unbiased."""
+    return int8_quantize(
         gradient.contiguous(), block=block, layout="both", rounding="stochastic", seed=seed
     )
-    return Both(*codes)
 
 
-def product_of_transposes(
-    at: tuple[torch.Tensor, torch.Tensor], bt: tuple[torch.Tensor, torch.Tensor], block: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """Aᵀ·B of two matrices with as many rows, from their transposed codes: a weight's gradient."""
-    rows, columns, device = at[0].shape[0], bt[0].shape[0], at[0].device
+def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """Return Aᵀ·B of two matrices with as many rows: a weight's gradient.
+
+    Args:
+        at, bt: codes of Aᵀ and of Bᵀ.
+    """
+    assert at.q is not None
+    assert bt.q is not None
+    rows, columns, device = at.q.shape[0], bt.q.shape[0], at.q.device
     c = None
     if dtype == torch.float32 and device.type == "cuda" and rows * columns <= _FEW:
         c = torch.zeros((rows, columns), dtype=dtype, device=device)
-    return int8_gemm(*at, *bt, block=block, out=FLOATS[dtype], c=c)
-
-
-def bias_gradient(gradient: Both, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """Column sums of a quantised gradient."""
-    return int8_column_sum(gradient.qt, gradient.scale_t, block=block).to(dtype)
+    return int8_gemm(at, bt, out=FLOATS[dtype], c=c)
 
 
 class Handoff:
@@ -112,12 +95,12 @@ class Handoff:
     def __init__(self) -> None:
         self._gradient: torch.Tensor | None = None
         self._version = 0
-        self._codes: Both | None = None
+        self._codes: Quantized | None = None
 
-    def put(self, gradient: torch.Tensor, codes: Both) -> None:
+    def put(self, gradient: torch.Tensor, codes: Quantized) -> None:
         self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
-    def take(self, gradient: torch.Tensor) -> Both | None:
+    def take(self, gradient: torch.Tensor) -> Quantized | None:
         """The codes of this gradient, once; None where it is another, or a hook has changed it."""
         same = gradient is self._gradient and gradient._version == self._version
         codes = self._codes if same else None
@@ -182,29 +165,29 @@ def checked_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-class QuantisedWeight(MadeOfWeight[Both]):
+class QuantisedWeight(MadeOfWeight[Quantized]):
     """A weight's INT8 codes, both ways."""
 
-    def of(self, weight: torch.Tensor, block: int) -> Both:
+    def of(self, weight: torch.Tensor, block: Block) -> Quantized:
         """The codes of the weight as it is now."""
         checked_weight(weight)
         return self.found(weight, block, lambda: _quantised_weight(weight, block))
 
-    def put(self, weight: torch.Tensor, block: int, codes: Both, of: tuple[int, int]) -> None:
+    def put(self, weight: torch.Tensor, block: int, codes: Quantized, of: tuple[int, int]) -> None:
         """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
         self._keep(weight, block, codes, of)
 
     @property
-    def latest(self) -> Both | None:
+    def latest(self) -> Quantized | None:
         """The codes last made, which may no longer be the weight's."""
         return self._made
 
 
-def _quantised_weight(weight: torch.Tensor, block: int) -> Both:
+def _quantised_weight(weight: torch.Tensor, block: Block) -> Quantized:
     rows = weight.detach()
     if rows.stride(1) != 1:  # another's transpose
         rows = rows.contiguous()
-    return Both(*int8_quantize(rows, block=block, layout="both"))
+    return int8_quantize(rows, block=block, layout="both")
 
 
 # FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what

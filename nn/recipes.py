@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from jetfire.core.arguments import shown
+from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError, unknown
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
@@ -76,7 +77,7 @@ class Recipe:
     """
 
     name: str
-    block: int | None = None
+    block: Block | None = None
     int4: Int4 | None = None
 
     @property
@@ -89,7 +90,7 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("bf16"),
-        *(Recipe(f"int8-block{block}", block) for block in (32, 64, 128)),
+        *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int4-hq-lss", int4=DEFAULT),
         Recipe("int4-hq", int4=Int4(gradient="split")),
         Recipe("int4-naive", int4=Int4(1, "nearest")),

@@ -3,15 +3,17 @@
 The functions that a model calls (`int8_gemm`, `int4_quantize`, …) are found here, wherever an op
 has them in its `__all__`. Importing this package imports no torch.
 
-Quantised tensors are pairs ``q, scale``: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉. Inputs may be
-row-strided views. Each function returns its op's outputs in order, a single one bare. `layout` says
-whether results come as ``q, scale``, as their transpose ``qt, scale_t``, or as all four ("both").
+A quantised matrix is one value, `Quantized`: int8 codes m×n, an fp32 scale per block×block tile,
+and the block; its transpose, or both. `layout` says what a result holds: its own codes ("q"), those
+of its transpose ("qt"), or "both"; ``x.t`` is the transpose. Codes may be row-strided views. A
+function of several results returns a tuple, always of as many.
+
 The kernel is the one that `core.launch.choose` finds for the tensors' device; empty tensors need
 none: their results are empty, or zeros where they are sums over nothing. To autograd results are
 constants, but for those of an operator that is `Differentiable`.
 
-`int4_*` are the steps of a linear layer in 4 bits: codes are a tensor's own, with one scale, a
-tensor of one element on its device.
+`int4_*` are the steps of a linear layer in 4 bits, on `Quantized4`: packed or wide codes of a
+matrix and its one scale.
 
 Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 """
@@ -26,6 +28,8 @@ from typing import Any
 
 from jetfire.core import registry
 from jetfire.core.operators import Operator
+from jetfire.core.tensors import Quantized as Quantized
+from jetfire.core.tensors import Quantized4 as Quantized4
 
 
 class _Package(ModuleType):
@@ -49,7 +53,7 @@ def _homes() -> dict[str, ModuleType]:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return sorted(_homes())
+        return sorted([*_homes(), "Quantized", "Quantized4"])
     if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _homes()[name]

@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    Layout,
-    Op,
-    Problem,
-    Tensors,
-    Value,
-    at_least_zero,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Check, Layout, Problem, Tensors, Value, at_least_zero
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator
+from jetfire.core.tensors import Quantized, Spec, Specs, names_of, quantized, with_transpose
+from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
+from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from random import Random
@@ -34,12 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["int8_adamw"]
 
-
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
-ROUNDING = 2.0**-24  # of one fp32 operation, relatively
+STATE = ("param", "grad", "exp_avg", "exp_avg_sq")
 # Of the bias corrections and of sqrt.approx and div.full, which are off by 2^-22 and less.
 UPDATE = 2.0**-19
-OVER = 2.0**127  # beyond this a product in fp32 may overflow
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class AdamwProblem(Problem):
         at_least_zero(self, "eps", "decay")
 
 
-class Adamw(Op):
+class Adamw(StandardOp):
     name = "adamw"
     summary = "AdamW's update of a weight, and its codes both ways"
     Problem = AdamwProblem
@@ -75,10 +67,20 @@ class Adamw(Op):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": out, "n": inp} for out, inp in model.linears()]
 
+    def reads(self, problem: AdamwProblem) -> Specs:
+        scalars = ("rate", "step", "grad_scale", "found_inf")[: 4 if problem.guarded else 2]
+        matrix, scalar = Spec("fp32", (problem.m, problem.n)), Spec("fp32", ())
+        return dict.fromkeys(STATE, matrix) | dict.fromkeys(scalars, scalar)
+
+    def writes(self, problem: AdamwProblem) -> Specs:
+        m, n = problem.m, problem.n
+        codes = quantized(m, n, problem.block, layout=problem.layout)
+        return dict.fromkeys(UPDATED, Spec("fp32", (m, n))) | codes
+
     def inputs(
         self, problem: AdamwProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """The state of a training that is some hundreds of steps old."""
+        """Return the state of a training that is some hundreds of steps old."""
         import torch
 
         source, shape = Source(data, device, seed), (problem.m, problem.n)
@@ -95,34 +97,22 @@ class Adamw(Op):
             inputs["found_inf"] = torch.zeros((), dtype=torch.float32, device=device)
         return inputs
 
-    def outputs(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
-        """Copies of what is updated, and room for codes."""
-        import torch
-
-        m, n = problem.m, problem.n
-        updated = {
-            name: inputs[name].clone(memory_format=torch.contiguous_format) for name in UPDATED
-        }
-        return updated | quantised_outputs(problem, inputs["param"].device, problem.layout, m, n)
-
     def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
         return UPDATED
 
     def reference(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
-        """The update in float64, and bounds on what evaluation in fp32 may add."""
+        """Return the update in float64, and bounds on what evaluation in fp32 may add."""
         import torch
 
         from jetfire.reference.adamw import adamw
 
-        new = adamw(
-            inputs["param"], inputs["grad"], inputs["exp_avg"], inputs["exp_avg_sq"],
-            inputs["rate"], inputs["step"], problem.beta1, problem.beta2, problem.eps,
-            problem.decay, inputs.get("grad_scale"), inputs.get("found_inf"),
-        )  # fmt: skip
+        options = {name: getattr(problem, name) for name in ("beta1", "beta2", "eps", "decay")}
+        given: dict[str, Any] = {**inputs, **options}
+        new = adamw(**given)
         expected = dict(zip(UPDATED, new, strict=True))
         bounds = _bounds(problem, inputs, expected)
         # Decay by subtraction makes a NaN of it, by a factor none: either shows.
-        bounds["over"] |= torch.isinf(inputs["param"])
+        bounds["param_over"] |= torch.isinf(inputs["param"])
         return expected | bounds
 
     def check(
@@ -132,29 +122,14 @@ class Adamw(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        """The update within its bounds, and the codes to the bit: those of the kernel's own."""
-        from jetfire.measure import check
+        """Hold the update to its bounds, and the codes to the bit: those of the kernel's own."""
         from jetfire.reference.quantize import quantize
-        from jetfire.reference.transpose import transpose
 
-        q, scale = quantize(outputs["param"], problem.block)
-        qt, scale_t = transpose(q, scale)
-        codes = {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
-        bounded = [
-            check.bounded(
-                name,
-                outputs[name],
-                expected[name],
-                expected[f"{name}_bound"],
-                expected["over"] if name == "param" else None,
-            )
-            for name in UPDATED
-        ]
-        exact = [check.exact(k, t, codes[k]) for k, t in outputs.items() if k not in UPDATED]
-        return check.every(bounded + exact)
+        codes = with_transpose(*quantize(outputs["param"], problem.block))
+        return super().check(problem, outputs, expected | codes)
 
     def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
-        """The codes: the rest is updated in place."""
+        """Return the codes: the rest is updated in place."""
         return {name: value for name, value in outputs.items() if name not in UPDATED}
 
     def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
@@ -176,37 +151,42 @@ class Adamw(Op):
             rare |= {name: torch.zeros_like(inputs[name]) for name in ("exp_avg", "exp_avg_sq")}
         return rare
 
-    def peers(
-        self, problem: AdamwProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """torch's fused AdamW, then plain torch's quantisation of what it leaves."""
+    def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
         import torch
 
-        from jetfire.core import registry
-        from jetfire.measure import peers
-
-        plain = registry.get("quantize")
-        quantized = plain.Problem(
+        param, grad, exp_avg, exp_avg_sq = ([inputs[name].clone()] for name in STATE)
+        codes = QuantizeProblem(
             problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
         )
-        state = {name: inputs[name].clone() for name in (*UPDATED, "grad")}
 
         def eager() -> Any:
             torch._fused_adamw_(
-                [state["param"]], [state["grad"]], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-                [inputs["step"]], lr=inputs["rate"], beta1=problem.beta1, beta2=problem.beta2,
-                weight_decay=problem.decay, eps=problem.eps, amsgrad=False, maximize=False,
-                grad_scale=inputs.get("grad_scale"), found_inf=inputs.get("found_inf"),
-            )  # fmt: skip
-            return plain.eager(quantized, state["param"])  # type: ignore[attr-defined]
+                param,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                [],
+                [inputs["step"]],
+                lr=inputs["rate"],
+                beta1=problem.beta1,
+                beta2=problem.beta2,
+                weight_decay=problem.decay,
+                eps=problem.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=inputs.get("grad_scale"),
+                found_inf=inputs.get("found_inf"),
+            )
+            return in_torch(codes, param[0])
 
-        return peers.elementwise(eager, self.bytes(problem), inputs["param"].device)
+        return eager
 
 
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
-    """A few roundings of the terms of each sum; the update's besides as `UPDATE` says.
+    """Return a few roundings of the terms of each sum; the update's besides as `UPDATE` says.
 
-    ``over``: where the update may overflow on its way.
+    ``param_over``: where the update may overflow on its way.
 
     The gradient has been scaled with two roundings, its square has five. What is below 2^-126 is
     rounded to 2^-149: of v that moves the denominator by up to the root, and of the rate times m
@@ -219,7 +199,7 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
     names = [f"{name}_bound" for name in UPDATED]
     if "found_inf" in inputs and float(inputs["found_inf"]) != 0:
         none = {f"{name}_bound": 0 * expected[name] for name in UPDATED}
-        return none | {"over": torch.zeros_like(expected["param"], dtype=torch.bool)}
+        return none | {"param_over": torch.zeros_like(expected["param"], dtype=torch.bool)}
     beta1, beta2, eps = map(rounded, (problem.beta1, problem.beta2, problem.eps))
     p, g, m = (inputs[name].double().abs() for name in ("param", "grad", "exp_avg"))
     if problem.guarded:
@@ -237,7 +217,7 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
     found = {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
     # The quotient alone, or the rate times the moment, may come first.
     largest = expected["exp_avg"].abs() * (1 / denominator).clamp(min=step)
-    return found | {"over": largest >= OVER}
+    return found | {"param_over": largest >= OVER}
 
 
 OP = Adamw()
@@ -257,7 +237,7 @@ def _codes_given(
     grad_scale: Tensor | None,
     *rest: Any,
 ) -> dict[str, Any]:
-    """The codes that are given say the layout."""
+    """Return fields: the codes that are given say the layout."""
     m, n = param.shape
     layout = "q" if qt is None else "qt" if q is None else "both"
     return {"m": m, "n": n, "layout": layout, "guarded": grad_scale is not None}
@@ -289,9 +269,9 @@ def int8_adamw(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     layout: Layout = "both",
-    out: tuple[Tensor, ...] | None = None,
-) -> tuple[Tensor, ...]:
-    """A step of AdamW in place, and the codes of the new param, rounded to nearest.
+    out: Quantized | None = None,
+) -> Quantized:
+    """Make a step of AdamW in place, and return the new param's codes, rounded to nearest.
 
     Args:
         param, grad, exp_avg, exp_avg_sq: fp32 m×n, all but grad contiguous. What is written shares
@@ -302,10 +282,7 @@ def int8_adamw(
         grad_scale, found_inf: fp32, one element; both or neither. The gradient is divided by the
             one; where the other is not 0 nothing changes, and the codes are those of param as it
             is.
-        out: tensors to write the codes into.
-
-    Returns:
-        As `layout` says: q, scale and/or qt, scale_t.
+        out: what to write the codes into, of just this block and layout, and return.
     """
     state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
@@ -323,20 +300,7 @@ def int8_adamw(
     m, n = param.shape
     codes = expect.room(out, m, n, block, layout, param)
     refuse_in_place({**state, **codes}, {"grad": grad, **scalars})
-    _adamw(
-        param,
-        exp_avg,
-        exp_avg_sq,
-        *(codes.get(k) for k in ("q", "scale", "qt", "scale_t")),
-        grad,
-        rate,
-        step,
-        grad_scale,
-        found_inf,
-        block,
-        beta1,
-        beta2,
-        eps,
-        decay,
-    )
-    return tuple(codes.values())
+    given = (codes.get(part) for part in names_of())
+    options = block, beta1, beta2, eps, decay
+    _adamw(*state.values(), *given, grad, *scalars.values(), *options)
+    return Quantized.of(tuple(codes.values()), layout, block) if out is None else out

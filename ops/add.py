@@ -4,38 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    Gradient,
-    Layout,
-    Mode,
-    Op,
-    Problem,
-    Rounding,
-    SameBits,
-    Tensors,
-    at_least_zero,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Gradient, Layout, Mode, Rounding, SameBits, Tensors
 from jetfire.core.operators import Differentiable, Operator
-from jetfire.measure.data import Source
+from jetfire.core.tensors import Quantized, Spec, Specs, quantized, seed_of, with_transpose
+from jetfire.measure import peers
+from jetfire.measure.bounds import statistics_bounds
+from jetfire.measure.norm import RowOp, RowProblem
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_add", "int8_add_backward"]
 
 
 @dataclass(frozen=True)
-class AddProblem(Problem):
+class AddProblem(RowProblem):
     """A BF16 m×n stream plus a quantised m×n tensor.
 
     fwd: ``x`` and the branch's ``y`` to ``sum``, its quantised copy, and the ``mean`` and ``rstd``
@@ -50,91 +37,42 @@ class AddProblem(Problem):
     layout: Layout = "q"
     eps: float = 1e-5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_zero(self, "eps")
 
-
-class Add(Op):
+class Add(RowOp):
     name = "add"
     summary = "residual addition, BF16 stream + INT8 branch, with row statistics"
     Problem = AddProblem
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": model.width}]
+    def reads(self, problem: AddProblem) -> Specs:
+        m, n, (stream, branch) = problem.m, problem.n, _names(problem)
+        codes = quantized(m, n, problem.block, branch)
+        return {stream: Spec("bf16", (m, n))} | codes | seed_of(problem)
 
-    def inputs(
-        self, problem: AddProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-
-        source = Source(data, device, seed)
-        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
-        inputs = {stream: source.floats(problem.m, problem.n, dtype="bf16")}
-        codes, scale = source.quantised(problem.m, problem.n, problem.block)
-        inputs |= {branch: codes, f"{branch}_scale": scale}
-        if problem.rounding == "stochastic":
-            inputs["seed"] = source.seed()
-        return inputs
-
-    def outputs(self, problem: AddProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        stream = inputs["dsum" if problem.mode == "bwd" else "x"]
-        m, device = problem.m, stream.device
-        total = torch.empty((m, problem.n), dtype=stream.dtype, device=device)
-        quantised = quantised_outputs(problem, device, problem.layout, m, problem.n)
-        if problem.mode == "bwd":
-            return {"dx": total, **quantised}
-        mean, rstd = (torch.empty(m, dtype=torch.float32, device=device) for _ in range(2))
-        return {"sum": total, **quantised, "mean": mean, "rstd": rstd}
+    def writes(self, problem: AddProblem) -> Specs:
+        m, n = problem.m, problem.n
+        total = {"dx" if problem.mode == "bwd" else "sum": Spec("bf16", (m, n))}
+        specs = total | quantized(m, n, problem.block, layout=problem.layout)
+        names = () if problem.mode == "bwd" else ("mean", "rstd")
+        return specs | dict.fromkeys(names, Spec("fp32", (m,)))
 
     def reference(self, problem: AddProblem, inputs: Tensors) -> Tensors:
-        from jetfire.ops.layernorm import statistics_bounds
+        """Equal bits, but for the statistics, of which it is known what sums in fp32 may add."""
         from jetfire.reference.add import add
         from jetfire.reference.layernorm import statistics
         from jetfire.reference.quantize import quantize
 
-        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
+        stream, branch = _names(problem)
         total = add(inputs[stream], inputs[branch], inputs[f"{branch}_scale"], problem.block)
-        q, scale = quantize(total, problem.block, problem.rounding, inputs.get("seed"))
-        quantised = {"q": q, "scale": scale, "qt": q.t(), "scale_t": scale.t()}
+        copy = with_transpose(*quantize(total, problem.block, problem.rounding, inputs.get("seed")))
         if problem.mode == "bwd":
-            return {"dx": total, **quantised}
+            return {"dx": total, **copy}
         wide = total.double()
         mean, rstd = statistics(wide, problem.eps)
         bounds = statistics_bounds(wide, mean, rstd, problem.eps)
-        return {"sum": total, **quantised, "mean": mean, "rstd": rstd, **bounds}
-
-    def check(
-        self,
-        problem: AddProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        """Equal bits, but for the statistics, of which it is known what sums in fp32 may add."""
-        from jetfire.measure import check
-
-        checks = []
-        for name, out in outputs.items():
-            if name in ("mean", "rstd"):
-                bound, over = expected[f"{name}_bound"], expected[f"{name}_over"]
-                checks.append(check.bounded(name, out, expected[name], bound, over))
-            else:
-                checks.append(check.exact(name, out, expected[name]))
-        return check.every(checks)
-
-    def nothing(self, problem: AddProblem, inputs: Tensors, outputs: Tensors) -> None:
-        """A row of nothing has no mean: NaN, as `torch.var_mean` has it."""
-        import torch
-
-        super().nothing(problem, inputs, outputs)
-        for name in {"mean", "rstd"} & outputs.keys():
-            outputs[name].fill_(torch.nan)
+        return {"sum": total, **copy, "mean": mean, "rstd": rstd, **bounds}
 
     def gradients(self, problem: AddProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
-        """The sum's quantised copy passes its gradient on."""
+        """Gradients of a sum whose quantised copy passes its own on."""
         import torch
 
         from jetfire.measure import gradient
@@ -152,29 +90,26 @@ class Add(Op):
         """The statistics are sums over tiles."""
         return "runs" if problem.mode == "fwd" else "kernels"
 
-    def peers(
-        self, problem: AddProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: AddProblem, inputs: Tensors) -> Callable[[], Any]:
         """The BF16 addition; forward also the statistics that the next LayerNorm needs."""
         import torch
 
-        from jetfire.measure import peers
-        from jetfire.reference.dequantize import dequantize
-
-        stream, branch = ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
-        x = inputs[stream]
-        y = dequantize(inputs[branch], inputs[f"{branch}_scale"], problem.block, torch.bfloat16)
-
-        def backward() -> Any:
-            return x + y
+        stream, branch = _names(problem)
+        x, y = inputs[stream], peers.widened(inputs, problem.block)(branch)
+        if problem.mode == "bwd":
+            return lambda: x + y
 
         def forward() -> Any:
             total = x + y
             variance, mean = torch.var_mean(total.float(), dim=1, correction=0)
             return total, mean, (variance + problem.eps).rsqrt()
 
-        eager = backward if problem.mode == "bwd" else forward
-        return peers.elementwise(eager, self.bytes(problem), x.device)
+        return forward
+
+
+def _names(problem: AddProblem) -> tuple[str, str]:
+    """Return the names of the BF16 and of the quantised tensor."""
+    return ("dsum", "dq") if problem.mode == "bwd" else ("x", "y")
 
 
 OP = Add()
@@ -205,50 +140,44 @@ _add_backward = Operator(
 )
 
 
-def _addends(name: str, x: Tensor, y: Tensor, y_scale: Tensor, block: Block) -> None:
-    expect.matrix("the stream", x, ("bfloat16",))
-    expect.codes(name, y, y_scale, block, like=x)
-
-
 @checked
 def int8_add(
     x: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
+    y: Quantized,
     *,
-    block: Block = 32,
     eps: float = 1e-5,
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """The residual stream x (m×n bf16) plus a quantised branch.
+) -> tuple[Tensor, Quantized, Tensor, Tensor]:
+    """Return the residual stream x (m×n bf16) plus a quantised branch.
 
     Returns:
-        The sum (bf16); its copy as `layout` says: q, scale and/or qt, scale_t; and the mean and
-        rstd (with `eps`) of its rows, fp32, m.
+        The sum (bf16); its quantised copy; and the mean and rstd (with `eps`) of its rows, fp32, m.
     """
-    _addends("y", x, y, y_scale, block)
+    expect.matrix("the stream", x, ("bfloat16",))
+    q, scale = expect.quantized("y", y, like=x)
     seed = expect.rounding_seed(rounding, seed, layout, x)
-    return tuple(_add(x, y, y_scale, seed, block, eps, rounding, layout))
+    total, *copy, mean, rstd = _add(x, q, scale, seed, y.block, eps, rounding, layout)
+    return total, Quantized.of(copy, layout, y.block), mean, rstd
 
 
 @checked
 def int8_add_backward(
     dsum: Tensor,
-    dq: Tensor,
-    dq_scale: Tensor,
+    dq: Quantized,
     *,
-    block: Block = 32,
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """The stream's gradient (m×n bf16) plus the one that its quantised copy received.
+) -> tuple[Tensor, Quantized]:
+    """Return the stream's gradient (m×n bf16) plus the one that its quantised copy received.
 
     Returns:
-        dx (bf16), and its copy as `layout` says: q, scale and/or qt, scale_t.
+        dx (bf16), and its quantised copy.
     """
-    _addends("dq", dsum, dq, dq_scale, block)
+    expect.matrix("the stream", dsum, ("bfloat16",))
+    q, scale = expect.quantized("dq", dq, like=dsum)
     seed = expect.rounding_seed(rounding, seed, layout, dsum)
-    return tuple(_add_backward(dsum, dq, dq_scale, seed, block, rounding, layout))
+    dx, *copy = _add_backward(dsum, q, scale, seed, dq.block, rounding, layout)
+    return dx, Quantized.of(copy, layout, dq.block)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Check, FloatName, Op, Problem, SameBits, Tensors
+from jetfire.core.contract import FloatName, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import COMPILED, Timed
-from jetfire.measure.data import Source
+from jetfire.core.tensors import Quantized4, Spec, Specs
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["int4_bit_split"]
-
 
 Bits = Literal[8, 4]
 
@@ -53,7 +53,7 @@ class BitSplitProblem(Problem):
         return self.m * (2 if self.bits == 8 else 1)
 
 
-class BitSplit(Op):
+class BitSplit(StandardOp):
     name = "bit_split"
     summary = "a gradient as two 4-bit parts, the low one rounded stochastically"
     Problem = BitSplitProblem
@@ -62,43 +62,20 @@ class BitSplit(Op):
         widths = dict.fromkeys(out for out, _ in model.linears())
         return [{"m": model.tokens, "n": width} for width in widths]
 
-    def inputs(
-        self, problem: BitSplitProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        source = Source(data, device, seed)
-        inputs = {"x": source.floats(problem.m, problem.n, dtype=problem.dtype)}
-        if problem.bits == 8:
-            inputs["seed"] = source.seed()
-        return inputs
+    def reads(self, problem: BitSplitProblem) -> Specs:
+        seed: Specs = {"seed": Spec("int64", (1,))} if problem.bits == 8 else {}
+        return {"x": Spec(problem.dtype, (problem.m, problem.n))} | seed
 
-    def outputs(self, problem: BitSplitProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        device = inputs["x"].device
-        return {
-            "q": torch.empty((problem.rows, problem.n // 2), dtype=torch.int8, device=device),
-            "unit": torch.empty(1, dtype=torch.float32, device=device),
-            "squares": torch.empty(problem.rows, dtype=torch.int32, device=device),
-        }
+    def writes(self, problem: BitSplitProblem) -> Specs:
+        rows = problem.rows
+        q, squares = Spec("int8", (rows, problem.n // 2)), Spec("int32", (rows,))
+        return {"q": q, "unit": Spec("fp32", (1,)), "squares": squares}
 
     def reference(self, problem: BitSplitProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.bit_split import bit_split
 
         q, unit, squares = bit_split(inputs["x"], problem.bits, inputs.get("seed"))
         return {"q": q, "unit": unit, "squares": squares}
-
-    def check(
-        self,
-        problem: BitSplitProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.every(
-            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
-        )
 
     def same_bits(self, problem: BitSplitProblem) -> SameBits:
         return "kernels"
@@ -110,32 +87,28 @@ class BitSplit(Op):
             at(turn=5, settings={"bits": ["4"]}, peers=("copy",)),
         ]
 
-    def peers(
-        self, problem: BitSplitProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: BitSplitProblem, inputs: Tensors) -> Callable[[], Any]:
         """The same as plain torch writes it, in the input's own dtype."""
-        from jetfire.measure import peers
+        return lambda: _in_torch(problem, inputs["x"])
 
-        x = inputs["x"]
-        return peers.elementwise(lambda: self.eager(problem, x), self.bytes(problem), x.device)
 
-    def eager(self, problem: BitSplitProblem, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Packed codes, unit and squares by plain torch."""
-        import torch
+def _in_torch(problem: BitSplitProblem, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return packed codes, unit and squares by plain torch."""
+    import torch
 
-        from jetfire.reference.bit_split import HIGH, LARGEST, MOST
-        from jetfire.reference.nibbles import pack
+    from jetfire.reference.bit_split import HIGH, LARGEST, MOST
+    from jetfire.reference.nibbles import pack
 
-        unit = x.abs().amax() / MOST[problem.bits]
-        v = x / unit
-        if problem.bits == 4:
-            codes = v.round()
-        else:
-            high = (v / HIGH).round()
-            low = (v - HIGH * high + torch.rand_like(v)).floor()
-            codes = torch.cat([high, low])
-        q = codes.clamp(-LARGEST, LARGEST).to(torch.int8)
-        return pack(q), unit, codes.square().sum(dim=1, dtype=torch.float32)
+    unit = x.abs().amax() / MOST[problem.bits]
+    v = x / unit
+    if problem.bits == 4:
+        codes = v.round()
+    else:
+        high = (v / HIGH).round()
+        low = (v - HIGH * high + torch.rand_like(v)).floor()
+        codes = torch.cat([high, low])
+    q = codes.clamp(-LARGEST, LARGEST).to(torch.int8)
+    return pack(q), unit, codes.square().sum(dim=1, dtype=torch.float32)
 
 
 OP = BitSplit()
@@ -147,19 +120,17 @@ _bit_split = Operator(
 
 
 @checked
-def int4_bit_split(
-    x: Tensor, *, bits: Bits = 8, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient (m×n bf16, fp16 or fp32) as unit·(14·hi + lo), lo rounded stochastically.
+def int4_bit_split(x: Tensor, *, bits: Bits = 8, seed: Tensor | None = None) -> Quantized4:
+    """Return a gradient (m×n bf16, fp16 or fp32) as scale·(14·hi + lo), lo rounded stochastically.
 
     Args:
-        bits: 8; or 4 for unit·q alone, rounded to nearest, which needs no seed.
+        bits: 8; or 4 for scale·q alone, rounded to nearest, which needs no seed.
 
     Returns:
-        Packed codes in [−7, 7], hi's rows above lo's (2m×n/2; of 4 bits m×n/2), the unit (fp32,
-        one element) and the sum of the squares of each row's codes (int32, 2m or m).
+        Packed codes in [−7, 7], with squares: hi's rows above lo's, 2m; of 4 bits m.
     """
     expect.matrix("x", x, expect.FLOATS)
     expect.choice("bits", bits, Bits)
     seed = expect.seed_on(seed, x) if bits == 8 else None
-    return _bit_split(x, seed, bits)
+    q, unit, squares = _bit_split(x, seed, bits)
+    return Quantized4(q, None, unit, squares)

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.contract import Block, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
+from jetfire.core.tensors import Quantized, Spec, Specs, quantized
+from jetfire.measure.bounds import OVER
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["int8_column_sum"]
 
 
-OVER = 2.0**127  # beyond this a sum in fp32 may overflow on its way
-
-
 @dataclass(frozen=True)
 class ColumnSumProblem(Problem):
     """(qt, scale_t), the transposed copy of a quantised m×n gradient, to its n column sums."""
@@ -31,7 +32,7 @@ class ColumnSumProblem(Problem):
     block: Block = 32
 
 
-class ColumnSum(Op):
+class ColumnSum(StandardOp):
     name = "column_sum"
     summary = "column sums of a per-block INT8 gradient: the gradient of a bias"
     Problem = ColumnSumProblem
@@ -41,63 +42,45 @@ class ColumnSum(Op):
         widths = dict.fromkeys(out for out, _ in model.linears())
         return [{"m": model.tokens, "n": width} for width in widths]
 
+    def reads(self, problem: ColumnSumProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block, layout="qt")
+
+    def writes(self, problem: ColumnSumProblem) -> Specs:
+        return {"sums": Spec("fp32", (problem.n,))}
+
     def inputs(
         self, problem: ColumnSumProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """The transposed copy, which is what the weight gradient's GEMM reads too."""
+        """Return the transposed copy, which is what the weight gradient's GEMM reads too."""
         q, scale = Source(data, device, seed).quantised(problem.m, problem.n, problem.block)
         return {"qt": q.t().contiguous(), "scale_t": scale.t().contiguous()}
 
-    def outputs(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        return {"sums": torch.empty(problem.n, dtype=torch.float32, device=inputs["qt"].device)}
-
     def reference(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
-        """The sums in float64, and a bound on what summing in fp32 may add."""
+        """Return the sums in float64, and a bound on what summing in fp32 may add."""
         from jetfire.reference.column_sum import column_sum
 
         bound, over = _bound(problem, inputs["qt"], inputs["scale_t"])
         sums = column_sum(inputs["qt"], inputs["scale_t"], problem.block)
-        return {"sums": sums, "bound": bound, "over": over}
-
-    def check(
-        self,
-        problem: ColumnSumProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        sums, bound, over = (expected[name] for name in ("sums", "bound", "over"))
-        return check.bounded("sums", outputs["sums"], sums, bound, over)
+        return {"sums": sums, "sums_bound": bound, "sums_over": over}
 
     def same_bits(self, problem: ColumnSumProblem) -> SameBits:
         return "runs"
 
-    def peers(
-        self, problem: ColumnSumProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """The sum of the BF16 gradient's rows, to fp32: what BF16 training does for a bias."""
+    def eager(self, problem: ColumnSumProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return the BF16 gradient's rows summed to fp32: what BF16 training does for a bias."""
         import torch
 
-        from jetfire.measure import peers
         from jetfire.reference.dequantize import dequantize
 
         wide = dequantize(inputs["qt"], inputs["scale_t"], problem.block, torch.bfloat16)
         gradient = wide.t().contiguous()
-
-        def eager() -> torch.Tensor:
-            return gradient.sum(dim=0, dtype=torch.float32)
-
-        return peers.elementwise(eager, self.bytes(problem), gradient.device)
+        return lambda: gradient.sum(dim=0, dtype=torch.float32)
 
 
 def _bound(
     problem: ColumnSumProblem, qt: torch.Tensor, scale_t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """γ_b·Σ|s_b·S_b| over a column's b blocks, S_b the exact sum of a block's codes.
+    """Return γ_b·Σ|s_b·S_b| over a column's b blocks, S_b the exact sum of a block's codes.
 
     And where Σ|s_b·S_b| is so large that a part of the sum may overflow.
 
@@ -124,13 +107,13 @@ def _transposed(qt: Tensor, *rest: Any) -> dict[str, Any]:
 
 
 _column_sum = Operator(
-    "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor",
-    derive=_transposed,
+    "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor", derive=_transposed
 )
 
 
 @checked
-def int8_column_sum(qt: Tensor, scale_t: Tensor, *, block: Block = 32) -> Tensor:
-    """The column sums (fp32, n) of an m×n tensor from its transposed copy: a bias's gradient."""
-    expect.codes("qt", qt, scale_t, block)
-    return _column_sum(qt, scale_t, block)
+def int8_column_sum(x: Quantized) -> Tensor:
+    """Return the column sums (fp32, n) of x (m×n) from its transpose: a bias's gradient."""
+    if x.qt is None:
+        raise UsageError("x has no transpose: expected codes of layout=qt or both")
+    return _column_sum(*expect.quantized("qt", x.t), x.block)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Check,
-    FloatName,
-    Gradient,
-    Mode,
-    Op,
-    Problem,
-    SameBits,
-    Tensors,
-    float_dtype,
-)
+from jetfire.core.contract import FloatName, Gradient, Mode, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Differentiable, Operator, dtype_of_first
+from jetfire.core.tensors import Spec, Specs
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     from random import Random
@@ -33,7 +25,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
-
 
 VOCABULARY = 50257  # GPT-2's
 PADDED = 50304  # to a multiple of 128
@@ -57,21 +48,39 @@ class CrossEntropyProblem(Problem):
         return self.n if self.valid is None else min(self.n, self.valid)
 
 
-class CrossEntropy(Op):
+class CrossEntropy(StandardOp):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
     never_empty: ClassVar[frozenset[str]] = frozenset({"n"})  # no logits, no loss
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
 
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """No more columns that count than there are, which the functions refuse."""
+        valid = fields.get("valid")
+        return {**fields, "valid": None if valid is None else min(valid, fields["n"])}
+
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": PADDED, "valid": VOCABULARY}]
 
+    def reads(self, problem: CrossEntropyProblem) -> Specs:
+        m, backward = problem.m, ("lse", "dloss") if problem.mode == "bwd" else ()
+        specs = {"logits": Spec(problem.dtype, (m, problem.n)), "targets": Spec("int64", (m,))}
+        return specs | dict.fromkeys(backward, Spec("fp32", (m,)))
+
+    def writes(self, problem: CrossEntropyProblem) -> Specs:
+        if problem.mode == "bwd":
+            return {"dlogits": Spec(problem.dtype, (problem.m, problem.n))}
+        return dict.fromkeys(("loss", "lse"), Spec("fp32", (problem.m,)))
+
     def inputs(
-        self, problem: CrossEntropyProblem, device: torch.device, seed: int = 0,
+        self,
+        problem: CrossEntropyProblem,
+        device: torch.device,
+        seed: int = 0,
         data: str = "normal",
-    ) -> Tensors:  # fmt: skip
-        """Logits drawn from `data`; a row in 64 is to be ignored.
+    ) -> Tensors:
+        """Return logits drawn from `data`; a row in 64 is to be ignored.
 
         With ``nonfinite`` a row in four has a target that is no column, or one of the padding.
         """
@@ -87,43 +96,13 @@ class CrossEntropy(Op):
             targets[::8], targets[4::8] = problem.columns, -1
         inputs = {"logits": logits, "targets": targets}
         if problem.mode == "bwd":
-            if device.type == "meta":
-                inputs["lse"] = torch.empty(m, dtype=torch.float32, device=device)
-            else:
-                inputs["lse"] = forward(logits, targets, problem.columns)[1].float()
+            inputs["lse"] = forward(logits, targets, problem.columns)[1].float()
             inputs["dloss"] = source.normal(m)
         return inputs
 
-    def outputs(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        m, device = problem.m, inputs["logits"].device
-        if problem.mode == "bwd":
-            dtype = float_dtype(problem.dtype)
-            return {"dlogits": torch.empty((m, problem.n), dtype=dtype, device=device)}
-        return {
-            name: torch.empty(m, dtype=torch.float32, device=device) for name in ("loss", "lse")
-        }
-
     def reference(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
-        """The outputs in float64, and bounds on what evaluation in fp32 may add."""
+        """Return the outputs in float64, and bounds on what evaluation in fp32 may add."""
         return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
-
-    def check(
-        self,
-        problem: CrossEntropyProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.every(
-            [
-                check.bounded(name, out, expected[name], expected[f"{name}_bound"])
-                for name, out in outputs.items()
-            ]
-        )
 
     def edges(self, problem: CrossEntropyProblem, inputs: Tensors, rng: Random) -> Tensors:
         """Half of the targets are the first column, the last one or none.
@@ -178,39 +157,31 @@ class CrossEntropy(Op):
     def same_bits(self, problem: CrossEntropyProblem) -> SameBits:
         return "runs" if problem.mode == "fwd" else "configs"
 
-    def peers(
-        self, problem: CrossEntropyProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """torch's own in fp32, as autocast has it: backward from the log-softmax it kept."""
+    def eager(self, problem: CrossEntropyProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return torch's own in fp32, as autocast has it: backward from the log-softmax it kept."""
         import torch
+        from torch.nn import functional
 
-        from jetfire.measure import peers
         from jetfire.reference.cross_entropy import IGNORED
 
         targets, valid = inputs["targets"], problem.columns
         # Of a target that is no column torch makes an assertion that ends all work on the device.
         targets = torch.where((targets >= 0) & (targets < valid), targets, IGNORED)
         logits = inputs["logits"][:, :valid]
-
-        def forward() -> Any:
-            return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-
         if problem.mode == "fwd":
-            return peers.elementwise(forward, self.bytes(problem), logits.device)
-
+            return lambda: functional.cross_entropy(logits.float(), targets, reduction="none")
         dloss, dtype = inputs["dloss"], logits.dtype
         kept = torch.log_softmax(logits.float(), dim=1)
-        weight = torch.zeros(
-            (), dtype=torch.float32, device=logits.device
-        )  # of what a mean would divide by
+        # Of what a mean would divide by.
+        weight = torch.zeros((), dtype=torch.float32, device=logits.device)
 
         def backward() -> Any:
             aten = torch.ops.aten
             gradient = aten.nll_loss_backward(dloss, kept, targets, None, 0, -100, weight)
             gradient = aten._log_softmax_backward_data(gradient, kept, 1, torch.float32)
-            return torch.nn.functional.pad(gradient.to(dtype), (0, problem.n - valid))
+            return functional.pad(gradient.to(dtype), (0, problem.n - valid))
 
-        return peers.elementwise(backward, self.bytes(problem), logits.device)
+        return backward
 
 
 def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
@@ -225,9 +196,11 @@ def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
     loss, lse = forward(inputs["logits"], inputs["targets"], problem.columns)
     bound = ULP * (48 + problem.n / 256 + lse.abs())
     return {
-        "loss": loss, "loss_bound": (bound + 2.0**-24 * loss.abs()).nan_to_num(0.0),
-        "lse": lse, "lse_bound": bound.nan_to_num(0.0, 0.0, 0.0),
-    }  # fmt: skip
+        "loss": loss,
+        "loss_bound": (bound + 2.0**-24 * loss.abs()).nan_to_num(0.0),
+        "lse": lse,
+        "lse_bound": bound.nan_to_num(0.0, 0.0, 0.0),
+    }
 
 
 def _backward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
@@ -308,7 +281,7 @@ def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, valid: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """−log softmax(logits)[target] of every row, and lse = log Σ exp(logits), both fp32, m.
+    """Return −log softmax(logits)[target] of every row and lse = log Σ exp(logits), fp32, m.
 
     The loss has a gradient in the logits.
 
@@ -330,7 +303,7 @@ def cross_entropy_backward(
     valid: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """dloss·(softmax(logits) − one-hot(target)), m×n as the logits; 0 in the padding.
+    """Return dloss·(softmax(logits) − one-hot(target)), m×n as the logits; 0 in the padding.
 
     Args:
         lse: from `cross_entropy`.

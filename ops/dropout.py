@@ -8,24 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    Gradient,
-    Layout,
-    Mode,
-    Op,
-    Problem,
-    SameBits,
-    Tensors,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
-from jetfire.measure.data import Source
+from jetfire.core.tensors import Quantized, Spec, Specs, quantized, with_transpose
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from jetfire.core.contract import Model
@@ -51,7 +40,7 @@ class DropoutProblem(Problem):
             raise UsageError(f"p={self.p}: expected a probability in [0, 1)")
 
 
-class Dropout(Op):
+class Dropout(StandardOp):
     name = "dropout"
     summary = "dropout of per-block INT8, exact: zeroes codes and rescales blocks"
     Problem = DropoutProblem
@@ -60,37 +49,16 @@ class Dropout(Op):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
 
-    def inputs(
-        self, problem: DropoutProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        source = Source(data, device, seed)
-        q, scale = source.quantised(problem.m, problem.n, problem.block)
-        return {"q": q, "scale": scale, "seed": source.seed()}
+    def reads(self, problem: DropoutProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block) | {"seed": Spec("int64", (1,))}
 
-    def outputs(self, problem: DropoutProblem, inputs: Tensors) -> Tensors:
-        device = inputs["q"].device
-        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+    def writes(self, problem: DropoutProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
 
     def reference(self, problem: DropoutProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.dropout import dropout
-        from jetfire.reference.transpose import transpose
 
-        q, scale = dropout(inputs["q"], inputs["scale"], problem.p, inputs["seed"])
-        qt, scale_t = transpose(q, scale)
-        return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
-
-    def check(
-        self,
-        problem: DropoutProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.every(
-            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
-        )
+        return with_transpose(*dropout(inputs["q"], inputs["scale"], problem.p, inputs["seed"]))
 
     def gradients(
         self, problem: DropoutProblem, inputs: Tensors, outputs: Tensors
@@ -108,38 +76,24 @@ class Dropout(Op):
         (dx,) = gradient.of(x * kept / (1 - drop_threshold(problem.p) / 65536), dy, x)
         allowed = gradient.FP32 * dx.abs() + 2.0**-140
         found = []
-        if "q" in outputs:
-            got = gradient.values(outputs["q"], outputs["scale"], problem.block)
-            found.append(Gradient("q", got, dx, allowed))
-        if "qt" in outputs:
-            got = gradient.values(outputs["qt"], outputs["scale_t"], problem.block).t()
-            found.append(Gradient("qt", got, dx, allowed))
+        for q, scale in (("q", "scale"), ("qt", "scale_t")):
+            if q in outputs:
+                got = gradient.values(outputs[q], outputs[scale], problem.block)
+                found.append(Gradient(q, got if q == "q" else got.t(), dx, allowed))
         return found
 
     def same_bits(self, problem: DropoutProblem) -> SameBits:
         return "kernels"
 
-    def peers(
-        self, problem: DropoutProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: DropoutProblem, inputs: Tensors) -> Callable[[], Any]:
         """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""
         import torch
 
-        from jetfire.measure import peers
-
-        x = inputs["q"].to(torch.bfloat16)
-
-        def forward() -> torch.Tensor:
-            return torch.nn.functional.dropout(x, problem.p)
-
+        x, p = inputs["q"].to(torch.bfloat16), problem.p
         if problem.mode == "fwd":
-            return peers.elementwise(forward, self.bytes(problem), x.device)
-        mask = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= problem.p
-
-        def backward() -> torch.Tensor:
-            return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - problem.p))
-
-        return peers.elementwise(backward, self.bytes(problem), x.device)
+            return lambda: torch.nn.functional.dropout(x, p)
+        mask = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= p
+        return lambda: torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p))
 
 
 OP = Dropout()
@@ -156,41 +110,25 @@ _dropout_backward = Operator(
 )
 
 
-def _droppable(q: Tensor, scale: Tensor, seed: Tensor, block: Block, layout: Layout) -> None:
-    expect.codes("q", q, scale, block)
-    expect.seed_on(seed, q)
-    expect.choice("layout", layout, Layout)
-
-
 @checked
-def int8_dropout(
-    q: Tensor,
-    scale: Tensor,
-    seed: Tensor,
-    *,
-    p: float = 0.1,
-    block: Block = 32,
-    layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """Codes zeroed with probability p and scales divided by 1 − p; nothing is requantised.
+def int8_dropout(x: Quantized, seed: Tensor, *, p: float = 0.1, layout: Layout = "q") -> Quantized:
+    """Return x with codes zeroed with probability p and scales divided by 1 − p.
 
-    Returns:
-        As `layout` says: q, scale and/or qt, scale_t.
+    Nothing is requantised.
     """
-    _droppable(q, scale, seed, block, layout)
-    return tuple(_dropout(q, scale, seed, p, block, layout))
+    return _dropped(_dropout, x, seed, p, layout)
 
 
 @checked
 def int8_dropout_backward(
-    q: Tensor,
-    scale: Tensor,
-    seed: Tensor,
-    *,
-    p: float = 0.1,
-    block: Block = 32,
-    layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """The gradient of `int8_dropout` with the same seed, from its output's gradient."""
-    _droppable(q, scale, seed, block, layout)
-    return tuple(_dropout_backward(q, scale, seed, p, block, layout))
+    x: Quantized, seed: Tensor, *, p: float = 0.1, layout: Layout = "q"
+) -> Quantized:
+    """Return the gradient of `int8_dropout` with the same seed, from its output's gradient."""
+    return _dropped(_dropout_backward, x, seed, p, layout)
+
+
+def _dropped(drop: Operator, x: Quantized, seed: Tensor, p: float, layout: Layout) -> Quantized:
+    q, scale = expect.quantized("x", x)
+    expect.seed_on(seed, q)
+    expect.choice("layout", layout, Layout)
+    return Quantized.of(drop(q, scale, seed, p, x.block, layout), layout, x.block)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors
+from jetfire.core.contract import Check, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
 from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     from random import Random
@@ -63,15 +65,33 @@ def wanted(problem: GatherRowsProblem) -> int:
     return problem.m if problem.rows is None else problem.rows - problem.rows // 16
 
 
-class GatherRows(Op):
+class GatherRows(StandardOp):
     name = "gather_rows"
     summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
     Problem = GatherRowsProblem
-    matched = (*Op.matched, "transpose")
+    matched = (*StandardOp.matched, "transpose")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(width for linear in model.linears() for width in linear)
         return [{"m": model.tokens, "n": width} for width in widths]
+
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        """A matrix of any scale, which is handed on."""
+        q = inputs["q"]
+        x = Quantized4(q, None, q.new_ones(1, dtype=dtype_of("fp32")))
+        return {**super().arguments(fields, inputs), "x": x}
+
+    def reads(self, problem: GatherRowsProblem) -> Specs:
+        specs = {"q": Spec("int8", (problem.m, problem.n // 2))}
+        if problem.rows is not None:
+            specs |= {"rows": Spec("int32", (problem.rows,)), "counts": Spec("int32", (2,))}
+            if problem.repeat:
+                specs["repeat"] = Spec("int8", (problem.rows,))
+        return specs
+
+    def writes(self, problem: GatherRowsProblem) -> Specs:
+        shape = (problem.height, problem.n)
+        return {"codes": Spec("int8", shape[::-1] if problem.transpose else shape)}
 
     def inputs(
         self, problem: GatherRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
@@ -95,14 +115,6 @@ class GatherRows(Op):
         if problem.repeat:
             inputs["repeat"] = source.integers(17, problem.rows).to(torch.int8)
         return inputs
-
-    def outputs(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        shape = (problem.height, problem.n)
-        if problem.transpose:
-            shape = shape[::-1]
-        return {"codes": torch.empty(shape, dtype=torch.int8, device=inputs["q"].device)}
 
     def reference(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
         """``codes``, of the rows that are wanted."""
@@ -173,31 +185,27 @@ class GatherRows(Op):
             at(sizes={"m": [8192], "n": [8192]}, settings=weight),
         ]
 
-    def peers(
-        self, problem: GatherRowsProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """The same in torch operations, of as many rows as `inputs` asks for."""
-        from jetfire.measure import peers
+    def eager(self, problem: GatherRowsProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Of as many rows as `inputs` asks for."""
+        return lambda: _in_torch(problem, inputs)
 
-        q, rows, repeat = inputs["q"], inputs.get("rows"), inputs.get("repeat")
-        count = wanted(problem)
 
-        def eager() -> torch.Tensor:
-            import torch
+def _in_torch(problem: GatherRowsProblem, inputs: Tensors) -> torch.Tensor:
+    import torch
 
-            from jetfire.reference.nibbles import unpack, widen
+    from jetfire.reference.nibbles import unpack, widen
 
-            chosen = q if rows is None else q[rows[:count] % problem.m]
-            if rows is not None:
-                chosen = torch.where((rows[:count] >= 0)[:, None], chosen, 0)
-            codes = unpack(chosen)
-            if problem.wide:
-                codes = widen(codes)
-            if repeat is not None:
-                codes = codes * repeat[:count, None]
-            return codes.t().contiguous() if problem.transpose else codes
-
-        return peers.elementwise(eager, self.bytes(problem), q.device)
+    q, rows, repeat = inputs["q"], inputs.get("rows"), inputs.get("repeat")
+    count = wanted(problem)
+    if rows is not None:
+        chosen = rows[:count]
+        q = torch.where((chosen >= 0)[:, None], q[chosen % problem.m], 0)
+    codes = unpack(q)
+    if problem.wide:
+        codes = widen(codes)
+    if repeat is not None:
+        codes = codes * repeat[:count, None]
+    return codes.t().contiguous() if problem.transpose else codes
 
 
 OP = GatherRows()
@@ -223,27 +231,27 @@ _gather_rows = Operator(
 
 @checked
 def int4_gather_rows(
-    q: Tensor,
+    x: Quantized4,
     *,
     rows: Tensor | None = None,
     counts: Tensor | None = None,
     repeat: Tensor | None = None,
     transpose: bool = False,
     wide: bool = False,
-) -> Tensor:
-    """Packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
+) -> Quantized4:
+    """Return packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
 
     Args:
-        rows, counts: of `int4_sample_rows`, both or neither; row i of them is q's row i mod m.
+        rows, counts: of `int4_sample_rows`, both or neither; row i of them is x's row i mod m.
             What rows from counts[1] on hold is not said.
         repeat: multiplies each row; not with `wide`, for which a byte then has no room.
         wide: codes are put in the high halves of their bytes, as `int4_gemm` reads them but in a
             weight's gradient.
 
     Returns:
-        int8, rows×n, or n×rows where transposed.
+        Of x's scale, rows×n, or n×rows where transposed.
     """
-    expect.matrix("q", q, ("int8",))
+    q = expect.packed("x", x)
     if (rows is None) != (counts is None):
         raise UsageError("rows and counts: expected both or neither")
     if rows is not None and counts is not None:
@@ -253,4 +261,5 @@ def int4_gather_rows(
         if rows is None:
             raise UsageError("repeat: expected rows and counts with it")
         repeat = expect.exactly("repeat", repeat, "int8", (rows.numel(),), q)
-    return _gather_rows(q, rows, counts, repeat, transpose, wide)
+    codes = _gather_rows(q, rows, counts, repeat, transpose, wide)
+    return Quantized4(None, codes, x.scale)

@@ -8,23 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    Gradient,
-    Layout,
-    Mode,
-    Op,
-    Problem,
-    Rounding,
-    Tensors,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, Rounding, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported
-from jetfire.measure.data import Source
+from jetfire.core.tensors import Quantized, Specs, quantized, seed_of
+from jetfire.measure import peers
+from jetfire.measure.op import StandardOp, unrounded
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +43,7 @@ class GeluProblem(Problem):
     layout: Layout = "q"
 
 
-class Gelu(Op):
+class Gelu(StandardOp):
     name = "gelu"
     summary = "GELU and its gradient, INT8 in and out"
     Problem = GeluProblem
@@ -61,54 +52,25 @@ class Gelu(Op):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.hidden}]
 
-    def inputs(
-        self, problem: GeluProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        source = Source(data, device, seed)
-        x, x_scale = source.quantised(problem.m, problem.n, problem.block)
-        inputs = {"x": x, "x_scale": x_scale}
-        if problem.mode == "bwd":
-            dy, dy_scale = source.quantised(problem.m, problem.n, problem.block)
-            inputs |= {"dy": dy, "dy_scale": dy_scale}
-        if problem.rounding == "stochastic":
-            inputs["seed"] = source.seed()
-        return inputs
+    def reads(self, problem: GeluProblem) -> Specs:
+        m, n, block = problem.m, problem.n, problem.block
+        dy = quantized(m, n, block, "dy") if problem.mode == "bwd" else {}
+        return quantized(m, n, block, "x") | dy | seed_of(problem)
 
-    def outputs(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
-        device = inputs["x"].device
-        return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
+    def writes(self, problem: GeluProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
 
     def reference(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import gelu
-        from jetfire.reference.philox import uniform
-        from jetfire.reference.quantize import scales
 
-        x, x_scale = inputs["x"], inputs["x_scale"]
         block, approximate = problem.block, problem.approximate
+        x, x_scale = inputs["x"], inputs["x_scale"]
         if problem.mode == "bwd":
             dy, dy_scale = inputs["dy"], inputs["dy_scale"]
             value = gelu.backward(x, x_scale, dy, dy_scale, block, approximate)
         else:
             value = gelu.forward(x, x_scale, block, approximate)
-        expected = {"value": value, "scale": scales(value.float(), block)[0]}
-        expected["noise"] = _noise(problem, inputs, value)
-        if problem.rounding == "stochastic":
-            expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
-        return expected
-
-    def check(
-        self,
-        problem: GeluProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.quantised(
-            outputs, expected["value"], expected["scale"], problem.block, expected.get("u"),
-            noise=expected["noise"],
-        )  # fmt: skip
+        return unrounded(problem, inputs, value, _noise(problem, inputs, value))
 
     def in_place(self, problem: GeluProblem, inputs: Tensors) -> dict[str, str]:
         """dx over dy, which must be contiguous as an output is."""
@@ -122,37 +84,28 @@ class Gelu(Op):
 
         x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
         dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
-        approximate = "tanh" if problem.approximate == "tanh" else "none"
-        (dx,) = gradient.of(functional.gelu(x, approximate=approximate), dy, x)
+        (dx,) = gradient.of(functional.gelu(x, approximate=_in_torch(problem)), dy, x)
         return gradient.quantised(problem, outputs, dx, gradient.FP32 * dy.abs())
 
     def exported(self) -> list[Exported]:
         problem = {"m": 8192, "n": 4096, "block": 32}
         return [Exported("triton", problem, ("cubin",), turn=4)]
 
-    def peers(
-        self, problem: GeluProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: GeluProblem, inputs: Tensors) -> Callable[[], Any]:
         import torch
         from torch.nn import functional
 
-        from jetfire.measure import peers
-
         wide = peers.widened(inputs, problem.block)
-        approximate = "tanh" if problem.approximate == "tanh" else "none"
-        x = wide("x")
+        x, approximate = wide("x"), _in_torch(problem)
         if problem.mode == "fwd":
+            return lambda: functional.gelu(x, approximate=approximate)
+        dy = wide("dy")
+        return lambda: torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
 
-            def eager() -> Any:
-                return functional.gelu(x, approximate=approximate)
 
-        else:
-            dy = wide("dy")
-
-            def eager() -> Any:
-                return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
-
-        return peers.elementwise(eager, self.bytes(problem), x.device)
+def _in_torch(problem: GeluProblem) -> str:
+    """Return the name that torch has for a problem's form of GELU."""
+    return "tanh" if problem.approximate == "tanh" else "none"
 
 
 def _noise(problem: GeluProblem, inputs: Tensors, value: torch.Tensor) -> torch.Tensor:
@@ -207,62 +160,52 @@ _gelu_backward_inplace = Operator(
 
 @checked
 def int8_gelu(
-    x: Tensor,
-    x_scale: Tensor,
+    x: Quantized,
     *,
-    block: Block = 32,
     approximate: Approximate = "tanh",
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """gelu(x), quantised; `approximate` is "tanh" or "erf".
-
-    Returns:
-        As `layout` says: q, scale and/or qt, scale_t.
-    """
-    expect.codes("x", x, x_scale, block)
+) -> Quantized:
+    """Return gelu(x), quantised; `approximate` is "tanh" or "erf"."""
+    q, scale = expect.quantized("x", x)
     expect.choice("approximate", approximate, Approximate)
-    seed = expect.rounding_seed(rounding, seed, layout, x)
-    return tuple(_gelu(x, x_scale, seed, block, approximate, rounding, layout))
+    seed = expect.rounding_seed(rounding, seed, layout, q)
+    y = _gelu(q, scale, seed, x.block, approximate, rounding, layout)
+    return Quantized.of(y, layout, x.block)
 
 
 @checked
 def int8_gelu_backward(
-    x: Tensor,
-    x_scale: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
+    x: Quantized,
+    dy: Quantized,
     *,
-    block: Block = 32,
     approximate: Approximate = "tanh",
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
     inplace: bool = False,
-) -> tuple[Tensor, ...]:
-    """dx = dy·gelu'(x), quantised; the rest as `int8_gelu`.
+) -> Quantized:
+    """Return dx = dy·gelu'(x), quantised; the rest is as in `int8_gelu`.
 
     Args:
         inplace: write dx's codes over dy's (contiguous, apart from x's); `layout` is then "both".
     """
-    expect.codes("x", x, x_scale, block)
-    expect.codes("dy", dy, dy_scale, block, like=x)
+    q, scale = expect.quantized("x", x)
+    dq, dq_scale = expect.quantized("dy", dy, like=x)
     expect.choice("approximate", approximate, Approximate)
-    seed = expect.rounding_seed(rounding, seed, layout, x)
+    seed = expect.rounding_seed(rounding, seed, layout, q)
+    operands, block = (q, scale, dq, dq_scale), x.block
     if not inplace:
-        return tuple(
-            _gelu_backward(x, x_scale, dy, dy_scale, seed, block, approximate, rounding, layout)
-        )
-    if layout != "both" or not dy.is_contiguous():
+        dx = _gelu_backward(*operands, seed, block, approximate, rounding, layout)
+        return Quantized.of(dx, layout, block)
+    if layout != "both" or not dq.is_contiguous():
         raise UsageError(
-            f"inplace with layout={layout}, strides {dy.stride()}: expected "
+            f"inplace with layout={layout}, strides {dq.stride()}: expected "
             "layout=both and contiguous dy"
         )
-    refuse_in_place({"dy": dy}, {"x": x})
-    scale, qt = dy_scale.new_empty(dy_scale.shape), dy.new_empty(dy.shape[::-1])
-    scale_t = scale.new_empty(scale.shape[::-1])
-    _gelu_backward_inplace(
-        x, x_scale, dy, dy_scale, scale, qt, scale_t, seed, block, approximate, rounding
-    )
-    return dy, scale, qt, scale_t
+    refuse_in_place({"dy": dq}, {"x": q})
+    scales = dq_scale.new_empty(dq_scale.shape)
+    transposed = dq.new_empty(dq.shape[::-1]), scales.new_empty(scales.shape[::-1])
+    _gelu_backward_inplace(*operands, scales, *transposed, seed, block, approximate, rounding)
+    return Quantized(dq, scales, *transposed, block)

@@ -16,22 +16,29 @@ from jetfire.core.contract import (
     FloatName,
     Layout,
     Mode,
-    Op,
     Problem,
     Rounding,
     SameBits,
     Tensors,
     Tuning,
     ceil_div,
-    float_dtype,
     float_name,
-    quantised_outputs,
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Differentiable, Operator
 from jetfire.core.suites import Exported, Timed
+from jetfire.core.tensors import (
+    Quantized,
+    Spec,
+    Specs,
+    dtype_of,
+    quantized,
+    seed_of,
+    with_transpose,
+)
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp, draw, unrounded
 
 if TYPE_CHECKING:
     from random import Random
@@ -86,7 +93,7 @@ PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
 PROMOTION_PEERS = ("cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block")
 
 
-class Gemm(Op):
+class Gemm(StandardOp):
     name = "gemm"
     summary = "per-block INT8 GEMM, C = A·Bᵀ with a scale for each block×block tile"
     Problem = GemmProblem
@@ -119,21 +126,33 @@ class Gemm(Op):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
 
+    def reads(self, problem: GemmProblem) -> Specs:
+        m, n, k, block = problem.m, problem.n, problem.k, problem.block
+        specs = quantized(m, k, block, "a") | quantized(n, k, block, "b")
+        if problem.bias:
+            specs["bias"] = Spec("fp32", (n,))
+        if problem.accumulate:
+            specs["c"] = Spec(problem.out, (m, n))
+        return specs | seed_of(problem)
+
+    def writes(self, problem: GemmProblem) -> Specs:
+        if problem.out == "int8":
+            return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
+        return {"c": Spec(problem.out, (problem.m, problem.n))}
+
     def inputs(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        source = Source(data, device, seed)
-        inputs: Tensors = {}
-        for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
-            codes, scale = source.quantised(rows, problem.k, problem.block, i)
-            inputs |= {name: codes, f"{name}_scale": scale}
+        """Each operand from its own distribution; a C to add to is normal."""
+        source, block = Source(data, device, seed), problem.block
+        a, a_scale = source.quantised(problem.m, problem.k, block, operand=0)
+        b, b_scale = source.quantised(problem.n, problem.k, block, operand=1)
+        inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
         if problem.bias:
             inputs["bias"] = source.normal(problem.n)
-        if problem.accumulate and problem.out != "int8":
-            inputs["c"] = source.normal(problem.m, problem.n).to(float_dtype(problem.out))
-        if problem.rounding == "stochastic":
-            inputs["seed"] = source.seed()
-        return inputs
+        if problem.accumulate:
+            inputs["c"] = source.normal(problem.m, problem.n).to(dtype_of(problem.out))
+        return inputs | draw(seed_of(problem), source)
 
     def floats(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
@@ -143,37 +162,23 @@ class Gemm(Op):
         return {name: source.floats(rows, problem.k, operand=i)
                 for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n)))}  # fmt: skip
 
-    def outputs(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        device = inputs["a"].device
-        if problem.out == "int8":
-            return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
-        if problem.accumulate and problem.out != "int8":
-            return {"c": inputs["c"].clone()}
-        dtype = float_dtype(problem.out)
-        return {"c": torch.empty((problem.m, problem.n), dtype=dtype, device=device)}
-
     def updated(self, problem: GemmProblem) -> tuple[str, ...]:
         return ("c",) if problem.accumulate else ()
 
     def reference(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.gemm import gemm_float64
-        from jetfire.reference.philox import uniform
-        from jetfire.reference.quantize import scales
 
         c = gemm_float64(
             inputs["a"], inputs["a_scale"], inputs["b"], inputs["b_scale"], problem.block
         )
         if problem.bias:
             c += inputs["bias"].double()
-        if problem.accumulate and problem.out != "int8":
+        if problem.accumulate:
             c += inputs["c"].double()
         expected = {"c": c, **_evaluation(problem, inputs)}
         if problem.out == "int8":
-            expected["scale"] = scales(c.float(), problem.block)[0]
-            if problem.rounding == "stochastic":
-                expected["u"] = uniform(inputs["seed"], problem.m, problem.n)
+            noise, over = expected["evaluation"], expected["over"]
+            expected |= unrounded(problem, inputs, c, noise, over)
         return expected
 
     def check(
@@ -183,33 +188,22 @@ class Gemm(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        from jetfire.measure import check
-
+        over = expected["over"]
         if noise is not None:
-            over = expected["over"] | (expected["largest"] >= MOST_TELESCOPED)
-            expected = {**expected, "over": over}
+            over = over | (expected["largest"] >= MOST_TELESCOPED)
         if problem.out != "int8":
-            return _check_floats(problem, outputs["c"], expected, noise)
+            return _check_floats(problem, outputs["c"], {**expected, "over": over}, noise)
         evaluation = expected["evaluation"]
-        return check.quantised(
-            outputs,
-            expected["c"],
-            expected["scale"],
-            problem.block,
-            expected.get("u"),
-            noise=evaluation if noise is None else evaluation + noise,
-            over=expected["over"],
-        )
+        known = {"q_noise": evaluation if noise is None else evaluation + noise, "q_over": over}
+        return super().check(problem, outputs, expected | known)
 
     def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """The bias, or zeros, and what C held."""
         import torch
 
         from jetfire.reference.quantize import quantize
-        from jetfire.reference.transpose import transpose
 
-        bias = inputs.get("bias")
-        value = bias
+        value = inputs.get("bias")
         if value is None:
             value = torch.zeros(problem.n, dtype=torch.float32, device=inputs["a"].device)
         if problem.accumulate:
@@ -219,10 +213,9 @@ class Gemm(Op):
         elif problem.m and problem.n:
             wide = value.expand(problem.m, problem.n)
             q, scale = quantize(wide, problem.block, problem.rounding, inputs.get("seed"))
-            qt, scale_t = transpose(q, scale)
-            for name, tensor in {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}.items():
-                if name in outputs:
-                    outputs[name].copy_(tensor)
+            codes = with_transpose(q, scale)
+            for name, tensor in outputs.items():
+                tensor.copy_(codes[name])
 
     def tolerance(self, problem: GemmProblem) -> float:
         """The relative error that a float output may have before it is rounded to bf16 or fp16.
@@ -454,12 +447,9 @@ _gemm_accumulate = Operator(
 
 @checked
 def int8_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
+    a: Quantized,
+    b: Quantized,
     *,
-    block: Block = 32,
     out: str = "bf16",
     bias: Tensor | None = None,
     c: Tensor | None = None,
@@ -467,7 +457,7 @@ def int8_gemm(
     seed: Tensor | None = None,
     layout: Layout = "q",
 ) -> Any:
-    """A (m×k)·Bᵀ (B n×k) + bias, both quantised.
+    """Return A·Bᵀ + bias of A (m×k) and B (n×k), quantised in equal blocks.
 
     Args:
         out: "bf16", "fp16", "fp32", or "int8" to requantise with `rounding` and `layout`.
@@ -476,26 +466,28 @@ def int8_gemm(
             with another argument.
 
     Returns:
-        C, m×n; for int8, q, scale and/or qt, scale_t.
+        C, m×n; for int8, `Quantized`.
     """
-    expect.codes("a", a, a_scale, block)
-    expect.codes("b", b, b_scale, block)
-    expect.same_device("b", b, a)
-    if a.shape[1] != b.shape[1]:
-        raise UsageError(f"a has k={a.shape[1]} and b k={b.shape[1]}: expected one k")
-    m, n = a.shape[0], b.shape[0]
-    operands = (a, a_scale.contiguous(), b, b_scale.contiguous())
+    (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.quantized("b", b)
+    expect.same_device("b", b_q, q)
+    if a.block != b.block:
+        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
+    if q.shape[1] != b_q.shape[1]:
+        raise UsageError(f"a has k={q.shape[1]} and b k={b_q.shape[1]}: expected one k")
+    m, n, block = q.shape[0], b_q.shape[0], a.block
+    operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
-        bias = expect.vector("bias", bias, n, a)
+        bias = expect.vector("bias", bias, n, q)
     if c is not None:
-        _accumulator(c, m, n, out, a)
+        _accumulator(c, m, n, out, q)
         read = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias}
         refuse_in_place({"c": c}, read, adds=True)
         _gemm_accumulate(c, *operands, bias, block)
         return c
     if out == "int8":
-        seed = expect.rounding_seed(rounding, seed, layout, a)
-        return tuple(_gemm_quantized(*operands, bias, seed, block, rounding, layout))
+        seed = expect.rounding_seed(rounding, seed, layout, q)
+        codes = _gemm_quantized(*operands, bias, seed, block, rounding, layout)
+        return Quantized.of(codes, layout, block)
     expect.choice("out", out, FloatName, "int8")
     if layout != "q":
         raise UsageError(f"layout={layout} out={out}: expected out=int8")
@@ -505,7 +497,7 @@ def int8_gemm(
 def _accumulator(c: Tensor, m: int, n: int, out: Any, like: Tensor) -> None:
     if out not in get_args(FloatName):
         raise UsageError(f"c with out={out}: expected out=bf16 or fp16 or fp32")
-    expect.matrix("c", c, (expect.named(float_dtype(out)),))
+    expect.matrix("c", c, (expect.named(dtype_of(out)),))
     expect.same_device("c", c, like)
     if c.shape != (m, n) or not c.is_contiguous():
         raise UsageError(f"c has shape {tuple(c.shape)}: expected {(m, n)}, contiguous")

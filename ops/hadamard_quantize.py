@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.contract import (
-    Check,
     FloatName,
     Gradient,
     Mode,
-    Op,
     Problem,
     SameBits,
     Tensors,
     ceil_div,
-    float_dtype,
     float_name,
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import COMPILED, Exported, Timed
+from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
+from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
+from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
     from random import Random
@@ -38,12 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 
-
 Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 Codes = Literal["packed", "wide", "both"]
 Given = Literal["codes", "x"]
 
-ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A sum of a row in fp32: within a tile of at most 64 elements, then over a row's tiles, which have
 # at least 32, then across threads.
 TILE, LEAST_TILE = 64, 32
@@ -80,11 +79,11 @@ class HadamardQuantizeProblem(Problem):
             raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
         if self.n % self.group:
             most = min(self.n & -self.n, 1024)
-            raise UsageError(f"group={self.group}: expected a power of two that divides "
-                             f"n={self.n}, at most {most}")  # fmt: skip
+            expected = f"a power of two that divides n={self.n}, at most {most}"
+            raise UsageError(f"group={self.group}: expected {expected}")
 
 
-class HadamardQuantize(Op):
+class HadamardQuantize(StandardOp):
     name = "hadamard_quantize"
     summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
     Problem = HadamardQuantizeProblem
@@ -101,43 +100,60 @@ class HadamardQuantize(Op):
         unit = max(2, fields["group"])
         return {**fields, "n": ceil_div(fields["n"], unit) * unit}
 
-    def inputs(
-        self, problem: HadamardQuantizeProblem, device: torch.device, seed: int = 0,
-        data: str = "normal",
-    ) -> Tensors:  # fmt: skip
-        """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
-        source = Source(data, device, seed)
-        x = source.floats(problem.m, problem.n, dtype=problem.dtype)
-        step = first_step(x, problem.group)
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        """A backward reads codes of any scale."""
+        given = super().arguments(fields, inputs)
+        if (q := inputs.get("q")) is not None:
+            given["q"] = Quantized4(q, None, q.new_ones(1, dtype=dtype_of("fp32")))
+        return given
+
+    def reads(self, problem: HadamardQuantizeProblem) -> Specs:
+        """Of gathered rows as many as `sample_rows` has room for."""
+        m, n, dtype, one = problem.m, problem.n, problem.dtype, Spec("fp32", (1,))
+        quantised = {"x": Spec(dtype, (m, n)), "step": one}
         if problem.mode == "fwd":
-            return {"x": x, "step": step}
-        inputs: Tensors = {}
+            return quantised
+        specs: Specs = {"dx_hat": Spec(dtype, (m, n))}
         if problem.gathered:
-            inputs["slots"], rows = _slots(source, problem.m)
-            inputs["unit"] = source.normal(1).abs()
-        else:
-            rows = problem.m
-        inputs["dx_hat"] = source.floats(rows, problem.n, dtype=problem.dtype)
-        if problem.given == "x":
-            return inputs | {"x": x, "step": step}
-        return inputs | {"q": _packed(x, step, problem.group)}
+            rows = capacity(m, 2, "dgrad", "half")
+            slots = Spec("int32", (m, 2))
+            specs = {"slots": slots, "unit": one, "dx_hat": Spec(dtype, (rows, n))}
+        return specs | (quantised if problem.given == "x" else {"q": Spec("int8", (m, n // 2))})
 
-    def outputs(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
-        import torch
-
+    def writes(self, problem: HadamardQuantizeProblem) -> Specs:
         m, n = problem.m, problem.n
-        device = inputs["dx_hat" if problem.mode == "bwd" else "x"].device
-
-        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
         if problem.mode == "bwd":
-            outputs = {"dx": empty(float_dtype(problem.dtype), m, n)}
-            return outputs | ({"dstep": empty(torch.float32, m)} if problem.given == "x" else {})
-        codes = {"q": empty(torch.int8, m, n // 2), "wide": empty(torch.int8, m, n)}
+            dx = {"dx": Spec(problem.dtype, (m, n))}
+            return dx | {"dstep": Spec("fp32", (m,))} if problem.given == "x" else dx
+        codes = {"q": Spec("int8", (m, n // 2)), "wide": Spec("int8", (m, n))}
         if problem.layout != "both":
             del codes["q" if problem.layout == "wide" else "wide"]
-        return codes | {"scale": empty(torch.float32, 1), "squares": empty(torch.int32, m)}
+        return codes | {"scale": Spec("fp32", (1,)), "squares": Spec("int32", (m,))}
+
+    def inputs(
+        self,
+        problem: HadamardQuantizeProblem,
+        device: torch.device,
+        seed: int = 0,
+        data: str = "normal",
+    ) -> Tensors:
+        """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
+        from jetfire.reference.hadamard_quantize import quantize
+        from jetfire.reference.nibbles import pack
+
+        source = Source(data, device, seed)
+        x = source.floats(problem.m, problem.n, dtype=problem.dtype)
+        quantised = {"x": x, "step": first_step(x, problem.group)}
+        if problem.mode == "fwd":
+            return quantised
+        inputs: Tensors = {}
+        if problem.gathered:
+            inputs = {"slots": _slots(source, problem.m), "unit": source.normal(1).abs()}
+        rows = self.reads(problem)["dx_hat"].shape[0]
+        inputs["dx_hat"] = source.floats(rows, problem.n, dtype=problem.dtype)
+        if problem.given == "x":
+            return inputs | quantised
+        return inputs | {"q": pack(quantize(**quantised, group=problem.group)[0])}
 
     def reference(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import hadamard_quantize as reference
@@ -153,28 +169,11 @@ class HadamardQuantize(Op):
         expected: Tensors = {}
         if problem.given == "x":
             q, terms = reference.step_terms(dx_hat, inputs["x"], inputs["step"], group)
-            expected = {"dstep": terms.sum(dim=1), **dstep_bound(terms)}
+            expected = step_gradient(terms, "dstep")
         else:
             q = unpack(inputs["q"])
         dx = reference.input_gradient(dx_hat, q, group)
-        return expected | {"dx": dx.to(float_dtype(problem.dtype))}
-
-    def check(
-        self,
-        problem: HadamardQuantizeProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        """Equal bits, but for the step's gradient, which may be summed in any order."""
-        from jetfire.measure import check
-
-        found = [check.exact(k, out, expected[k]) for k, out in outputs.items() if k != "dstep"]
-        if "dstep" in outputs:
-            dstep = expected["dstep"]
-            bound, over = expected["dstep_bound"], expected["dstep_over"]
-            found.append(check.bounded("dstep", outputs["dstep"], dstep, bound, over))
-        return check.every(found)
+        return expected | {"dx": dx.to(dtype_of(problem.dtype))}
 
     def nothing(self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors) -> None:
         """The scale is the step, or NaN where that is no step."""
@@ -269,56 +268,31 @@ class HadamardQuantize(Op):
     def exported(self) -> list[Exported]:
         return [Exported("rows", {"m": 8192, "n": 4096, "layout": "both"}, ("cuda",), turn=3)]
 
-    def peers(
-        self, problem: HadamardQuantizeProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """The same in torch operations, the transform as a product with H in the input's dtype."""
-        from jetfire.measure import peers
+    def eager(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
+        """The transform is a product with H in the input's dtype."""
         from jetfire.reference.hadamard import matrix
 
-        values = inputs["dx_hat" if problem.mode == "bwd" else "x"]
-        h = matrix(problem.group).to(values)
-        eager = _eager_backward if problem.mode == "bwd" else _eager_forward
-        return peers.elementwise(
-            lambda: eager(problem, inputs, h), self.bytes(problem), values.device
-        )
+        backward = problem.mode == "bwd"
+        h = matrix(problem.group).to(inputs["dx_hat" if backward else "x"])
+        in_torch = _backward_in_torch if backward else _forward_in_torch
+        return lambda: in_torch(problem, inputs, h)
 
 
 def first_step(x: torch.Tensor, group: int) -> torch.Tensor:
     """LSQ's, of x transformed: fp32 (1,). NaN and ±Inf count as 0: a learned step knows of none."""
-    import torch
-
     from jetfire.reference.hadamard import initial_step, transform
 
-    if x.device.type == "meta":
-        return torch.empty(1, dtype=torch.float32, device=x.device)
     return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
 
 
-def _packed(x: torch.Tensor, step: torch.Tensor, group: int) -> torch.Tensor:
-    import torch
-
-    from jetfire.reference.hadamard_quantize import quantize
-    from jetfire.reference.nibbles import pack
-
-    if x.device.type == "meta":
-        return torch.empty((x.shape[0], x.shape[1] // 2), dtype=torch.int8, device=x.device)
-    return pack(quantize(x, step, group)[0])
-
-
-def _slots(source: Source, m: int) -> tuple[torch.Tensor, int]:
+def _slots(source: Source, m: int) -> torch.Tensor:
     """About half of 2m parts kept, high ones first, and the rows that they are in."""
     import torch
 
-    from jetfire.ops.sample_rows import capacity
-
-    rows = capacity(m, 2, "dgrad", "half")
-    if source.device.type == "meta":
-        return torch.empty((m, 2), dtype=torch.int32, device=source.device), rows
     kept = source.integers(2, 2, m) == 0
     kept &= kept.flatten().cumsum(0).view(2, m) <= m
     slots = torch.where(kept, kept.flatten().cumsum(0).view(2, m) - 1, -1)
-    return slots.t().contiguous().int(), rows
+    return slots.t().contiguous().int()
 
 
 def _transformed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -337,21 +311,22 @@ def _dense(inputs: Tensors) -> torch.Tensor:
     return sum(parts, start=torch.zeros((), dtype=torch.float64, device=rows.device))
 
 
-def dstep_bound(terms: torch.Tensor) -> Tensors:
-    """What summing a row's terms in fp32 may add: γ_k·Σ|term|, k the longest chain of roundings.
+def step_gradient(terms: torch.Tensor, name: str) -> Tensors:
+    """Return the sum of each row's terms, and what summing them in fp32 may add: γ_k·Σ|term|.
 
-    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2.) A term has two, and
-    may be subnormal. And where Σ|term| is so large that a part of the sum may overflow.
+    k is the longest chain of roundings (Higham, Accuracy and Stability of Numerical Algorithms,
+    2002, section 4.2). A term has two, and may be subnormal. And where Σ|term| is so large that a
+    part of the sum may overflow.
     """
     n = terms.shape[1]
     chain = min(n, TILE + n // LEAST_TILE + 5) + 2
     rounding = chain * ROUNDING
     size = terms.abs().sum(dim=1).nan_to_num(0.0)
     bound = rounding / (1 - rounding) * size + n * 2.0**-149
-    return {"dstep_bound": bound, "dstep_over": size >= 2.0**127}
+    return {name: terms.sum(dim=1), f"{name}_bound": bound, f"{name}_over": size >= OVER}
 
 
-def _eager_forward(
+def _forward_in_torch(
     problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     import torch
@@ -367,7 +342,7 @@ def _eager_forward(
     return (*found, codes.float().square().sum(dim=1))
 
 
-def _eager_backward(
+def _backward_in_torch(
     problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     import torch
@@ -433,49 +408,51 @@ _hadamard_quantize_backward = Operator(
 @checked
 def int4_quantize(
     x: Tensor, step: Tensor, *, group: Group = 32, layout: Codes = "packed"
-) -> tuple[Tensor, ...]:
-    """4-bit codes of x (m×n bf16, fp16 or fp32) after a Hadamard transform of each `group` columns.
+) -> Quantized4:
+    """Return the codes of x (m×n bf16, fp16 or fp32), each `group` columns Hadamard-transformed.
 
     Args:
         step: fp32, one element: what codes are multiples of.
         group: a power of two up to 1024 that divides n; 1 transforms nothing.
+        layout: "packed", "wide" or "both".
 
     Returns:
-        As `layout` says, codes in [−8, 7], two a byte (int8 m×n/2, "packed"), one in the high half
-        of a byte (int8 m×n, "wide"), or both; then their scale (fp32, one element), NaN if x is not
-        finite or the step not finite and above 0, and the sum of the squares of each row's codes
-        (int32, m).
+        Codes in [−8, 7], with squares; their scale is NaN if x is not finite or the step not finite
+        and above 0.
     """
     expect.matrix("x", x, expect.FLOATS)
     expect.scalar("step", step, x)
     expect.choice("group", group, Group)
     expect.choice("layout", layout, Codes)
-    return tuple(_hadamard_quantize(x, step.view(1), group, layout))
+    *codes, scale, squares = _hadamard_quantize(x, step.view(1), group, layout)
+    packed = None if layout == "wide" else codes[0]
+    wide = None if layout == "packed" else codes[-1]
+    return Quantized4(packed, wide, scale, squares)
 
 
 @checked
 def int4_quantize_backward(
     dx_hat: Tensor,
     *,
-    q: Tensor | None = None,
+    q: Quantized4 | None = None,
     x: Tensor | None = None,
     step: Tensor | None = None,
     group: Group = 32,
     slots: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> Any:
-    """The gradient of x from that of its transform: (dx_hat where not clipped), transformed back.
+    """Return the gradient of x: that of its codes (dx_hat), where not clipped, transformed back.
 
     Args:
         dx_hat: m×n bf16, fp16 or fp32; with `slots` the kept rows alone, as `int4_gemm` leaves
             them.
-        q: the packed codes, m×n/2: a code at either end counts as clipped. Or else
+        q: what x was quantised to, its packed codes: one at either end counts as clipped. Or else
         x, step: what was quantised, and its step: then the step has a gradient too.
-        slots, unit: of `int4_sample_rows` and `int4_bit_split`: the rows that belong to each row
-            of x; both or neither.
+        slots, unit: of `int4_sample_rows` and the scale of `int4_bit_split`: the rows that belong
+            to each row of x; both or neither.
 
     Returns:
-        dx, m×n as dx_hat; with `x` also the step's gradient by rows, fp32, m.
+        dx, m×n as dx_hat; with `x` the pair (dx, dstep), the step's gradient by rows, fp32, m.
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
@@ -489,14 +466,20 @@ def int4_quantize_backward(
         slots = expect.exactly("slots", slots, "int32", (rows, 2), dx_hat)
         expect.scalar("unit", unit, dx_hat)
         unit = unit.view(1)
-    name, given, columns = ("x", x, n) if x is not None else ("q", q, n // 2)
-    assert given is not None
-    expect.matrix(name, given, ("int8" if x is None else expect.named(dx_hat.dtype),))
-    expect.same_device(name, given, dx_hat)
-    if given.shape != (rows, columns):
-        raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {(rows, columns)}")
-    if step is not None:
+    codes = None
+    if q is not None:
+        codes = expect.packed("q", q)
+        _belongs("q", codes, (rows, n // 2), dx_hat)
+    if x is not None and step is not None:
+        expect.matrix("x", x, (expect.named(dx_hat.dtype),))
+        _belongs("x", x, (rows, n), dx_hat)
         expect.scalar("step", step, dx_hat)
         step = step.view(1)
-    found = _hadamard_quantize_backward(dx_hat, q, x, step, slots, unit, group)
+    found = _hadamard_quantize_backward(dx_hat, codes, x, step, slots, unit, group)
     return found[0] if x is None else tuple(found)
+
+
+def _belongs(name: str, given: Tensor, shape: tuple[int, int], dx_hat: Tensor) -> None:
+    expect.same_device(name, given, dx_hat)
+    if given.shape != shape:
+        raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {shape}")

@@ -13,17 +13,17 @@ from jetfire.core.contract import (
     Check,
     FloatName,
     Mode,
-    Op,
     Problem,
     SameBits,
     Tensors,
     Tuning,
-    float_dtype,
 )
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator
 from jetfire.core.suites import Exported, Timed
+from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["int4_gemm"]
-
 
 Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
@@ -77,8 +76,10 @@ class Int4GemmProblem(Problem):
         if self.bias and self.product != "fwd":
             raise UsageError(f"bias=true product={self.product}: expected product=fwd")
         if self.operands == "packed" and self.product == "wgrad":
-            raise UsageError("operands=packed product=wgrad: expected operands=wide, whose bytes "
-                             "have room for repeated codes")  # fmt: skip
+            raise UsageError(
+                "operands=packed product=wgrad: expected operands=wide, whose bytes have room for "
+                "repeated codes"
+            )
         if self.k > (most := MOST_K[self.product]):
             raise UsageError(f"k={self.k}: expected at most {most} for sums in 32 bits")
 
@@ -110,7 +111,7 @@ def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
     return min(end, round(0.6 * end / SEGMENT) * SEGMENT), end
 
 
-class Int4Gemm(Op):
+class Int4Gemm(StandardOp):
     name = "int4_gemm"
     summary = "INT4 GEMM, C = s·A·Bᵀ with one scale a matrix; with sampled rows for gradients"
     Problem = Int4GemmProblem
@@ -118,7 +119,7 @@ class Int4Gemm(Op):
     modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     tuning = Tuning(40, "cublas_fp16")
-    matched = (*Op.matched, "operands")
+    matched = (*StandardOp.matched, "operands")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
     no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
 
@@ -145,6 +146,25 @@ class Int4Gemm(Op):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
 
+    def reads(self, problem: Int4GemmProblem) -> Specs:
+        m, n, width = problem.m, problem.n, problem.row_bytes
+        specs = {
+            "a": Spec("int8", (m, width)),
+            "a_scale": Spec("fp32", (1,)),
+            "b": Spec("int8", (n, width)),
+            "b_scale": Spec("fp32", (1,)),
+        }
+        if problem.bias:
+            specs["bias"] = Spec("fp32", (n,))
+        if problem.product != "fwd":
+            specs["counts"] = Spec("int32", (2,))
+        if problem.product == "dgrad":
+            specs["weight"] = Spec("fp32", (m,))
+        return specs
+
+    def writes(self, problem: Int4GemmProblem) -> Specs:
+        return {"c": Spec(problem.out, (problem.m, problem.n))}
+
     def inputs(
         self, problem: Int4GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
@@ -159,12 +179,6 @@ class Int4Gemm(Op):
         if problem.product != "fwd":
             _sample(source, problem, inputs)
         return inputs
-
-    def outputs(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        dtype, device = float_dtype(problem.out), inputs["a"].device
-        return {"c": torch.empty((problem.m, problem.n), dtype=dtype, device=device)}
 
     def reference(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
         """``c`` as every kernel must round it; of a dgrad, the rows that there are."""
@@ -183,7 +197,7 @@ class Int4Gemm(Op):
             c = reference.wgrad(*operands, inputs["counts"])
         else:
             c = reference.forward(*operands, inputs.get("bias"))
-        return {"c": c.to(float_dtype(problem.out))}
+        return {"c": c.to(dtype_of(problem.out))}
 
     def check(
         self,
@@ -197,6 +211,14 @@ class Int4Gemm(Op):
 
         wanted = expected["c"]
         return check.exact("c", outputs["c"][: len(wanted)], wanted)
+
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        def operand(name: str) -> Quantized4:
+            codes, scale = inputs[name], inputs[f"{name}_scale"]
+            packed = fields["operands"] == "packed"
+            return Quantized4(codes, None, scale) if packed else Quantized4(None, codes, scale)
+
+        return {**super().arguments(fields, inputs), "a": operand("a"), "b": operand("b")}
 
     def nothing(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """The bias, or zeros."""
@@ -276,11 +298,6 @@ def _codes(
     from jetfire.reference.nibbles import pack, widen
 
     x = source.floats(rows, problem.k, operand=operand)
-    if x.is_meta:
-        return (
-            torch.empty((rows, problem.row_bytes), dtype=torch.int8, device=x.device),
-            torch.empty(1, dtype=torch.float32, device=x.device),
-        )
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     mean = finite.abs().mean(dtype=torch.float64)
     step = (2 / 7**0.5 * mean).clamp(min=2.0**-100).float().reshape(1)
@@ -297,14 +314,9 @@ def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
     """Counts; weights of a dgrad's rows, repeats of a wgrad's depth; bytes beyond the counts."""
     import torch
 
-    a, device = inputs["a"], source.device
-    if a.is_meta:
-        inputs["counts"] = torch.empty(2, dtype=torch.int32, device=device)
-        if problem.product == "dgrad":
-            inputs["weight"] = torch.empty(problem.m, dtype=torch.float32, device=device)
-        return
+    a = inputs["a"]
     high, end = sampled(problem)
-    inputs["counts"] = torch.tensor([high, end], dtype=torch.int32, device=device)
+    inputs["counts"] = torch.tensor([high, end], dtype=torch.int32, device=source.device)
     if problem.product == "dgrad":
         weight = source.normal(problem.m).abs().exp_()
         weight[:high] *= 14
@@ -360,47 +372,45 @@ _int4_gemm = Operator(
 
 @checked
 def int4_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
+    a: Quantized4,
+    b: Quantized4,
     *,
-    packed: bool = False,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     counts: Tensor | None = None,
     out: FloatName = "bf16",
 ) -> Tensor:
-    """A (m×k)·Bᵀ (B n×k) + bias, of 4-bit codes with a scale (fp32, one element) each.
+    """Return A (m×k)·Bᵀ (B n×k) + bias, m×n of `out`: of wide codes if both have them, else packed.
 
     Args:
-        packed: codes are two a byte, m×k/2 and n×k/2; else one in a byte's high half, but for a
-            weight's gradient, whose bytes are the numbers that are meant. k is even either way.
+        a, b: k is even, of wide codes too. For a weight's gradient wide codes are bytes that are
+            the numbers meant (`int4_gather_rows` without `wide`).
         bias: fp32, n.
         weight, counts: of `int4_sample_rows`, for an input's gradient: row i is multiplied by
             weight[i], and what rows from counts[1] on hold is not said.
         counts alone: for a weight's gradient: what is summed over are the first counts[1], of
             which the first counts[0] count 14 times.
-
-    Returns:
-        C, m×n of `out`.
     """
-    for name, codes, scale in (("a", a, a_scale), ("b", b, b_scale)):
+    operands: Operands = "packed" if a.wide is None or b.wide is None else "wide"
+    a_codes, b_codes = (a.packed, b.packed) if operands == "packed" else (a.wide, b.wide)
+    if a_codes is None or b_codes is None:
+        raise UsageError("a and b: expected packed codes of both, or wide codes of both")
+    for name, codes, scale in (("a", a_codes, a.scale), ("b", b_codes, b.scale)):
         expect.matrix(name, codes, ("int8",))
-        expect.same_device(name, codes, a)
-        expect.scalar(f"{name}'s scale", scale, a)
-    if a.shape[1] != b.shape[1]:
-        unit = 2 if packed else 1
-        raise UsageError(f"a has k={a.shape[1] * unit} and b k={b.shape[1] * unit}: expected one k")
+        expect.same_device(name, codes, a_codes)
+        expect.scalar(f"{name}'s scale", scale, a_codes)
+    if a_codes.shape[1] != b_codes.shape[1]:
+        unit = 2 if operands == "packed" else 1
+        depths = f"a has k={a_codes.shape[1] * unit} and b k={b_codes.shape[1] * unit}"
+        raise UsageError(f"{depths}: expected one k")
     expect.choice("out", out, FloatName)
     if bias is not None:
-        bias = expect.vector("bias", bias, b.shape[0], a)
+        bias = expect.vector("bias", bias, b_codes.shape[0], a_codes)
     if weight is not None:
         if counts is None:
             raise UsageError("weight: expected counts with it")
-        weight = expect.vector("weight", weight, a.shape[0], a)
+        weight = expect.vector("weight", weight, a_codes.shape[0], a_codes)
     if counts is not None:
-        counts = expect.exactly("counts", counts, "int32", (2,), a)
-    a_scale, b_scale = a_scale.view(1), b_scale.view(1)
-    operands = "packed" if packed else "wide"
-    return _int4_gemm(a, a_scale, b, b_scale, bias, weight, counts, operands, out)
+        counts = expect.exactly("counts", counts, "int32", (2,), a_codes)
+    a_scale, b_scale = a.scale.view(1), b.scale.view(1)
+    return _int4_gemm(a_codes, a_scale, b_codes, b_scale, bias, weight, counts, operands, out)

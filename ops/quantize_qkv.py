@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout, Mode, Op, Rounding, Tensors, quantised_outputs
+from jetfire.core.contract import Block, Layout, Mode, Op, Rounding, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.operators import Operator, dtype_of_first
 from jetfire.core.suites import Exported
-from jetfire.ops.quantize import Quantize, QuantizeProblem
+from jetfire.core.tensors import Quantized, Spec, Specs, quantized, seed_of, with_transpose
+from jetfire.ops.quantize import Quantize, QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from jetfire.core.contract import Model
-    from jetfire.measure.data import Source
 
 __all__ = ["int8_quantize_qkv"]
-
 
 PARTS = ("query", "key", "value")
 
@@ -40,54 +38,35 @@ class QuantizeQkv(Quantize):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
 
-    def inputs(
-        self, problem: QuantizeProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        from jetfire.measure.data import Source
+    def reads(self, problem: QuantizeProblem) -> Specs:
+        part = Spec(problem.dtype, (problem.m, problem.n))
+        return dict.fromkeys(PARTS, part) | seed_of(problem)
 
-        def part(source: Source) -> torch.Tensor:
-            return source.floats(problem.m, problem.n, dtype=problem.dtype)
-
-        inputs = {name: part(Source(data, device, seed + i)) for i, name in enumerate(PARTS)}
-        if problem.rounding == "stochastic":
-            inputs["seed"] = Source(data, device, seed).seed()
-        return inputs
-
-    def outputs(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
-        device, columns = inputs["query"].device, len(PARTS) * problem.n
-        return quantised_outputs(problem, device, problem.layout, problem.m, columns)
+    def writes(self, problem: QuantizeProblem) -> Specs:
+        columns = len(PARTS) * problem.n
+        return quantized(problem.m, columns, problem.block, layout=problem.layout)
 
     def reference(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.quantize_qkv import quantize_qkv
-        from jetfire.reference.transpose import transpose
 
         query, key, value = (inputs[name] for name in PARTS)
-        q, scale = quantize_qkv(
-            query, key, value, problem.block, problem.rounding, inputs.get("seed")
-        )
-        qt, scale_t = transpose(q, scale)
-        return {"q": q, "scale": scale, "qt": qt, "scale_t": scale_t}
+        seed = inputs.get("seed")
+        codes = quantize_qkv(query, key, value, problem.block, problem.rounding, seed)
+        return with_transpose(*codes)
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        """As of ops in general: `quantize` shows the rest."""
+        """Return those of ops in general: `quantize` shows the rest."""
         return Op.settings(self, mode)
 
     def exported(self) -> list[Exported]:
         return []
 
-    def peers(
-        self, problem: QuantizeProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """Those of `quantize`, after the copy that puts the three side by side."""
+    def eager(self, problem: QuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return that of `quantize`, after the copy that puts the three side by side."""
         import torch
 
-        from jetfire.measure import peers
-
-        def eager() -> Any:
-            x = torch.cat([inputs[name] for name in PARTS], dim=1)
-            return self.eager(problem, x)
-
-        return peers.elementwise(eager, self.bytes(problem), inputs["query"].device)
+        parts = [inputs[name] for name in PARTS]
+        return lambda: in_torch(problem, torch.cat(parts, dim=1))
 
 
 OP = QuantizeQkv()
@@ -109,12 +88,8 @@ def int8_quantize_qkv(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """Codes and scales of [query | key | value], m×3w, of three m×w matrices of one float dtype.
-
-    Returns:
-        As `layout` says: q, scale and/or qt, scale_t.
-    """
+) -> Quantized:
+    """Return the codes of [query | key | value], m×3w, of three m×w matrices of one float dtype."""
     expect.matrix("query", query, expect.FLOATS)
     for name, x in (("key", key), ("value", value)):
         expect.matrix(name, x, (expect.named(query.dtype),))
@@ -123,4 +98,5 @@ def int8_quantize_qkv(
             raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(query.shape)}")
     expect.choice("block", block, Block)
     seed = expect.rounding_seed(rounding, seed, layout, query)
-    return tuple(_quantize_qkv(query, key, value, seed, block, rounding, layout))
+    codes = _quantize_qkv(query, key, value, seed, block, rounding, layout)
+    return Quantized.of(codes, layout, block)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Check, Op, Problem, SameBits, Tensors, ceil_div
+from jetfire.core.contract import Problem, SameBits, Tensors, ceil_div
 from jetfire.core.operators import Operator
 from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.tensors import Spec, Specs
 from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     from random import Random
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from jetfire.core.contract import Model
 
 __all__ = ["int4_sample_rows"]
-
 
 Parts = Literal[2, 1]
 Product = Literal["dgrad", "wgrad"]
@@ -49,8 +50,13 @@ class SampleRowsProblem(Problem):
     product: Product = "dgrad"
     keep: Keep = "half"
 
+    @property
+    def room(self) -> int:
+        """Rows of the output that there is room for."""
+        return capacity(self.m, self.parts, self.product, self.keep)
 
-class SampleRows(Op):
+
+class SampleRows(StandardOp):
     name = "sample_rows"
     summary = "leverage-score sampling of a split gradient's rows, and their compaction"
     Problem = SampleRowsProblem
@@ -58,6 +64,19 @@ class SampleRows(Op):
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens}]
+
+    def reads(self, problem: SampleRowsProblem) -> Specs:
+        specs = {"squares": Spec("int32", (problem.parts * problem.m,))}
+        if problem.product == "wgrad":
+            specs["x_squares"] = Spec("int32", (problem.m,))
+        return specs | {"seed": Spec("int64", (1,))}
+
+    def writes(self, problem: SampleRowsProblem) -> Specs:
+        room = problem.room
+        specs = {"rows": Spec("int32", (room,)), "counts": Spec("int32", (2,))}
+        if problem.product == "wgrad":
+            return specs | {"repeat": Spec("int8", (room,))}
+        return specs | {"weight": Spec("fp32", (room,)), "slots": Spec("int32", (problem.m, 2))}
 
     def inputs(
         self, problem: SampleRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
@@ -80,46 +99,11 @@ class SampleRows(Op):
         inputs["seed"] = source.seed()
         return inputs
 
-    def outputs(self, problem: SampleRowsProblem, inputs: Tensors) -> Tensors:
-        import torch
-
-        room = capacity(problem.m, problem.parts, problem.product, problem.keep)
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "rows": ((room,), torch.int32),
-            "counts": ((2,), torch.int32),
-        }
-        if problem.product == "dgrad":
-            shapes["weight"] = ((room,), torch.float32)
-            shapes["slots"] = ((problem.m, 2), torch.int32)
-        else:
-            shapes["repeat"] = ((room,), torch.int8)
-        device = inputs["squares"].device
-        return {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in shapes.items()
-        }
-
     def reference(self, problem: SampleRowsProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.sample_rows import sample_rows
 
-        room = capacity(problem.m, problem.parts, problem.product, problem.keep)
-        return sample_rows(
-            inputs["squares"], inputs["seed"], problem.parts, problem.keep, room,
-            inputs.get("x_squares"),
-        )  # fmt: skip
-
-    def check(
-        self,
-        problem: SampleRowsProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.every(
-            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
-        )
+        squares, x_squares, seed = inputs["squares"], inputs.get("x_squares"), inputs["seed"]
+        return sample_rows(squares, seed, problem.parts, problem.keep, problem.room, x_squares)
 
     def edges(self, problem: SampleRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
         """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
@@ -155,39 +139,35 @@ class SampleRows(Op):
             )
         ]
 
-    def peers(
-        self, problem: SampleRowsProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> Callable[[], Any]:
         """The same sampling in torch operations that do not wait for the device."""
-        from jetfire.measure import peers
+        return lambda: _in_torch(problem, inputs)
 
-        device = inputs["squares"].device
-        return peers.elementwise(lambda: self.eager(problem, inputs), self.bytes(problem), device)
 
-    def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-        """rows (in order, those that are not kept last), how many, and 1/p of each, in fp32."""
-        import torch
+def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Return rows (in order, those that are not kept last), how many, and 1/p of each, in fp32."""
+    import torch
 
-        m, parts = problem.m, problem.parts
-        scores = inputs["squares"].float().view(parts, m)
-        if parts == 2:
-            scores = scores * scores.new_tensor([[196.0], [1.0]])
-        if problem.product == "wgrad":
-            scores = scores * inputs["x_squares"].float()
-        p = (scores > 0).float().flatten()
-        if problem.keep == "half":
-            # Of the k largest at 1, the first k whose next one is then below 1.
-            w, order = scores.flatten().sqrt().sort(descending=True)
-            rest = w.double().flip(0).cumsum(0).flip(0)
-            left = m - torch.arange(parts * m, device=w.device)
-            some = ((w * left < rest) & (left > 0)).int().argmax()
-            level = left[some] / rest[some].clamp(min=1e-30)
-            filled = torch.empty_like(p).scatter_(0, order, (w * level).clamp(max=1).float())
-            p = torch.where(p.sum() <= m, p, filled)
-        ends = p.double().cumsum(0) + torch.rand((), dtype=torch.float32, device=p.device)
-        kept = ends.floor() > (ends - p.double()).floor()
-        rows = (~kept).to(torch.int8).argsort(stable=True)
-        return rows, kept.sum(), 1 / p[rows]
+    m, parts = problem.m, problem.parts
+    scores = inputs["squares"].float().view(parts, m)
+    if parts == 2:
+        scores = scores * scores.new_tensor([[196.0], [1.0]])
+    if problem.product == "wgrad":
+        scores = scores * inputs["x_squares"].float()
+    p = (scores > 0).float().flatten()
+    if problem.keep == "half":
+        # Of the k largest at 1, the first k whose next one is then below 1.
+        w, order = scores.flatten().sqrt().sort(descending=True)
+        rest = w.double().flip(0).cumsum(0).flip(0)
+        left = m - torch.arange(parts * m, device=w.device)
+        some = ((w * left < rest) & (left > 0)).int().argmax()
+        level = left[some] / rest[some].clamp(min=1e-30)
+        filled = torch.empty_like(p).scatter_(0, order, (w * level).clamp(max=1).float())
+        p = torch.where(p.sum() <= m, p, filled)
+    ends = p.double().cumsum(0) + torch.rand((), dtype=torch.float32, device=p.device)
+    kept = ends.floor() > (ends - p.double()).floor()
+    rows = (~kept).to(torch.int8).argsort(stable=True)
+    return rows, kept.sum(), 1 / p[rows]
 
 
 def _squares(codes: torch.Tensor) -> torch.Tensor:
@@ -239,6 +219,24 @@ _sample_rows = Operator(
 )
 
 
+class SampledRows(NamedTuple):
+    """The rows of a gradient that a product keeps: there is room for more, of which all are −1.
+
+    Attributes:
+        rows: int32, those to gather: each part's up to a multiple of 128, −1 elsewhere.
+        counts: int32 (2,), the ends of the first part's rows and of all.
+        weight: fp32, what each of the rows is multiplied by. For the weight's gradient None.
+        slots: int32 m×2, where a row's two parts are in rows. For the weight's gradient None.
+        repeat: int8, how often each of the rows counts. For the input's gradient None.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    weight: Tensor | None
+    slots: Tensor | None
+    repeat: Tensor | None
+
+
 @checked
 def int4_sample_rows(
     squares: Tensor,
@@ -247,20 +245,14 @@ def int4_sample_rows(
     parts: Parts = 2,
     keep: Keep = "half",
     seed: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Which rows of a split gradient to multiply, drawn with probabilities as their norms are.
+) -> SampledRows:
+    """Return the rows of a split gradient to multiply, drawn with probabilities as their norms are.
 
     Args:
         squares: int32, parts·m, of `int4_bit_split`.
         x_squares: int32, m, of `int4_quantize`: the draw is then for the weight's gradient.
         keep: "half" of the rows of both parts (m) are expected to be kept, or "all" but the zero
             ones.
-
-    Returns:
-        rows (int32): the rows to gather, those of each part up to a multiple of 128, −1 elsewhere;
-        counts (int32, 2): the ends of the first part's rows and of all. For the input's gradient
-        weight (fp32, for each of the rows) and slots (int32, m×2: where a row's two parts are in
-        rows); for the weight's repeat (int8, for each of the rows).
     """
     expect.choice("parts", parts, Parts)
     expect.choice("keep", keep, Keep)
@@ -269,4 +261,6 @@ def int4_sample_rows(
     if x_squares is not None:
         x_squares = expect.exactly("x_squares", x_squares, "int32", (m,), squares)
     seed = expect.seed_on(seed, squares)
-    return tuple(_sample_rows(squares, x_squares, seed, parts, keep))
+    rows, counts, *rest = _sample_rows(squares, x_squares, seed, parts, keep)
+    weight, slots, repeat = (*rest, None) if x_squares is None else (None, None, *rest)
+    return SampledRows(rows, counts, weight, slots, repeat)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    Gradient,
-    Layout,
-    Mode,
-    Op,
-    Problem,
-    Rounding,
-    Tensors,
-    quantised_outputs,
-)
+from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, Rounding, Tensors
 from jetfire.core.operators import Operator
+from jetfire.core.tensors import Quantized, Specs, quantized, seed_of
+from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
-from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp, unrounded
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["int8_swiglu", "int8_swiglu_backward"]
 
 GRADIENTS = ("dgate", "dup")
-# A gradient's outputs, by the names that a single quantised output has.
-SUFFIXES = {"q": "", "scale": "_scale", "qt": "_t", "scale_t": "_scale_t"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ class SwigluProblem(Problem):
     layout: Layout = "q"
 
 
-class Swiglu(Op):
+class Swiglu(StandardOp):
     name = "swiglu"
     summary = "SwiGLU's silu(gate)·up and its gradients, INT8 in and out"
     Problem = SwigluProblem
@@ -71,119 +60,43 @@ class Swiglu(Op):
         )
         gate, up = gate.requires_grad_(), up.requires_grad_()
         dgate, dup = gradient.of(silu(gate) * up, dy, gate, up)
-        terms = {"dgate": (dy * up.detach()).abs(), "dup": (dy * gate.detach()).abs()}
-        found = []
-        for name, exact in (("dgate", dgate), ("dup", dup)):
-            mine = {part: outputs[f"{name}{suffix}"] for part, suffix in SUFFIXES.items()
-                    if f"{name}{suffix}" in outputs}  # fmt: skip
-            noise = gradient.FP32 * terms[name]
-            found += [replace(one, name=f"{name}{SUFFIXES[one.name]}")
-                      for one in gradient.quantised(problem, mine, exact, noise)]  # fmt: skip
-        return found
+        of_gate = gradient.FP32 * (dy * up.detach()).abs()
+        of_up = gradient.FP32 * (dy * gate.detach()).abs()
+        return [
+            *gradient.quantised(problem, outputs, dgate, of_gate, "dgate"),
+            *gradient.quantised(problem, outputs, dup, of_up, "dup"),
+        ]
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.hidden}]
 
-    def inputs(
-        self, problem: SwigluProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        source = Source(data, device, seed)
-        inputs: Tensors = {}
-        for name in ("gate", "up", "dy") if problem.mode == "bwd" else ("gate", "up"):
-            codes, scale = source.quantised(problem.m, problem.n, problem.block)
-            inputs |= {name: codes, f"{name}_scale": scale}
-        if problem.rounding == "stochastic":
-            inputs["seed"] = source.seed()
-        return inputs
+    def reads(self, problem: SwigluProblem) -> Specs:
+        names = ("gate", "up", "dy") if problem.mode == "bwd" else ("gate", "up")
+        specs = seed_of(problem)
+        for name in reversed(names):
+            specs = quantized(problem.m, problem.n, problem.block, name) | specs
+        return specs
 
-    def outputs(self, problem: SwigluProblem, inputs: Tensors) -> Tensors:
-        device = inputs["gate"].device
-
-        def outputs() -> Tensors:
-            return quantised_outputs(problem, device, problem.layout, problem.m, problem.n)
-
-        if problem.mode == "fwd":
-            return outputs()
-        return {
-            f"{name}{SUFFIXES[part]}": tensor
-            for name in GRADIENTS
-            for part, tensor in outputs().items()
-        }
+    def writes(self, problem: SwigluProblem) -> Specs:
+        specs: Specs = {}
+        for name in GRADIENTS if problem.mode == "bwd" else ("q",):
+            specs |= quantized(problem.m, problem.n, problem.block, name, problem.layout)
+        return specs
 
     def reference(self, problem: SwigluProblem, inputs: Tensors) -> Tensors:
-        """Values in float64 and what fp32 may add to them, each output's under its own name."""
-        from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND, uniform
-        from jetfire.reference.quantize import scales
+        return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
 
-        backward = problem.mode == "bwd"
-        expected = _backward(problem, inputs) if backward else _forward(problem, inputs)
-        for name in _results(problem):
-            expected[f"{name}_scale"] = scales(expected[name].float(), problem.block)[0]
-            if problem.rounding == "stochastic":
-                stream = STREAM_SECOND if name == "dup" else STREAM_ROUNDING
-                expected[f"{name}_u"] = uniform(inputs["seed"], problem.m, problem.n, stream)
-        return expected
-
-    def check(
-        self,
-        problem: SwigluProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        checks = []
-        for name in _results(problem):
-            found = check.quantised(
-                _named(outputs, name),
-                expected[name],
-                expected[f"{name}_scale"],
-                problem.block,
-                expected.get(f"{name}_u"),
-                noise=expected[f"{name}_noise"],
-                over=expected[f"{name}_over"],
-            )
-            checks.append(
-                found if found.ok else replace(found, message=f"{name}'s {found.message}")
-            )
-        return check.every(checks)
-
-    def peers(
-        self, problem: SwigluProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: SwigluProblem, inputs: Tensors) -> Callable[[], Any]:
         """torch's silu and products, or what its autograd runs for them, of BF16 tensors."""
         import torch
         from torch.nn import functional
 
-        from jetfire.measure import peers
-
         wide = peers.widened(inputs, problem.block)
         gate, up = wide("gate"), wide("up")
         if problem.mode == "fwd":
-
-            def eager() -> Any:
-                return functional.silu(gate) * up
-
-        else:
-            dy, kept = wide("dy"), functional.silu(gate)
-
-            def eager() -> Any:
-                return torch.ops.aten.silu_backward(dy * up, gate), dy * kept
-
-        return peers.elementwise(eager, self.bytes(problem), gate.device)
-
-
-def _results(problem: SwigluProblem) -> tuple[str, ...]:
-    return GRADIENTS if problem.mode == "bwd" else ("y",)
-
-
-def _named(outputs: Tensors, result: str) -> Tensors:
-    """The outputs of one result, by the names that a single quantised output has."""
-    if result == "y":
-        return outputs
-    named = {part: f"{result}{suffix}" for part, suffix in SUFFIXES.items()}
-    return {part: outputs[name] for part, name in named.items() if name in outputs}
+            return lambda: functional.silu(gate) * up
+        dy, kept = wide("dy"), functional.silu(gate)
+        return lambda: (torch.ops.aten.silu_backward(dy * up, gate), dy * kept)
 
 
 def _relative(z: torch.Tensor) -> torch.Tensor:
@@ -193,21 +106,6 @@ def _relative(z: torch.Tensor) -> torch.Tensor:
     is rounded.
     """
     return 2.0**-20 + 2.0**-22 * z.abs().clamp(max=1000.0)
-
-
-def _give(
-    problem: SwigluProblem, name: str, value: torch.Tensor, noise: torch.Tensor, size: torch.Tensor
-) -> Tensors:
-    """Return a result, by block what evaluation may add to it, and where that may overflow.
-
-    Args:
-        size: the magnitude of its factors' product without silu's decay.
-    """
-    return {
-        name: value,
-        f"{name}_noise": worst(noise, problem.block),
-        f"{name}_over": overflows(size, problem.block),
-    }
 
 
 def _inputs(problem: SwigluProblem, inputs: Tensors) -> list[torch.Tensor]:
@@ -229,8 +127,9 @@ def _forward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
 
     gate, up = _inputs(problem, inputs)
     value = swiglu.silu(gate) * up
-    size = (gate * up).abs()
-    return _give(problem, "y", value, _relative(gate) * value.abs() + 2.0**-100 * size, size)
+    size = (gate * up).abs()  # the product without silu's decay
+    noise = worst(_relative(gate) * value.abs() + 2.0**-100 * size, problem.block)
+    return unrounded(problem, inputs, value, noise, overflows(size, problem.block))
 
 
 def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
@@ -242,10 +141,16 @@ def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
 
     gate, up, dy = _inputs(problem, inputs)
     relative, terms = _relative(gate), swiglu.slope_terms(gate)
-    dgate, size = dy * up * swiglu.silu_grad(gate), (dy * up).abs()
-    results = _give(problem, "dgate", dgate, size * (relative * terms + 2.0**-93), size)
-    dup, size = dy * swiglu.silu(gate), (dy * gate).abs()
-    return results | _give(problem, "dup", dup, relative * dup.abs() + 2.0**-100 * size, size)
+    block = problem.block
+    expected: Tensors = {}
+    for name, value, size, off, lost in (
+        ("dgate", dy * up * swiglu.silu_grad(gate), (dy * up).abs(), relative * terms, 2.0**-93),
+        ("dup", dy * swiglu.silu(gate), (dy * gate).abs(), relative, 2.0**-100),
+    ):
+        of = size if name == "dgate" else value.abs()
+        noise, over = worst(off * of + lost * size, block), overflows(size, block)
+        expected |= unrounded(problem, inputs, value, noise, over, name, second=name == "dup")
+    return expected
 
 
 OP = Swiglu()
@@ -265,51 +170,40 @@ _swiglu_backward = Operator(
 
 @checked
 def int8_swiglu(
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
+    gate: Quantized,
+    up: Quantized,
     *,
-    block: Block = 32,
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
-    """Return silu(gate)·up, quantised: SwiGLU without its products (arXiv 2002.05202, equation 6).
-
-    Returns:
-        As `layout` says: q, scale and/or qt, scale_t.
-    """
-    expect.codes("gate", gate, gate_scale, block)
-    expect.codes("up", up, up_scale, block, like=gate)
-    seed = expect.rounding_seed(rounding, seed, layout, gate)
-    return tuple(_swiglu(gate, gate_scale, up, up_scale, seed, block, rounding, layout))
+) -> Quantized:
+    """Return silu(gate)·up, quantised: SwiGLU without its products (arXiv 2002.05202, eq. 6)."""
+    operands = *expect.quantized("gate", gate), *expect.quantized("up", up, like=gate)
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    return Quantized.of(_swiglu(*operands, seed, gate.block, rounding, layout), layout, gate.block)
 
 
 @checked
 def int8_swiglu_backward(
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
+    gate: Quantized,
+    up: Quantized,
+    dy: Quantized,
     *,
-    block: Block = 32,
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
-) -> tuple[Tensor, ...]:
+) -> tuple[Quantized, Quantized]:
     """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate), both quantised.
 
     Rounded stochastically, each draws random bits of its own from the one seed.
-
-    Returns:
-        First dgate, then dup, each as `layout` says: q, scale and/or qt, scale_t.
     """
-    expect.codes("gate", gate, gate_scale, block)
-    expect.codes("up", up, up_scale, block, like=gate)
-    expect.codes("dy", dy, dy_scale, block, like=gate)
-    seed = expect.rounding_seed(rounding, seed, layout, gate)
-    operands = (gate, gate_scale, up, up_scale, dy, dy_scale, seed)
-    return tuple(_swiglu_backward(*operands, block, rounding, layout))
+    operands = (
+        *expect.quantized("gate", gate),
+        *expect.quantized("up", up, like=gate),
+        *expect.quantized("dy", dy, like=gate),
+    )
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    found = _swiglu_backward(*operands, seed, gate.block, rounding, layout)
+    half = len(found) // 2
+    dgate, dup = (Quantized.of(t, layout, gate.block) for t in (found[:half], found[half:]))
+    return dgate, dup

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Check, Op, Problem, SameBits, Tensors, quantised_outputs
+from jetfire.core.contract import Block, Problem, SameBits, Tensors
 from jetfire.core.operators import Operator
-from jetfire.measure.data import Source
+from jetfire.core.tensors import Quantized, Specs, quantized
+from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from jetfire.core.contract import Model
 
 __all__ = ["int8_transpose"]
@@ -28,7 +26,7 @@ class TransposeProblem(Problem):
     block: Block = 32
 
 
-class Transpose(Op):
+class Transpose(StandardOp):
     name = "transpose"
     summary = "transpose of per-block INT8 codes and scales"
     Problem = TransposeProblem
@@ -37,63 +35,34 @@ class Transpose(Op):
         widths = (model.width, 3 * model.width, model.hidden)
         return [{"m": model.tokens, "n": width} for width in widths]
 
-    def inputs(
-        self, problem: TransposeProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        source = Source(data, device, seed)
-        q, scale = source.quantised(problem.m, problem.n, problem.block)
-        return {"q": q, "scale": scale}
+    def reads(self, problem: TransposeProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block)
 
-    def outputs(self, problem: TransposeProblem, inputs: Tensors) -> Tensors:
-        return quantised_outputs(problem, inputs["q"].device, "qt", problem.m, problem.n)
+    def writes(self, problem: TransposeProblem) -> Specs:
+        return quantized(problem.m, problem.n, problem.block, layout="qt")
 
     def reference(self, problem: TransposeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.transpose import transpose
 
-        qt, scale_t = transpose(inputs["q"], inputs["scale"])
-        return {"qt": qt, "scale_t": scale_t}
-
-    def check(
-        self,
-        problem: TransposeProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        from jetfire.measure import check
-
-        return check.every(
-            [check.exact(name, out, expected[name]) for name, out in outputs.items()]
-        )
+        return dict(zip(("qt", "scale_t"), transpose(inputs["q"], inputs["scale"]), strict=True))
 
     def same_bits(self, problem: TransposeProblem) -> SameBits:
         return "kernels"
 
-    def peers(
-        self, problem: TransposeProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def eager(self, problem: TransposeProblem, inputs: Tensors) -> Callable[[], Any]:
         """The BF16 transpose that feeds a BF16 GEMM."""
         import torch
 
-        from jetfire.measure import peers
-
         x = inputs["q"].to(torch.bfloat16)
-
-        def eager() -> torch.Tensor:
-            return x.t().contiguous()
-
-        return peers.elementwise(eager, self.bytes(problem), x.device)
+        return lambda: x.t().contiguous()
 
 
 OP = Transpose()
 
-_transpose = Operator(
-    "transpose(Tensor q, Tensor scale, int block) -> (Tensor, Tensor)",
-)
+_transpose = Operator("transpose(Tensor q, Tensor scale, int block) -> (Tensor, Tensor)")
 
 
 @checked
-def int8_transpose(q: Tensor, scale: Tensor, *, block: Block = 32) -> tuple[Tensor, Tensor]:
-    """qt (int8 n×m) and scale_t, contiguous; nothing is requantised."""
-    expect.codes("q", q, scale, block)
-    return _transpose(q, scale, block)
+def int8_transpose(x: Quantized) -> Quantized:
+    """Return xᵀ (n×m) with contiguous codes of its own; nothing is requantised."""
+    return Quantized.of(_transpose(*expect.quantized("x", x), x.block), "q", x.block)

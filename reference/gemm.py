@@ -57,7 +57,7 @@ def gemm(
 
 def norms(codes: torch.Tensor, block: int) -> torch.Tensor:
     """Return the largest 2-norm of a row of each block: int8 m×k → float64 ⌈m/block⌉×⌈k/block⌉."""
-    rows = block * max(1, (1 << 26) // (codes.shape[1] * block))
+    rows = block * max(1, (1 << 26) // max(1, codes.shape[1] * block))
     found = []
     for part in codes.split(rows):
         padded = pad(part, block).float().square()
@@ -171,7 +171,7 @@ def gemm_float64(
     m, k = a.shape
     c = torch.empty((m, b.shape[0]), dtype=torch.float64, device=a.device)
     wide_b = dequantize(b, b_scale, block, torch.float64).t()
-    rows = block * max(1, (1 << 26) // (k * block))
+    rows = block * max(1, (1 << 26) // max(1, k * block))
     for top in range(0, m, rows):
         slab = slice(top, min(m, top + rows))
         scale = a_scale[top // block : -(-slab.stop // block)]

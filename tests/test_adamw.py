@@ -9,6 +9,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
+from jetfire.core.tensors import Quantized
 from jetfire.ops import int8_adamw, int8_quantize
 from jetfire.reference.adamw import rounded
 
@@ -180,22 +181,28 @@ def test_function_writes_in_place_and_gives_the_codes(device):
     codes = int8_adamw(*tensors, block=64)
     assert not torch.equal(tensors[0], before)
     assert tensors[0]._version > version
-    for ours, theirs in zip(codes, int8_quantize(tensors[0], block=64, layout="both"), strict=True):
+    expected = int8_quantize(tensors[0], block=64, layout="both")
+    assert codes.block == expected.block == 64
+    for ours, theirs in zip(codes.tensors, expected.tensors, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_function_writes_into_codes_that_it_is_given(device):
+@pytest.mark.parametrize("layout", ["q", "qt", "both"])
+def test_function_writes_into_codes_that_it_is_given(device, layout):
     tensors = arguments(40, 70, device)
-    codes = int8_adamw(*tensors, layout="q")
-    again = int8_adamw(*tensors, layout="q", out=codes)
+    codes = int8_adamw(*tensors, layout=layout)
+    again = int8_adamw(*tensors, layout=layout, out=codes)
     assert all(a is b for a, b in zip(codes, again, strict=True))
-    assert torch.equal(codes[0], int8_quantize(tensors[0])[0])
+    expected = int8_quantize(tensors[0], layout=layout)
+    for ours, theirs in zip(codes.tensors, expected.tensors, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_bad_inputs(device):
     tensors = arguments(4, 8, device)
     param, grad, *moments, rate, step = tensors
     guard = torch.ones((), device=device)
+    both = int8_quantize(param, layout="both")
     refused = [
         (r"grad has shape \(4, 7\): expected \(4, 8\)",
          [param, grad[:, :7], *moments, rate, step], {}),
@@ -206,7 +213,11 @@ def test_bad_inputs(device):
         ("step: expected a float32 tensor of one element", [*tensors[:5], step.expand(2)], {}),
         ("grad_scale and found_inf: expected both or neither", tensors, {"found_inf": guard}),
         ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
-         {"layout": "q", "out": (param, grad)}),
+         {"layout": "q", "out": Quantized(param, grad)}),
+        ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
+         {"layout": "q", "out": both}),
+        ("scale_t float32 .1, 1., contiguous, in blocks of 64, on ", tensors,
+         {"block": 64, "out": both}),
         ("beta1=1.0: expected at least 0 and less than 1", tensors, {"beta1": 1.0}),
         ("decay=-1.0: expected a finite number of at least 0", tensors, {"decay": -1}),
         ("layout=none: expected q or qt or both", tensors, {"layout": "none"}),

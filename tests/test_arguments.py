@@ -73,13 +73,20 @@ def test_functions(arguments, name):
     """Whatever an argument is: it works, or it is refused, and where its type is wrong by name."""
     function = getattr(ops, name)
     for good in arguments[name]:
-        for key in good:
-            for wrong in WRONG.values():
-                keywords = {**good, key: wrong}
+        for key, value in good.items():
+            values = [*WRONG.values(), *with_wrong_parts(value)]
+            for keywords in ({**good, key: wrong} for wrong in values):
                 mistaken = mistake(function, (), keywords)
                 message = told(function, keywords)
                 assert message is None or mistaken is None or message == mistaken
                 assert mistaken is None or mistaken.startswith(key)
+
+
+def with_wrong_parts(value):
+    """Yield a quantised value with each of its parts replaced."""
+    for part in getattr(value, "_fields", ()):
+        for wrong in WRONG.values():
+            yield value._replace(**{part: wrong})
 
 
 CONSTRUCTORS = {
@@ -193,20 +200,20 @@ def test_messages(call, message):
 
 @pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["int8_layernorm", "int8_add", "int8_adamw"])
-def test_eps(arguments, name, eps):
-    message = refused(getattr(ops, name), **{**arguments[name][0], "eps": eps})
+def test_eps(name, eps):
+    message = refused(getattr(ops, name), **{**functions.call(name), "eps": eps})
     assert message == f"eps={eps}: expected a finite number of at least 0"
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
-def test_probability(arguments, p):
-    keywords = {**arguments["int8_dropout"][0], "p": p}
+def test_probability(p):
+    keywords = {**functions.call("int8_dropout"), "p": p}
     assert refused(ops.int8_dropout, **keywords).startswith(f"p={p}: expected")
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, math.nan])
-def test_a_step_of_adamw_is_counted_from_one(arguments, step):
-    keywords = {**arguments["int8_adamw"][0], "step": torch.tensor([step])}
+def test_a_step_of_adamw_is_counted_from_one(step):
+    keywords = functions.call("int8_adamw", step=torch.tensor([step]))
     before = keywords["param"].clone()
     message = f"step={step:g}: expected at least 1, for it counts this step too"
     assert refused(ops.int8_adamw, **keywords) == message
@@ -214,13 +221,13 @@ def test_a_step_of_adamw_is_counted_from_one(arguments, step):
 
 
 def test_odd_k_of_wide_codes(arguments):
-    a, one = torch.ones(4, 33, dtype=torch.int8), torch.ones(1)
+    a = ops.Quantized4(None, torch.ones(4, 33, dtype=torch.int8), torch.ones(1))
     message = "k=33: expected an even number, for wide codes too"
-    assert refused(ops.int4_gemm, a, one, a, one) == message
+    assert refused(ops.int4_gemm, a, a) == message
 
 
-def test_slots_that_name_no_row(arguments):
-    keywords = arguments["int4_quantize_backward"][1]
+def test_slots_that_name_no_row():
+    keywords = functions.call("int4_quantize_backward", gathered=True)
     few = {**keywords, "dx_hat": keywords["dx_hat"][:3]}
     assert "expected rows of dx_hat, which has 3" in refused(ops.int4_quantize_backward, **few)
 
@@ -251,23 +258,25 @@ def leaf(x):
     return x.clone().requires_grad_()
 
 
-def written(name, call):
-    """The arguments that a call writes, by name: a function of their tensors."""
-    keywords = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    return keywords, {
-        "int8_gemm": ("c",), "int8_gelu_backward": ("dy",),
-        "cross_entropy_backward": ("logits",), "int8_adamw": ("param", "exp_avg", "exp_avg_sq"),
-    }[name]  # fmt: skip
+# Calls that write arguments: the function's name, options, and what is written.
+IN_PLACE = {
+    "int8_gemm": ({"accumulate": True, "out": "fp32"}, ("c",)),
+    "int8_gelu_backward": ({"layout": "both", "inplace": True}, ("dy",)),
+    "cross_entropy_backward": ({"dtype": "fp32", "inplace": True}, ("logits",)),
+    "int8_adamw": ({}, ("param", "exp_avg", "exp_avg_sq")),
+}
 
 
-IN_PLACE = {"int8_gemm": 2, "int8_gelu_backward": 1, "cross_entropy_backward": 1, "int8_adamw": 0}
+def writing(name):
+    """The arguments of a call that writes some."""
+    return functions.call(name, **IN_PLACE[name][0])
 
 
 @pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw"])
-def test_a_leaf_that_requires_grad_is_not_written(arguments, name):
+def test_a_leaf_that_requires_grad_is_not_written(name):
     function = getattr(ops, name)
-    for key in written(name, arguments[name][IN_PLACE[name]])[1]:
-        keywords, _ = written(name, arguments[name][IN_PLACE[name]])
+    for key in IN_PLACE[name][1]:
+        keywords = writing(name)
         whole = leaf(keywords[key])
         for x in (whole, whole.view_as(whole)):
             before = x.detach().clone()
@@ -280,16 +289,16 @@ def test_a_leaf_that_requires_grad_is_not_written(arguments, name):
         assert not torch.equal(whole, before)
 
 
-def test_what_is_no_leaf_is_added_to_with_its_gradient(arguments):
-    keywords = arguments["int8_gemm"][2]
+def test_what_is_no_leaf_is_added_to_with_its_gradient():
+    keywords = writing("int8_gemm")
     x = leaf(keywords["c"])
     y = ops.int8_gemm(**{**keywords, "c": 3 * x})
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
-def test_rows_that_overlap_are_not_written(arguments):
-    keywords, _ = written("cross_entropy_backward", arguments["cross_entropy_backward"][1])
+def test_rows_that_overlap_are_not_written():
+    keywords = writing("cross_entropy_backward")
     for wide in (
         keywords["logits"][:1].expand(functions.M, -1),
         torch.zeros(9999).as_strided((functions.M, functions.N), (functions.N - 1, 1)),
@@ -311,20 +320,23 @@ def test_rows_that_overlap_are_not_written(arguments):
         ("int8_adamw", "rate", "exp_avg"),
     ],
 )  # fmt: skip
-def test_what_is_written_shares_no_memory_with_another_argument(arguments, name, one, other):
-    keywords, _ = written(name, arguments[name][IN_PLACE[name]])
+def test_what_is_written_shares_no_memory_with_another_argument(name, one, other):
+    keywords = writing(name)
     x = keywords[other]
-    shape = keywords[one].shape if one in keywords else (functions.N,)
-    keywords[one] = x.flatten()[: math.prod(shape)].view(shape)
+    if isinstance(x, ops.Quantized):
+        keywords[one] = keywords[one]._replace(q=x.q)
+    else:
+        shape = keywords[one].shape if one in keywords else (functions.N,)
+        keywords[one] = x.flatten()[: math.prod(shape)].view(shape)
     message = refused(getattr(ops, name), **keywords)
     assert message == f"{one} and {other} share memory: expected another {other}, which is written"
 
 
-def test_codes_are_written_apart(arguments):
-    keywords = arguments["int8_adamw"][0]
-    q, scale, _, scale_t = ops.int8_adamw(**keywords)
-    message = refused(ops.int8_adamw, **keywords, out=(q, scale, q, scale_t))
+def test_codes_are_written_apart():
+    keywords = functions.call("int8_adamw", m=functions.N)
+    out = ops.int8_adamw(**keywords)
+    message = refused(ops.int8_adamw, **keywords, out=out._replace(qt=out.q))
     assert message == "qt and q share memory: expected another q, which is written"
-    whole = torch.zeros(2, *q.shape, dtype=torch.int8)
-    ops.int8_adamw(**keywords, out=(whole[0], scale, whole[1], scale_t))
+    whole = torch.zeros(2, *out.q.shape, dtype=torch.int8)
+    ops.int8_adamw(**keywords, out=out._replace(q=whole[0], qt=whole[1]))
     assert torch.equal(whole[1], whole[0].t())

@@ -10,6 +10,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
+from jetfire.core.tensors import Quantized
 from jetfire.core.workloads import RAGGED
 from jetfire.reference.column_sum import column_sum
 from jetfire.reference.dequantize import dequantize
@@ -128,16 +129,18 @@ def test_the_peer_is_the_sum_of_the_bf16_gradient():
 
 def test_the_function_and_its_operator(device):
     q, scale = quantize(torch.randn(70, 136, device=device), 64)
-    qt, scale_t, *_ = int8.int8_transpose(q, scale, block=64)
-    sums = int8.int8_column_sum(qt, scale_t, block=64)
+    x = int8.int8_transpose(Quantized(q, scale, block=64)).t
+    sums = int8.int8_column_sum(x)
     assert (sums.dtype, sums.shape) == (torch.float32, (136,))
     expected = dequantize(q, scale, 64, torch.float64).sum(0)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(torch.ops.jetfire.column_sum.default, (qt, scale_t, 64))
+    torch.library.opcheck(torch.ops.jetfire.column_sum.default, (x.qt, x.scale_t, 64))
     compiled = torch.compile(int8.int8_column_sum, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(qt, scale_t, block=64), sums)
+    assert torch.equal(compiled(x), sums)
     with pytest.raises(UsageError, match=r"qt's scale has shape \(2, 3\): expected \(3, 2\)"):
-        int8.int8_column_sum(qt, scale_t.t().contiguous(), block=64)
+        int8.int8_column_sum(x._replace(scale_t=x.scale_t.t().contiguous()))
+    with pytest.raises(UsageError, match="x has no transpose: expected codes of layout=qt or both"):
+        int8.int8_column_sum(Quantized(q, scale, block=64))
 
 
 @pytest.mark.gpu

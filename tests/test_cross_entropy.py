@@ -178,6 +178,17 @@ def test_gradients_of_a_row_sum_to_zero(device):
     assert (sums.abs() <= 1e-5 * inputs["dloss"].abs()).all()
 
 
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_bytes_are_of_what_is_read_and_written(mode):
+    """Of the padding too."""
+    problem = OP.Problem(5, 70, mode=mode, valid=60)
+    inputs = OP.inputs(problem, CPU)
+    moved = [*inputs.values(), *OP.outputs(problem, inputs).values()]
+    assert OP.bytes(problem) == sum(tensor.nbytes for tensor in moved)
+    for name, tensor in OP.on_meta(problem)[0].items():
+        assert (tensor.dtype, tensor.shape) == (inputs[name].dtype, inputs[name].shape), name
+
+
 def test_the_check_sees_one_column_left_out():
     problem = OP.Problem(4, 5000, dtype="fp32")
     inputs = OP.inputs(problem, CPU)

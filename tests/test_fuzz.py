@@ -267,6 +267,8 @@ def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
     assert list(Extent(examples=60, batch=25).batches()) == [(0, 25), (1, 25), (2, 10)]
     longer = [wanted for _, wanted in Extent(examples=1200, batch=10).batches()]
     assert longer == [*[10] * 20, *[40] * 20, 160, 40]
+    many = [wanted for _, wanted in Extent(examples=4000).batches()]
+    assert many == [*[25] * 5, *[100] * 5, *[400] * 5, 1375]
     assert next(itertools.islice(Extent(examples=None, batch=10).batches(), 40, None)) == (40, 160)
 
 

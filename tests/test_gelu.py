@@ -125,7 +125,7 @@ def test_a_wrong_code_is_found(device):
     problem = OP.Problem(32, 32)
     inputs = OP.inputs(problem, device)
     expected = OP.reference(problem, inputs)
-    q, scale = quantize(expected["value"], 32)
-    assert codes("q", q, scale, expected["value"], expected["scale"], 32).ok
+    q, scale = quantize(expected["q"], 32)
+    assert codes("q", q, scale, expected["q"], expected["scale"], 32).ok
     q[3, 4] += 1 if q[3, 4] < 127 else -1
-    assert not codes("q", q, scale, expected["value"], expected["scale"], 32).ok
+    assert not codes("q", q, scale, expected["q"], expected["scale"], 32).ok

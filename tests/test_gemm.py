@@ -245,7 +245,7 @@ def test_noise_widens_codes_and_scales():
     op = registry.get("gemm")
     problem = op.Problem(64, 64, 32, out="int8")
     value = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = {"c": value, "scale": quantize(value, 32)[1], **unbounded(2, 2)}
+    expected = {"q": value, "scale": quantize(value, 32)[1], **unbounded(2, 2)}
     noise = expected["scale"].double() * torch.tensor([[0.25, 0.25], [0.25, 0.0]])  # of a code
     moved = value + 0.99 * spread(noise, 32, 64, 64)
     outputs = dict(zip(("q", "scale"), quantize(moved, 32), strict=True))

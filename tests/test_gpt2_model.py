@@ -238,7 +238,7 @@ def test_what_a_block_keeps(device, block, dropout):
     x = torch.randn(batch * tokens, width, device=device).bfloat16().requires_grad_()
     stream = first(Stream.of(x, block), batch)
     linears = (module.qkv, module.projection, module.expand, module.contract)
-    codes = [tensor for linear in linears for tensor in linear.codes()]
+    codes = [tensor for linear in linears for tensor in linear.codes().tensors]
     kept = Kept(module.parameters(), codes).of(lambda: module(stream, batch))
     found = kept / (batch * tokens * width)
     # fp32 scales of nine codes, four statistics a row, and attention's sum of exponents.
@@ -253,7 +253,7 @@ def test_keeps_less_than_bf16(device):
     found = {}
     for recipe in ("bf16", "int8-block32"):
         model = model_of(recipe, device, shape)
-        codes = [c for m in model.modules() if hasattr(m, "codes") for c in m.codes()]
+        codes = [c for m in model.modules() if hasattr(m, "codes") for c in m.codes().tensors]
 
         def forward(model=model):
             with torch.autocast(device.type, torch.bfloat16):

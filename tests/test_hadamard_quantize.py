@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import float_dtype
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
+from jetfire.core.tensors import dtype_of
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
 from jetfire.reference.hadamard import GROUPS, transform
@@ -111,7 +111,7 @@ def test_a_gradient_may_have_other_floats_than_what_was_quantised(device, kernel
     for given, taken in (("fp32", "bf16"), ("bf16", "fp32")):
         problem = OP.Problem(9, 192, mode="bwd", given="x", dtype=taken)
         inputs = OP.inputs(problem, device)
-        inputs["x"] = inputs["x"].to(float_dtype(given))
+        inputs["x"] = inputs["x"].to(dtype_of(given))
         check(kernel, problem, inputs)
         wider = dataclasses.replace(problem, dtype="fp32")
         check(kernel, wider, inputs)

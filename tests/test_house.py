@@ -166,10 +166,9 @@ NAMED = {
     "kernels_triton/add/__init__.py": ["quantize"],
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/swiglu/__init__.py": ["gelu"],
-    # Ops that are defined by another: what it allows for statistics, how many rows it keeps. And a
+    # Ops that are defined by another: how many rows it keeps. And a
     # peer and a field that have an op's name.
     "ops/adamw.py": ["quantize"],
-    "ops/add.py": ["layernorm"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],
     "ops/int4_gemm.py": ["sample_rows"],

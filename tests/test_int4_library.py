@@ -13,6 +13,7 @@ from jetfire import ops
 from jetfire import ops as int4
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized4
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference.nibbles import unpack
 
@@ -104,21 +105,20 @@ def test_opcheck(device, name, problem):
 
 def product(x, weight, bias, step_x, step_w, seed, group=32):
     """A linear layer in 4 bits, forward and backward of y's square, through every function."""
-    q_x, wide_x, scale_x, squares_x = int4.int4_quantize(x, step_x, group=group, layout="both")
-    q_w, wide_w, scale_w, _ = int4.int4_quantize(weight, step_w, group=group, layout="both")
-    y = int4.int4_gemm(wide_x, scale_x, wide_w, scale_w, bias=bias)
-    grad = y * 2
-    g, unit, squares = int4.int4_bit_split(grad, seed=seed)
-    rows, counts, weights, slots = int4.int4_sample_rows(squares, seed=seed)
-    kept = int4.int4_gather_rows(g, rows=rows, counts=counts, wide=True)
-    columns = int4.int4_gather_rows(q_w, transpose=True, wide=True)
-    dx_hat = int4.int4_gemm(kept, unit, columns, scale_w, weight=weights, counts=counts)
-    dx = int4.int4_quantize_backward(dx_hat, q=q_x, group=group, slots=slots, unit=unit)
-    rows, counts, repeat = int4.int4_sample_rows(squares, x_squares=squares_x, seed=seed)
-    options = {"rows": rows, "counts": counts, "transpose": True}
-    gt = int4.int4_gather_rows(g, repeat=repeat, **options)
-    xt = int4.int4_gather_rows(q_x, **options)
-    dw_hat = int4.int4_gemm(gt, unit, xt, scale_x, counts=counts, out="fp32")
+    codes = int4.int4_quantize(x, step_x, group=group, layout="both")
+    w = int4.int4_quantize(weight, step_w, group=group, layout="both")
+    y = int4.int4_gemm(codes, w, bias=bias)
+    g = int4.int4_bit_split(y * 2, seed=seed)
+    of_x = int4.int4_sample_rows(g.squares, seed=seed)
+    kept = int4.int4_gather_rows(g, rows=of_x.rows, counts=of_x.counts, wide=True)
+    wt = int4.int4_gather_rows(w, transpose=True, wide=True)
+    dx_hat = int4.int4_gemm(kept, wt, weight=of_x.weight, counts=of_x.counts)
+    dx = int4.int4_quantize_backward(dx_hat, q=codes, group=group, slots=of_x.slots, unit=g.scale)
+    of_w = int4.int4_sample_rows(g.squares, x_squares=codes.squares, seed=seed)
+    options = {"rows": of_w.rows, "counts": of_w.counts, "transpose": True}
+    gt = int4.int4_gather_rows(g, repeat=of_w.repeat, **options)
+    xt = int4.int4_gather_rows(codes, **options)
+    dw_hat = int4.int4_gemm(gt, xt, counts=of_w.counts, out="fp32")
     dw, dstep = int4.int4_quantize_backward(dw_hat, x=weight, step=step_w, group=group)
     return y, dx, dw, dstep
 
@@ -184,30 +184,42 @@ def test_strided_rows(device):
     wide = torch.zeros(72, 80, dtype=torch.bfloat16, device=device)
     wide[:, :64] = x
     one, other = int4.int4_quantize(wide[:, :64], step), int4.int4_quantize(x, step)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert alike(one, other)
     seed = torch.tensor([3], device=device)
     one, other = (int4.int4_bit_split(t, seed=seed) for t in (wide[:, :64], x))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert alike(one, other)
     q = torch.zeros(72, 48, dtype=torch.int8, device=device)
-    q[:, :32] = other[0][:72]
-    assert torch.equal(int4.int4_gather_rows(q[:, :32]), unpack(other[0][:72]))
+    q[:, :32] = other.packed[:72]
+    strided = int4.int4_gather_rows(other._replace(packed=q[:, :32]))
+    assert torch.equal(strided.wide, unpack(other.packed[:72]))
+
+
+def alike(one, other):
+    assert one.wide is other.wide is None
+    return all(
+        torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("packed", "scale", "squares")
+    )
 
 
 def test_nearest_gradients(device):
     """int4-naive's: 4 bits, one part, all rows kept, no transform."""
     grad, weight = operands(device)[:2]
-    g, unit, squares = int4.int4_bit_split(grad, bits=4)
+    g = int4.int4_bit_split(grad, bits=4)
     seed = torch.tensor([1], device=device)
-    rows, counts, weights, slots = int4.int4_sample_rows(squares, parts=1, keep="all", seed=seed)
-    assert rows.shape == (capacity(72, 1, "dgrad", "all"),)
-    assert bool((slots[:, 1] == -1).all())
-    kept = int4.int4_gather_rows(g, rows=rows, counts=counts, wide=True)
-    q, scale, _ = int4.int4_quantize(weight, torch.full((1,), 0.8, device=device), group=1)
-    wt = int4.int4_gather_rows(q, wide=True)[:, :64].contiguous()
-    c = int4.int4_gemm(kept, unit, wt, scale, weight=weights, counts=counts, out="fp32")
-    expected = (unpack(g).double() * unit) @ (unpack(q).double() * scale).t()
-    kept_rows = (squares > 0).nonzero().flatten()
-    assert torch.equal(slots[kept_rows, 0].long(), torch.arange(len(kept_rows), device=device))
+    drawn = int4.int4_sample_rows(g.squares, parts=1, keep="all", seed=seed)
+    assert drawn.rows.shape == (capacity(72, 1, "dgrad", "all"),)
+    assert bool((drawn.slots[:, 1] == -1).all())
+    kept = int4.int4_gather_rows(g, rows=drawn.rows, counts=drawn.counts, wide=True)
+    w = int4.int4_quantize(weight, torch.full((1,), 0.8, device=device), group=1)
+    wt = int4.int4_gather_rows(w, wide=True)
+    wt = wt._replace(wide=wt.wide[:, :64].contiguous())
+    c = int4.int4_gemm(kept, wt, weight=drawn.weight, counts=drawn.counts, out="fp32")
+    expected = (unpack(g.packed).double() * g.scale) @ (unpack(w.packed).double() * w.scale).t()
+    kept_rows = (g.squares > 0).nonzero().flatten()
+    assert torch.equal(
+        drawn.slots[kept_rows, 0].long(), torch.arange(len(kept_rows), device=device)
+    )
     torch.testing.assert_close(c[: len(kept_rows)].double(), expected[kept_rows],
                                rtol=1e-6, atol=1e-9)  # fmt: skip
 
@@ -220,8 +232,9 @@ def refuse(message, function, *args, **options):
 
 def test_refuses_in_one_line(device):
     x, _, bias, step, _, seed = operands(device)
-    q, _, squares = int4.int4_quantize(x, step)
-    refuse("x is int8: expected bfloat16 or float16 or float32", int4.int4_quantize, q, step)
+    q = int4.int4_quantize(x, step)
+    squares = q.squares
+    refuse("x is int8: expected bfloat16 or float16 or float32", int4.int4_quantize, q.packed, step)
     refuse(f"step: expected a float32 tensor of one element on {x.device}",
            int4.int4_quantize, x, bias)  # fmt: skip
     refuse("layout=q: expected packed or wide or both", int4.int4_quantize, x, step, layout="q")
@@ -240,7 +253,7 @@ def test_refuses_in_one_line(device):
     refuse("slots and unit: expected both or neither",
            int4.int4_quantize_backward, x, q=q, unit=step)  # fmt: skip
     refuse("q has shape (72, 16): expected (72, 32)",
-           int4.int4_quantize_backward, x, q=q[:, :16])  # fmt: skip
+           int4.int4_quantize_backward, x, q=q._replace(packed=q.packed[:, :16]))  # fmt: skip
     refuse("slots is int32 (72,): expected int32 (72, 2)",
            int4.int4_quantize_backward, x, q=q, slots=squares, unit=step)  # fmt: skip
     refuse("bits=6: expected 8 or 4", int4.int4_bit_split, x, bits=6)
@@ -252,33 +265,45 @@ def test_refuses_in_one_line(device):
            int4.int4_sample_rows, squares, x_squares=squares, seed=seed)  # fmt: skip
     refuse("squares is int32 (71,): expected int32 (70,)",
            int4.int4_sample_rows, squares[:71], seed=seed)  # fmt: skip
-    refuse("q is bfloat16: expected int8", int4.int4_gather_rows, x)
+    refuse("x is bfloat16: expected int8", int4.int4_gather_rows, q._replace(packed=x))
     refuse("rows and counts: expected both or neither", int4.int4_gather_rows, q, rows=squares)
     refuse("repeat: expected rows and counts with it", int4.int4_gather_rows, q, repeat=squares)
 
 
+def test_refuses_codes_of_the_other_form(device):
+    x, weight, _, step, *_ = operands(device)
+    packed, wide = (int4.int4_quantize(x, step, layout=form) for form in ("packed", "wide"))
+    both = int4.int4_quantize(weight, step, layout="both")
+    message = "{} holds wide codes alone: expected packed ones (layout=packed, both)"
+    refuse(message.format("x"), int4.int4_gather_rows, wide)
+    refuse(message.format("q"), int4.int4_quantize_backward, x, q=wide)
+    message = "a and b: expected packed codes of both, or wide codes of both"
+    refuse(message, int4.int4_gemm, packed, wide)
+    refuse(message, int4.int4_gemm, wide, packed)
+    assert torch.equal(int4.int4_gemm(packed, both), int4.int4_gemm(wide, both))
+
+
 def test_refuses_operands_that_do_not_fit(device):
     x, weight, bias, step, *_ = operands(device)
-    a, scale, squares = int4.int4_quantize(x, step)
-    b, *_ = int4.int4_quantize(weight, step)
-    given = (a, scale, b, scale)
+    a, b = int4.int4_quantize(x, step), int4.int4_quantize(weight, step)
     refuse("a has k=64 and b k=32: expected one k",
-           int4.int4_gemm, a, scale, b[:, :16], scale, packed=True)  # fmt: skip
+           int4.int4_gemm, a, b._replace(packed=b.packed[:, :16]))  # fmt: skip
     refuse(f"b's scale: expected a float32 tensor of one element on {x.device}",
-           int4.int4_gemm, a, scale, b, bias, packed=True)  # fmt: skip
+           int4.int4_gemm, a, b._replace(scale=bias))  # fmt: skip
     refuse("bias is float32 (48,): expected float32 (16,)",
-           int4.int4_gemm, a, scale, b[:16], scale, packed=True, bias=bias)  # fmt: skip
-    refuse("out=int8: expected bf16 or fp16 or fp32", int4.int4_gemm, *given, out="int8")
-    refuse("weight: expected counts with it", int4.int4_gemm, *given, weight=bias)
-    refuse("counts is int32 (72,): expected int32 (2,)", int4.int4_gemm, *given, counts=squares)
+           int4.int4_gemm, a, b._replace(packed=b.packed[:16]), bias=bias)  # fmt: skip
+    wide = [Quantized4(None, matrix.packed, matrix.scale) for matrix in (a, b)]
+    refuse("out=int8: expected bf16 or fp16 or fp32", int4.int4_gemm, *wide, out="int8")
+    refuse("weight: expected counts with it", int4.int4_gemm, *wide, weight=bias)
+    refuse("counts is int32 (72,): expected int32 (2,)", int4.int4_gemm, *wide, counts=a.squares)
     with pytest.raises(UsageError, match=r"^bias=true product=wgrad"):
-        int4.int4_gemm(*given, counts=squares[:2], bias=bias)
-    assert int4.int4_gemm(*given, packed=True, bias=bias).dtype == torch.bfloat16
+        int4.int4_gemm(*wide, counts=a.squares[:2], bias=bias)
+    assert int4.int4_gemm(a, b, bias=bias).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
 def test_refuses_mixed_devices(device):
     x, _, _, step, *_ = operands(device)
-    q, scale, _ = int4.int4_quantize(x, step)
+    q = int4.int4_quantize(x, step)
     refuse(f"b is on cpu: expected {x.device}, as the first tensor",
-           int4.int4_gemm, q, scale, q.cpu(), scale)  # fmt: skip
+           int4.int4_gemm, q, q._replace(packed=q.packed.cpu()))  # fmt: skip

@@ -70,11 +70,11 @@ def test_op_is_torch_on_dequantised_inputs(mode, stats):
     bias = inputs.get("bias", torch.zeros(90)).double().requires_grad_()
     y = torch.nn.functional.layer_norm(x, (90,), weight, bias, problem.eps)
     if mode == "fwd":
-        torch.testing.assert_close(expected["value"], y.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(expected["q"], y.detach(), rtol=1e-5, atol=1e-5)
         return
     dy = dequantize(inputs["dy"], inputs["dy_scale"], 32, torch.float64)
     gradients = torch.autograd.grad(y, (x, weight, bias), dy)
-    for name, want in zip(("value", "dweight", "dbias"), gradients, strict=True):
+    for name, want in zip(("q", "dweight", "dbias"), gradients, strict=True):
         torch.testing.assert_close(expected[name], want, rtol=1e-5, atol=1e-5)
 
 

@@ -15,7 +15,6 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose
 from jetfire.reference.dequantize import dequantize
-from jetfire.reference.quantize import quantize
 
 SIZES = {"m": 40, "n": 72, "k": 33}
 # Float inputs that a model may want gradients of; scales and statistics come from operators.
@@ -116,34 +115,27 @@ def test_opcheck(device, name, problem):
 def through_all(x, weight, bias, gamma, beta, seed):
     """A small network through every function, in both directions, by hand."""
     stochastic: Any = {"rounding": "stochastic", "seed": seed}
-    w, w_scale, wt, wt_scale = int8.int8_quantize(weight, layout="both")
-    zero = int8.int8_quantize(torch.zeros_like(x))
-    stream, q, scale, mean, rstd = int8.int8_add(x, *zero)
-    h, h_scale = int8.int8_layernorm(q, scale, gamma, beta, mean=mean, rstd=rstd)
-    y, y_scale = int8.int8_gemm(h, h_scale, w, w_scale, out="int8", **stochastic)
-    g, g_scale = int8.int8_gelu(y, y_scale)
-    d, d_scale, dt, dt_scale = int8.int8_dropout(g, g_scale, seed, layout="both")
-    out = int8.int8_gemm(d, d_scale, wt, wt_scale, out="fp32", bias=bias)
+    w = int8.int8_quantize(weight, layout="both")
+    stream, copy, mean, rstd = int8.int8_add(x, int8.int8_quantize(torch.zeros_like(x)))
+    h, *_ = int8.int8_layernorm(copy, gamma, beta, mean=mean, rstd=rstd)
+    y = int8.int8_gemm(h, w, out="int8", **stochastic)
+    d = int8.int8_dropout(int8.int8_gelu(y), seed, layout="both")
+    out = int8.int8_gemm(d, w.t, out="fp32", bias=bias)
     loss = (stream.float() * out).sum()
-    grad, grad_scale = int8.int8_quantize(out.detach(), **stochastic)
-    wide = int8.int8_gemm(grad, grad_scale, w, w_scale, out="int8")
-    wide = int8.int8_dropout_backward(*wide, seed)
-    dy = int8.int8_gelu_backward(y, y_scale, *wide, seed=seed)
+    grad = int8.int8_quantize(out.detach(), **stochastic)
+    wide = int8.int8_dropout_backward(int8.int8_gemm(grad, w, out="int8"), seed)
+    dy = int8.int8_gelu_backward(y, wide, seed=seed, layout="both")
     total = torch.zeros_like(weight)
-    columns = int8.int8_transpose(h, h_scale)
-    dyt = int8.int8_transpose(*dy)
-    int8.int8_gemm(*dyt, *columns, out="fp32", c=total)
-    dh = int8.int8_gemm(*dy, wt, wt_scale, out="int8")
-    dx, dx_scale, dgamma, dbeta = int8.int8_layernorm_backward(
-        q, scale, *dh, gamma, mean, rstd, seed=seed
-    )
-    dbias = int8.int8_column_sum(*dyt)
+    int8.int8_gemm(int8.int8_transpose(dy), int8.int8_transpose(h), out="fp32", c=total)
+    dh = int8.int8_gemm(dy, w.t, out="int8")
+    dx, dgamma, dbeta = int8.int8_layernorm_backward(copy, dh, gamma, mean, rstd, seed=seed)
+    dbias = int8.int8_column_sum(dy)
     targets = torch.arange(x.shape[0], device=x.device) % 60
     nats, lse = int8.cross_entropy(out, targets, valid=60)
     logits = out.detach().clone()
     int8.cross_entropy_backward(logits, targets, lse, nats.detach(), valid=60, inplace=True)
     loss = loss + nats.sum()
-    stream_grad, *_ = int8.int8_add_backward(stream.detach(), dx, dx_scale, seed=seed)
+    stream_grad, _ = int8.int8_add_backward(stream.detach(), dx, seed=seed)
     return (
         loss,
         total,
@@ -152,7 +144,7 @@ def through_all(x, weight, bias, gamma, beta, seed):
         dbias,
         logits,
         stream_grad,
-        int8.int8_dequantize(dt, dt_scale),
+        int8.int8_dequantize(d.t),
     )
 
 
@@ -203,8 +195,8 @@ def test_compiles_with_inductor(device):
 
     def linear(x, weight, total):
         x, w = int8.int8_quantize(x.relu(), layout="both"), int8.int8_quantize(weight)
-        int8.int8_gemm(*w, *w, out="fp32", c=total)
-        return int8.int8_gemm(x[2], x[3], *w) + 1
+        int8.int8_gemm(w, w, out="fp32", c=total)
+        return int8.int8_gemm(x.t, w) + 1
 
     torch._dynamo.reset()
     x, weight = torch.randn(96, 40, device=device), torch.randn(64, 96, device=device)
@@ -217,31 +209,35 @@ def test_compiles_with_inductor(device):
 @pytest.mark.parametrize("out", ["fp32", "bf16", "fp16"])
 def test_gradient_of_a_bias(device, out):
     generator = torch.Generator().manual_seed(0)
-    a, b = (quantize(torch.randn(n, 48, generator=generator).to(device), 32) for n in (40, 70))
+    a, b = (
+        int8.int8_quantize(torch.randn(n, 48, generator=generator).to(device)) for n in (40, 70)
+    )
     bias = torch.randn(70, generator=generator).to(device).requires_grad_()
     grad = torch.randn(40, 70, generator=generator).to(device)
-    c = int8.int8_gemm(*a, *b, out=out, bias=bias)
+    c = int8.int8_gemm(a, b, out=out, bias=bias)
     assert c.requires_grad
     (found,) = torch.autograd.grad(c, bias, grad.to(c.dtype))
     wide = bias.detach().double().requires_grad_()
-    exact = dequantize(*a, 32, torch.float64) @ dequantize(*b, 32, torch.float64).t() + wide
+    wide_a, wide_b = (dequantize(x.q, x.scale, 32, torch.float64) for x in (a, b))
+    exact = wide_a @ wide_b.t() + wide
     (expected,) = torch.autograd.grad(exact, wide, grad.to(c.dtype).double())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert not int8.int8_gemm(*a, *b, out=out, bias=bias).requires_grad
-    assert not int8.int8_gemm(*a, *b, out=out, bias=bias.detach()).requires_grad
+        assert not int8.int8_gemm(a, b, out=out, bias=bias).requires_grad
+    assert not int8.int8_gemm(a, b, out=out, bias=bias.detach()).requires_grad
 
 
 def test_gradient_of_the_stream(device):
     x = torch.randn(40, 70, device=device, dtype=torch.bfloat16, requires_grad=True)
-    y, y_scale = quantize(torch.randn(40, 70, device=device), 32)
-    total, *rest = int8.int8_add(x, y, y_scale, layout="both")
+    y = int8.int8_quantize(torch.randn(40, 70, device=device))
+    total, copy, *statistics = int8.int8_add(x, y, layout="both")
     assert total.requires_grad
-    assert not any(t.requires_grad for t in rest)
+    assert not any(t.requires_grad for t in (*copy.tensors, *statistics))
     grad = torch.randn_like(total)
     assert torch.equal(torch.autograd.grad(total, x, grad)[0], grad)
-    assert not any(t.requires_grad for t in int8.int8_add(x.detach(), y, y_scale))
+    total, copy, *statistics = int8.int8_add(x.detach(), y)
+    assert not any(t.requires_grad for t in (total, *copy.tensors, *statistics))
 
 
 def test_gradient_of_a_loss(device):
@@ -265,22 +261,28 @@ def test_gradient_of_a_loss(device):
 @pytest.mark.parametrize("block", [32, 128])
 def test_a_gelu_s_gradient_may_be_written_over_its_input(device, block):
     x, dy = (int8.int8_quantize(torch.randn(150, 288, device=device), block=block) for _ in "xy")
-    options = {"block": block, "layout": "both", "seed": torch.tensor([7], device=device)}
-    expected = int8.int8_gelu_backward(*x, *dy, **options)
-    found = int8.int8_gelu_backward(*x, *dy, inplace=True, **options)
-    assert found[0] is dy[0]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    options = {"layout": "both", "seed": torch.tensor([7], device=device)}
+    expected = int8.int8_gelu_backward(x, dy, **options)
+    found = int8.int8_gelu_backward(x, dy, inplace=True, **options)
+    assert found.q is dy.q
+    assert all(torch.equal(*pair) for pair in zip(found.tensors, expected.tensors, strict=True))
     wide = torch.zeros(150, 320, dtype=torch.int8, device=device)[:, :288]
-    for codes, layout, strides in ((dy[0], "q", (288, 1)), (wide, "both", (320, 1))):
-        refused(f"inplace with layout={layout}, strides {strides}: expected layout=both and "
-                "contiguous dy", int8.int8_gelu_backward, *x, codes, dy[1], inplace=True,
-                **{**options, "layout": layout})  # fmt: skip
+    for codes, layout, strides in ((dy.q, "q", (288, 1)), (wide, "both", (320, 1))):
+        refused(
+            f"inplace with layout={layout}, strides {strides}: expected layout=both and "
+            "contiguous dy",
+            int8.int8_gelu_backward,
+            x,
+            dy._replace(q=codes),
+            inplace=True,
+            **{**options, "layout": layout},
+        )
 
 
 def test_column_sum(device):
-    q, scale, qt, scale_t = int8.int8_quantize(torch.randn(40, 70, device=device), layout="both")
-    expected = dequantize(q, scale, 32, torch.float64).sum(0)
-    found = int8.int8_column_sum(qt, scale_t)
+    x = int8.int8_quantize(torch.randn(40, 70, device=device), layout="both")
+    expected = dequantize(x.q, x.scale, 32, torch.float64).sum(0)
+    found = int8.int8_column_sum(x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -288,13 +290,16 @@ def test_constants_to_autograd(device):
     """What has no gradient is a constant, even of inputs that require one, and even by name."""
     leaf = {"device": device, "requires_grad": True}
     weight, bias = torch.randn(64, 64, **leaf), torch.randn(64, **leaf)
-    q, scale = int8.int8_quantize(weight)
+    w = int8.int8_quantize(weight)
+    q, scale = w.tensors
     scale.requires_grad_()
+    y, *statistics = int8.int8_layernorm(w, bias, bias)
     found = [
-        *int8.int8_gemm(q, scale, q, scale, out="int8", bias=bias),
-        *int8.int8_layernorm(q, scale, bias, bias),
-        int8.int8_dequantize(q, scale),
-        int8.int8_gemm(q, scale, q, scale),
+        *int8.int8_gemm(w, w, out="int8", bias=bias).tensors,
+        *y.tensors,
+        *statistics,
+        int8.int8_dequantize(w),
+        int8.int8_gemm(w, w),
         torch.ops.jetfire.gemm(q, scale, q, scale, None, 32, "fp32"),
         *torch.ops.jetfire.add(
             weight.detach().bfloat16(), q, scale, None, 32, 1e-5, "nearest", "q"
@@ -304,25 +309,25 @@ def test_constants_to_autograd(device):
 
 
 def test_accumulation_is_a_write(device):
-    q, scale = quantize(torch.randn(40, 40, device=device), 32)
+    w = int8.int8_quantize(torch.randn(40, 40, device=device))
     c = torch.zeros(40, 40, device=device, requires_grad=True)
     saved = (c * 1).exp()  # exp keeps its result for backward
-    int8.int8_gemm(q, scale, q, scale, out="fp32", c=saved)
+    int8.int8_gemm(w, w, out="fp32", c=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
     with torch.inference_mode():
         total = torch.zeros(40, 40, device=device)
-        int8.int8_gemm(q, scale, q, scale, out="fp32", c=total)
-        torch.testing.assert_close(total, int8.int8_gemm(q, scale, q, scale, out="fp32"))
+        int8.int8_gemm(w, w, out="fp32", c=total)
+        torch.testing.assert_close(total, int8.int8_gemm(w, w, out="fp32"))
 
 
 def test_compiles_whole_where_what_it_adds_to_requires_grad(device):
-    q, scale = int8.int8_quantize(torch.randn(40, 40, device=device))
+    w = int8.int8_quantize(torch.randn(40, 40, device=device))
     start = torch.randn(40, 40, device=device, requires_grad=True)
 
     def added(start):
         total = start * 2
-        int8.int8_gemm(q, scale, q, scale, out="fp32", c=total)
+        int8.int8_gemm(w, w, out="fp32", c=total)
         return total.sum()
 
     torch._dynamo.reset()
@@ -357,21 +362,21 @@ def refused(message, function, *args, **options):
 
 def test_refuses_in_one_line(device):
     x = torch.randn(40, 70, device=device)
-    q, scale = int8.int8_quantize(x)
+    w = int8.int8_quantize(x)
     seed = torch.tensor([7], device=device)
     choices = "block=48: expected 32 or 64 or 128"
     refused(choices, int8.int8_quantize, x, block=48)
     refused(choices, torch.ops.jetfire.quantize, x, None, 48, "nearest", "q")
     refused("rounding=up: expected nearest or stochastic", int8.int8_quantize, x, rounding="up")
     refused("layout=None: expected q or qt or both", int8.int8_quantize, x, layout=None)
-    refused("p=1.5: expected a probability in [0, 1)", int8.int8_dropout, q, scale, seed, p=1.5)
-    refused("p='half': expected a number", int8.int8_dropout, q, scale, seed, p="half")
-    refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, q, scale, out="int4")
+    refused("p=1.5: expected a probability in [0, 1)", int8.int8_dropout, w, seed, p=1.5)
+    refused("p='half': expected a number", int8.int8_dropout, w, seed, p="half")
+    refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, w, out="int4")
     refused("out=int4: expected bf16 or fp16 or fp32 or int8",
-            int8.int8_gemm, q, scale, q, scale, out="int4")  # fmt: skip
+            int8.int8_gemm, w, w, out="int4")  # fmt: skip
     targets = torch.zeros(40, dtype=torch.int64, device=device)
     refused("targets is int64 (39,): expected int64 (40,)", int8.cross_entropy, x, targets[1:])
     refused("valid=71: expected 1 to 70, the columns of logits",
             int8.cross_entropy, x, targets, valid=71)  # fmt: skip
     refused("layout=qt out=bf16: expected out=int8",
-            int8.int8_gemm, q, scale, q, scale, layout="qt")  # fmt: skip
+            int8.int8_gemm, w, w, layout="qt")  # fmt: skip

@@ -60,8 +60,9 @@ def student(size):
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
 
 
-def values(q, scale, block):
-    return dequantize(q, scale, block, torch.float64)
+def values(codes, block):
+    """The float64 values of codes and scales, the first two of `codes`."""
+    return dequantize(*codes[:2], block, torch.float64)
 
 
 def straight_through(value, rounded):
@@ -71,8 +72,8 @@ def straight_through(value, rounded):
 
 def nearest(value, codes, block):
     """The values of codes, with the gradient of the float64 value that they are nearest to."""
-    step = values(torch.ones_like(codes[0]), codes[1], block)
-    rounded = values(*codes, block)
+    step = values((torch.ones_like(codes[0]), codes[1]), block)
+    rounded = values(codes, block)
     # Half a code, and what fp32 arithmetic adds to it.
     assert bool(((rounded - value).abs() <= 0.503 * step + 1e-30).all())
     return straight_through(value, rounded)
@@ -276,7 +277,7 @@ class _Rounded(torch.autograd.Function):
 
 def normalised(codes, statistics, norm, parameters, block):
     """LayerNorm of a stream's codes about given statistics, which depend on what the codes hold."""
-    x, (q, scale) = codes
+    x, own = codes
     mean, rstd = (t.double()[:, None] for t in statistics)
     weight, bias = parameters
     centre = straight_through(x.mean(1, keepdim=True), mean)
@@ -284,45 +285,49 @@ def normalised(codes, statistics, norm, parameters, block):
     # The given 1/σ, with the derivative of (variance + eps)^-½ there.
     spread_ = rstd * (1 - 0.5 * rstd.square() * (variance - variance.detach()))
     y = (x - centre) * spread_ * weight + bias
-    found = ops.int8_layernorm(
-        q, scale, norm.weight.detach(), norm.bias.detach(), mean=statistics[0],
-        rstd=statistics[1], block=block, eps=norm.eps,
-    )  # fmt: skip
+    found, *_ = ops.int8_layernorm(
+        own,
+        norm.weight.detach(),
+        norm.bias.detach(),
+        mean=statistics[0],
+        rstd=statistics[1],
+        eps=norm.eps,
+    )
     return nearest(y, found, block), found
 
 
 def kernel_noise(a, b, found, block, out):
     """What the kernel that makes a product may itself add to an element: telescoped sums do."""
     op, (m, n) = registry.get("gemm"), found.shape
-    problem = op.Problem(m, n, a[0].shape[1], block=block, out=out, bias=True)
+    problem = op.Problem(m, n, a.q.shape[1], block=block, out=out, bias=True)
     kernel, config = choose(op, problem, Device.of(found))
-    inputs = dict(zip(("a", "a_scale", "b", "b_scale"), (*a, *b), strict=True))
+    inputs = dict(zip(("a", "a_scale", "b", "b_scale"), (*a.tensors, *b.tensors), strict=True))
     noise = kernel.noise(problem, config, inputs)
     return 0.0 if noise is None else spread(noise, block, m, n)
 
 
 def multiplied(codes, linear, parameters, block, out="int8"):
     """A branch's product; codes and parameters are pairs (float64 graph, what nn has)."""
-    x, pair = codes
+    x, own = codes
     weight, bias = parameters
-    w_codes = linear.codes()[:2]
-    y = x @ nearest(weight, w_codes, block).t() + bias
-    found = ops.int8_gemm(*pair, *w_codes, block=block, out=out, bias=linear.bias.detach())
+    w = ops.Quantized(*linear.codes()[:2], block=block)
+    y = x @ nearest(weight, w, block).t() + bias
+    found = ops.int8_gemm(own, w, out=out, bias=linear.bias.detach())
     if out == "int8":
         return nearest(y, found, block), found
-    slack = BF16 * y.abs() + 1e-5 + kernel_noise(pair, w_codes, found, block, out)
+    slack = BF16 * y.abs() + 1e-5 + kernel_noise(own, w, found, block, out)
     assert bool(((found.double() - y).abs() <= slack).all())
     return straight_through(y, found), found
 
 
 def dropped(codes, keep, p, block):
     """A branch's output after dropout with a known mask."""
-    y, (q, scale) = codes
+    y, own = codes
     if keep is None:
         return codes
-    kept = torch.full_like(scale, 1 - drop_threshold(p) / 65536)
-    pair = (q * keep, scale / kept)
-    return straight_through(y * keep / kept[0, 0], values(*pair, block)), pair
+    kept = torch.full_like(own.scale, 1 - drop_threshold(p) / 65536)
+    own = own._replace(q=own.q * keep, scale=own.scale / kept)
+    return straight_through(y * keep / kept[0, 0], values(own, block)), own
 
 
 def attention(y, found, module, batch, keep, noise):
@@ -372,29 +377,29 @@ def reference(module, x, own, batch, parameters, noise, keep=(None, None, None))
         return parameters[f"{name}.weight"], parameters[f"{name}.bias"]
 
     x = _Rounded.apply(x, noise)
-    codes = (nearest(x, (own.q, own.scale), block), (own.q, own.scale))
+    codes = (nearest(x, own.codes, block), own.codes)
     statistics = (own.mean, own.rstd)
     if own.mean is None:
-        wide = values(own.q, own.scale, block)
+        wide = values(own.codes, block)
         variance, mean = torch.var_mean(wide, 1, correction=0)
         statistics = (mean.float(), (variance + eps).rsqrt().float())
     h = normalised(codes, statistics, module.norm1, of("norm1"), block)
     y, found = multiplied(h, module.qkv, of("qkv"), block, out="bf16")
     a, attended = attention(y, found, module, batch, keep[0], noise)
-    pair = ops.int8_quantize(attended, block=block)
-    codes = (straight_through(_Rounded.apply(a, noise), values(*pair, block)), pair)
+    found = ops.int8_quantize(attended, block=block)
+    codes = (straight_through(_Rounded.apply(a, noise), values(found, block)), found)
     y = dropped(
         multiplied(codes, module.projection, of("projection"), block), keep[1], dropout, block
     )
-    total, *pair, mean, rstd = ops.int8_add(own.x.detach(), *y[1], block=block, eps=eps)
+    total, copy, mean, rstd = ops.int8_add(own.x.detach(), y[1], eps=eps)
     x = _Rounded.apply(added(x, y, total), noise)
-    codes = (nearest(x, pair, block), pair)
+    codes = (nearest(x, copy, block), copy)
     h = normalised(codes, (mean, rstd), module.norm2, of("norm2"), block)
     f = multiplied(h, module.expand, of("expand"), block)
-    pair = ops.int8_gelu(*f[1], block=block)
-    u = (nearest(functional.gelu(f[0], approximate="tanh"), pair, block), pair)
+    found = ops.int8_gelu(f[1])
+    u = (nearest(functional.gelu(f[0], approximate="tanh"), found, block), found)
     y = dropped(multiplied(u, module.contract, of("contract"), block), keep[2], dropout, block)
-    out = Stream(*ops.int8_add(total, *y[1], block=block, eps=eps))
+    out = Stream(*ops.int8_add(total, y[1], eps=eps))
     return added(x, y, out.x), out
 
 
@@ -505,8 +510,9 @@ def test_dropout_keeps_the_expectation(device, branch):
         other.weight.zero_()
         other.bias.zero_()
     stream = Stream.of(torch.zeros(BATCH * TOKENS, WIDTH, device=device).bfloat16(), 32)
-    stream = stream._replace(q=torch.randint_like(stream.q, -127, 128))
-    stream = stream._replace(scale=torch.full_like(stream.scale, 0.02))
+    q, scale = stream.codes.tensors
+    codes = {"q": torch.randint_like(q, -127, 128), "scale": torch.full_like(scale, 0.02)}
+    stream = stream._replace(codes=stream.codes._replace(**codes))
     expected = module.eval()(stream, BATCH).x.double()
     module.train()
     with torch.no_grad():

@@ -13,9 +13,18 @@ from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.measure.data import DISTRIBUTIONS, Source
 
 INT8_OPS = (
-    "add", "column_sum", "dequantize", "dropout", "gelu", "gemm", "layernorm", "quantize",
+    "adamw",
+    "add",
+    "column_sum",
+    "dequantize",
+    "dropout",
+    "gelu",
+    "gemm",
+    "layernorm",
+    "quantize",
+    "quantize_qkv",
     "transpose",
-)  # fmt: skip
+)
 SMALL = {"m": 40, "n": 70, "k": 33}
 
 
@@ -91,6 +100,10 @@ def test_bytes_count_every_input_and_output_once(name):
             outputs = op.outputs(problem, inputs)
             moved = sum(t.nbytes for t in [*inputs.values(), *outputs.values()])
             assert op.bytes(problem) == moved
+            for made, said in zip((inputs, outputs), op.on_meta(problem), strict=True):
+                assert list(made) == list(said)
+                for key, tensor in made.items():
+                    assert (tensor.dtype, tensor.shape) == (said[key].dtype, said[key].shape), key
 
 
 @pytest.mark.parametrize("name", INT8_OPS)

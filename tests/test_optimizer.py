@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Quantized
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.step import Step
@@ -23,7 +25,7 @@ def quantised(monkeypatch) -> list[torch.Size]:
     found: list[torch.Size] = []
     original = products._quantised_weight
 
-    def counting(weight: torch.Tensor, block: int) -> products.Both:
+    def counting(weight: torch.Tensor, block: Block) -> Quantized:
         found.append(weight.shape)
         return original(weight, block)
 
@@ -69,7 +71,9 @@ def codes_are_of(model: GPT2) -> None:
     """What every INT8 layer would multiply by is what quantising its weight now gives."""
     for weight, (cache, block) in quantised_weights(model).items():
         expected = int8_quantize(weight.detach(), block=block, layout="both")
-        for ours, theirs in zip(cache.of(weight, block), expected, strict=True):
+        found = cache.of(weight, block)
+        assert found.block == block
+        for ours, theirs in zip(found.tensors, expected.tensors, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -230,9 +234,9 @@ def test_codes_stay_where_they_are(device):
     places = []
     for step in range(3):
         backward(model, optimizer, step)
-        places.append([t.data_ptr() for cache in caches for t in cache.latest])
+        places.append([t.data_ptr() for cache in caches for t in cache.latest.tensors])
         optimizer.step()
-        places.append([t.data_ptr() for cache in caches for t in cache.latest])
+        places.append([t.data_ptr() for cache in caches for t in cache.latest.tensors])
         if step == 1:
             change_in_place(model)
     assert places[0] == places[1] == places[2] == places[3] == places[5]
@@ -290,11 +294,11 @@ def test_a_replay_renews_the_codes(device, quantised):
     with replaying(optimizer):
         assert quantised == [weight.shape]
         expected = int8_quantize(weight.detach(), block=block, layout="both")
-        assert all(torch.equal(a, b) for a, b in zip(codes, expected, strict=True))
+        pairs = zip(codes.tensors, expected.tensors, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
         weight.data.mul_(2)  # under the same version
-        for to, source in zip(
-            codes, int8_quantize(weight.detach(), block=block, layout="both"), strict=True
-        ):
+        renewed = int8_quantize(weight.detach(), block=block, layout="both")
+        for to, source in zip(codes.tensors, renewed.tensors, strict=True):
             to.copy_(source)
     quantised.clear()
     assert cache.of(weight, block) is cache.latest

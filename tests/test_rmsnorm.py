@@ -73,13 +73,13 @@ def test_op_is_torch_on_dequantised_inputs(mode):
     weight = inputs["weight"].double().requires_grad_()
     y = torch.nn.functional.rms_norm(x, (90,), weight, problem.eps)
     if mode == "fwd":
-        torch.testing.assert_close(expected["value"], y.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(expected["q"], y.detach(), rtol=1e-5, atol=1e-5)
         rstd = (x.detach().square().mean(dim=1) + problem.eps) ** -0.5
         torch.testing.assert_close(expected["rstd"], rstd)
         return
     dy = dequantize(inputs["dy"], inputs["dy_scale"], 32, torch.float64)
     gradients = torch.autograd.grad(y, (x, weight), dy)
-    for name, want in zip(("value", "dweight"), gradients, strict=True):
+    for name, want in zip(("q", "dweight"), gradients, strict=True):
         torch.testing.assert_close(expected[name], want, rtol=1e-5, atol=1e-5)
 
 

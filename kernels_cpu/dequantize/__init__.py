@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Tensors, float_dtype
+from jetfire.core.contract import Tensors
+from jetfire.core.tensors import dtype_of
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.reference.dequantize import dequantize
 
@@ -13,7 +14,7 @@ class TorchDequantize(TorchKernel):
     op = "dequantize"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        dtype = float_dtype(problem.out)
+        dtype = dtype_of(problem.out)
         return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
 
 

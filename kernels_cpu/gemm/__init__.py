@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from jetfire.core.contract import Tensors
-from jetfire.kernels_cpu.common import TorchKernel, integers, with_transpose
+from jetfire.core.tensors import with_transpose
+from jetfire.kernels_cpu.common import TorchKernel, integers
 from jetfire.reference.quantize import quantize, spread
 
 

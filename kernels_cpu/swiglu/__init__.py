@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jetfire.core.contract import Tensors
-from jetfire.kernels_cpu.common import TorchKernel, quantised, with_transpose
-from jetfire.ops.swiglu import SUFFIXES
+from jetfire.core.tensors import with_transpose
+from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND
 from jetfire.reference.quantize import quantize
@@ -26,14 +26,13 @@ class TorchSwiglu(TorchKernel):
         if problem.mode == "fwd":
             return quantised(silu(gate) * up, problem, inputs)
         (dy,) = rest
-        results = {}
+        results: Tensors = {}
         for name, value, stream in (
             ("dgate", dy * silu_grad(gate) * up, STREAM_ROUNDING),
             ("dup", dy * silu(gate), STREAM_SECOND),
         ):
             codes = quantize(value, block, rounding, inputs.get("seed"), stream)
-            for part, tensor in with_transpose(*codes).items():
-                results[f"{name}{SUFFIXES[part]}"] = tensor
+            results |= with_transpose(*codes, name)
         return results
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jetfire.core.contract import Tensors
-from jetfire.kernels_cpu.common import TorchKernel, with_transpose
+from jetfire.core.tensors import with_transpose
+from jetfire.kernels_cpu.common import TorchKernel
 
 
 class TorchTranspose(TorchKernel):

@@ -9,8 +9,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Config, Tensors, ceil_div, float_dtype
+from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.tensors import dtype_of
 from jetfire.kernels_triton.common import INTERPRETED, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason
@@ -124,7 +125,7 @@ def backward_kernel(
 
 def vector(problem: Any) -> int:
     """Return how many logits 16 bytes hold."""
-    return 16 // float_dtype(problem.dtype).itemsize
+    return 16 // dtype_of(problem.dtype).itemsize
 
 
 class TritonCrossEntropy(TritonKernel):

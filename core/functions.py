@@ -1,0 +1,47 @@
+"""The function that people call for an op's problem, and what it is called with."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jetfire.core.tensors import Quantized, names_of
+
+if TYPE_CHECKING:
+    from jetfire.core.contract import Op, Tensors
+
+
+def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return the public function that solves problems of these fields; None where there is none."""
+    module, backward = sys.modules[type(op).__module__], fields.get("mode") == "bwd"
+    for name in getattr(module, "__all__", ()):
+        if name.endswith("_backward") == backward:
+            return getattr(module, name)
+    return None
+
+
+def arguments(op: Op, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+    """Return what that function is called with: of the op's arguments those that it takes.
+
+    A tensor that is left out is no input, though the problem may have a field of its name that says
+    so.
+    """
+    function = called(op, fields)
+    assert function is not None, f"{op.name} has no public function"
+    given = op.arguments(fields, inputs)
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.annotation == "Quantized":
+            found[name] = _quantized(name, inputs, fields["block"])
+        elif name in given and (name in inputs or "Tensor" not in str(parameter.annotation)):
+            found[name] = given[name]
+    return found
+
+
+def _quantized(name: str, inputs: Tensors, block: int) -> Quantized:
+    """Return the matrix of a name, or of none, of which an op's inputs are the parts."""
+    own = names_of(name) if name in inputs else names_of()
+    q, scale, qt, scale_t = (inputs.get(own[part]) for part in names_of())
+    return Quantized(q, scale, qt, scale_t, block)

@@ -1,0 +1,140 @@
+"""The tensors of a launch: a quantised matrix as one value, and specs of dtypes and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from jetfire.core.contract import Layout, Tensors
+
+
+class Quantized(NamedTuple):
+    """A matrix (m×n) as INT8 codes with an fp32 scale per block×block tile, its transpose, or both.
+
+    Attributes:
+        q, scale: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉; rows may be any distance apart. None where
+            there is only the transpose.
+        qt, scale_t: int8 n×m and fp32 ⌈n/block⌉×⌈m/block⌉ of the transpose, or None.
+        block: the side of a tile: 32, 64 or 128.
+    """
+
+    q: Tensor | None
+    scale: Tensor | None
+    qt: Tensor | None = None
+    scale_t: Tensor | None = None
+    block: int = 32
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], layout: Layout, block: int) -> Quantized:
+        """Return the value of the tensors that a layout has, in order."""
+        first, second, *more = tensors
+        if layout == "qt":
+            return cls(None, None, first, second, block)
+        third, fourth = more or (None, None)
+        return cls(first, second, third, fourth, block)
+
+    @property
+    def t(self) -> Quantized:
+        """The transpose (n×m): the same tensors."""
+        return Quantized(self.qt, self.scale_t, self.q, self.scale, self.block)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that there are, in order."""
+        return tuple(tensor for tensor in self[:4] if tensor is not None)
+
+
+class Quantized4(NamedTuple):
+    """A matrix (m×n) as 4-bit codes, packed, wide or both, with one fp32 scale.
+
+    Attributes:
+        packed: int8 m×n/2, two codes a byte (`reference.nibbles`), or None.
+        wide: int8 m×n, one code a byte: in its high half, but for a weight's gradient, whose bytes
+            are the numbers that are meant. Or None.
+        scale: fp32, one element.
+        squares: int32 m, the sum of the squares of each row's codes, or None.
+    """
+
+    packed: Tensor | None
+    wide: Tensor | None
+    scale: Tensor
+    squares: Tensor | None = None
+
+
+class Spec(NamedTuple):
+    """What a tensor of a launch is.
+
+    Attributes:
+        dtype: bf16, fp16, fp32, int8, int32 or int64.
+        shape: its sizes, which may be symbolic.
+        block: of codes with a scale per tile, the tile's side.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    block: int | None = None
+
+
+Specs = dict[str, Spec]
+_PARTS = ("q", "scale", "qt", "scale_t")
+_LAYOUTS = {"q": _PARTS[:2], "qt": _PARTS[2:], "both": _PARTS}
+
+
+def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
+    """Return the parts of a quantised matrix (q, scale, qt, scale_t), and each one's own name.
+
+    One that is called ``q`` has its parts under these names; ``dx`` has ``dx``, ``dx_scale``,
+    ``dx_t`` and ``dx_scale_t``.
+    """
+    own = _PARTS if name == "q" else (name, f"{name}_scale", f"{name}_t", f"{name}_scale_t")
+    return {part: own[_PARTS.index(part)] for part in _LAYOUTS[layout]}
+
+
+def quantized(m: int, n: int, block: int, name: str = "q", layout: Layout = "q") -> Specs:
+    """Return what a quantised m×n matrix consists of, in a layout."""
+    scales = -(-m // block), -(-n // block)
+    whole = {
+        "q": Spec("int8", (m, n), block),
+        "scale": Spec("fp32", scales),
+        "qt": Spec("int8", (n, m), block),
+        "scale_t": Spec("fp32", scales[::-1]),
+    }
+    return {own: whole[part] for part, own in names_of(name, layout).items()}
+
+
+def with_transpose(q: Tensor, scale: Tensor, name: str = "q") -> Tensors:
+    """Return codes and scales of a matrix and, as views, those of its transpose, by name."""
+    return dict(zip(names_of(name).values(), (q, scale, q.t(), scale.t()), strict=True))
+
+
+def seed_of(problem: Any) -> Specs:
+    """Return the seed of a problem's stochastic rounding; nothing where it rounds to nearest."""
+    return {"seed": Spec("int64", (1,))} if problem.rounding == "stochastic" else {}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of a `Spec`'s."""
+    import torch
+
+    return {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "int8": torch.int8,
+        "int32": torch.int32,
+        "int64": torch.int64,
+    }[name]
+
+
+def empty(specs: Specs, device: torch.device) -> Tensors:
+    """Return uninitialised tensors."""
+    import torch
+
+    return {
+        name: torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=device)
+        for name, spec in specs.items()
+    }

@@ -1,0 +1,219 @@
+"""What ops of whole rows have in common, and what LayerNorm and RMSNorm have besides."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.core.contract import Gradient, Mode, Problem, Tensors, at_least_zero
+from jetfire.core.tensors import Spec, Specs, quantized, seed_of
+from jetfire.measure import peers
+from jetfire.measure.bounds import NOISE, overflows, worst
+from jetfire.measure.data import Source
+from jetfire.measure.op import StandardOp, draw, unrounded
+
+if TYPE_CHECKING:
+    from random import Random
+
+    import torch
+    from torch import Tensor
+
+    from jetfire.core.contract import Model
+
+# Weights of all sizes and signs; statistics that are not the row's own.
+ENDS = {
+    "weight": (0.0, 1.0, -1.0, 1e-3, 1e3),
+    "bias": (0.0, 1.0, -1e3),
+    "mean": (0.0, 1.0, -3.0),
+    "rstd": (0.01, 1.0, 30.0),
+}
+# Values of the outputs' codes in float64, by block what evaluating them in fp32 may add and where
+# it may overflow, and what is expected of the other outputs.
+Evaluated = tuple["Tensor", "Tensor", "Tensor", Tensors]
+
+
+class RowProblem(Problem):
+    """A problem whose rows' variance or mean of squares has `eps` added to it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_zero(self, "eps")
+
+
+class RowOp(StandardOp):
+    """An op on the residual stream that gives or takes statistics of whole rows."""
+
+    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        return [{"m": model.tokens, "n": model.width}]
+
+    def nothing(self, problem: Any, inputs: Tensors, outputs: Tensors) -> None:
+        """Write NaN for the mean of a row of nothing, and its rstd, as `torch.var_mean` has it."""
+        import torch
+
+        super().nothing(problem, inputs, outputs)
+        for name in {"mean", "rstd"} & outputs.keys():
+            outputs[name].fill_(torch.nan)
+
+
+class Norm(RowOp):
+    """A norm of rows: x and its parameters to codes and statistics, and backward.
+
+    `sums` has the outputs of a backward that are the parameters' gradients, in their order.
+
+    Attributes:
+        in_torch: torch's function.
+        parameters: weight (fp32, n), or that and bias.
+        statistics: what is known of a row: rstd (fp32, m), or mean and that.
+    """
+
+    in_torch: ClassVar[str]
+    parameters: ClassVar[tuple[str, ...]]
+    statistics: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def of_rows(self, x: torch.Tensor, eps: float) -> Tensors:
+        """Return the statistics of x's rows, in its dtype."""
+
+    @abstractmethod
+    def torch_backward(
+        self, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, inputs: Tensors
+    ) -> Callable[[], Any]:
+        """Return a call of what torch's autograd runs, of BF16 tensors."""
+
+    @abstractmethod
+    def forward(self, problem: Any, wide: Tensors) -> Evaluated:
+        """Return what is expected of a forward whose inputs these are, in float64."""
+
+    @abstractmethod
+    def backward(self, problem: Any, wide: Tensors) -> Evaluated:
+        """Return what is expected of a backward whose inputs these are, in float64."""
+
+    def given(self, problem: Any) -> bool:
+        """Return whether a launch reads statistics rather than compute them."""
+        return bool(problem.mode == "bwd")
+
+    def reads(self, problem: Any) -> Specs:
+        m, n, block = problem.m, problem.n, problem.block
+        of_columns = dict.fromkeys(self.parameters, Spec("fp32", (n,)))
+        if problem.mode == "bwd":
+            of_columns = {"weight": of_columns["weight"]} | quantized(m, n, block, "dy")
+        of_rows = dict.fromkeys(self.statistics if self.given(problem) else (), Spec("fp32", (m,)))
+        return quantized(m, n, block, "x") | of_columns | of_rows | seed_of(problem)
+
+    def writes(self, problem: Any) -> Specs:
+        m, n = problem.m, problem.n
+        codes = quantized(m, n, problem.block, layout=problem.layout)
+        if problem.mode == "bwd":
+            return codes | dict.fromkeys(self.sums["m"], Spec("fp32", (n,)))
+        names = () if self.given(problem) else self.statistics
+        return codes | dict.fromkeys(names, Spec("fp32", (m,)))
+
+    def inputs(
+        self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Return values drawn from `data` (backward: dy alone, x is normal), weights around 1."""
+        from jetfire.reference.dequantize import dequantize
+
+        source, specs = Source(data, device, seed), self.reads(problem)
+        plain = Source("normal", device, seed + 1) if problem.mode == "bwd" else source
+        drawn = draw(quantized(problem.m, problem.n, problem.block, "x"), plain)
+        if self.given(problem):
+            x = dequantize(drawn["x"], drawn["x_scale"], problem.block)
+            drawn |= self.of_rows(x, problem.eps)
+        drawn |= draw({k: v for k, v in specs.items() if k not in drawn}, source)
+        for name, usual in (("weight", 1.0), ("bias", 0.0)):
+            if name in specs:
+                drawn[name] = usual + 0.2 * drawn[name]
+        return {name: drawn[name] for name in specs}
+
+    def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
+        from jetfire.measure import edges
+
+        ends = ((name, values) for name, values in ENDS.items() if name in inputs)
+        return {name: edges.each(rng, values, inputs[name]) for name, values in ends}
+
+    def reference(self, problem: Any, inputs: Tensors) -> Tensors:
+        """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
+        import torch
+
+        from jetfire.reference.dequantize import dequantize
+
+        wide = {name: inputs[name].double() for name in ENDS if name in inputs}
+        for name in {"x", "dy"} & inputs.keys():
+            scale = inputs[f"{name}_scale"]
+            wide[name] = dequantize(inputs[name], scale, problem.block, torch.float64)
+        evaluate = self.backward if problem.mode == "bwd" else self.forward
+        value, noise, over, rest = evaluate(problem, wide)
+        return unrounded(problem, inputs, value, noise, over) | rest
+
+    def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
+        """Return none where the statistics that are given are not those of x's rows."""
+        import torch
+
+        from jetfire.measure import gradient
+
+        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block)
+        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        own = self.of_rows(x, problem.eps)
+        if not all(torch.allclose(inputs[k].double(), v, 1e-3, 1e-3) for k, v in own.items()):
+            return []
+        weight = inputs["weight"].double()
+        leaves = [x, weight, torch.zeros_like(weight)][: 1 + len(self.parameters)]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        norm = getattr(torch.nn.functional, self.in_torch)
+        y = norm(leaves[0], weight.shape, *leaves[1:], problem.eps)
+        dx, *sums = gradient.of(y, dy, *leaves)
+        rstd, fp32 = inputs["rstd"].double()[:, None], 10 * gradient.FP32
+        normal, rounded = (x * rstd).abs(), torch.zeros_like(rstd)
+        if "mean" in own:
+            normal = ((x - own["mean"][:, None]) * rstd).abs()
+            # x and the mean in fp32: of a row of one column, or of equal ones, all that is left.
+            rounded = 2.0**-23 * x.abs().amax(1, keepdim=True) * rstd
+        terms = (dy * weight).abs().amax(1, keepdim=True)
+        most = 1 + normal.amax(1, keepdim=True)
+        of_dx = terms * rstd * (fp32 * most**2 + 2 * rounded * most)
+        of_sums = (dy.abs() * (fp32 * (1 + normal) + rounded)).sum(0), fp32 * dy.abs().sum(0)
+        found = gradient.quantised(problem, outputs, dx, of_dx)
+        for name, exact, allowed in zip(self.sums["m"], sums, of_sums, strict=False):
+            found.append(Gradient(name, outputs[name], exact, allowed))
+        return found
+
+    def eager(self, problem: Any, inputs: Tensors) -> Callable[[], Any]:
+        """Return torch's norm, or its gradients, of the same BF16 tensors."""
+        from torch.nn import functional
+
+        wide = peers.widened(inputs, problem.block)
+        x, weight = wide("x"), inputs["weight"].bfloat16()
+        if problem.mode == "bwd":
+            return self.torch_backward(x, wide("dy"), weight, inputs)
+        parameters = [inputs[name].bfloat16() for name in self.parameters]
+        norm = getattr(functional, self.in_torch)
+        return lambda: norm(x, [problem.n], *parameters, problem.eps)
+
+
+def forward_bounds(
+    block: int, wide: Tensors, mean: torch.Tensor, rstd: torch.Tensor, computed: Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by block what fp32 may add to (x − mean)·rstd·weight + bias, and where it overflows.
+
+    Args:
+        wide: x, weight and, where there is one, bias.
+        computed: the bounds of the statistics (`statistics_bounds`); empty where they are given.
+    """
+    import torch
+
+    x, weight = wide["x"], wide["weight"].abs()
+    mean, rstd = mean[:, None], rstd[:, None]
+    size = x.abs() + mean.abs()
+    terms = size * rstd * weight
+    if "bias" in wide:
+        terms = terms + wide["bias"].abs()
+    off = NOISE * terms
+    if computed:
+        of_mean, of_rstd = computed["mean_bound"][:, None], computed["rstd_bound"][:, None]
+        off = off + (of_mean * rstd + (x - mean).abs() * of_rstd) * weight
+    largest = torch.maximum(terms, torch.maximum(size, size * rstd))
+    return worst(off, block), overflows(largest, block, computed.get("row_over"))
