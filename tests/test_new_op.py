@@ -1,0 +1,174 @@
+"""An op of five new files: every verb takes it, and no other file changes.
+
+In a copy of the tree, by processes that import no other.
+"""
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "new_op"
+FILES = {path.relative_to(DATA / "files") for path in (DATA / "files").rglob("*.py")}
+SIZES = ("--m", "40", "--n", "70", "--block", "32")
+EXPORTED = ("--m", "256", "--n", "256", "--block", "32", "--kernel", "triton")
+
+
+def files(root):
+    """The package's, its tests and profiles, and those at the root, by their places in it."""
+    folders = [path.parent for path in root.glob("*/__init__.py")]
+    inner = [path for folder in (*folders, root / "tests") for path in folder.rglob("*")]
+    every = (path for path in (*root.glob("[!.]*"), *inner) if path.is_file())
+    return {path.relative_to(root) for path in every if path.parent.name != "__pycache__"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The copy's root, and what runs a Python program or a command of `jetfire` in it."""
+    folder = tmp_path_factory.mktemp("copy")
+    root = folder / "jetfire"
+    for path in (*files(ROOT), *FILES):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy((DATA / "files" if path in FILES else ROOT) / path, root / path)
+    kept = {name: str(folder / name.lower()) for name in ("PROFILES", "STUDIES", "FUZZ", "CACHE")}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        **{f"JETFIRE_{name}": place for name, place in kept.items()},
+        "PYTHONPATH": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+    def run(*words, interpret=False, code=0):
+        more = {"TRITON_INTERPRET": "1"} if interpret else {}
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            env={**environment, **more},
+        )
+        assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def jetfire(*words, **options):
+        return run("-m", "jetfire.cli", *words, **options)
+
+    assert run("-c", "import jetfire; print(jetfire.__path__[0])").strip() == str(root)
+    return SimpleNamespace(root=root, folder=folder, run=run, jetfire=jetfire)
+
+
+def test_it_is_five_files():
+    """A reference, the op, a kernel for the GPU, one for the CPU, and their test."""
+    homes = [path.parts[0] for path in sorted(FILES)]
+    assert homes == ["kernels_cpu", "kernels_triton", "ops", "reference", "tests"]
+
+
+def test_its_own_tests_and_those_of_all_ops(copy):
+    """Who imports whom, which functions there are, and what they say of wrong arguments."""
+    files = [f"tests/test_{name}.py" for name in ("softsign", "house", "defaults", "arguments")]
+    chosen = "softsign or house or every_function"
+    out = copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
+    assert " passed" in out
+
+
+def test_list(copy):
+    _, _, entry = copy.jetfire("list").partition("  softsign ")
+    assert "kernels: torch, triton" in entry.partition("  swiglu ")[0]
+
+
+def test_bench(copy):
+    """Checked and timed both ways, beside peers."""
+    file = copy.folder / "bench.json"
+    words = ("--mode", "fwd,bwd", "--kernel", "torch,triton", "--rounds", "1", "-o", file)
+    copy.jetfire("bench", "softsign", *SIZES, *words, interpret=True)
+    rows = {
+        (row["kernel"], row["problem"]["mode"]): row for row in json.loads(file.read_text())["rows"]
+    }
+    for mode in ("fwd", "bwd"):
+        for name in ("torch", "triton"):
+            row = rows[name, mode]
+            assert row["ok"]
+            assert row["ms"] > 0
+            assert row["vs_peer"]["eager"] > 0
+
+
+def test_tune(copy):
+    """The best of some configs is what bench then takes."""
+    words = ("--kernel", "triton", "--trials", "2", "--space", "warps=1,2", "--peer", "none")
+    copy.jetfire("tune", "softsign", *SIZES, *words, interpret=True)
+    words = ("--kernel", "triton", "--peer", "none", "--rounds", "1", "--strict-profile")
+    out = copy.jetfire("bench", "softsign", *SIZES, *words, "--format", "json", interpret=True)
+    (row,) = json.loads(out)["rows"]
+    assert row["profile"] == "tuned"
+
+
+def fuzzed(copy, *words):
+    """The kinds of failures that are found of each kernel."""
+    file = copy.folder / "fuzz.json"
+    options = ("--largest", "48", "--interpreter", "-o", file)
+    copy.jetfire("fuzz", "softsign", *options, *words, code=3)
+    pairs = json.loads(file.read_text())["pairs"]
+    assert all(pair["examples"] for pair in pairs)
+    return {pair["kernel"]: {one["kind"] for one in pair["failures"]} for pair in pairs}
+
+
+def test_fuzz(copy):
+    """The kernels are right, and one that is wrong is found."""
+    found = fuzzed(copy, "--load", DATA / "wrong_kernel.py", "--examples", "10")
+    assert found == {"torch": set(), "triton": set(), "wrong-kernel": {"wrong"}}
+
+
+def test_fuzz_of_gradients(copy):
+    """One that the reference has wrong too is found by autograd of the forward."""
+    words = ("--kernel", "wrong-gradient", "--examples", "30")
+    found = fuzzed(copy, "--load", DATA / "wrong_gradient.py", *words)
+    assert found == {"wrong-gradient": {"gradient"}}
+
+
+def test_audit(copy):
+    """Both ways, compiled for another machine."""
+    out = copy.jetfire("audit", "softsign", *SIZES, "--mode", "fwd,bwd", "--arch", "90")
+    assert out.count("softsign_kernel") == 2
+
+
+@pytest.fixture(scope="module")
+def tuned(copy):
+    copy.run(DATA / "tuned.py")
+
+
+@pytest.mark.parametrize("target", ["cubin", "torch"])
+def test_export(copy, tuned, target):
+    """As files: others' exports are built and run by tests of their own."""
+    folder = copy.folder / target
+    copy.jetfire("export", "softsign", *EXPORTED, "--target", target, "--no-check", "-o", folder)
+    assert "softsign" in (folder / "README.md").read_text()
+
+
+def test_compile(copy):
+    copy.run(DATA / "compiled.py")
+
+
+def test_shipped_profiles(copy):
+    """`make profiles` tunes it, for the shapes of every known model both ways."""
+    code = """from jetfire.tuner import shipped
+print(*(case.problem.mode for case in shipped.cases(["softsign"])))
+print(*shipped.commands())"""
+    modes, commands = copy.run("-c", code).splitlines()
+    assert modes.split().count("fwd") == modes.split().count("bwd") > 10
+    assert " softsign " in commands
+
+
+def test_no_other_file_changes(copy):
+    """What the verbs wrote is elsewhere; this tree knows nothing of the op."""
+    assert not FILES & files(ROOT)
+    assert files(copy.root) == files(ROOT) | FILES
+    assert all(filecmp.cmp(ROOT / path, copy.root / path, False) for path in files(ROOT))
