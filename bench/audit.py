@@ -17,9 +17,9 @@ from rich.table import Table
 
 from jetfire.bench.progress import watch
 from jetfire.core import broken, registry, terminal
-from jetfire.core.contract import Kernel
 from jetfire.core.device import Device, capability_of, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import audit
 from jetfire.measure.plan import Case
 

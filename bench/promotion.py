@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from jetfire.core.contract import Tensors
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError
+from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure.check import relative_error
 from jetfire.measure.plan import Case

@@ -24,8 +24,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import Op
 from jetfire.core.errors import unknown
+from jetfire.core.op import Op
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request

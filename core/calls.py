@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jetfire.core import profiles, registry
-from jetfire.core.contract import Kernel, Op, Tensors
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.launch import choose
-from jetfire.core.tensors import dtype_of
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors, dtype_of
 
 if TYPE_CHECKING:
     from jetfire.core.operators import Operator

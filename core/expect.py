@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import tensors
-from jetfire.core.contract import Block, Layout, Rounding, blocks_of
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block, Layout, Rounding
+from jetfire.core.tensors import blocks_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core.tensors import Quantized, names_of
 
 if TYPE_CHECKING:
-    from jetfire.core.contract import Op, Tensors
+    from jetfire.core.op import Op
+    from jetfire.core.tensors import Tensors
 
 
 def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -7,12 +7,15 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import profiles, registry
-from jetfire.core.contract import Check, Kernel, Op, Problem, Tensors
 from jetfire.core.device import SHARED_KIB, Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Check, Op
+from jetfire.core.problem import Problem
+from jetfire.core.tensors import Tensors
 
 if TYPE_CHECKING:
-    from jetfire.core.contract import Config
+    from jetfire.core.kernel import Config
     from jetfire.core.profiles import Found
 
 _said: set[tuple[str, ...]] = set()

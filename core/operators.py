@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Tensors, float_name
+from jetfire.core.tensors import Tensors, float_name
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,10 +25,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jetfire.core import registry, schema
-from jetfire.core.contract import Kernel, Op
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable, locked, write
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Op
 from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, NotNegative, Ratios
 
 SCHEMA = 2

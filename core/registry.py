@@ -17,7 +17,8 @@ from jetfire.core import broken
 from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from jetfire.core.contract import Kernel, Op
+    from jetfire.core.kernel import Kernel
+    from jetfire.core.op import Op
 
 _ROOT = Path(__file__).parent.parent
 # In the order of preference where several are legal.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jetfire.core.contract import Layout, Tensors
+    from jetfire.core.problem import FloatName, Layout
+
+
+Tensors = dict[str, "torch.Tensor"]
 
 
 class Quantized(NamedTuple):
@@ -96,7 +101,7 @@ def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
 
 def quantized(m: int, n: int, block: int, name: str = "q", layout: Layout = "q") -> Specs:
     """Return what a quantised m×n matrix consists of, in a layout."""
-    scales = -(-m // block), -(-n // block)
+    scales = blocks_of(m, n, block)
     whole = {
         "q": Spec("int8", (m, n), block),
         "scale": Spec("fp32", scales),
@@ -138,3 +143,26 @@ def empty(specs: Specs, device: torch.device) -> Tensors:
         name: torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=device)
         for name, spec in specs.items()
     }
+
+
+@cache
+def float_name(dtype: torch.dtype) -> FloatName:
+    """Return the short name of a torch dtype."""
+    names: dict[torch.dtype, FloatName] = {
+        dtype_of(name): name for name in ("bf16", "fp16", "fp32")
+    }
+    return names[dtype]
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
+    """The shape of the scales of an m×n tensor."""
+    return ceil_div(m, block), ceil_div(n, block)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no kernel writes: -128 for codes, NaN for floats."""
+    return tensor.fill_(math.nan if tensor.is_floating_point() else -128)

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from jetfire.core.contract import Model, Op, Problem
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.op import Model, Op
+from jetfire.core.problem import Problem
 
 MODELS = {
     "gpt2-124m": Model(768, 3072),

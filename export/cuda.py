@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jetfire.core import registry
-from jetfire.core.contract import Kernel
 from jetfire.core.errors import UsageError
 from jetfire.core.host import Code, Host
+from jetfire.core.kernel import Kernel
 from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Check, Tensors
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, WrongResultError
+from jetfire.core.op import Check
 from jetfire.core.processes import Worker
+from jetfire.core.tensors import Tensors
 from jetfire.export import targets
 from jetfire.export.plan import Plan, Tuned
 from jetfire.measure import timer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import jetfire
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.export.c_text import WIDTH, capital, fields
 from jetfire.export.foreign import Foreign
 from jetfire.export.library import Library

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from jetfire.core import profiles, registry
-from jetfire.core.contract import Kernel, Op
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Kernel
 from jetfire.core.launch import command_for, report
+from jetfire.core.op import Op
 from jetfire.core.profiles import Entry, Found
 from jetfire.export import naming
 from jetfire.export.foreign import Foreign

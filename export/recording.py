@@ -23,7 +23,7 @@ from jetfire.core.errors import JetfireError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.contract import Tensors
+    from jetfire.core.tensors import Tensors
     from jetfire.kernels_triton.crosscompile import Launch
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from jetfire.core import registry
-from jetfire.core.contract import Kernel, Op, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors
 from jetfire.export.plan import CPU, Plan
 
 # Every byte of an output before it is written, here and in self-tests: NaN, or a code that is none.

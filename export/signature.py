@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from jetfire.core.contract import Op, Tensors, ceil_div
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors, ceil_div
 
 Role = Literal["input", "updated", "output"]
 # Sizes at which an extent is read off: of no two the quotients, or their ceilings, are alike.

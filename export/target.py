@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jetfire.core.contract import Tensors
 from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.core.tensors import Tensors
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan
 from jetfire.export.samples import Sample

@@ -17,10 +17,11 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jetfire.core.contract import Kernel, Op
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.functions import called
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Op
 from jetfire.core.workloads import RAGGED
 from jetfire.fuzz.case import Case, Other
 from jetfire.measure.data import DISTRIBUTIONS

@@ -9,7 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from jetfire.core.contract import Op, Tensors
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors
 from jetfire.measure.edges import throughout
 
 # Either word of a key, and its sign.

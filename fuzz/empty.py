@@ -9,9 +9,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from jetfire.core import calls, functions, registry
-from jetfire.core.contract import Op, Tensors
 from jetfire.core.device import Device
-from jetfire.core.tensors import Specs, dtype_of
+from jetfire.core.op import Op
+from jetfire.core.tensors import Specs, Tensors, dtype_of
 from jetfire.fuzz.case import Case, Outcome
 
 UNIT = 1024  # every op takes multiples of it

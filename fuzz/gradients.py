@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Op, Tensors
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors
 
 MOST = 1 << 20  # elements of an input, beyond which autograd in float64 takes too long
 

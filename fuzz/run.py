@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from jetfire.core import registry
-from jetfire.core.contract import Kernel, Op, Tensors
-from jetfire.core.contract import poison as op_poison
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.launch import launch
+from jetfire.core.op import Op
+from jetfire.core.tensors import Tensors
+from jetfire.core.tensors import poison as op_poison
 from jetfire.fuzz import edges, gradients
 from jetfire.fuzz.case import Case, Kind, Outcome
 from jetfire.fuzz.memory import (

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from jetfire.core import registry
-from jetfire.core.contract import Kernel, Op
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Op
 from jetfire.fuzz.case import Case, Failure, Outcome
 from jetfire.fuzz.coverage import traits
 from jetfire.fuzz.draw import Batch, Target, sizes_of, usual

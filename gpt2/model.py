@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire.core import contract
+from jetfire.core import problem
 from jetfire.core.errors import UsageError
 from jetfire.nn import (
     Int4Linear,
@@ -177,7 +177,7 @@ class GPT2(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def _int8(self, x: torch.Tensor, side: contract.Block) -> torch.Tensor:
+    def _int8(self, x: torch.Tensor, side: problem.Block) -> torch.Tensor:
         batch, tokens, width = x.shape
         with torch.autocast(x.device.type, enabled=False):
             stream = Stream.of(x.flatten(0, 1).to(torch.bfloat16), side)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Config, Kernel, Tensors
 from jetfire.core.device import Device
-from jetfire.core.tensors import with_transpose
+from jetfire.core.kernel import Config, Kernel
+from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.reference.quantize import quantize
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jetfire.kernels_cuda import driver
 
 if TYPE_CHECKING:
-    from jetfire.core.contract import Config
     from jetfire.core.device import Device
+    from jetfire.core.kernel import Config
 
 TILE_K = 128
 

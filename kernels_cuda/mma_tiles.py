@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Config, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin
 

@@ -19,10 +19,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from jetfire.core import registry
-from jetfire.core.contract import Tensors
 from jetfire.core.device import target_device
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Kernel
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.contract import Tensors
+    from jetfire.core.tensors import Tensors
 
 ROUNDING = 2.0**-24  # of one fp32 operation, relatively
 # A few of them: what evaluation may add to a result, in units of its largest term.

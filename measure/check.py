@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Check, Tensors
-from jetfire.core.tensors import Specs, names_of
+from jetfire.core.op import Check
+from jetfire.core.tensors import Specs, Tensors, names_of
 
 # fp32 evaluation of a function of unit condition errs by a few 2^-24; 127 codes make that 1e-4 of
 # a code, and full-row sums of 50257 terms stay within ten times that.

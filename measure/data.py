@@ -11,7 +11,7 @@ from jetfire.core.tensors import dtype_of
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.contract import FloatName
+    from jetfire.core.problem import FloatName
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

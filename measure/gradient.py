@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Gradient, Tensors
-from jetfire.core.tensors import names_of
+from jetfire.core.op import Gradient
+from jetfire.core.tensors import Tensors, names_of
 
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # a rounding, generously
 FP32 = 1e-5  # of the largest term of a short sum

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.contract import Gradient, Mode, Problem, Tensors, at_least_zero
-from jetfire.core.tensors import Spec, Specs, quantized, seed_of
+from jetfire.core.op import Gradient
+from jetfire.core.problem import Mode, Problem, at_least_zero
+from jetfire.core.tensors import Spec, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import NOISE, overflows, worst
 from jetfire.measure.data import Source
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jetfire.core.contract import Model
+    from jetfire.core.op import Model
 
 # Weights of all sizes and signs; statistics that are not the row's own.
 ENDS = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from jetfire.core.contract import Check, Op, Tensors
-from jetfire.core.tensors import Specs, names_of
+from jetfire.core.op import Check, Op
+from jetfire.core.tensors import Specs, Tensors, names_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.contract import FloatName
+    from jetfire.core.problem import FloatName
 
 
 class StandardOp(Op):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.contract import Tensors
+    from jetfire.core.tensors import Tensors
 
 Thunk = Callable[[], Any]
 Factory = Callable[[], Thunk]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import MOST_ELEMENTS, Op
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.op import Op
+from jetfire.core.problem import MOST_ELEMENTS
 from jetfire.measure import data
 from jetfire.measure import peers as peer_ops
 from jetfire.measure.results import MOST_ROWS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 
 from jetfire import __version__
-from jetfire.core.contract import Kernel
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.profiles import Provenance
 from jetfire.measure.timer import VERSION
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from jetfire.core import broken, profiles, registry, terminal
-from jetfire.core.contract import Kernel, Tensors
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, unknown
+from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
+from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml

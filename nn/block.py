@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (

@@ -21,8 +21,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import FloatName
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import FloatName
 from jetfire.core.tensors import Quantized4
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.products import (

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward

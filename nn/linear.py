@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.products import (
     FLOATS,

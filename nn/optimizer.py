@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.products import QuantisedWeight, stamp, weights_changed

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar, get_args
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jetfire.core.contract import Block, FloatName
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block, FloatName
 from jetfire.core.tensors import Quantized
 from jetfire.ops import int8_gemm, int8_quantize
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from jetfire.core.arguments import shown
-from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.problem import Block
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
 

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Check, Layout, Problem, Tensors, Value, at_least_zero
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.op import Check, Model, Value
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Spec, Specs, names_of, quantized, with_transpose
+from jetfire.core.problem import Block, Layout, Problem, at_least_zero
+from jetfire.core.tensors import (
+    Quantized,
+    Spec,
+    Specs,
+    Tensors,
+    names_of,
+    quantized,
+    with_transpose,
+)
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_adamw"]
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Gradient, Layout, Mode, Rounding, SameBits, Tensors
+from jetfire.core.op import Gradient, SameBits
 from jetfire.core.operators import Differentiable, Operator
-from jetfire.core.tensors import Quantized, Spec, Specs, quantized, seed_of, with_transpose
+from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
 from jetfire.measure import peers
 from jetfire.measure.bounds import statistics_bounds
 from jetfire.measure.norm import RowOp, RowProblem

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import FloatName, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.problem import FloatName, Problem
 from jetfire.core.suites import COMPILED, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs
+from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int4_bit_split"]
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Problem, SameBits, Tensors, ceil_div
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Spec, Specs, quantized
+from jetfire.core.problem import Block, Problem
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
 from jetfire.measure.bounds import OVER
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
@@ -19,8 +20,6 @@ from jetfire.measure.op import StandardOp
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_column_sum"]
 

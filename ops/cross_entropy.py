@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import FloatName, Gradient, Mode, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Differentiable, Operator, dtype_of_first
-from jetfire.core.tensors import Spec, Specs
+from jetfire.core.problem import FloatName, Mode, Problem
+from jetfire.core.tensors import Spec, Specs, Tensors
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, FloatName, Problem, SameBits, Tensors
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Spec, Specs, dtype_of, quantized
+from jetfire.core.problem import Block, FloatName, Problem
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, dtype_of, quantized
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_dequantize"]
 

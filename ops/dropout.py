@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Spec, Specs, quantized, with_transpose
+from jetfire.core.problem import Block, Layout, Mode, Problem
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, with_transpose
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_dropout", "int8_dropout_backward"]
 

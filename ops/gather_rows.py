@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Check, Problem, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Check, Model, SameBits
 from jetfire.core.operators import Operator
+from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
+from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int4_gather_rows"]
 

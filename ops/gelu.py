@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, Rounding, Tensors
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
+from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Specs, quantized, seed_of
+from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.op import StandardOp, unrounded
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_gelu", "int8_gelu_backward"]
 

@@ -6,33 +6,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from jetfire.core import expect, workloads
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    Check,
-    FloatName,
-    Layout,
-    Mode,
-    Problem,
-    Rounding,
-    SameBits,
-    Tensors,
-    Tuning,
-    ceil_div,
-    float_name,
-)
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.op import Check, Model, SameBits, Tuning
 from jetfire.core.operators import Differentiable, Operator
+from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported, Timed
 from jetfire.core.tensors import (
     Quantized,
     Spec,
     Specs,
+    Tensors,
+    ceil_div,
     dtype_of,
+    float_name,
     quantized,
     seed_of,
     with_transpose,
@@ -41,12 +33,8 @@ from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, draw, unrounded
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_gemm"]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jetfire.core.contract import Mode, Problem, SameBits, Tensors, ceil_div
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Model, SameBits
+from jetfire.core.problem import Mode, Problem
 from jetfire.core.suites import Timed
-from jetfire.core.tensors import Spec, Specs, dtype_of
+from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.ops.hadamard_quantize import (
@@ -20,11 +22,7 @@ from jetfire.ops.hadamard_quantize import (
 )
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
-
-    from jetfire.core.contract import Model
 
 
 @dataclass(frozen=True)

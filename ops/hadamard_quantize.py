@@ -6,36 +6,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    FloatName,
-    Gradient,
-    Mode,
-    Problem,
-    SameBits,
-    Tensors,
-    ceil_div,
-    float_name,
-)
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import COMPILED, Exported, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
+from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of, float_name
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 

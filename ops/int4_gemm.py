@@ -5,34 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Check,
-    FloatName,
-    Mode,
-    Problem,
-    SameBits,
-    Tensors,
-    Tuning,
-)
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Check, Model, SameBits, Tuning
 from jetfire.core.operators import Operator
+from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import Exported, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, dtype_of
+from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int4_gemm"]
 

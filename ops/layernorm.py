@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout, Mode, Rounding, SameBits, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.op import SameBits
 from jetfire.core.operators import Operator
+from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized
+from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, statistics_bounds, worst
 from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
 

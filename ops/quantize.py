@@ -8,26 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import (
-    Block,
-    FloatName,
-    Layout,
-    Mode,
-    Problem,
-    Rounding,
-    SameBits,
-    Tensors,
-)
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Spec, Specs, quantized, seed_of, with_transpose
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_quantize"]
 

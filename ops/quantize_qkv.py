@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout, Mode, Op, Rounding, Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Model, Op
 from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Spec, Specs, quantized, seed_of, with_transpose
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
 from jetfire.ops.quantize import Quantize, QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_quantize_qkv"]
 

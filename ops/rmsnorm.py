@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Layout, Mode, Rounding, SameBits, Tensors
+from jetfire.core.op import SameBits
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized
+from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
 from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Problem, SameBits, Tensors, ceil_div
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
+from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
-from jetfire.core.tensors import Spec, Specs
+from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    from random import Random
-
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int4_sample_rows"]
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, Rounding, Tensors
+from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Specs, quantized, seed_of
+from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
+from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
 from jetfire.measure.op import StandardOp, unrounded
@@ -18,8 +19,6 @@ from jetfire.measure.op import StandardOp, unrounded
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_swiglu", "int8_swiglu_backward"]
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Problem, SameBits, Tensors
+from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Specs, quantized
+from jetfire.core.problem import Block, Problem
+from jetfire.core.tensors import Quantized, Specs, Tensors, quantized
 from jetfire.measure.op import StandardOp
-
-if TYPE_CHECKING:
-    from jetfire.core.contract import Model
 
 __all__ = ["int8_transpose"]
 

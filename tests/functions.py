@@ -9,8 +9,8 @@ import torch
 
 from jetfire import ops
 from jetfire.core import functions, registry
-from jetfire.core.contract import Op
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Op
 
 M, N = 40, 64  # of every matrix: whole blocks across, a ragged one down
 SIZES = {"m": M, "n": N, "k": N}

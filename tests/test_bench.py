@@ -12,8 +12,8 @@ from jetfire.bench import suite
 from jetfire.bench.plot import plot, series_of
 from jetfire.cli import execute
 from jetfire.core import registry, workloads
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import peaks, peers, runner
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jetfire.core import registry
-from jetfire.core.contract import Kernel
 from jetfire.core.device import target_device
+from jetfire.core.kernel import Kernel
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 SHAPE = {"m": 8192, "n": 4096, "k": 4096}

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from jetfire import nn
 from jetfire import ops as int8
 from jetfire.core import profiles, registry
-from jetfire.core.contract import blocks_of
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import blocks_of
 from jetfire.ops import Quantized4
 from jetfire.reference.dequantize import dequantize
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.core.contract import Op
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.op import Op
 from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel, run
 from jetfire.fuzz.case import Other
 from jetfire.fuzz.coverage import is_huge

@@ -370,7 +370,7 @@ def test_nothing_compared_is_said(here, tmp_path, capsys):
 
 HUNGRY = """
 from jetfire.core import registry
-from jetfire.core.contract import Kernel
+from jetfire.core.kernel import Kernel
 
 RIGHT = registry.get_kernel("gelu", "torch")
 
@@ -402,7 +402,7 @@ def test_a_kernel_whose_every_example_lacks_memory_does_not_pass(
 
 NARROW = """
 from jetfire.core import registry
-from jetfire.core.contract import Kernel
+from jetfire.core.kernel import Kernel
 
 RIGHT = registry.get_kernel("gelu", "torch")
 
@@ -482,8 +482,8 @@ def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
     """Its class, exit code and, asked for, its traceback."""
     file = tmp_path / "job.py"
     file.write_text(NARROW.replace('return "never"', "raise NoDeviceError('no such part')").replace(
-        "from jetfire.core.contract",
-        "from jetfire.core.errors import NoDeviceError\nfrom jetfire.core.contract",
+        "from jetfire.core.kernel",
+        "from jetfire.core.errors import NoDeviceError\nfrom jetfire.core.kernel",
     ))  # fmt: skip
     words = ["gelu", "--load", str(file), "--kernel", "never", "--jobs", "2", "--examples", "5"]
     assert fuzz(*words, "--debug") == 5

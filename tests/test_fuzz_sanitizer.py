@@ -38,7 +38,7 @@ SCRIPT = """\
 KERNELS = """
 import os, pathlib, threading, time
 from jetfire.core import registry
-from jetfire.core.contract import Kernel
+from jetfire.core.kernel import Kernel
 
 RIGHT = registry.get_kernel("transpose", "torch")
 

@@ -6,10 +6,10 @@ import torch
 from jetfire.bench import command
 from jetfire.cli import execute
 from jetfire.core import registry
-from jetfire.core.contract import poison
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
+from jetfire.core.tensors import poison
 from jetfire.measure import peaks, plan
 from jetfire.measure.results import Results
 from jetfire.reference import hadamard_gemm as reference

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from jetfire.core.contract import Block
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import make

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from jetfire import cli
 from jetfire.core import launch, profiles, registry, schema, workloads
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
+from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import choose, command_for
 from jetfire.core.profiles import Entry, find
 from jetfire.measure import provenance, runner

@@ -13,10 +13,10 @@ from jetfire.bench.plot import plot
 from jetfire.bench.promotion import Curve, sqnr
 from jetfire.cli import execute
 from jetfire.core import registry
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
+from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import peaks, plan
 from jetfire.measure.data import DISTRIBUTIONS
 from jetfire.measure.plan import Case, Request

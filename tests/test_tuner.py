@@ -28,9 +28,9 @@ from rich.console import Console
 
 from jetfire import cli
 from jetfire.core import profiles, registry, workloads
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireError, UsageError, WrongResultError
+from jetfire.core.kernel import Config, Kernel
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.measure import provenance
 from jetfire.measure.plan import BLOCKS, check_peers

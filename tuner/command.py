@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jetfire.core import profiles, registry, terminal
-from jetfire.core.contract import Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
 from jetfire.measure.plan import Case

@@ -12,8 +12,8 @@ from multiprocessing import connection as mp_connection
 from typing import Any
 
 from jetfire.core import interrupts
-from jetfire.core.contract import Config
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
 from jetfire.core.processes import Patience, Worker
 from jetfire.tuner import worker as workers
 from jetfire.tuner.measure import Job

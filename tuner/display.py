@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jetfire.core import terminal
-from jetfire.core.contract import Config
+from jetfire.core.kernel import Config
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
 UNITS = {"time": "ms", "energy": "J", "both": "ms·J"}

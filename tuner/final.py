@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.core.contract import Config
 from jetfire.core.errors import JetfireError, WrongResultError
+from jetfire.core.kernel import Config
 from jetfire.measure.timer import Timing
 from jetfire.tuner.runner import ROUNDS, Comparison, Runner, RunnerError
 from jetfire.tuner.trial import Objective

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from jetfire.core import broken
-from jetfire.core.contract import Config, Kernel, Op
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import launch, verify
+from jetfire.core.op import Op
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.runner import LONG_FLOPS
 from jetfire.measure.timer import Timing, input_sets, time_calls

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from jetfire.core import registry, schema
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Unreadable, write
+from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.trial import OUTCOMES, Measurement, Outcome

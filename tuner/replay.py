@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import optuna
 
-from jetfire.core.contract import Config
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.recording import Recording
 from jetfire.tuner.runner import ReplayRunner

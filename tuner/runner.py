@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from jetfire.core.contract import Config
+from jetfire.core.kernel import Config
 from jetfire.measure.timer import Timing
 from jetfire.tuner.trial import Measurement
 

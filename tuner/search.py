@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetfire.core import interrupts
-from jetfire.core.contract import Config
 from jetfire.core.files import Unwritable, add, append
+from jetfire.core.kernel import Config
 from jetfire.tuner.runner import Runner
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study

@@ -10,10 +10,10 @@ from optuna.storages import InMemoryStorage
 
 from jetfire.bench import command as bench_command
 from jetfire.core import profiles
-from jetfire.core.contract import Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
+from jetfire.core.kernel import Kernel
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import Op, Tuning
+from jetfire.core.op import Op, Tuning
 from jetfire.measure.plan import BLOCKS, Case, choose_ops
 
 WORKLOADS = (*workloads.MODELS, "square")

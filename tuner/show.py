@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.bench import show as texts
 from jetfire.core import profiles, registry, terminal, workloads
-from jetfire.core.contract import Op
 from jetfire.core.device import Device
+from jetfire.core.op import Op
 from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import unknown
+from jetfire.core.kernel import Config, Kernel
 
 # A product of up to WHOLE configs is asked for its legal ones in 0.2 s. Of a larger one (the Hopper
 # GEMM's has 138 240) a search looks at POOL random ones and at the neighbours of its best.

@@ -26,10 +26,10 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from jetfire.core import files, interrupts, profiles
-from jetfire.core.contract import Config, Kernel
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Unreadable, Unwritable
+from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import provenance
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.tuner.space import Space

@@ -12,9 +12,10 @@ import numpy as np
 
 from jetfire.bench.tuned_report import LOOKUPS_SCHEMA, NEAR, mean
 from jetfire.core import files, profiles, registry
-from jetfire.core.contract import Kernel, Op
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Kernel
+from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS
 from jetfire.tuner.session import Tuned
 from jetfire.tuner.trial import digits

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetfire.core.contract import Tensors
 from jetfire.core.errors import WrongResultError
+from jetfire.core.tensors import Tensors
 from jetfire.export.c_text import comment, fields
 from jetfire.export.library import Library
 from jetfire.export.operator import Origin, origin, recorded

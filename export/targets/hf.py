@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jetfire
-from jetfire.core.contract import Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan

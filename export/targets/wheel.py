@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
 from jetfire.export.plan import Plan

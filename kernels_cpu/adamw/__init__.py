@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Tensors
 from jetfire.core.errors import UsageError
-from jetfire.core.tensors import with_transpose
+from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel
 from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize

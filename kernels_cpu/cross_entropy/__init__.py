@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.reference.cross_entropy import IGNORED
 

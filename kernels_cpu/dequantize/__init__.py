@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Tensors
-from jetfire.core.tensors import dtype_of
+from jetfire.core.tensors import Tensors, dtype_of
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.reference.dequantize import dequantize
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel
 from jetfire.reference.gather_rows import gather_rows
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Tensors
-from jetfire.core.tensors import with_transpose
+from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.kernels_cpu.common import TorchKernel, integers
 from jetfire.reference.quantize import quantize, spread
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.contract import Tensors
 from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel
 from jetfire.reference.hadamard import factor
 from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Tensors
-from jetfire.core.tensors import with_transpose
+from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.core.contract import Config, ceil_div
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import ceil_div
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.core.contract import Kernel, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
+from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, cluster_tiles
 from jetfire.kernels_cuda.hopper import TILE_K
 

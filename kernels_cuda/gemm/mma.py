@@ -9,9 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jetfire.core.contract import Kernel, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver, mma_tiles
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.gemm.constants import problem_constants

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.reference.gemm import (
     BASE,
     GRID,

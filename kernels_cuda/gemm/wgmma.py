@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetfire.core.contract import Kernel, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from jetfire.core import registry, workloads
-from jetfire.core.contract import Config, Kernel, Tensors
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import choose
+from jetfire.core.tensors import Tensors
 from jetfire.ops.bit_split import BitSplitProblem
 from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_gemm import HadamardGemmProblem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jetfire.core.contract import Kernel
+from jetfire.core.kernel import Kernel
 from jetfire.kernels_cuda.int4_gemm.mma import MmaInt4Gemm
 from jetfire.kernels_cuda.int4_gemm.wgmma import WgmmaInt4Gemm
 

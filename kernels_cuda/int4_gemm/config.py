@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Config, ceil_div
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import ceil_div
 
 if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem

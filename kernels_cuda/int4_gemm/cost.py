@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from jetfire.core.contract import Kernel, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
+from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda.hopper import TILE_K
 from jetfire.kernels_cuda.int4_gemm.config import SPACE, WgmmaConfig, cluster_tiles
 

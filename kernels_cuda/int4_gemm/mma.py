@@ -8,9 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.contract import Kernel, Tensors
 from jetfire.core.device import Device
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cuda import driver, mma_tiles
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.int4_gemm.constants import problem_constants

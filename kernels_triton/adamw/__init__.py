@@ -11,8 +11,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_reduce_amax, block_scales, max_nan, tile_codes
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (

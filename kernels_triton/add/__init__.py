@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.codes import codes_to_floats
 from jetfire.kernels_triton.common import (

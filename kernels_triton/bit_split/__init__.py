@@ -13,8 +13,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, TINY, random_words
 from jetfire.kernels_triton.halves import widen

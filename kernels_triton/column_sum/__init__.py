@@ -9,8 +9,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, load_tile

@@ -8,8 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import spread, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (

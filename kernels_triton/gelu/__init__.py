@@ -14,8 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.codes import (
     codes_nearest,
     codes_stochastic,

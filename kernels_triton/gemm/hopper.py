@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
 from jetfire.kernels_triton.kernel import TritonKernel

@@ -8,8 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_scales, tile_codes
 from jetfire.kernels_triton.halves import tile_amax, widen
 from jetfire.kernels_triton.quantize import TritonQuantize, halvings

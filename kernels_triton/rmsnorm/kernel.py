@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from jetfire.core.contract import Config, Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.kernel import Config
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.gluon_rows import qt_layout, run_layout
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.rmsnorm import gluon

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from jetfire.core.contract import Tensors, ceil_div
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector

@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any, Literal
 
 from jetfire.core import registry
-from jetfire.core.contract import Config, Kernel, Tensors, poison
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Config, Kernel
+from jetfire.core.tensors import Tensors, poison
 from jetfire.reference.transpose import transpose
 
 Fault = Literal[

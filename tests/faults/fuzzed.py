@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from jetfire.core import registry
-from jetfire.core.contract import Config, Kernel
+from jetfire.core.kernel import Config, Kernel
 
 RIGHT = registry.get_kernel("gelu", "torch")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import quantised
 from jetfire.kernels_cpu.softsign import TorchSoftsign
 from jetfire.reference.dequantize import dequantize

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.contract import Block, Gradient, Layout, Mode, Problem, Rounding, Tensors
+from jetfire.core.op import Gradient
 from jetfire.core.operators import Operator
-from jetfire.core.tensors import Quantized, Specs, quantized, seed_of
+from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
+from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.op import StandardOp, unrounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetfire.core.contract import Model
+    from jetfire.core.op import Model
 
 __all__ = ["int8_softsign", "int8_softsign_backward"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.contract import Tensors
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.dequantize import dequantize
 

@@ -1,137 +1,26 @@
-"""What an operation and a kernel are: the contract of `ops/`, `kernels_*`, bench and tuner."""
+"""What an operation is: the contract of `ops/` with whoever checks, times, tunes or exports one."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from random import Random
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from jetfire.core import sources
-from jetfire.core.device import Device
-from jetfire.core.errors import UsageError, unknown
-from jetfire.core.tensors import Specs, dtype_of, empty
+from jetfire.core.errors import UsageError
+from jetfire.core.problem import Mode, hints_of
+from jetfire.core.tensors import Specs, Tensors, empty, poison
 
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.core.machine_code import Cubin
     from jetfire.core.suites import Exported, Timed
 
-Block = Literal[32, 64, 128]
-FloatName = Literal["bf16", "fp16", "fp32"]
-Layout = Literal["q", "qt", "both"]
-Mode = Literal["fwd", "bwd"]
-Rounding = Literal["nearest", "stochastic"]
 # Over what equal inputs give equal bits: every kernel and config of an op; every config of one
 # kernel; or the runs of one config.
 SameBits = Literal["kernels", "configs", "runs"]
-Tensors = dict[str, "torch.Tensor"]
 Value = TypeVar("Value")
-
-
-@cache
-def float_name(dtype: torch.dtype) -> FloatName:
-    """Return the short name of a torch dtype."""
-    names: dict[torch.dtype, FloatName] = {dtype_of(name): name for name in get_args(FloatName)}
-    return names[dtype]
-
-
-# Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
-MOST_ELEMENTS = 2**40
-# 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
-_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
-
-
-def _parse_field(name: str, annotation: Any, value: Any) -> Any:
-    """One field's value, from itself or its text; UsageError says what is accepted."""
-    if isinstance(annotation, UnionType):  # `int | None`
-        if value is None or str(value).lower() == "none":
-            return None
-        annotation = get_args(annotation)[0]
-    choices = get_args(annotation) if get_origin(annotation) is Literal else None
-    if choices is not None:
-        for choice in choices:
-            if value == choice or value == str(choice):
-                return choice
-        raise unknown(f"{name}={value}", str(value), map(str, choices))
-    if annotation is bool:
-        text = str(value).lower()
-        if text in ("true", "1", "yes", "false", "0", "no"):
-            return text in ("true", "1", "yes")
-        raise UsageError(f"{name}={value}: expected true or false")
-    try:
-        number = annotation(value)
-    except (TypeError, ValueError):
-        kind = "an integer" if annotation is int else "a number"
-        raise UsageError(f"{name}={value}: expected {kind}") from None
-    if annotation is int and number < 1:
-        raise UsageError(f"{name}={value}: expected an integer of at least 1")
-    if annotation is int and number > MOST_ELEMENTS:
-        raise UsageError(f"{name}={value}: expected an integer of at most {MOST_ELEMENTS}")
-    return number
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Shape, dtypes, block and rounding of one call; each op derives its own.
-
-    ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape).
-    """
-
-    m: int
-    n: int
-
-    def __post_init__(self) -> None:
-        hints = _hints(type(self))
-        for field in dataclasses.fields(self):
-            value = _parse_field(field.name, hints[field.name], getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        """A problem from texts or values; unknown and missing names are usage errors."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        for name in fields:
-            if name not in known:
-                raise unknown(f"no problem field {name!r}", name, known)
-        for name, field in known.items():
-            if name not in fields and field.default is dataclasses.MISSING:
-                raise UsageError(f"problem field {name!r} is missing")
-        return cls(**fields)
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
-
-
-def at_least_zero(problem: Problem, *fields: str) -> None:
-    """Have fields of a problem be finite numbers of at least 0.
-
-    Raises:
-        UsageError: one is not.
-    """
-    for name in fields:
-        value = getattr(problem, name)
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{name}={value}: expected a finite number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -239,7 +128,7 @@ class Op(ABC):
                 f"{self.name} has no mode {mode!r}: expected {' or '.join(self.modes)}"
             )
         usual: dict[str, Any] = {"mode": mode} if len(self.modes) > 1 else {}
-        if mode == "bwd" and "rounding" in _hints(self.Problem):
+        if mode == "bwd" and "rounding" in hints_of(self.Problem):
             usual["rounding"] = "stochastic"
         return [self.Problem.parse({**usual, **fields})]
 
@@ -426,127 +315,3 @@ class Op(ABC):
     def bytes(self, problem: Any) -> int:
         """The fewest bytes it must move: every input once, every output once."""
         return sum(tensor.nbytes for side in self.on_meta(problem) for tensor in side.values())
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile sizes, stages, warps: what the tuner may choose; each kernel derives its own."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        """A config from texts or values; unknown names are usage errors."""
-        hints = _hints(cls)
-        for name in fields:
-            if name not in hints:
-                raise unknown(f"no config field {name!r}", name, hints)
-        return cls(**{k: _parse_field(k, hints[k], v) for k, v in fields.items()})
-
-
-class Kernel(ABC):
-    """An implementation of an op for some devices."""
-
-    op: ClassVar[str]
-    name: ClassVar[str]
-    Config: ClassVar[type[Any]]
-
-    @abstractmethod
-    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
-        """None where this runs and is right; else the reason for a no, in one line.
-
-        The only judge: the launcher, the tuner and the tests all ask here.
-        """
-
-    @abstractmethod
-    def default(self, problem: Any, device: Device) -> Any:
-        """The config to use where no profile knows better."""
-
-    @abstractmethod
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        """Config field → the values a tuner may try."""
-
-    def schedules(self, problem: Any, device: Device) -> list[Any]:
-        """A config for each ``schedule`` of `space`, the best known; none where there is none."""
-        names = self.space(problem, device).get("schedule", ())
-        config = self.default(problem, device)
-        return [dataclasses.replace(config, schedule=name) for name in names]
-
-    @abstractmethod
-    def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
-        """Write `outputs` from `inputs` on the current stream, without synchronising.
-
-        Inputs begin anywhere that their elements can, as outputs do that are updated
-        (`Op.updated`); other outputs are new: contiguous, from a multiple of 16 bytes on.
-        """
-
-    def stages(
-        self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors
-    ) -> dict[str, Callable[[], None]]:
-        """What a launch does, by name and in order, where that is several ops'; else nothing.
-
-        Once all have been called each may be called again by itself, in any order: what it reads
-        is still there.
-        """
-        return {}
-
-    def parts(self, workload: str) -> list[tuple[str, Any]]:
-        """Other ops, each with a problem that is solved for a workload of a composite.
-
-        Profiles of these ops are shipped for these problems alone.
-        """
-        return []
-
-    def noise(self, problem: Any, config: Any, inputs: Tensors) -> torch.Tensor | None:
-        """What a config's own rounding may add to an element before it is stored.
-
-        Returns:
-            An absolute bound for each block of the output, ⌈m/block⌉×⌈n/block⌉, at least fp32;
-            None where the op's tolerance is enough.
-        """
-        return None
-
-    def estimate(self, problem: Any, config: Any, device: Device) -> float | None:
-        """Microseconds that a launch should take, to tell configs apart by; None where unknown."""
-        return None
-
-    def device_code(self) -> dict[str, str]:
-        """The code that a device runs, without comments, by file or by file and name."""
-        return sources.device_code(self._classes())
-
-    def source_hash(self) -> str:
-        """12 hex digits that change with `device_code`: `core.sources` says with what not."""
-        return sources.digest(self._classes())
-
-    def _classes(self) -> tuple[type, ...]:
-        own = type(self).__mro__
-        return tuple(cls for cls in own if issubclass(cls, Kernel) and cls is not Kernel)
-
-    def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin] | None:
-        """The machine code of every function that a launch runs, in order; no device is needed.
-
-        Args:
-            capability: an architecture on which `legal` takes the config.
-
-        Returns:
-            None where there is none: a CPU kernel.
-
-        Raises:
-            UsageError: a compiler is missing.
-        """
-        return None
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
-    """The shape of the scales of an m×n tensor."""
-    return ceil_div(m, block), ceil_div(n, block)
-
-
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no kernel writes: -128 for codes, NaN for floats."""
-    return tensor.fill_(math.nan if tensor.is_floating_point() else -128)

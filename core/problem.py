@@ -1,0 +1,100 @@
+"""A problem: the shape, dtypes, block and rounding of one call, from values or their texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from jetfire.core.errors import UsageError, unknown
+
+Block = Literal[32, 64, 128]
+FloatName = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["q", "qt", "both"]
+Mode = Literal["fwd", "bwd"]
+Rounding = Literal["nearest", "stochastic"]
+
+# Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
+MOST_ELEMENTS = 2**40
+# 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
+hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+
+
+def parse_field(name: str, annotation: Any, value: Any) -> Any:
+    """One field's value, from itself or its text; UsageError says what is accepted."""
+    if isinstance(annotation, UnionType):  # `int | None`
+        if value is None or str(value).lower() == "none":
+            return None
+        annotation = get_args(annotation)[0]
+    choices = get_args(annotation) if get_origin(annotation) is Literal else None
+    if choices is not None:
+        for choice in choices:
+            if value == choice or value == str(choice):
+                return choice
+        raise unknown(f"{name}={value}", str(value), map(str, choices))
+    if annotation is bool:
+        text = str(value).lower()
+        if text in ("true", "1", "yes", "false", "0", "no"):
+            return text in ("true", "1", "yes")
+        raise UsageError(f"{name}={value}: expected true or false")
+    try:
+        number = annotation(value)
+    except (TypeError, ValueError):
+        kind = "an integer" if annotation is int else "a number"
+        raise UsageError(f"{name}={value}: expected {kind}") from None
+    if annotation is int and number < 1:
+        raise UsageError(f"{name}={value}: expected an integer of at least 1")
+    if annotation is int and number > MOST_ELEMENTS:
+        raise UsageError(f"{name}={value}: expected an integer of at most {MOST_ELEMENTS}")
+    return number
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shape, dtypes, block and rounding of one call; each op derives its own.
+
+    ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape).
+    """
+
+    m: int
+    n: int
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))
+        for field in dataclasses.fields(self):
+            value = parse_field(field.name, hints[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        """A problem from texts or values; unknown and missing names are usage errors."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise unknown(f"no problem field {name!r}", name, known)
+        for name, field in known.items():
+            if name not in fields and field.default is dataclasses.MISSING:
+                raise UsageError(f"problem field {name!r} is missing")
+        return cls(**fields)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+
+
+def at_least_zero(problem: Problem, *fields: str) -> None:
+    """Have fields of a problem be finite numbers of at least 0.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name in fields:
+        value = getattr(problem, name)
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name}={value}: expected a finite number of at least 0")
