@@ -22,9 +22,10 @@ EXPORTED = ("--m", "256", "--n", "256", "--block", "32", "--kernel", "triton")
 
 
 def files(root):
-    """The package's, its tests and profiles, and those at the root, by their places in it."""
+    """The package's, its tests, profiles and results, and those at the root, by their places."""
     folders = [path.parent for path in root.glob("*/__init__.py")]
-    inner = [path for folder in (*folders, root / "tests") for path in folder.rglob("*")]
+    folders += [root / name for name in ("tests", "docs", "profiles")]
+    inner = [path for folder in folders for path in folder.rglob("*")]
     every = (path for path in (*root.glob("[!.]*"), *inner) if path.is_file())
     return {path.relative_to(root) for path in every if path.parent.name != "__pycache__"}
 
@@ -74,8 +75,11 @@ def test_it_is_five_files():
 
 def test_its_own_tests_and_those_of_all_ops(copy):
     """Who imports whom, which functions there are, and what they say of wrong arguments."""
-    files = [f"tests/test_{name}.py" for name in ("softsign", "house", "defaults", "arguments")]
-    chosen = "softsign or house or every_function"
+    files = [
+        f"tests/test_{name}.py"
+        for name in ("softsign", "house", "defaults", "arguments", "shipped")
+    ]
+    chosen = "softsign or house or every_function or shipped"
     out = copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert " passed" in out
 
