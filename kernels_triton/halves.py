@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, max_nan
+from jetfire.kernels_triton.tiles import TileConfig
 
 _MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 _MAX_FP16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
@@ -69,3 +70,14 @@ def tile_amax(x, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
     rows: tl.constexpr = blocks.shape[1]
     wide = tl.reshape(widen(blocks), (R // BLOCK, rows, C // BLOCK, BLOCK))
     return tl.reduce(tl.reduce(wide, 3, max_nan), 1, max_nan)
+
+
+def halvings(block: int, config: TileConfig) -> int:
+    """Count how often a block's rows can be halved within a thread: log2 of the rows it holds.
+
+    Triton gives a thread 16 neighbours of a row, and the highest bits of the row number; those
+    above a block's size number blocks.
+    """
+    across = min(32 * config.warps, config.tile_n // 16)
+    down = 32 * config.warps // across
+    return max(0, (block // down).bit_length() - 1)

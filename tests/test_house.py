@@ -162,12 +162,10 @@ NAMED = {
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/host.py": ["gemm"],
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
-    # Kernels that share device code with another op's.
-    "kernels_triton/add/__init__.py": ["quantize"],
+    # A kernel that is another op's, but for what it reads.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
-    "kernels_triton/swiglu/__init__.py": ["gelu"],
-    # Ops that are defined by another: how many rows it keeps. And a
-    # peer and a field that have an op's name.
+    # Ops that are defined by another: how many rows it keeps. And a peer and a field that have an
+    # op's name.
     "ops/adamw.py": ["quantize"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],

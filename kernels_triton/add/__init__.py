@@ -24,9 +24,8 @@ from jetfire.kernels_triton.common import (
     tile_codes,
     to_float,
 )
-from jetfire.kernels_triton.halves import tile_amax, widen
+from jetfire.kernels_triton.halves import halvings, tile_amax, widen
 from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.quantize import halvings
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,

@@ -16,6 +16,18 @@ import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.kernels_triton.blocked import (
+    LARGEST_SCALE,
+    LOG2E,
+    as_tile,
+    block_max,
+    deal,
+    finite_or_zero,
+    look_up,
+    places,
+    random_128,
+    spread_blocks,
+)
 from jetfire.kernels_triton.codes import (
     codes_nearest,
     codes_stochastic,
@@ -24,14 +36,6 @@ from jetfire.kernels_triton.codes import (
     reciprocal_fast,
 )
 from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
-from jetfire.kernels_triton.gelu.blocked import (
-    as_tile,
-    block_max,
-    look_up,
-    places,
-    random_128,
-    spread_blocks,
-)
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -42,13 +46,10 @@ from jetfire.kernels_triton.tiles import (
     tile_reason,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # z = 2·√(2/π)·(x + 0.044715·x³): gelu(x) = x·σ(z).
 LINEAR = tl.constexpr(1.5957691216057308)
 CUBIC = tl.constexpr(0.07135481282652825)
 DENSITY = tl.constexpr(0.3989422804014327)  # 1/√(2π)
-# Beyond |x| = s·1 = 1000 both forms are 0 or x; a larger s would overflow s³.
-LARGEST_SCALE = tl.constexpr(1e3)
 
 
 @triton.jit
@@ -93,12 +94,6 @@ def gelu_slope(q, s, ERF: tl.constexpr):
     gate = reciprocal_fast(1.0 + e)
     rise = q * tl.fma(square, s * s * s * (3.0 * CUBIC), s * LINEAR)  # x·dz/dx
     return gate * tl.fma(1.0 - gate, rise, 1.0)
-
-
-@triton.jit
-def finite_or_zero(scale):
-    """Replace the scales of blocks that hold NaN by 0, so that their elements stay finite."""
-    return tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
 
 
 @triton.jit
@@ -180,16 +175,6 @@ def gelu_kernel(
         store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, H, BLOCK)), col0, row0, N, M, M)
         at = block_col.to(tl.int64) * blocks_m + block_row
         tl.store(scale_t_ptr + at, scale, mask=within)
-
-
-def deal(block: int, config: TileConfig) -> dict[str, int]:
-    """Return how a tile is dealt: H vectors of 16 codes per thread and group, WIDTH codes per row.
-
-    Blocks of 32 go in pairs: rows of 32 codes alone bound them by the passes of load and store.
-    """
-    width = max(block, min(config.tile_n, 64))
-    vectors = config.tile_m * config.tile_n // (32 * config.warps * 16)
-    return {"H": max(1, min(vectors, width * block // (32 * 16), block)), "WIDTH": width}
 
 
 def registers(problem: Any, config: TileConfig) -> dict[str, int]:

@@ -11,12 +11,11 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_scales, tile_codes
-from jetfire.kernels_triton.halves import tile_amax, widen
+from jetfire.kernels_triton.halves import halvings, tile_amax, widen
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
-    TileConfig,
     grid_origin,
     load_tile,
     quantised,
@@ -53,17 +52,6 @@ def quantize_kernel(
     store_quantised(
         q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
     )
-
-
-def halvings(block: int, config: TileConfig) -> int:
-    """Count how often a block's rows can be halved within a thread: log2 of the rows it holds.
-
-    Triton gives a thread 16 neighbours of a row, and the highest bits of the row number; those
-    above a block's size number blocks.
-    """
-    across = min(32 * config.warps, config.tile_n // 16)
-    down = 32 * config.warps // across
-    return max(0, (block // down).bit_length() - 1)
 
 
 class TritonQuantize(TritonKernel):

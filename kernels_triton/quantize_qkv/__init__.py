@@ -11,8 +11,8 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_scales, tile_codes
-from jetfire.kernels_triton.halves import tile_amax, widen
-from jetfire.kernels_triton.quantize import TritonQuantize, halvings
+from jetfire.kernels_triton.halves import halvings, tile_amax, widen
+from jetfire.kernels_triton.quantize import TritonQuantize
 from jetfire.kernels_triton.tiles import (
     RegisterConfig,
     grid_origin,

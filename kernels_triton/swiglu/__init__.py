@@ -14,6 +14,18 @@ import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.kernels_triton.blocked import (
+    LARGEST_SCALE,
+    LOG2E,
+    as_tile,
+    block_max,
+    deal,
+    finite_or_zero,
+    look_up,
+    places,
+    random_128,
+    spread_blocks,
+)
 from jetfire.kernels_triton.codes import (
     codes_nearest,
     codes_stochastic,
@@ -22,15 +34,6 @@ from jetfire.kernels_triton.codes import (
     reciprocal_fast,
 )
 from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
-from jetfire.kernels_triton.gelu import LARGEST_SCALE, LOG2E, deal, finite_or_zero
-from jetfire.kernels_triton.gelu.blocked import (
-    as_tile,
-    block_max,
-    look_up,
-    places,
-    random_128,
-    spread_blocks,
-)
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,

@@ -13,10 +13,14 @@ import triton.language as tl
 
 from jetfire.kernels_triton.codes import codes_to_index, draws_128
 from jetfire.kernels_triton.common import philox_words
+from jetfire.kernels_triton.tiles import TileConfig
 
 # Codes a thread reads at once, and neighbours that share a Philox call.
 VECTOR = tl.constexpr(16)
 GROUP = tl.constexpr(8)
+LOG2E = tl.constexpr(1.4426950408889634)
+# Beyond |x| = s·1 = 1000 both forms of GELU, and SiLU, are 0 or x; a larger s would overflow s³.
+LARGEST_SCALE = tl.constexpr(1e3)
 
 
 @triton.jit
@@ -108,3 +112,19 @@ def look_up(table, q, H: tl.constexpr, BLOCK: tl.constexpr):
     block = spread_blocks(tl.arange(0, COUNT), H, BLOCK, q.shape[1])
     index = tl.reshape(codes_to_index(q, block), (ELEMENTS,))
     return tl.reshape(tl.gather(tl.reshape(table, (COUNT * 256,)), index, 0), q.shape)
+
+
+@triton.jit
+def finite_or_zero(scale):
+    """Replace the scales of blocks that hold NaN by 0, so that their elements stay finite."""
+    return tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
+
+
+def deal(block: int, config: TileConfig) -> dict[str, int]:
+    """Return how a tile is dealt: H vectors of 16 codes per thread and group, WIDTH codes per row.
+
+    Blocks of 32 go in pairs: rows of 32 codes alone bound them by the passes of load and store.
+    """
+    width = max(block, min(config.tile_n, 64))
+    vectors = config.tile_m * config.tile_n // (32 * config.warps * 16)
+    return {"H": max(1, min(vectors, width * block // (32 * 16), block)), "WIDTH": width}
