@@ -57,8 +57,10 @@ def _refuse_shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor | No
         for i, (name, x) in enumerate(held):
             for other, y in held[:i]:
                 if other in written and _meet(x, y):
-                    raise UsageError(f"{name} and {other} share memory: expected another {other}, "
-                                     "which is written")  # fmt: skip
+                    raise UsageError(
+                        f"{name} and {other} share memory: expected another {other}, "
+                        "which is written"
+                    )
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:

@@ -82,11 +82,14 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         # The same shape with a bias, say, or another rounding is as good as tuned.
         same = found.entry is not None and profiles.same_shape(op, problem, found.entry)
         if not same and _first(op.name):
-            _warn(f"{_missing(op, problem, device)}: {_used(problem, found)}; "
-                  f"{_remedy(op, problem)}")  # fmt: skip
+            _warn(
+                f"{_missing(op, problem, device)}: {_used(problem, found)}; {_remedy(op, problem)}"
+            )
     if found.stale and _first(op.name, kernel.name):
-        _warn(f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
-              f"{device.label}; {_remedy(op, problem)}")  # fmt: skip
+        _warn(
+            f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
+            f"{device.label}; {_remedy(op, problem)}"
+        )
 
 
 def _first(*what: str) -> bool:
@@ -161,9 +164,13 @@ def launch(kernel: Kernel, problem: Any, config: Any, inputs: Tensors, outputs: 
 
 
 def verify(
-    op: Op, kernel: Kernel, problem: Any, config: Any, inputs: Tensors,
+    op: Op,
+    kernel: Kernel,
+    problem: Any,
+    config: Any,
+    inputs: Tensors,
     expected: Tensors | None = None,
-) -> Check:  # fmt: skip
+) -> Check:
     """Run a kernel into poisoned outputs and compare them with the reference's."""
     outputs = op.poison(problem, op.outputs(problem, inputs))
     launch(kernel, problem, config, inputs, outputs)

@@ -163,15 +163,20 @@ SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
 Ops = Annotated[
     list[str] | None,
-    typer.Argument(metavar="OP...", help="Ops by name, or [b]all[/b].",
-                   autocompletion=completing(OPS)),
-]  # fmt: skip
+    typer.Argument(
+        metavar="OP...", help="Ops by name, or [b]all[/b].", autocompletion=completing(OPS)
+    ),
+]
 Sizes = Annotated[list[str] | None, typer.Option(metavar="SIZES", help=f"As in bench: {SIZE}.")]
 Blocks = Annotated[
     list[str] | None,
-    typer.Option(parser=some("--block"), metavar="B,...", help="Block sizes.",
-                 autocompletion=completing(("32", "64", "128"))),
-]  # fmt: skip
+    typer.Option(
+        parser=some("--block"),
+        metavar="B,...",
+        help="Block sizes.",
+        autocompletion=completing(("32", "64", "128")),
+    ),
+]
 Setting = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=V,...", help="Any other problem field.")
 ]
@@ -185,29 +190,47 @@ Mode = Annotated[
 ]
 Kernels = Annotated[
     list[str] | None,
-    typer.Option(parser=some("--kernel"), metavar="NAME", help="Only these kernels.",
-                 autocompletion=complete_kernel),
-]  # fmt: skip
+    typer.Option(
+        parser=some("--kernel"),
+        metavar="NAME",
+        help="Only these kernels.",
+        autocompletion=complete_kernel,
+    ),
+]
 Peers = Annotated[
     list[str] | None,
-    typer.Option(parser=some("--peer"), metavar="NAME", help="Only these peers; none for none.",
-                 autocompletion=completing(PEERS)),
-]  # fmt: skip
+    typer.Option(
+        parser=some("--peer"),
+        metavar="NAME",
+        help="Only these peers; none for none.",
+        autocompletion=completing(PEERS),
+    ),
+]
 Data = Annotated[
     str,
-    typer.Option(metavar="NAME", help="The inputs' distribution; list has them.",
-                 autocompletion=completing(DATA)),
-]  # fmt: skip
+    typer.Option(
+        metavar="NAME",
+        help="The inputs' distribution; list has them.",
+        autocompletion=completing(DATA),
+    ),
+]
 Device = Annotated[
     str,
-    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.",
-                 autocompletion=completing(("auto", "cpu", "cuda"))),
-]  # fmt: skip
+    typer.Option(
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N.",
+        autocompletion=completing(("auto", "cpu", "cuda")),
+    ),
+]
 Format = Annotated[
     str | None,
-    typer.Option("--format", metavar="NAME", help="table, json, csv or md (table).",
-                 autocompletion=completing(FORMATS)),
-]  # fmt: skip
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="table, json, csv or md (table).",
+        autocompletion=completing(FORMATS),
+    ),
+]
 Rows = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as .json/.csv/.md.")
 ]
@@ -217,9 +240,12 @@ Append = Annotated[
 Seed = Annotated[int, typer.Option(parser=integer("--seed"), metavar="INT", help="Seed.")]
 Trials = Annotated[
     int | None,
-    typer.Option(parser=integer("--trials", 1), metavar="INT", help="Configs a kernel and problem, "
-                 "those of earlier runs included (40)."),
-]  # fmt: skip
+    typer.Option(
+        parser=integer("--trials", 1),
+        metavar="INT",
+        help="Configs a kernel and problem, those of earlier runs included (40).",
+    ),
+]
 Budget = Annotated[
     str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
 ]
@@ -232,9 +258,10 @@ Shard = Annotated[
 ]
 Strategy = Annotated[
     str,
-    typer.Option(metavar="NAME", help="tpe, gp, random or exhaustive.",
-                 autocompletion=completing(STRATEGIES)),
-]  # fmt: skip
+    typer.Option(
+        metavar="NAME", help="tpe, gp, random or exhaustive.", autocompletion=completing(STRATEGIES)
+    ),
+]
 StrictProfile = Annotated[
     bool, typer.Option("--strict-profile", help="Fail where no profile was tuned for a problem.")
 ]

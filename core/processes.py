@@ -98,9 +98,12 @@ class Worker:
     """
 
     def __init__(
-        self, target: Callable[..., None], *arguments: Any, under: Sequence[str] = (),
+        self,
+        target: Callable[..., None],
+        *arguments: Any,
+        under: Sequence[str] = (),
         parent: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._output = _Output()
@@ -108,9 +111,10 @@ class Worker:
         self._grouped = bool(under)
         starter = None if under else os.getpid()
         self._process = context.Process(
-            target=_child, args=(theirs, self._output, starter, target, arguments),
+            target=_child,
+            args=(theirs, self._output, starter, target, arguments),
             daemon=not parent,
-        )  # fmt: skip
+        )
         # Ctrl-C reaches the whole process group. A child whose parent is interrupted before it has
         # told it what to do would print a traceback where the user sees it.
         with interrupts.deferred(), interrupts.blocked(), self._python.used():
@@ -184,9 +188,12 @@ class Patience:
 
 
 def _child(
-    connection: Connection, output: int, parent: int | None, target: Callable[..., None],
+    connection: Connection,
+    output: int,
+    parent: int | None,
+    target: Callable[..., None],
     arguments: tuple[Any, ...],
-) -> None:  # fmt: skip
+) -> None:
     interrupts.ignore()  # the parent decides what ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -252,9 +252,12 @@ def _place(op: Op, problem: Any) -> tuple[float, ...]:
     corner = OTHER_FIELD / math.sqrt(2)
     return (
         *(math.log2(getattr(problem, dim)) for dim in op.dims),
-        *(corner * (getattr(problem, name) == value)
-          for name, values in _other_fields(op) for value in values),
-    )  # fmt: skip
+        *(
+            corner * (getattr(problem, name) == value)
+            for name, values in _other_fields(op)
+            for value in values
+        ),
+    )
 
 
 def _kind(op: Op, problem: Any) -> tuple[Any, ...]:
@@ -443,9 +446,12 @@ def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:
         key = hashlib.sha256(origin.encode()).hexdigest()[:8]
         table[key] = origin
         lines.append(_line({**dataclasses.asdict(entry), "provenance": key}))
-    head = {"schema": SCHEMA, "device": device.name,
-            "capability": list(device.capability) if device.capability else None,
-            "op": op}  # fmt: skip
+    head = {
+        "schema": SCHEMA,
+        "device": device.name,
+        "capability": list(device.capability) if device.capability else None,
+        "op": op,
+    }
     return "".join(
         [
             _line(head)[:-1],

@@ -74,9 +74,12 @@ def console(width: int | None = None, stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return Plain(
-        width=None if stream.isatty() else width, stderr=stderr, markup=False, emoji=False,
+        width=None if stream.isatty() else width,
+        stderr=stderr,
+        markup=False,
+        emoji=False,
         highlight=False,
-    )  # fmt: skip
+    )
 
 
 class _Stream:

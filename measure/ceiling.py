@@ -10,9 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def int8_kernel(
-    a_ptr, b_ptr, c_ptr, rounds, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
+def int8_kernel(a_ptr, b_ptr, c_ptr, rounds, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """c (M×N) += a (M×K) · bᵀ (N×K), `rounds` times over operands that never leave the SM."""
     rows, cols, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = tl.load(a_ptr + rows[:, None] * K + inner[None, :])

@@ -86,9 +86,11 @@ def norm_of(noise: torch.Tensor, block: int, m: int, n: int) -> float:
 
 
 def settled(
-    out: torch.Tensor, expected: torch.Tensor, give: torch.Tensor | float,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    give: torch.Tensor | float,
     over: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Where ±Inf is right: in place of what, give or take, is too large for out's dtype.
 
     Args:
@@ -101,9 +103,12 @@ def settled(
 
 
 def bounded(
-    name: str, out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor,
+    name: str,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
     over: torch.Tensor | None = None,
-) -> Check:  # fmt: skip
+) -> Check:
     """|out − expected| ≤ bound, element by element; NaN where and only where expected is NaN.
 
     What is too large for out's dtype is ±Inf.
@@ -141,9 +146,14 @@ def bounded(
 
 
 def _scales(
-    name: str, scale: torch.Tensor, expected: torch.Tensor, most: torch.Tensor, rtol: float,
-    noise: torch.Tensor | None, over: torch.Tensor | None,
-) -> tuple[Check, torch.Tensor]:  # fmt: skip
+    name: str,
+    scale: torch.Tensor,
+    expected: torch.Tensor,
+    most: torch.Tensor,
+    rtol: float,
+    noise: torch.Tensor | None,
+    over: torch.Tensor | None,
+) -> tuple[Check, torch.Tensor]:
     """Scales within their bounds; and the blocks whose codes are not to be compared, by block.
 
     Args:
@@ -265,9 +275,13 @@ def _plain(name: str, out: torch.Tensor, expected: Tensors) -> Check:
 
 
 def rounded(
-    name: str, got: Tensors, expected: Tensors, block: int, slack: float = CODE_SLACK,
+    name: str,
+    got: Tensors,
+    expected: Tensors,
+    block: int,
+    slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
-) -> Check:  # fmt: skip
+) -> Check:
     """Compare the codes of a matrix, its transpose's, or both, which must agree exactly."""
     q, scale, qt, scale_t = (got.get(own) for own in names_of(name).values())
     shown, checks = name, []

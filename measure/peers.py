@@ -169,8 +169,11 @@ def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory
     (arXiv 2306.11987)
     """
     found = gemm(m, n, k, device)
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "cublas_fp16")
-            if name != "fp8_scaled_mm_block"}  # fmt: skip
+    return {
+        name: found[name]
+        for name in sorted(found, key=lambda name: name != "cublas_fp16")
+        if name != "fp8_scaled_mm_block"
+    }
 
 
 def both(first: dict[str, Factory], second: dict[str, Factory]) -> dict[str, Factory]:

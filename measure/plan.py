@@ -214,9 +214,11 @@ def check_data(text: str) -> None:
 
 
 def check_rows(
-    chosen: Sequence[Case], kernels: Sequence[str] | None, peers: Sequence[str] | None,
+    chosen: Sequence[Case],
+    kernels: Sequence[str] | None,
+    peers: Sequence[str] | None,
     there: int,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse, before it is measured, what a results file has no room for.
 
     Args:
@@ -297,7 +299,8 @@ def cases(request: Request, note: Note) -> list[Case]:
         raise refusals[0]
     found = list(dict.fromkeys(found))
     # Problems of one shape stand together, whatever order their fields were given in.
-    shape_of = {case: (case.op.name, *(getattr(case.problem, d) for d in case.op.dims))
-                for case in found}  # fmt: skip
+    shape_of = {
+        case: (case.op.name, *(getattr(case.problem, d) for d in case.op.dims)) for case in found
+    }
     order = {shape: i for i, shape in enumerate(dict.fromkeys(shape_of.values()))}
     return sorted(found, key=lambda case: order[shape_of[case]])

@@ -161,8 +161,7 @@ class Row:
         chosen = self.config if config else None
         if self.curve is not None:
             chosen = {"schedule": self.schedule}
-        parts = [self.op, self.kernel, self.problem, self.data, chosen, self.curve,
-                 self.export]  # fmt: skip
+        parts = [self.op, self.kernel, self.problem, self.data, chosen, self.curve, self.export]
         return json.dumps(parts, sort_keys=True)
 
     @property

@@ -110,10 +110,11 @@ def _configs(
         return [_config(kernel, problem, device, options)]
     tuned = profiles.exact(kernel, problem, device)
     return [
-        (tuned.config, tuned.source) if tuned and tuned.config.schedule == config.schedule
+        (tuned.config, tuned.source)
+        if tuned and tuned.config.schedule == config.schedule
         else (config, "default")
         for config in kernel.schedules(problem, device)
-    ]  # fmt: skip
+    ]
 
 
 def _config(
@@ -218,9 +219,13 @@ class Runner:
     """Measures problems on one device."""
 
     def __init__(
-        self, device: Device, peaks: Mapping[str, Any], options: Options, note: Note,
+        self,
+        device: Device,
+        peaks: Mapping[str, Any],
+        options: Options,
+        note: Note,
         driver: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device = device
         self.peaks = peaks
         self.options = options
@@ -289,19 +294,29 @@ class Runner:
                 variants |= _stages(case, choice, inputs, outputs)
         peers = self._peers(case, inputs) if variants else {}
         timings = timer.time_calls(
-            {**variants, **peers}, where, options.rounds,
+            {**variants, **peers},
+            where,
+            options.rounds,
             options.sample_ms or sample_ms_of(case, self.device),
-            budget_s=options.budget_s, monitor=self.monitor, power_ms=options.power_ms,
-        )  # fmt: skip
+            budget_s=options.budget_s,
+            monitor=self.monitor,
+            power_ms=options.power_ms,
+        )
         for name in peers:
             if self.device.kind == "cuda" and not timings[name].graph:
                 self.note(f"{case}: {name} could not be captured in a graph: launches are included")
         return self._rows(case, legal, rows, inputs[0], expected, timings, list(peers))
 
     def _rows(
-        self, case: Case, legal: Sequence[Choice], rows: Sequence[Row], inputs: Tensors,
-        expected: Tensors, timings: Mapping[str, Timing], peers: Sequence[str],
-    ) -> list[Row]:  # fmt: skip
+        self,
+        case: Case,
+        legal: Sequence[Choice],
+        rows: Sequence[Row],
+        inputs: Tensors,
+        expected: Tensors,
+        timings: Mapping[str, Timing],
+        peers: Sequence[str],
+    ) -> list[Row]:
         found = []
         for choice, row in zip(legal, rows, strict=True):
             if row.ok and self.options.recheck:
@@ -312,8 +327,10 @@ class Runner:
                 vs_peer = {name: timings[name].ms / timings[choice.label].ms for name in peers}
                 row = replace(row, vs_peer=vs_peer)
                 if self.device.kind == "cuda" and not row.graph:
-                    self.note(f"{case}: {choice.label} could not be captured in a graph: "
-                              "launches are included")  # fmt: skip
+                    self.note(
+                        f"{case}: {choice.label} could not be captured in a graph: "
+                        "launches are included"
+                    )
             found.append(row)
         for name in peers:
             peer = Row(case.op.name, name, "peer", case.problem.as_dict(), data=self.options.data)
@@ -325,10 +342,15 @@ class Runner:
     ) -> Row:
         """The kernel's row, as yet without times: its outputs against the reference's."""
         row = Row(
-            case.op.name, choice.kernel.name, "kernel", case.problem.as_dict(),
-            config=choice.config.as_dict(), profile=choice.profile, data=self.options.data,
+            case.op.name,
+            choice.kernel.name,
+            "kernel",
+            case.problem.as_dict(),
+            config=choice.config.as_dict(),
+            profile=choice.profile,
+            data=self.options.data,
             ok=False,
-        )  # fmt: skip
+        )
         try:
             check = verify(case.op, choice.kernel, case.problem, choice.config, inputs, expected)
             if self.device.kind == "cuda":
@@ -403,15 +425,19 @@ def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None)
         roofline = floor_ms / timing.ms
     return replace(
         row,
-        ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
+        ms=timing.ms,
+        ms_p20=timing.ms_p20,
+        ms_p80=timing.ms_p80,
+        samples=timing.samples,
         tflops=flops / timing.ms / 1e9 if flops else None,
         gbps=nbytes / timing.ms / 1e6,
         roofline=roofline,
-        sm_mhz=timing.sm_mhz, watts=timing.watts,
+        sm_mhz=timing.sm_mhz,
+        watts=timing.watts,
         joules=timing.joules,
         throttled=None if timing.throttled is None else list(timing.throttled),
         graph=timing.graph,
-    )  # fmt: skip
+    )
 
 
 def _launcher(
@@ -439,6 +465,7 @@ def _stages(
 def _split(row: Row, label: str, timings: Mapping[str, Timing]) -> Row:
     """The row with its stages' times, in milliseconds, if it has stages."""
     prefix = f"{label}{STAGE}"
-    times = {name.removeprefix(prefix): t.ms for name, t in timings.items()
-             if name.startswith(prefix)}  # fmt: skip
+    times = {
+        name.removeprefix(prefix): t.ms for name, t in timings.items() if name.startswith(prefix)
+    }
     return replace(row, extra={**row.extra, "stages": times}) if times else row

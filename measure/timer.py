@@ -244,9 +244,12 @@ def _time_cuda(
 
 
 def _time_cpu(
-    variants: Mapping[str, Sequence[Call]], rounds: int, sample_ms: float, budget_s: float,
+    variants: Mapping[str, Sequence[Call]],
+    rounds: int,
+    sample_ms: float,
+    budget_s: float,
     least_rounds: int,
-) -> dict[str, Timing]:  # fmt: skip
+) -> dict[str, Timing]:
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
         begin = time.perf_counter()
         _walk(calls, repeats)
@@ -302,7 +305,14 @@ def time_calls(
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(
-                variants, rounds, sample_ms, budget_s, monitor, power_ms, capture, warm_ms,
+                variants,
+                rounds,
+                sample_ms,
+                budget_s,
+                monitor,
+                power_ms,
+                capture,
+                warm_ms,
                 least_rounds,
-            )  # fmt: skip
+            )
     return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds)
