@@ -1,4 +1,4 @@
-"""What an operation is: the contract of `ops/` with whoever checks, times, tunes or exports one."""
+"""Op: the contract of `ops/` with the code that checks, times, tunes and exports an operation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from jetfire.core.suites import Exported, Timed
 
-# Over what equal inputs give equal bits: every kernel and config of an op; every config of one
-# kernel; or the runs of one config.
+# The scope in which equal inputs give equal bits: all kernels and configs of an op, all configs of
+# one kernel, or the runs of one config.
 SameBits = Literal["kernels", "configs", "runs"]
 Value = TypeVar("Value")
 
@@ -28,7 +28,7 @@ class Check:
     """The outcome of comparing a kernel's outputs with the reference's.
 
     Attributes:
-        ok: within tolerance.
+        ok: the outputs are within tolerance.
         rel_err: the largest ‖out − ref‖/‖ref‖ over the outputs (codes are dequantised first).
         message: empty, or one line that says which output is wrong, where and by how much.
     """
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One of a backward's outputs: as it is, as it should be, and how far off it may be."""
+    """An output of a backward, beside the exact gradient and the allowed error."""
 
     name: str
     got: torch.Tensor
@@ -50,13 +50,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of one transformer block and the tokens of a step.
+    """The widths of one transformer block, and the tokens of a step.
 
     Attributes:
         width: the residual stream's width.
         hidden: the MLP's width.
-        gated: the MLP has a gate (SwiGLU), so its first product is twice as wide.
         tokens: batch × sequence length.
+        gated: the MLP has a gate (SwiGLU), so its first product is twice as wide.
     """
 
     width: int
@@ -65,7 +65,7 @@ class Model:
     gated: bool = False
 
     def linears(self) -> list[tuple[int, int]]:
-        """The block's linear layers as (out features, in features)."""
+        """Return the block's linear layers as (out features, in features)."""
         first = (2 if self.gated else 1) * self.hidden
         return [
             (3 * self.width, self.width),
@@ -77,12 +77,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How `make profiles` tunes an op.
+    """The options with which `make profiles` tunes an op.
 
     Attributes:
-        trials: of each problem.
-        peer: what is timed beside.
-        kernel: the only one that is tuned; None is every one.
+        trials: trials per problem.
+        peer: the peer that is timed beside the kernels.
+        kernel: the only kernel that is tuned; None is every one.
     """
 
     trials: int = 30
@@ -91,32 +91,36 @@ class Tuning:
 
 
 class Op(ABC):
-    """An operation: problem, inputs, reference, tolerance, costs and peers.
+    """An operation: problem, tensors, reference, tolerance, workloads, peers and costs.
 
     Tensors travel as dicts from name to tensor, the same names in the reference and every kernel.
+
+    Attributes:
+        workload: the workload that is timed on a GPU where no sizes are given.
+        matched: fields that a tuned problem shares with every problem that its config is used for.
+        composite: its kernels launch those of other ops (`Kernel.parts`), so it is not tuned.
+        contiguous: matrices that a launch takes contiguous alone; others may have any row stride.
+        no_gradients: why a backward has no `gradients`; every other op with a backward has them.
+        never_empty: sizes that may not be 0.
+        sums: by size, the outputs that are sums over it. Where it is 0 they are 0, or the tensor
+            that was to be added to.
+        baselines: the peers that its time is compared with first, before those of `bench.show`.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     Problem: ClassVar[type[Any]]
     dims: ClassVar[tuple[str, ...]] = ("m", "n")
-    workload: ClassVar[str | None] = None  # what is timed on a GPU where no sizes are given
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
-    # Matrices that a launch takes contiguous alone; of others rows may be any distance apart.
-    contiguous: ClassVar[frozenset[str]] = frozenset()
-    # Why a backward has no `gradients`; every other op with one has.
-    no_gradients: ClassVar[str | None] = None
-    # Fields that a tuned problem has in common with every one that its config is used for.
+    workload: ClassVar[str | None] = None
     matched: ClassVar[tuple[str, ...]] = ("block", "mode", "out", "dtype")
     tuning: ClassVar[Tuning] = Tuning()
-    # Its kernels launch those of other ops (`Kernel.parts`): nothing is its own to be tuned.
     composite: ClassVar[bool] = False
-    # Peers that its time is compared with first, before those of `bench.show`.
-    baselines: ClassVar[tuple[str, ...]] = ()
-    # Sizes that may not be 0.
+    contiguous: ClassVar[frozenset[str]] = frozenset()
+    no_gradients: ClassVar[str | None] = None
     never_empty: ClassVar[frozenset[str]] = frozenset()
-    # By size, the outputs that are sums over it: of nothing they are 0, or what was to be added to.
     sums: ClassVar[Mapping[str, Collection[str]]] = {}
+    baselines: ClassVar[tuple[str, ...]] = ()
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Return the problems of one shape in one mode; a GEMM's backward is two of them.
@@ -132,17 +136,19 @@ class Op(ABC):
             usual["rounding"] = "stochastic"
         return [self.Problem.parse({**usual, **fields})]
 
-    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields drawn at random with sizes that go together, where few would otherwise."""
-        return dict(fields)
+    # Tensors.
 
     @abstractmethod
     def reads(self, problem: Any) -> Specs:
-        """Return what a launch reads, by name."""
+        """Return the specs of a launch's inputs, by name."""
 
     @abstractmethod
     def writes(self, problem: Any) -> Specs:
-        """Return what a launch writes, by name and in the order in which functions return it."""
+        """Return the specs of a launch's outputs by name, in the order of a function's results."""
+
+    def updated(self, problem: Any) -> Collection[str]:
+        """Return the outputs that a launch also reads: they begin as the inputs of their names."""
+        return ()
 
     @abstractmethod
     def inputs(
@@ -156,7 +162,7 @@ class Op(ABC):
 
     @final  # `core.calls` makes them of `writes` itself
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Return tensors for `writes`: uninitialised, but copies of the inputs that are updated."""
+        """Return tensors for `writes`: copies of updated inputs, uninitialised for the rest."""
         import torch
 
         outputs = empty(self.writes(problem), next(iter(inputs.values())).device)
@@ -171,26 +177,28 @@ class Op(ABC):
         meta = torch.device("meta")
         return empty(self.reads(problem), meta), empty(self.writes(problem), meta)
 
-    def poison(self, problem: Any, outputs: Tensors) -> Tensors:
-        """Fill outputs with what no kernel writes, so that an unwritten element shows.
+    def in_place(self, problem: Any, inputs: Tensors) -> Mapping[str, str]:
+        """Return, for outputs that may overwrite an input given up by the caller, its name."""
+        return {}
 
-        Those that are `updated` keep their values.
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        """Return the arguments that the public function may take, for a problem of these fields.
+
+        Those that are no parameter of it are left out later. Sizes may be 0.
         """
-        kept = self.updated(problem)
-        for name, tensor in outputs.items():
-            if name not in kept:
-                poison(tensor)
-        return outputs
+        return {**fields, **inputs}
 
-    def updated(self, problem: Any) -> Collection[str]:
-        """Outputs that a launch reads too: they begin as the inputs of their names."""
-        return ()
+    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the outputs that the public function returns, in order."""
+        return dict(outputs)
+
+    # Right results.
 
     @abstractmethod
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
-        """What the outputs must be, under the same names, from `jetfire.reference`.
+        """Return the right outputs under the same names, from `jetfire.reference`.
 
-        Keys that are no outputs hold what `check` needs besides.
+        Keys that are no outputs hold what else `check` needs.
         """
 
     @abstractmethod
@@ -204,80 +212,84 @@ class Op(ABC):
         """Compare a kernel's outputs with the reference's.
 
         Args:
-            noise: the kernel's own (`Kernel.noise`), where the op's tolerance is not for it.
+            noise: the kernel's own (`Kernel.noise`), which the op's tolerance does not include.
         """
 
-    def same_bits(self, problem: Any) -> SameBits:
-        """Over what the same inputs of a problem give the same bits.
+    def poison(self, problem: Any, outputs: Tensors) -> Tensors:
+        """Fill outputs with values that no kernel writes, so that an unwritten element shows.
 
-        "runs" where a sum's order is the config's to choose, and of every kernel with a `noise`.
+        Those that are `updated` keep their values.
         """
-        return "configs"
+        kept = self.updated(problem)
+        for name, tensor in outputs.items():
+            if name not in kept:
+                poison(tensor)
+        return outputs
 
     def written(self, problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
-        """What a launch must write: outputs, or views of those that it may leave a part of.
+        """Return the outputs that a launch must write, as views where it may leave a part.
 
-        Reads inputs where they say how much that is: a device is waited for.
+        This reads inputs where they say how large the part is, and so waits for the device.
         """
         return outputs
 
-    def nothing(self, problem: Any, inputs: Tensors, outputs: Tensors) -> None:
-        """Write the outputs of a problem with a size of 0, which no kernel is asked to do.
+    def same_bits(self, problem: Any) -> SameBits:
+        """Return over what the same inputs of a problem give the same bits.
 
-        Those that have elements all the same are sums over nothing: zeros, unless an op knows more.
+        "runs" where the order of a sum depends on the config, and for kernels with a `noise`.
         """
-        for tensor in outputs.values():
-            tensor.zero_()
-
-    def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
-        """Inputs beside the matrices at the ends of what they may be, in place of what is usual.
-
-        What a kernel reads in one place and may get wrong for all. Drawn by `measure.edges` on the
-        CPU; seeds need none.
-        """
-        return {}
-
-    def in_place(self, problem: Any, inputs: Tensors) -> Mapping[str, str]:
-        """Outputs that may be written over an input that the caller gives up: its name."""
-        return {}
-
-    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
-        """Of all outputs, in order, those that the public function returns."""
-        return dict(outputs)
-
-    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
-        """Return what the public function may be called with, for a problem of these fields.
-
-        Those of no parameter's name are left out; sizes may be 0.
-        """
-        return {**fields, **inputs}
+        return "configs"
 
     def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
-        """A backward's outputs beside what autograd makes of a float64 forward.
+        """Return a backward's outputs beside the gradients that autograd has of a float64 forward.
 
-        That forward shares no formula of a gradient with the reference. What is allowed is what
-        quantising or rounding the gradient takes, and a little for fp32: that a kernel rounds as it
-        should is checked against the reference. Empty where inputs have no gradient to compare
-        with.
+        That forward shares no formula of a gradient with the reference. The allowed error is that
+        of quantising or rounding the gradient, and a little for fp32: whether a kernel rounds right
+        is checked against the reference. Empty where inputs have no gradient to compare with.
         """
         raise NotImplementedError(
             f"{self.name} has a backward and no check of its gradients: expected `gradients` in "
             "its class, or `no_gradients`, why not"
         )
 
+    # Edge cases.
+
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return randomly drawn fields with sizes that go together, where few would by chance."""
+        return dict(fields)
+
+    def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
+        """Return extreme values for inputs other than the matrices, to replace the usual ones.
+
+        A kernel reads a scalar, a list or a parameter in one place, where an error spoils every
+        result. Values are drawn by `measure.edges` on the CPU. Seeds need none.
+        """
+        return {}
+
+    def nothing(self, problem: Any, inputs: Tensors, outputs: Tensors) -> None:
+        """Write the outputs of a problem with a size of 0, for which no kernel is launched.
+
+        Outputs with elements are then sums over nothing: zeros, unless an op overrides this.
+        """
+        for tensor in outputs.values():
+            tensor.zero_()
+
+    # Workloads, peers and suites.
+
     @abstractmethod
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        """The op's shapes in one transformer block, as problem fields."""
+        """Return the op's shapes in one transformer block, as problem fields."""
 
     def peers(self, problem: Any, inputs: Tensors) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """What a user would use instead: name → a factory that prepares operands, gives a thunk."""
+        """Return factories by peer: each prepares operands and returns the call to time."""
         return {}
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        """Further fields worth a row each in the suite `results`: by default one, then each other.
+        """Return the further fields of each row of a memory-bound op in the suite `results`.
 
-        Of a memory-bound op; the first also beside torch.compile, and each that has other fields
-        than these, which change what is compiled.
+        By default the first are the usual ones, and each other entry changes one. The first is also
+        timed beside torch.compile, and so is each with fields beyond rounding and layout, which
+        change what is compiled.
         """
         fields = self.Problem.__dataclass_fields__
         rounded = "rounding" in fields
@@ -290,29 +302,31 @@ class Op(ABC):
         return found
 
     def timed(self) -> list[Timed] | None:
-        """What the suites measure of it; None for what they measure of any memory-bound op."""
+        """Return what the suites measure of the op; None for the usual of a memory-bound op."""
         return None
 
     def exported(self) -> list[Exported]:
-        """What the suite `export` measures of it."""
+        """Return what the suite `export` measures of the op."""
         return []
 
     def shipped(self, workload: str, mode: Mode) -> list[dict[str, Any]]:
-        """Further fields worth a profile of their own, for each problem of a workload in a mode.
+        """Return the further fields worth a profile, for each problem of a workload in a mode.
 
-        Those that decide what is written; with other layouts, biases and roundings the same shape's
-        entry is found as the nearest.
+        Only fields that decide what is written are worth one. With another layout, bias or rounding
+        the same shape's entry is found as the nearest.
         """
         return [{}]
 
     def kinds(self, fields: Mapping[str, Any]) -> list[Any]:
-        """Problems of some sizes of which one is drawn, to see how good a lookup's config is."""
+        """Return problems of some sizes; one is drawn, to see how good a looked-up config is."""
         return [self.problems(mode, fields)[0] for mode in self.modes]
 
+    # Costs.
+
     def flops(self, problem: Any) -> float:
-        """Multiply-add operations of the matrix unit, two each; 0 for a memory-bound op."""
+        """Return twice the matrix unit's multiply-add operations; 0 for a memory-bound op."""
         return 0.0
 
     def bytes(self, problem: Any) -> int:
-        """The fewest bytes it must move: every input once, every output once."""
+        """Return the fewest bytes that the op must move: every input once, every output once."""
         return sum(tensor.nbytes for side in self.on_meta(problem) for tensor in side.values())
