@@ -1,1 +1,1 @@
-"""What every part of the workbench stands on: files, options, what is printed, recipes."""
+"""The ground floor: contracts of ops and kernels, devices, profiles, files and what is printed."""

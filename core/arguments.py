@@ -1,7 +1,7 @@
-"""Say which argument of a call is of another type than its function's annotations ask for.
+"""Name the argument of a failed call whose type is not the one that its annotation asks for.
 
-Types are looked at where a call has failed: a model calls these functions some hundred times per
-step, and a call that succeeds pays 0.2 µs.
+Types are looked at only once a call has failed. A model calls these functions some hundred times
+per step, and a call that succeeds pays 0.2 µs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jetfire.core.errors import UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What annotations ask for, by the names of their types.
+# Words for what an annotation asks for, by the name of its type.
 _NAMES = {
     "Tensor": "a tensor",
     "bool": "True or False",
@@ -42,10 +42,10 @@ _LONGEST = 40  # characters of a value in a message
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a call that fails name the first argument that its annotation does not allow.
+    """Wrap a function: where a call fails, name the first argument of a type not allowed.
 
     Raises:
-        UsageError: in place of whatever such an argument led to.
+        UsageError: instead of the error that such an argument led to.
     """
 
     @wraps(function)
@@ -64,9 +64,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def mistake(
     function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> str | None:
-    """The first argument of another type than its annotation, in one line; None if there is none.
+    """Return one line on the first argument of another type than its annotation, or None.
 
-    None too where they do not fit the function's parameters, of which Python has told.
+    None also where the arguments do not fit the parameters: Python's own error says that.
     """
     signature, hints = _parameters(function)
     try:
@@ -93,8 +93,8 @@ def _mistaken(name: str, value: Any, hint: Any) -> str | None:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
-    """A function's signature, and the annotations of its parameters, but for ``*`` and ``**``."""
-    import torch  # which a function's module need not have imported
+    """Return a function's signature and its parameters' annotations, without ``*`` and ``**``."""
+    import torch  # the function's module may not have imported it
 
     signature = inspect.signature(function)
     hints = get_type_hints(function, localns={"torch": torch, "Tensor": torch.Tensor})
@@ -106,12 +106,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[s
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of anything else itself alone."""
+    """Return the members of a union; an annotation that is none is its only member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether an annotation allows a value; one that is not understood allows all."""
+    """Return whether an annotation allows a value; one that is not understood allows all."""
     return any(_fits(value, choice) for choice in _choices(hint))
 
 
@@ -135,7 +135,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> str:
-    """What an annotation allows, for a message."""
+    """Return what an annotation allows, for a message."""
     return " or ".join(dict.fromkeys(_name(choice) for choice in _choices(hint)))
 
 
@@ -149,10 +149,10 @@ def _name(hint: Any) -> str:
 
 
 def shown(value: Any, named: bool = False) -> str:
-    """A value for a message: itself if it is a number or text, else its type.
+    """Return a value for a message: a number or a text as it is, for anything else its type.
 
     Args:
-        named: it was to be one of some names, which messages have without quotes.
+        named: a name was expected; messages show names without quotes.
     """
     if isinstance(value, _SHOWN):
         text = str(value) if named and str(value).isprintable() else repr(value)

@@ -1,7 +1,7 @@
-"""Kernels that do not load or do not compile: where, and in the compiler's own lines.
+"""Errors of kernels that do not load or do not compile, with the place and the compiler's lines.
 
-An error's first line names file, line, op, kernel and architecture; its `details` are what the
-interpreter, Triton or NVRTC says, with the caret where they have one.
+An error's first line names file, line, op, kernel and architecture. Its `details` are the lines of
+the interpreter, Triton or NVRTC, with the caret where they have one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def loading(what: str, folder: Path) -> Iterator[None]:
     """Name the line at which a kernel's module cannot be imported.
 
     Args:
-        what: whose module it is, as the message says it.
-        folder: where the module and what it is made of lie.
+        what: the module's owner, as the message names it.
+        folder: the folder of the module and of its parts.
 
     Raises:
         UsageError: it cannot be imported.
@@ -60,10 +60,10 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def compiling(op: str, kernel: str, where: str) -> Iterator[None]:
-    """Name the kernel and the architecture for which something does not compile.
+    """Name the kernel and the architecture where a compiler fails.
 
     Raises:
-        WrongResultError: it does not.
+        WrongResultError: it does not compile.
     """
     try:
         yield
@@ -74,10 +74,10 @@ def compiling(op: str, kernel: str, where: str) -> Iterator[None]:
 
 
 def explained(error: BaseException, what: str = "") -> WrongResultError | None:
-    """Return a compiler's error with its place and its own lines; None where it is no compiler's.
+    """Return a compiler's error with its place and its own lines; None for any other error.
 
     Args:
-        what: op, kernel and architecture; the op alone, from the file's folder, where empty.
+        what: op, kernel and architecture. Where empty, the name of the file's folder: the op.
     """
     inner = _innermost(error)
     kind = type(inner)
@@ -99,20 +99,20 @@ def explained(error: BaseException, what: str = "") -> WrongResultError | None:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return the error of the function in which it is, not of those that call that one."""
+    """Return the error of the function that is at fault, not those of its callers."""
     while error.__cause__ is not None and type(error.__cause__).__module__.startswith("triton."):
         error = error.__cause__
     return error
 
 
 def _place(error: Any, trace: TracebackType | None) -> tuple[Path | None, int]:
-    """Return the file and line of a Triton error, which knows its function's text and no file.
+    """Return the file and line of a Triton error, which holds its function's text but no file.
 
     Args:
-        trace: of the whole error, which goes through the launch and so the kernel's own file.
+        trace: the whole error's. It passes through the launch, and so through the kernel's file.
     """
     source, node = getattr(error, "src", None), getattr(error, "node", None)
-    if not source or node is None or not hasattr(node, "lineno"):  # the interpreter's, or ptxas's
+    if not source or node is None or not hasattr(node, "lineno"):  # from the interpreter or ptxas
         frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
         ours = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts]
         return (Path(ours[-1].filename), ours[-1].lineno or 0) if ours else (None, 0)
@@ -135,7 +135,7 @@ def _python_files(trace: TracebackType | None) -> list[Path]:
 
 
 def _cuda_file(name: str, what: str) -> Path | None:
-    """Return the source of a name, of the kernel's own op where several have one."""
+    """Return the source file of a name; where several ops have one, that of the kernel's op."""
     files = sorted(ROOT.glob(f"kernels_cuda/**/{Path(name).name}"))
     own = [file for file in files if file.parent.name == what.partition(" ")[0]]
     return next(iter(own or files), None)

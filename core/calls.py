@@ -1,4 +1,4 @@
-"""What an operator does when it is called: find the kernel of its problem, and launch it."""
+"""The body of every operator: find the kernel of the call's problem, and launch it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 # Operators live as long as this object does.
 LIBRARY = torch.library.Library("jetfire", "DEF")
-# Stands for a symbolic size, or 0: a multiple of whatever a `Problem` may ask that they are one of.
+# Stands for a size that is symbolic or 0: a multiple of every number that a `Problem` may ask for.
 _ANY_SIZE = 3 * 1024
 _SIZES = ("m", "n", "k", "rows")
 
 
 @profiles.remembered
 def _planned() -> dict[tuple[str, Any], Kernel]:
-    """The problems that were asked for, and the kernel that took each."""
+    """Return the kernel of each problem that was asked for, as a dict that `_plan` fills."""
     return {}
 
 
@@ -38,7 +38,7 @@ def planned() -> list[tuple[Op, Any, Kernel]]:
 
 
 def problem_of(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return a problem, of which a size may be symbolic, or 0; and whether one is 0."""
+    """Return a problem, whose sizes may be symbolic or 0, and whether one of them is 0."""
     symbolic = {key: size for key, size in fields.items() if isinstance(size, torch.SymInt)}
     none = {key: 0 for key in _SIZES if type(size := fields.get(key)) is int and size == 0}
     problem = op.Problem.parse({**fields, **dict.fromkeys(symbolic | none, _ANY_SIZE)})
@@ -81,9 +81,9 @@ def _plan(operator: Operator, device: torch.device, key: tuple[Any, ...]) -> _Pl
 
 
 def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
-    """Return what a launch there needs around it, if anything.
+    """Return the context that a launch on a device needs, or None.
 
-    Triton launches on the current device; CPU kernels are torch operations, which autograd sees.
+    Triton launches on the current device. CPU kernels are torch operations, which autograd sees.
     """
     if device.type == "cpu":
         return torch.no_grad()
@@ -93,7 +93,7 @@ def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
 
 
 def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
-    """Launch into the inputs that are written, or else into new outputs; return these in order."""
+    """Launch into the written inputs, or else into new outputs, and return these in order."""
     inputs, device, written = operator.inputs(args), args[0].device, operator.written
     plan = _plan(operator, device, operator.key(args))
     outputs = {key: inputs[key] for key in written if key in inputs} if written else None
@@ -109,7 +109,7 @@ def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
     else:
         with context:
             plan.kernel.launch(plan.problem, plan.config, inputs, outputs)
-    if written:  # a launch does not tell autograd of its writes
+    if written:  # autograd does not see a launch's writes
         for tensor in outputs.values():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
@@ -117,7 +117,7 @@ def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
 
 
 def allocate(operator: Operator, args: tuple[Any, ...]) -> Tensors:
-    """Return the outputs alone, for tracing: sizes may be symbolic, and stay so."""
+    """Return outputs without a launch, for tracing: symbolic sizes stay symbolic."""
     op = registry.get(operator.op)
     problem, _ = problem_of(op, operator.fields(operator.key(args)))
     return op.outputs(problem, operator.inputs(args))

@@ -1,4 +1,4 @@
-"""The names of an op's kernels as the text of its modules has them: importing these takes 2 s."""
+"""The names of an op's kernels, read from the text of its modules: importing these takes 2 s."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def names(package: Path) -> list[str] | None:
     """Return the names of the kernels in a package's ``KERNELS``, in order.
 
     Returns:
-        None where they are not written as usual: ``KERNELS = (AKernel(), …)``, of classes that are
-        defined there or imported by name from this package, each with a ``name = "…"``.
+        None where they are not written as usual: ``KERNELS = (AKernel(), …)``, with classes that
+        are defined there or imported by name from this package, each with a ``name = "…"``.
     """
     classes = _called(_tree(package / "__init__.py"))
     found = [_name_of(package / "__init__.py", name) for name in classes]
@@ -24,7 +24,7 @@ def names(package: Path) -> list[str] | None:
 
 @cache
 def _tree(file: Path) -> ast.Module:
-    """Return a file's syntax tree; an empty one where it is no Python, as importing it says."""
+    """Return a file's syntax tree; an empty one where it is no Python: importing it says so."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -32,7 +32,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _called(tree: ast.Module) -> list[str]:
-    """Return the classes of which ``KERNELS`` holds an instance each."""
+    """Return the names of the classes whose instances are in ``KERNELS``."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "KERNELS" for target in targets):
@@ -42,7 +42,7 @@ def _called(tree: ast.Module) -> list[str]:
 
 
 def _name_of(file: Path, cls: str) -> str | None:
-    """Return the ``name`` that a class of a module has or inherits; None where it is not told."""
+    """Return the ``name`` that a class of a module has or inherits; None where none is found."""
     for node in _tree(file).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:
             bases = (_name_of(file, ast.unparse(base)) for base in node.bases)

@@ -1,4 +1,4 @@
-"""The device a kernel is asked to run on, as `legal`, the tuner and the bench see it."""
+"""The device that a kernel is to run on, as `legal`, the tuner and the bench see it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 
-# Shared memory of a block, by the architectures that kernels are compiled for.
+# KiB of shared memory per thread block, by architecture that kernels are compiled for.
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One processor and the limits that decide which configs are legal on it.
+    """A processor and the limits that decide which configs are legal on it.
 
     Attributes:
         kind: ``"cuda"``, or ``"cpu"``.
@@ -28,7 +28,7 @@ class Device:
         name: the vendor's name, for instance ``"NVIDIA H200"``.
         capability: compute capability as ``(major, minor)``; None on the CPU.
         sms: streaming multiprocessors (cores on the CPU).
-        shared_bytes: shared memory a block may opt in to, in bytes.
+        shared_bytes: shared memory that a thread block may opt in to, in bytes.
         l2_bytes: L2 cache size in bytes (0 where unknown).
         interpreted: Triton kernels run on CPU tensors through Triton's interpreter.
     """
@@ -54,12 +54,12 @@ class Device:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Device:
-        """The device that holds a tensor."""
+        """Return the device that holds a tensor."""
         return _cuda(tensor.device.index or 0) if tensor.is_cuda else _cpu()
 
     @classmethod
     def parse(cls, text: str = "auto") -> Device:
-        """``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+        """Return the device of ``auto`` (first GPU, else CPU), ``cpu``, ``cuda`` or ``cuda:N``.
 
         Raises:
             UsageError: the text names no kind of device.
@@ -80,7 +80,7 @@ class Device:
 
 
 def check_name(text: str) -> None:
-    """Raise UsageError where a text names no kind of device, whether or not it is here."""
+    """Raise UsageError where a text names no kind of device. The device need not be present."""
     kind, _, index = text.partition(":")
     numbered = kind == "cuda" and index.isdecimal() and len(index) < 5
     if kind not in ("auto", "cpu", "cuda") or (text != kind and not numbered):
@@ -137,7 +137,7 @@ def capability_of(text: str) -> tuple[int, int]:
 
 
 def target_device(capability: tuple[int, int]) -> Device:
-    """A device of an architecture that need not be present, for cross-compilation.
+    """Return a device of an architecture that need not be present, for cross-compilation.
 
     Shared memory is that of the architecture's data-centre part (CUDA C++ Programming Guide,
     "Technical Specifications per Compute Capability").

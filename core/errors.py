@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class JetfireError(Exception):
-    """Base of every error shown to a user as one line.
+    """The base of every error that a user is shown as one line.
 
     Attributes:
-        details: a compiler's own lines, shown below that one; mostly empty.
+        details: a compiler's own lines, shown below that line; mostly empty.
     """
 
     exit_code = 1
@@ -17,46 +17,46 @@ class JetfireError(Exception):
 
 
 class JetfireWarning(UserWarning):
-    """What a user should know of, in one line; the command line prints it so."""
+    """A warning to the user in one line, which the command line prints as a note."""
 
 
 class UsageError(JetfireError):
-    """What was asked for cannot be: a bad name, size, option or file."""
+    """A request that cannot be met: a bad name, size, option or file."""
 
     exit_code = 2
 
 
 class WrongResultError(JetfireError):
-    """A kernel disagreed with its reference."""
+    """A kernel's result that differs from the reference's."""
 
     exit_code = 3
 
 
 class RegressionError(JetfireError):
-    """A measurement is slower than the one it is compared with, beyond noise."""
+    """A measurement slower than the one it is compared with, beyond noise."""
 
     exit_code = 4
 
 
 class NoDeviceError(JetfireError):
-    """The device or architecture that was asked for is not here."""
+    """A device or architecture that was asked for and is not present."""
 
     exit_code = 5
 
 
 class TimedOutError(JetfireError):
-    """All that was tried took longer than it was given."""
+    """A time limit that everything tried has passed."""
 
     exit_code = 6
 
 
 def unknown(given: str, name: str, known: Iterable[str], also: str = "") -> UsageError:
-    """Return the error for a name that is none of those known: it suggests one and lists all.
+    """Return the error for an unknown name: it suggests the nearest known one and lists all.
 
     Args:
-        given: what the line begins with, for instance ``no op 'gmem'`` or ``--format jsno``.
+        given: the line's beginning, for instance ``no op 'gmem'`` or ``--format jsno``.
         name: the name alone.
-        also: what is accepted beside the names, as the line ends: ``, or none``.
+        also: the line's end, for what is accepted beside the names: ``, or none``.
     """
     names = list(known)
     near = nearest(name, names)
@@ -67,10 +67,10 @@ def unknown(given: str, name: str, known: Iterable[str], also: str = "") -> Usag
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelt most like this one, or begins so; None where none is."""
+    """Return the known name spelt most like this one, or beginning with it; None without any."""
     import difflib
 
-    # A wrong number is no slip of the finger, nor is a text that long, which is slow to compare.
+    # A number has no near name. A text that long is no typing error, and is slow to compare.
     if len(name) > 60 or not any(map(str.isalpha, name)):
         return None
     spelling = _spelling(name)
@@ -81,11 +81,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _spelling(name: str) -> str:
-    """Return what of a name counts for likeness: an option's dashes are all options'."""
+    """Return a name without what does not count for likeness: case, and an option's dashes."""
     return name.lower().replace("_", "-").strip("-")
 
 
 def refused(error: OSError) -> str:
-    """Return what the operating system refused, after the file's name where there is one."""
+    """Return the operating system's reason, after the file's name where there is one."""
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror or error}"

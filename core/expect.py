@@ -1,7 +1,7 @@
-"""What a public function expects of the tensors and options that it is given.
+"""Checks of the tensors and options that a public function is given.
 
 Raises:
-    UsageError: of every function here, in a line that says what was given and what is expected.
+    UsageError: from every function here, in a line that says what was given and what is expected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NAMES: dict[torch.dtype, str] = {}
 
 
 def choice(name: str, value: Any, hint: Any, *more: Any) -> None:
-    """Have a value be one of a `Literal`, or of some more."""
+    """Check that a value is one of a `Literal`'s, or one of `more`."""
     if value not in hint.__args__ and value not in more:
         choices = " or ".join(map(str, (*hint.__args__, *more)))
         raise UsageError(f"{name}={value}: expected {choices}")
 
 
 def matrix(name: str, x: Tensor, dtypes: tuple[str, ...]) -> None:
-    """Have a tensor be 2-D, of one of the dtypes, its last dimension contiguous."""
+    """Check that a tensor is 2-D, has one of the dtypes and a contiguous last dimension."""
     if named(x.dtype) not in dtypes:
         raise UsageError(f"{name} is {named(x.dtype)}: expected {' or '.join(dtypes)}")
     if x.dim() != 2:
@@ -63,9 +63,9 @@ def same_device(name: str, x: Tensor, like: Tensor) -> None:
 def quantized(
     name: str, x: Quantized, like: Quantized | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales that belong together, of `like`'s shape and device where given.
+    """Return a matrix's codes and scales once they fit each other, and `like`'s shape and device.
 
-    A quantised `like` is one that was looked at before; the block is then the same too.
+    A quantised `like` is one that was checked before. The block must then be the same too.
     """
     q, scale, block = x.q, x.scale, x.block
     if q is None or scale is None:
@@ -94,7 +94,7 @@ def quantized(
 
 
 def packed(name: str, x: Quantized4) -> Tensor:
-    """Return the packed codes of a matrix in 4 bits."""
+    """Return the packed codes of a 4-bit matrix."""
     if x.packed is None:
         raise UsageError(
             f"{name} holds wide codes alone: expected packed ones (layout=packed, both)"
@@ -104,12 +104,12 @@ def packed(name: str, x: Quantized4) -> Tensor:
 
 
 def vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
-    """Return an fp32 vector of a size on `like`'s device, contiguous."""
+    """Return a vector once it is fp32, of a size and on `like`'s device; contiguous."""
     return exactly(name, x, "float32", (size,), like)
 
 
 def rounding_seed(rounding: str, seed: Tensor | None, layout: str, like: Tensor) -> Tensor | None:
-    """Return the seed where rounding is stochastic, once the options are checked."""
+    """Check rounding and layout, and return the seed where rounding is stochastic."""
     choice("rounding", rounding, Rounding)
     choice("layout", layout, Layout)
     return seed_on(seed, like) if rounding == "stochastic" else None
@@ -127,7 +127,7 @@ def seed_on(seed: Tensor | None, like: Tensor) -> Tensor:
 
 
 def same_shape(name: str, x: Tensor, like: Tensor) -> None:
-    """Have an fp32 matrix be as `like` is."""
+    """Check that a matrix is fp32 and of `like`'s shape and device."""
     matrix(name, x, ("float32",))
     same_device(name, x, like)
     if x.shape != like.shape:
@@ -147,7 +147,7 @@ def scalar(name: str, x: Tensor, like: Tensor) -> None:
 def room(
     out: Quantized | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
 ) -> dict[str, Tensor]:
-    """Return tensors for the codes of an m×n matrix: those given, if they fit, else new ones."""
+    """Return tensors for the codes of an m×n matrix: those of `out` where given, else new ones."""
     wanted = tensors.quantized(m, n, block, layout=layout)
     if out is None:
         return tensors.empty(wanted, like.device)
@@ -164,7 +164,7 @@ def room(
 
 
 def exactly(name: str, x: Tensor, dtype: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a tensor of just one dtype and shape on `like`'s device, contiguous."""
+    """Return a tensor once it has this dtype, this shape and `like`'s device; contiguous."""
     same_device(name, x, like)
     if named(x.dtype) != dtype or x.shape != shape:
         found = f"{named(x.dtype)} {tuple(x.shape)}"

@@ -1,4 +1,4 @@
-"""Files: read within bounds, and written so that they are whole or not there."""
+"""Files, read within bounds and written so that they are whole or not there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jetfire.core.errors import UsageError
 
 MIB = 1 << 20
 _PART = ".part"
-# A part that was last written to so long ago has lost its writer.
+# A part that was not written to for so long has lost its writer.
 ABANDONED_S = 3600.0
 
 
@@ -37,11 +37,11 @@ class Unreadable(UsageError):
 
 
 class Missing(Unreadable):
-    """There is no such file."""
+    """A file that does not exist."""
 
 
 class Unwritable(UsageError):
-    """A file or folder that cannot be written; what was there before is still there."""
+    """A file or folder that cannot be written; its content is as before."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path}: cannot be written: {error.strerror or error}")
@@ -50,7 +50,7 @@ class Unwritable(UsageError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Have what the system refuses while a file or folder is written raise Unwritable."""
+    """Raise Unwritable where the system refuses to write a file or folder."""
     try:
         yield
     except OSError as error:
@@ -58,13 +58,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Busy(UsageError):
-    """Another process holds a lock file."""
+    """A lock file that another process holds."""
 
 
 def read(path: Path, most: int) -> bytes:
     """Return the content of a regular file; one whose name ends in ``.gz`` is unpacked.
 
-    A pipe is read only where the shell made it (``/dev/stdin``, ``/dev/fd/63``): another might
+    A pipe is read only where the shell made it (``/dev/stdin``, ``/dev/fd/63``). Another might
     never end, or never begin.
 
     Args:
@@ -73,7 +73,7 @@ def read(path: Path, most: int) -> bytes:
 
     Raises:
         Missing: there is no such file.
-        Unreadable: it is no regular file, is larger than that, or cannot be read or unpacked.
+        Unreadable: it is no regular file, is too large, or cannot be read or unpacked.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -96,7 +96,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the process's own open file that a name such as ``/dev/stdout`` stands for."""
+    """Return the process's own file descriptor that a name such as ``/dev/stdout`` stands for."""
     name = os.path.normpath(path.absolute())
     streams = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
     if name in streams:
@@ -106,7 +106,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Open a file without waiting for a pipe's other end."""
+    """Return a file's descriptor, without waiting for a pipe's other end."""
     return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -134,7 +134,7 @@ def digest(path: Path, see: Callable[[memoryview], None] | None = None) -> str:
 
     Args:
         path: the file.
-        see: called with the content, in blocks of a MiB and the rest.
+        see: is called with the content, in blocks of 1 MiB and the rest.
 
     Raises:
         Missing: there is no such file.
@@ -157,15 +157,15 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
     """Replace a file by one that is whole and on the disk; text is written as UTF-8.
 
     The content goes to another file in the same folder first, so a link is replaced and not
-    followed. A device or a pipe is written to as it is, and so is what the process has open under
-    a name such as ``/dev/stdout``, from where it stands in it.
+    followed. A device or a pipe is written to directly. So is a file that the process has open
+    under a name such as ``/dev/stdout``, from its current position.
 
     Args:
         path: the file.
-        content: all that it is to hold.
-        alone: the caller keeps other writers of this file away, so that whatever one has left half
-            done is a dead one's and is removed.
-        folders: make the folders that it is to be in.
+        content: the whole content.
+        alone: the caller keeps other writers of this file away. Any part found is then that of a
+            dead writer, and is removed.
+        folders: make the folders of the path.
 
     Raises:
         Unwritable: a full disk, a missing folder, a lack of rights.
@@ -189,11 +189,11 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
 def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Iterator[IO[bytes]]:
     """Give a file to write, which then takes the place of `path`, whole and on the disk.
 
-    Where the block raises, or the process dies in it, `path` is what it was.
+    Where the block raises, or the process dies in it, `path` is as before.
 
     Args:
         path: the file.
-        alone, folders: as `write` has them.
+        alone, folders: as in `write`.
 
     Raises:
         Unwritable: a full disk, a missing folder, a lack of rights.
@@ -220,7 +220,7 @@ def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Itera
 
 
 def _mode(path: Path) -> int:
-    """Return the permissions of a file that is replaced, or of a new one."""
+    """Return the permissions of the file that is replaced, or those of a new one."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_IMODE(path.stat().st_mode)
     umask = os.umask(0)
@@ -232,12 +232,12 @@ def _mode(path: Path) -> int:
 def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
     """Give a folder to fill, which then takes the place of `path`, whole and on the disk.
 
-    Whoever has mapped files of the folder that stood there keeps them. Where the block raises,
-    or the process dies in it, `path` is what it was.
+    Processes that have mapped files of the old folder keep them. Where the block raises, or the
+    process dies in it, `path` is as before.
 
     Args:
         path: the folder.
-        alone: as `write` has it.
+        alone: as in `write`.
 
     Raises:
         Unwritable: a full disk, a lack of rights.
@@ -259,9 +259,9 @@ def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
 
 
 def _replace_folder(new: Path, path: Path) -> None:
-    """Have a folder take another's place, at no moment without either where the system can.
+    """Replace a folder by another, in one step where the system can.
 
-    What stood there is left beside the new one's old place.
+    The old folder is left at the new one's old place, or beside it.
     """
     if not os.path.lexists(path):
         new.rename(path)
@@ -276,7 +276,7 @@ def _replace_folder(new: Path, path: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Say whether two files have taken each other's names, in one step, as Linux can."""
+    """Exchange two names in one step, as Linux can, and return whether that was done."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = os.fsencode(one), os.fsencode(other)
@@ -284,7 +284,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _put_back(path: Path) -> None:
-    """Undo a replacement that was cut short where nothing could be exchanged in one step."""
+    """Undo a replacement that was interrupted, where the system cannot exchange in one step."""
     if not os.path.lexists(path):
         for part in os.scandir(path.parent):
             old = Path(part.path, "old")
@@ -297,7 +297,7 @@ def _put_back(path: Path) -> None:
 def new_files(folder: Path) -> Iterator[Path]:
     """Give a folder to fill with files, which then take their places beside others in `folder`.
 
-    Where the block raises or a file cannot be written, `folder` is what it was.
+    Where the block raises or a file cannot be written, `folder` is as before.
 
     Raises:
         Unwritable: a full disk, a lack of rights.
@@ -322,9 +322,9 @@ def new_files(folder: Path) -> Iterator[Path]:
 
 
 def append(path: Path) -> io.FileIO:
-    """Open a file, made where there is none, for `add` to write at its end; no link is followed.
+    """Open a file, or make one, for `add` to write at its end. No link is followed.
 
-    Its descriptor can be read from.
+    The descriptor can be read from too.
 
     Raises:
         Unwritable: it is a link or no regular file, or a lack of rights.
@@ -341,10 +341,10 @@ def append(path: Path) -> io.FileIO:
 
 
 def add(file: io.FileIO, data: bytes) -> None:
-    """Write all of some bytes; none of them are kept back for later where that fails.
+    """Write all of some bytes; where that fails, none stay in a buffer.
 
     Raises:
-        OSError: a full disk; some may have been written.
+        OSError: a full disk; some bytes may have been written.
     """
     rest = memoryview(data)
     while rest:
@@ -353,14 +353,14 @@ def add(file: io.FileIO, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file, which is there only meanwhile; a process that dies holds it no more.
+    """Hold a lock file, which exists only meanwhile; a process that dies releases it.
 
     Args:
         path: the lock file.
-        wait: for a process that holds it, rather than to fail.
+        wait: wait for another process that holds it, rather than fail.
 
     Raises:
-        Busy: another process holds it, and there is no waiting.
+        Busy: another process holds it, and `wait` is False.
         Unwritable: a missing folder, a lack of rights.
     """
     try:
@@ -377,14 +377,14 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def _lock(path: Path, how: int) -> int:
-    """Return the handle of a lock file once it is locked and still the one of that name."""
+    """Return a lock file's handle once it is locked and is still the file of that name."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.flock(handle, how)
             if os.path.samestat(os.fstat(handle), path.lstat()):
                 return handle
-        except FileNotFoundError:  # whoever held it has removed it
+        except FileNotFoundError:  # its last holder has removed it
             pass
         except BaseException:
             os.close(handle)
@@ -393,7 +393,7 @@ def _lock(path: Path, how: int) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, or a link to one; a removal cut short leaves no half of it.
+    """Remove a folder, or a link to one; an interrupted removal leaves no half of it.
 
     Raises:
         OSError: it cannot be removed.
@@ -405,11 +405,11 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """Give a folder in another to work in, which is gone at the end.
+    """Give a temporary folder in another, and remove it at the end.
 
     Args:
-        folder: on the file system where what is made is to be.
-        name: with which `tidy` finds what a process that was killed leaves.
+        folder: a folder on the file system where the results are to be.
+        name: the name by which `tidy` finds what a killed process left.
 
     Raises:
         Unwritable: a full disk, a lack of rights.
@@ -425,14 +425,15 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
 
 
 def tidy(folder: Path, name: str, older_s: float = 0.0) -> None:
-    """Remove what killed writers of files and folders of a name left in a folder.
+    """Remove the parts that killed writers of a name left in a folder.
 
-    A folder of that name which they had moved away, and nothing had taken its place, is put back.
+    A folder of that name which they had moved away, but not replaced yet, is put back.
 
     Args:
-        folder: where they wrote.
-        name: what they wrote.
-        older_s: seconds since it was last written to; with 0 the caller knows that nobody writes.
+        folder: the folder of the written file or folder.
+        name: the written file's or folder's name.
+        older_s: the least seconds since the last write to a part. With 0 the caller knows that
+            nobody writes.
     """
     with contextlib.suppress(OSError):
         _put_back(folder / name)
@@ -448,7 +449,7 @@ def _prefix(name: str) -> str:
 
 
 def _is_part(name: str, prefix: str) -> bool:
-    """Say whether it is a part of a file of a name, whose prefix another name's may begin with."""
+    """Return whether a name is a part's with this prefix, and not with a longer one."""
     drawn = name.removeprefix(prefix).removesuffix(_PART)
     return name == f"{prefix}{drawn}{_PART}" and "." not in drawn
 
@@ -467,7 +468,7 @@ def _remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a folder's entries, to the disk."""
+    """Write a file, or a folder's entries, through to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -476,10 +477,10 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Fail before an hour of work rather than after it.
+    """Check that a file can be written, before an hour of work rather than after it.
 
     Raises:
-        Unwritable: a file cannot be written there.
+        Unwritable: it cannot.
     """
     try:
         if path.is_dir():
@@ -487,7 +488,7 @@ def check_writable(path: Path) -> None:
         if (own := _descriptor(path)) is not None:
             os.write(own, b"")
         elif path.is_fifo():
-            return  # opening it would wait for who reads it
+            return  # opening it would wait for a reader
         elif path.exists() and not path.is_file():
             path.open("ab").close()
         elif path.exists() and not os.access(path, os.W_OK):
@@ -501,14 +502,14 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(option: str, path: Path | None, *suffixes: str) -> None:
-    """Fail before an hour of work where an option's file is of no such kind, or not writable.
+    """Check an option's file, its name and that it can be written, before an hour of work.
 
     Args:
         path: None where the option was not given.
-        suffixes: those that its name may have.
+        suffixes: the suffixes that its name may have.
 
     Raises:
-        UsageError: it says what is expected.
+        UsageError: the message says what is expected.
     """
     if path is None:
         return
@@ -519,7 +520,7 @@ def check_output(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def cache() -> Path:
-    """Return the folder of what can be made again: ``$JETFIRE_CACHE``, else the user's cache."""
+    """Return the cache's folder: ``$JETFIRE_CACHE``, else the user's cache."""
     import platformdirs
 
     return Path(os.environ.get("JETFIRE_CACHE") or platformdirs.user_cache_path("jetfire"))

@@ -1,4 +1,4 @@
-"""The function that people call for an op's problem, and what it is called with."""
+"""The public function that solves an op's problem, and its arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
 
 
 def arguments(op: Op, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
-    """Return what that function is called with: of the op's arguments those that it takes.
+    """Return the arguments of that function: those of the op's that it takes.
 
-    A tensor that is left out is no input, though the problem may have a field of its name that says
-    so.
+    A tensor is passed only where it is an input. The problem may have a field of the same name,
+    which says whether the tensor is given.
     """
     function = called(op, fields)
     assert function is not None, f"{op.name} has no public function"
@@ -42,7 +42,7 @@ def arguments(op: Op, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, A
 
 
 def _quantized(name: str, inputs: Tensors, block: int) -> Quantized:
-    """Return the matrix of a name, or of none, of which an op's inputs are the parts."""
+    """Return the matrix whose parts are among an op's inputs, under its own name or as ``q``."""
     own = names_of(name) if name in inputs else names_of()
     q, scale, qt, scale_t = (inputs.get(own[part]) for part in names_of())
     return Quantized(q, scale, qt, scale_t, block)

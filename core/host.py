@@ -1,8 +1,8 @@
-"""What an export must know of a CUDA kernel beside its source: how it is launched.
+"""The launch of a CUDA kernel, as an export must know it beside the kernel's source.
 
-A kernel has it in its folder: a module ``host`` whose `HOSTS` has a `Host` by the kernel's name,
-and a template for each: the C function's body in the common subset of C and C++, so that `.cu` and
-`.c` have it alike (see `export.cuda`).
+It is in the kernel's folder: a module ``host`` whose `HOSTS` has a `Host` by the kernel's name, and
+a template for each. The template is the C function's body in the common subset of C and C++, so
+that `.cu` and `.c` share it (see `export.cuda`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def size_for_16_bytes(element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Code:
-    """One kernel function of a launch.
+    """A kernel function of a launch.
 
     Attributes:
-        name: of the function.
+        name: the function's.
         source: its `.cu`.
         header: its `config.cuh`.
-        shared_bytes: of a block, given at launch.
-        threads: of a block.
-        threads_named: the same in the source's constants.
+        shared_bytes: shared memory per thread block, given at launch.
+        threads: threads per thread block.
+        threads_named: the same, in the source's constants.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Code:
 
 
 class Host(ABC):
-    """How one CUDA kernel is launched.
+    """The launch of one CUDA kernel.
 
     Attributes:
-        template: of the host code, under kernels_cuda.
-        notes: what each constant of its `config.cuh` means.
-        reasons: why sizes must be the multiples of `multiples`, by size.
-        aligned: tensors that must lie at multiples of 16, of those that the function has; with
-            ``workspace``, that too.
-        tensor_maps: it reads or writes through TMA's tensor maps.
+        template: the host code's, under kernels_cuda.
+        notes: the meaning of each constant of its `config.cuh`.
+        reasons: by size, why it must be the multiple that `multiples` says.
+        aligned: tensors whose addresses must be multiples of 16, where the function has them;
+            ``workspace`` is the workspace.
+        tensor_maps: the kernel reads or writes through TMA's tensor maps.
         zeros: a workspace must be zeros before its first use; else it may hold anything.
     """
 
@@ -61,7 +61,7 @@ class Host(ABC):
     zeros: ClassVar[bool] = True
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """Return the name that nvcc has for an architecture, such as ``90``."""
+        """Return nvcc's name of an architecture, such as ``90``."""
         return f"{capability[0]}{capability[1]}"
 
     @abstractmethod
@@ -70,24 +70,24 @@ class Host(ABC):
 
     @abstractmethod
     def multiples(self, problem: Any, config: Any) -> dict[str, int]:
-        """Return, by size, the number that it must be a multiple of for the code to be right."""
+        """Return the number that each size must be a multiple of for the code to be right."""
 
     def reason(self, problem: Any, config: Any, dim: str) -> str:
-        """Say why a size must be such a multiple."""
+        """Return why a size must be such a multiple."""
         return self.reasons[dim].format(self.multiples(problem, config)[dim])
 
     def most(self, problem: Any) -> dict[str, int]:
-        """Return the largest size that is allowed, by size, where that is below 2^30."""
+        """Return the largest value of each size, where that is below 2^30."""
         return {}
 
     def sentences(self, problem: Any) -> tuple[str, ...]:
-        """Return sentences with what callers must know beyond shapes, addresses and sizes."""
+        """Return sentences for callers on what is not said by shapes, addresses and sizes."""
         return ()
 
     def workspace(self, problem: Any, config: Any) -> bool:
-        """Whether a launch needs a workspace."""
+        """Return whether a launch needs a workspace."""
         return False
 
     def values(self, problem: Any, config: Any) -> dict[str, Any]:
-        """Return what the template reads beside what every template gets."""
+        """Return the template's variables beside those that every template gets."""
         return {}

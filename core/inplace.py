@@ -1,4 +1,4 @@
-"""Refuse what a function cannot write in place: torch refuses it of its own operations."""
+"""Refuse tensors that cannot be written in place, as torch does for its own operations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 def refuse_in_place(
     written: Mapping[str, Tensor], read: Mapping[str, Tensor | None], adds: bool = False
 ) -> None:
-    """Look at the tensors that a call writes, and at those that it reads beside them.
+    """Check the tensors that a call writes, beside those that it reads.
 
     Args:
         written: matrices with contiguous rows.
-        adds: a constant is added to what is written: its gradient is then right as it is, and it
-            may require grad if it is no leaf.
+        adds: the call adds a constant to what it writes. The gradient is then right as it is, so a
+            written tensor may require grad if it is no leaf.
 
     Raises:
-        UsageError: one that is written requires grad while gradients are recorded, or shares
-            memory with itself or another tensor of the call.
+        UsageError: a written tensor requires grad while gradients are recorded, or shares memory
+            with itself or with another tensor of the call.
     """
     import torch
 
@@ -35,7 +35,7 @@ def refuse_in_place(
     for name, x in written.items():
         if not x.is_contiguous() and x.stride(0) < x.shape[1]:
             raise UsageError(f"{name} has strides {x.stride()}: expected rows that do not overlap")
-    if not torch.compiler.is_compiling():  # what is traced has no memory
+    if not torch.compiler.is_compiling():  # traced tensors have no memory
         _refuse_shared(written, read)
 
 
@@ -64,7 +64,7 @@ def _refuse_shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor | No
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Whether the stretches of one storage from first to last element have bytes in common."""
+    """Return whether two tensors of one storage overlap, each from its first to its last byte."""
     (first, end), (other_first, other_end) = _span(x), _span(y)
     return first < other_end and other_first < end
 

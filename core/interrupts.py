@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, held back where half a step would be worse than none."""
+"""Ctrl-C and SIGTERM, deferred where half a step would be worse than none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Until the end of this a first Ctrl-C or SIGTERM waits; a second one does not."""
+    """Defer a first Ctrl-C or SIGTERM until the end of the block; a second one acts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -25,7 +25,7 @@ def deferred() -> Iterator[None]:
         if len(held) > 1 and callable(handler := previous[signal.Signals(number)]):
             handler(number, frame)
 
-    # Other threads take what this one blocks, so that blocking alone would not do.
+    # Blocking alone is not enough: a signal that this thread blocks goes to another thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         for number in SIGNALS:
@@ -41,7 +41,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Processes started in here have both signals blocked, until they call `ignore`."""
+    """Start processes with both signals blocked, until they call `ignore`."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -50,7 +50,7 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Leave it to the parent, for signals that reach a whole process group."""
+    """Ignore both signals in a child: they reach the whole process group, and its parent acts."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,4 +1,4 @@
-"""One call of an op through one kernel: the path that bench, tests, tuner and models share."""
+"""A call of an op through one kernel: the path that bench, tests, tuner and models share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _said: set[tuple[str, ...]] = set()
 
 @profiles.remembered
 def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
-    """A kernel that takes a problem on a device, with its tuned, nearest or default config.
+    """Return a kernel that takes a problem on a device, with its tuned, nearest or default config.
 
-    The first one that does; where that one was tuned for just this problem, the fastest of all that
-    were.
+    It is the first that takes the problem. Where that one was tuned for exactly this problem, it is
+    the fastest of all that were.
 
     Raises:
-        UsageError: none does; the message has each kernel's reason. Or profiles are strict, and the
-            first was not tuned for this problem.
+        UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
+            and the first was not tuned for this problem.
     """
     reasons = []
     for kernel in registry.kernels(op.name).values():
@@ -51,7 +51,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
 def _fastest(
     op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
 ) -> tuple[Kernel, Found]:
-    """Itself, or where it was tuned for just this problem the fastest that was too."""
+    """Return the kernel, or where it was tuned for exactly this problem the fastest of these."""
     for other in registry.kernels(op.name).values():
         if found.source != "tuned" or other is kernel:
             continue
@@ -62,12 +62,12 @@ def _fastest(
 
 
 def interpreted(kernel: Kernel, device: Device) -> bool:
-    """Whether it is Triton's interpreter that would run a kernel there."""
+    """Return whether Triton's interpreter would run a kernel on a device."""
     return device.interpreted and type(kernel).__module__.startswith("jetfire.kernels_triton")
 
 
 def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -> None:
-    """Warn, once an op, that a problem was not tuned; once a kernel, that its source has changed.
+    """Warn once per op of a problem that was not tuned, once per kernel of a changed source.
 
     Raises:
         UsageError: it was not tuned, and profiles are strict.
@@ -79,7 +79,7 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
     if found.source != "tuned":
         if profiles.strict():
             raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
-        # The same shape with a bias, say, or another rounding is as good as tuned.
+        # The same shape with, for instance, a bias or another rounding is as good as tuned.
         same = found.entry is not None and profiles.same_shape(op, problem, found.entry)
         if not same and _first(op.name):
             _warn(
@@ -93,7 +93,7 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
 
 
 def _first(*what: str) -> bool:
-    """Whether a warning was not yet given; it counts as given from now on."""
+    """Return whether a warning was not given yet; it counts as given from now on."""
     new = what not in _said
     _said.add(what)
     return new
@@ -122,7 +122,7 @@ def _remedy(op: Op, problem: Any) -> str:
 
 
 def command_for(op: Op, problem: Any) -> str:
-    """The command line that tunes just this problem."""
+    """Return the command line that tunes exactly this problem."""
     fields = problem.as_dict()
     mode = fields.get("mode", "fwd")
     options = {name: fields[name] for name in (*op.dims, "block") if name in fields}
@@ -133,7 +133,7 @@ def command_for(op: Op, problem: Any) -> str:
         words += ["--mode", mode]
     try:
         plain = op.problems(mode, options)[0].as_dict()
-    except UsageError:  # of a size that the other fields' defaults do not take
+    except UsageError:  # a size that the other fields' defaults do not take
         plain = {"mode": mode, **options}
     for name, value in fields.items():
         if name not in plain or value != plain[name]:
@@ -143,7 +143,7 @@ def command_for(op: Op, problem: Any) -> str:
 
 
 def needs_another_device(kernel: Kernel, problem: Any, device: Device) -> bool:
-    """Return whether an architecture takes a problem that this device does not."""
+    """Return whether this device does not take a problem and some architecture does."""
     if kernel.legal(problem, kernel.default(problem, device), device) is None:
         return False
     devices = map(target_device, SHARED_KIB)
@@ -151,7 +151,7 @@ def needs_another_device(kernel: Kernel, problem: Any, device: Device) -> bool:
 
 
 def launch(kernel: Kernel, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
-    """Launch after asking `legal`.
+    """Launch a kernel after asking `legal`.
 
     Raises:
         UsageError: the config is illegal, with the reason.

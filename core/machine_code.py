@@ -17,13 +17,13 @@ from jetfire.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Cubin:
-    """One kernel function's machine code, and what a launch of it takes.
+    """The machine code of one kernel function, and the resources that a launch gives it.
 
     Attributes:
         name: the kernel function.
         code: an ELF file of that function alone.
-        shared_bytes: shared memory a block, static and dynamic.
-        warps: warps a block.
+        shared_bytes: shared memory per thread block, static and dynamic.
+        warps: warps per thread block.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Audit:
-    """One compiled kernel's resources and machine code.
+    """The resources and the disassembly of one compiled kernel.
 
     Attributes:
         name: the kernel function.
-        registers: 32-bit registers a thread.
-        stack_bytes: local memory a thread; spills live there.
-        shared_bytes: shared memory a block.
-        warps: warps a block.
+        registers: 32-bit registers per thread.
+        stack_bytes: local memory per thread, where spills are.
+        shared_bytes: shared memory per thread block.
+        warps: warps per thread block.
         spills: local loads and stores (LDL, STL) in the machine code.
         instructions: machine instructions by mnemonic without modifiers (``LDG``, ``IGMMA``, …).
         sass: the disassembly.
@@ -59,7 +59,7 @@ class Audit:
 
 @cache
 def _tool(name: str) -> str:
-    """cuobjdump or nvdisasm: Triton's own copy, else the one on the PATH."""
+    """Return the path of cuobjdump or nvdisasm: Triton's own copy, else the one on the PATH."""
     triton = find_spec("triton")
     if triton is not None and triton.origin is not None:
         own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
@@ -76,7 +76,7 @@ def _output(*command: str) -> str:
 
 
 def audit(cubin: Cubin) -> Audit:
-    """Resources and machine code of a compiled kernel.
+    """Return the resources and the disassembly of a compiled kernel.
 
     Raises:
         UsageError: there is no disassembler.

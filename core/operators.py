@@ -1,11 +1,13 @@
-"""The ops as torch operators, `torch.ops.jetfire.*`: what torch.compile and profilers see.
+"""The ops as torch operators, `torch.ops.jetfire.*`, which torch.compile and profilers see.
 
 An op's file declares its operators by their schemas, whose names are those of the op: a tensor is
 an input, anything else a field of the `Problem`. Sizes come from the tensors. Nothing is checked
-here beyond what `Problem` checks: an op's public functions do, and are what to call. To autograd
-all is constant, inputs that require gradients included, but for what is `Differentiable`.
+here beyond what `Problem` checks: the op's public functions check, and are what to call. Autograd
+takes every result for a constant, even of inputs that require gradients, unless the operator is
+`Differentiable`.
 
-Importing this imports no torch: an operator is defined once torch is there, or when it is called.
+Importing this imports no torch: an operator is defined at once where torch is there, else by its
+first call.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from jetfire.core.tensors import Tensors, float_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-# From an operator's arguments the fields of its problem that follow from its tensors.
+# Makes the fields of a problem that follow from its tensors, from all of an operator's arguments.
 Derive = Callable[..., dict[str, Any]]
 _ARGUMENT = re.compile(r"(\w+)(?:\((\w)!\))?(\?)? (\w+)")
 
 
 def _packed(returns: str) -> Callable[[Tensors], Any]:
-    """Return what makes of an op's outputs that which a schema says, such as ``Tensor[]``."""
+    """Return a function from an op's outputs to what a schema returns, such as ``Tensor[]``."""
     if returns == "()":
         return lambda outputs: None
     if returns == "Tensor":
@@ -37,13 +39,13 @@ def _packed(returns: str) -> Callable[[Tensors], Any]:
 
 
 def size_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the size that the first tensor gives a problem."""
+    """Return the problem's size: that of the first tensor."""
     m, n = first.shape
     return {"m": m, "n": n}
 
 
 def dtype_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the size and the float type that the first tensor gives a problem."""
+    """Return the problem's size and float type: those of the first tensor."""
     m, n = first.shape
     return {"m": m, "n": n, "dtype": float_name(first.dtype)}
 
@@ -51,15 +53,16 @@ def dtype_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
 class Operator:
     """A torch operator of an op, called with the arguments of its schema in their order.
 
-    It returns what its schema says, the op's outputs in order; or nothing, where outputs are
-    arguments that it writes.
+    It returns the op's outputs in order, as its schema says. Where it writes to its arguments it
+    returns nothing.
 
     Args:
         schema: ``name(Tensor x, Tensor? seed, int block, …) -> Tensor[]``, tensors first.
-        op: whose it is; None for the op that the schema names.
-        derive: fields that tensors give, from all arguments; by default the size of the first.
-        renamed: inputs that another argument is, too: ``dy`` of an operator that overwrites it.
-        fields: those that every call has.
+        op: its op's name; None for the op that the schema names.
+        derive: gives the fields that follow from tensors; by default the size of the first.
+        renamed: inputs that are an argument of another name, which is that input too: ``dy`` of an
+            operator that overwrites it.
+        fields: fields with the same values in every call.
     """
 
     def __init__(
@@ -86,25 +89,25 @@ class Operator:
         return self.overload(*args)
 
     def define(self) -> None:
-        """Define it in torch; once is enough."""
+        """Define the operator in torch, if it is not defined yet."""
         _ = self.overload
 
     @cached_property
     def overload(self) -> Any:
-        """The operator in torch: what to call."""
+        """The operator in torch, to be called."""
         return self._define(self.schema)
 
     def inputs(self, args: tuple[Any, ...]) -> Tensors:
-        """Return the op's inputs, those that are given."""
+        """Return the op's inputs that are given."""
         found = {name: x for name, x in zip(self._tensors, args, strict=False) if x is not None}
         for name, source in self._renamed:
             found[name] = found[source]
         return found
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return all that a call's problem depends on: what tensors give, then the other arguments.
+        """Return all that a call's problem depends on: fields of the tensors, then other arguments.
 
-        A model repeats few of them, and a key takes less time to make than the fields.
+        A model has few keys, each many times. A key takes less time to make than the fields.
         """
         return (*self._derive(*args).items(), *args[len(self._tensors) :])
 
@@ -115,7 +118,7 @@ class Operator:
         return {**dict(key[:derived]), **self._fields, **dict(scalars)}
 
     def _define(self, schema: str, constant: bool = True) -> Any:
-        """Define an overload, and have autograd take it for a constant or leave that open."""
+        """Define an overload; where `constant`, autograd takes its results for constants."""
         import torch
 
         from jetfire.core import calls
@@ -136,7 +139,7 @@ class Operator:
             library.impl(name, run, key)
         torch.library.register_fake(f"jetfire::{name}", fake, lib=library)
         if constant:
-            # Left to torch, float outputs would require gradients, and backward warn of none.
+            # By torch's default, float outputs would require gradients, and backward would warn.
             library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         packet, _, variant = name.partition(".")
         return getattr(getattr(torch.ops.jetfire, packet), variant or "default")
@@ -145,11 +148,11 @@ class Operator:
 class Differentiable(Operator):
     """An operator whose first output has a gradient in its argument number `leaf`.
 
-    Of its two overloads `constant` has none, and is called where none is asked for: in torch 2.13
-    the other costs 20 µs more per call, as every argument is converted twice more.
+    It has a second overload `constant` without a gradient, for calls that need none: in torch 2.13
+    the first costs 20 µs more per call, as every argument is converted twice more.
 
     Args:
-        backward, setup: as `torch.library.register_autograd` takes them.
+        backward, setup: as in `torch.library.register_autograd`.
     """
 
     def __init__(

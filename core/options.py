@@ -1,4 +1,8 @@
-"""Options of the command line: what parses and what completes their values. No torch is loaded."""
+"""Options of the command line, with the parsers and the completion of their values.
+
+`cli` alone uses them. Names from modules of upper floors are given by these modules' names: a
+module is imported only when one of its names is parsed or completed, and none of them loads torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
     """Return a parser of one option's integer, whose error names the option and the text."""
 
     def parse(text: str | int) -> int:
-        # Python's int takes the digits of every script, and underscores; Typer parses defaults too.
+        # int() also takes underscores and the digits of every script. Typer parses defaults too.
         if not re.fullmatch(r"[+-]?[0-9]{1,99}", str(text).strip()):
             raise UsageError(f"{option} {text}: expected an integer")
         number = int(text)
@@ -34,7 +38,7 @@ def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
 
 
 def choice(option: str, names: Names) -> Callable[[str], str]:
-    """Return a parser of one option's name, whose error suggests the nearest one there is."""
+    """Return a parser of one option's name, whose error suggests the nearest known one."""
 
     def parse(text: str) -> str:
         if text not in (known := list(names())):
@@ -60,7 +64,7 @@ def number(option: str) -> Callable[[str], float]:
 
 
 def some(option: str) -> Callable[[str], str]:
-    """Return a parser of one option's list, which refuses one without anything in it."""
+    """Return a parser of one option's list, which refuses an empty one."""
 
     def parse(text: str) -> str:
         if not text.strip(" ,"):
@@ -71,7 +75,7 @@ def some(option: str) -> Callable[[str], str]:
 
 
 def duration(option: str, text: str) -> float:
-    """Return the seconds of ``90``, ``90s``, ``10m`` or ``1h``."""
+    """Return the seconds of a time such as ``90``, ``90s``, ``10m`` or ``1h``."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
@@ -83,7 +87,7 @@ def duration(option: str, text: str) -> float:
 
 
 def shard(text: str | None) -> tuple[int, int]:
-    """Return the index and the count of ``0/4``."""
+    """Return the index and the count of a shard such as ``0/4``."""
     found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text or "0/1")
     if not found or int(found[1]) >= int(found[2]):
         raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
@@ -91,15 +95,15 @@ def shard(text: str | None) -> tuple[int, int]:
 
 
 def joined(texts: Sequence[str] | None) -> str | None:
-    """Return the values of an option that was given several times as one list, None without any."""
+    """Return the values of a repeated option as one list; None where it was not given."""
     return ",".join(texts) if texts else None
 
 
-# Names, and their completion: of a list the last part's, ``gemm,qu`` to ``gemm,quantize``.
+# Names, and their completion. In a list that is the last name's: ``gemm,qu`` to ``gemm,quantize``.
 
 
 def _of(module: str, attribute: str, *more: str) -> Names:
-    """Return a function that lists a module's names, which is imported when it is called."""
+    """Return a function that imports a module and lists its names."""
 
     def names() -> list[str]:
         found = getattr(importlib.import_module(f"jetfire.{module}"), attribute)
@@ -125,14 +129,14 @@ MEASURED = _of("gpt2.cases", "MEASURED")
 STEP_PEERS = _of("gpt2.cases", "PEERS")
 CORPORA = _of("gpt2.corpora", "NAMED")
 TOKENIZERS = _of("gpt2.tokenizers", "NAMES")
-# Their own modules load torch; a test holds these to them.
+# Copies, as the modules of these names load torch; a test compares them.
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ARCHITECTURES = ("80", "86", "89", "90", "100")
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def completing(*sources: Names | Sequence[str]) -> Callable[[str], list[str]]:
-    """Return what completes an option's value from some names."""
+    """Return a function that completes an option's value from some names."""
 
     def complete(incomplete: str) -> list[str]:
         names = [n for source in sources for n in (source() if callable(source) else source)]
@@ -147,7 +151,7 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the name of a kernel of the ops that were given, of all where none was."""
+    """Complete the name of a kernel of the given ops, or of all ops where none is given."""
     from jetfire.core import registry
 
     words = ",".join(ctx.params.get("op") or ()).replace("-", "_").split(",")
@@ -157,7 +161,7 @@ def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
     )
 
 
-# What several commands take.
+# Options and arguments of several commands.
 
 SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]

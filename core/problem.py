@@ -18,14 +18,14 @@ Layout = Literal["q", "qt", "both"]
 Mode = Literal["fwd", "bwd"]
 Rounding = Literal["nearest", "stochastic"]
 
-# Of a matrix, and so of each of its sizes: no device holds more, and bytes still fit in an int64.
+# The most in a matrix, and so the largest size: no device holds more, and bytes fit in an int64.
 MOST_ELEMENTS = 2**40
-# 0.1 ms each time: a first step makes dozens of problems, a file of profiles hundreds.
+# Cached: it takes 0.1 ms, and a training's first step makes dozens of problems, a profile hundreds.
 hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def parse_field(name: str, annotation: Any, value: Any) -> Any:
-    """One field's value, from itself or its text; UsageError says what is accepted."""
+    """Return a field's value, given as it is or as text; UsageError says what is accepted."""
     if isinstance(annotation, UnionType):  # `int | None`
         if value is None or str(value).lower() == "none":
             return None
@@ -55,7 +55,7 @@ def parse_field(name: str, annotation: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shape, dtypes, block and rounding of one call; each op derives its own.
+    """The shape, dtypes, block and rounding of one call; each op derives its own.
 
     ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape).
     """
@@ -71,7 +71,7 @@ class Problem:
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Self:
-        """A problem from texts or values; unknown and missing names are usage errors."""
+        """Return a problem from texts or values; unknown and missing names are usage errors."""
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name in fields:
             if name not in known:
@@ -89,7 +89,7 @@ class Problem:
 
 
 def at_least_zero(problem: Problem, *fields: str) -> None:
-    """Have fields of a problem be finite numbers of at least 0.
+    """Check that fields of a problem are finite numbers of at least 0.
 
     Raises:
         UsageError: one is not.

@@ -20,8 +20,8 @@ from typing import Any
 
 from jetfire.core import interrupts
 
-LOG_TAIL = 4000  # bytes of what a dead worker printed that its last words have
-# Of a command in a process group of its own, which ends when who started it does.
+LOG_TAIL = 4000  # the last bytes of a dead worker's output, which its last words show
+# Runs a command in a process group of its own, which ends with the process that started it.
 _START = """\
 import ctypes, os, sys
 os.setpgid(0, 0)
@@ -33,7 +33,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class _Output:
-    """A file without a name: nothing is left of it, whoever is killed. A child gets its number."""
+    """A file without a name, which no killed process leaves behind. A child gets its descriptor."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -56,7 +56,7 @@ def _received(descriptor: Any) -> int:
 
 
 class _Python:
-    """What a child is started with: this Python, or a script that runs it under a command."""
+    """The executable of a child: this Python, or a script that runs it under a command."""
 
     def __init__(self, under: Sequence[str]) -> None:
         self._folder = None
@@ -70,11 +70,11 @@ class _Python:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Processes are started with it."""
+        """Start processes with this executable within the block."""
         if self._folder is None:
             yield
             return
-        resource_tracker.ensure_running()  # the first to start it would start it so too
+        resource_tracker.ensure_running()  # else the first child would start it with the script
         usual = spawn.get_executable()
         spawn.set_executable(str(self._script))
         try:
@@ -91,10 +91,10 @@ class Worker:
     """A child that answers one request after another and can be killed at any time.
 
     Args:
-        target: a function of a module: called there with a connection and the arguments.
-        under: a command that Python is run by, such as a sanitizer's; it and all that it starts
-            are killed.
-        parent: it may start children of its own, and ends them before it ends.
+        target: a module's function, which the child calls with a connection and the arguments.
+        under: a command that runs Python, such as a sanitizer's. It is killed with all that it has
+            started.
+        parent: the child may start children of its own, and ends them before it ends.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Worker:
             args=(theirs, self._output, starter, target, arguments),
             daemon=not parent,
         )
-        # Ctrl-C reaches the whole process group. A child whose parent is interrupted before it has
-        # told it what to do would print a traceback where the user sees it.
+        # Ctrl-C reaches the whole process group. A child interrupted before its `ignore` would
+        # print a traceback where the user sees it.
         with interrupts.deferred(), interrupts.blocked(), self._python.used():
             self._process.start()
         theirs.close()
@@ -125,13 +125,13 @@ class Worker:
         self.connection.send(request)
 
     def answer(self) -> Any:
-        """What it says; EOFError where it has died."""
+        """Return the child's next answer; EOFError where it has died."""
         return self.connection.recv()
 
     def waits(self) -> dict[int, float]:
-        """Return the seconds that each of its threads has been ready to run while others ran.
+        """Return the seconds that each of the child's threads was ready to run while others ran.
 
-        Empty where the system does not say, as only Linux does, or where it has ended.
+        Empty where the child has ended, and on systems other than Linux, which do not say.
         """
         found = {}
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -140,7 +140,7 @@ class Worker:
         return found
 
     def last_words(self) -> str:
-        """How a dead worker ended, and the end of what it printed."""
+        """Return how a dead worker ended, and the end of what it printed."""
         self._process.join(5.0)
         code = self._process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -148,12 +148,12 @@ class Worker:
         return f"worker ended by {how}" + (f"\n{printed}" if printed else "")
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End it: so many seconds after the end of its requests, kill it."""
+        """End the child: close its connection, and kill it once `wait_s` seconds have passed."""
         self.connection.close()
         if wait_s > 0:
             self._process.join(wait_s)
         if self._grouped and self._process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just begun
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()
         self._process.join(10.0)
@@ -162,14 +162,14 @@ class Worker:
 
 
 class Patience:
-    """What a worker has for something: seconds in which it is not merely kept from running.
+    """A worker's time limit, which does not count the seconds that others kept it from running.
 
-    A busy machine is no fault of what the worker does. Where the system does not say how long it
-    waited, all seconds count.
+    A busy machine is no fault of what the worker does. Where the system does not say how long the
+    worker waited, all seconds count.
 
     Args:
         limit: seconds.
-        now: of a clock.
+        now: a clock's time in seconds.
     """
 
     def __init__(self, worker: Worker, limit: float, now: float) -> None:
@@ -178,7 +178,7 @@ class Patience:
         self._before, self._waited = worker.waits(), 0.0
 
     def left(self, now: float) -> float:
-        """Return the seconds that are left; 0 or less where it is at an end."""
+        """Return the seconds that are left; 0 or less once the limit has passed."""
         if now >= self._end:
             waits = self._worker.waits()
             waited = max((waits[t] - self._before.get(t, 0.0) for t in waits), default=0.0)
@@ -194,7 +194,7 @@ def _child(
     target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    interrupts.ignore()  # the parent decides what ends
+    interrupts.ignore()  # the parent decides when a child ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:

@@ -1,8 +1,8 @@
-"""Tuned configs, one JSON file a device and op: found here, written by `jetfire.tuner`.
+"""Tuned configs, in one JSON file per device and op, which `jetfire.tuner` makes.
 
 `profiles/<device>/<op>.json` in the user's folder (JETFIRE_PROFILES, else the platform's data
-folder) comes before the one shipped with the package. Files are read once a process; `forget` has
-them read anew.
+folder) comes before the one shipped with the package. Files are read once per process; after
+`forget` they are read anew.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, No
 
 SCHEMA = 2
 SHIPPED = Path(__file__).parent.parent / "profiles"
-# In docs/results/h200-lookups.json 44 of 49 lookups are within 10% of tuning; with the default
-# instead of what is more than 1 away it would be 42, and with nothing but the default 40.
+# The distance (`find`) of the farthest entry that is used. In docs/results/h200-lookups.json 44 of
+# 49 lookups are within 10% of tuning. With the default in place of entries more than 1 away it
+# would be 42, with the default alone 40.
 FARTHEST = 4.0
-# As far as a factor of 1.4 in one dimension.
+# The distance of two problems that differ in one other field: a factor of 1.4 in a dimension.
 OTHER_FIELD = 0.5
-# A model of a kernel's time is no better than this.
+# The ratio of expected times that counts as equal: `Kernel.estimate` is no more accurate.
 MODEL_SLACK = 1.03
 STRICT = "JETFIRE_STRICT_PROFILE"
 Source = Literal["tuned", "nearest", "default"]
 
 
 class Provenance(TypedDict, total=False):
-    """What a tuned config's times depend on beside the problem.
+    """The origin of a tuned config: whatever its times depend on beside the problem.
 
     Attributes:
         gpu: the device's name; capability: its compute capability, None on a CPU.
-        cuda, torch, triton: versions of what compiled the kernel.
-        source: `Kernel.source_hash` as it was; timer: the version of the bench's timer.
-        date: of the comparison, in UTC, as ISO 8601 writes it.
+        cuda, torch, triton: versions of the software that compiled the kernel.
+        source: `Kernel.source_hash` at that time; timer: the version of the bench's timer.
+        date: the comparison's, in UTC and ISO 8601.
     """
 
     gpu: Line
@@ -69,14 +70,14 @@ class Provenance(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tuned config; times are those of the tuner's final comparison.
+    """A tuned config, with the times of the tuner's final comparison.
 
     Attributes:
-        default_ms: None where the default config failed.
-        joules: of one call; None where power could not be read, 0 where a counter of energy did
+        default_ms: the default config's time; None where it failed.
+        joules: joules per call; None where power could not be read, 0 where a counter of energy did
             not move within a short run.
-        vs_peer: name → the peer's time over the kernel's.
-        provenance: as `provenance` gives it.
+        vs_peer: by peer, its time over the kernel's.
+        provenance: as `measure.provenance.of` makes it.
     """
 
     kernel: Name
@@ -96,13 +97,13 @@ class Entry:
 
     @property
     def gain(self) -> float | None:
-        """The default's time over the config's; None where the default failed."""
+        """The default's time over the config's, or None where the default failed."""
         return None if self.default_ms is None else self.default_ms / self.ms
 
 
 @dataclass(frozen=True)
 class _File:
-    """A profile as it is saved: each entry names its provenance by a key of the table."""
+    """A saved profile, whose entries name their provenance by a key of the table."""
 
     provenance: dict[Name, Provenance]
     entries: Annotated[list[dict[str, Any]], Field(max_length=20_000)]
@@ -123,14 +124,14 @@ _clearers: list[Callable[[], None]] = []
 
 
 def remembered(function: _Function) -> _Function:
-    """`functools.lru_cache` for what depends on profiles: `forget` empties it."""
+    """Cache a function that depends on profiles, by `functools.lru_cache`; `forget` empties it."""
     cached = lru_cache(maxsize=4096)(function)
     _clearers.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
 def forget() -> None:
-    """Have profiles read, and kernels chosen, anew."""
+    """Empty all caches, so that profiles are read, and kernels chosen, anew."""
     for clear in _clearers:
         clear()
 
@@ -139,7 +140,7 @@ def forget() -> None:
 
 
 def user_folder() -> Path:
-    """Where `jetfire tune` writes: JETFIRE_PROFILES, else the platform's user data folder."""
+    """Return the folder that `jetfire tune` writes: JETFIRE_PROFILES, else in the user's data."""
     if set_by_user := os.environ.get("JETFIRE_PROFILES"):
         return Path(set_by_user)
     import platformdirs
@@ -153,7 +154,7 @@ def _slug(name: str) -> str:
 
 
 def device_slug(device: Device) -> str:
-    """The device's name as a folder: ``nvidia-h200``."""
+    """Return the folder name of a device, such as ``nvidia-h200``."""
     return _slug(device.name)
 
 
@@ -163,14 +164,14 @@ def path(folder: Path, device: Device, op: str) -> Path:
 
 @remembered
 def files() -> tuple[Path, ...]:
-    """Every profile there is, the user's first."""
+    """Return every profile there is, the user's first."""
     folders = dict.fromkeys((user_folder().absolute(), SHIPPED))
     return tuple(file for folder in folders for file in sorted(folder.glob("*/*.json")))
 
 
 @remembered
 def read(file: Path) -> tuple[Entry, ...]:
-    """The entries of a profile; a file that cannot be used is named in one warning and skipped."""
+    """Return a profile's entries; skip a file that cannot be used, with one warning."""
     try:
         return _parsed(file)
     except Unreadable as error:
@@ -212,7 +213,7 @@ class _Tuned:
 
 @dataclass(frozen=True)
 class _Index:
-    """A kernel's entries on one device: by `_sort_of` problem, and by `Op.matched` fields."""
+    """A kernel's entries on one device, by `_sort_of` problem and by the `Op.matched` fields."""
 
     exact: dict[Any, list[_Tuned]]
     alike: dict[tuple[Any, ...], list[_Tuned]]
@@ -220,7 +221,7 @@ class _Index:
 
 @cache
 def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The fields of few values that are in neither `dims` nor `matched`, with the values."""
+    """Return the fields with few values that are not in `dims` or `matched`, with these values."""
     hints = get_type_hints(op.Problem)
     names = [field.name for field in dataclasses.fields(op.Problem)]
     return tuple(
@@ -233,19 +234,19 @@ def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 
 @cache
 def _timed_fields(kind: Any) -> tuple[str, ...]:
-    """A problem's fields but for floats: no time depends on an eps, a probability or a decay."""
+    """Return a problem's fields but floats: no time depends on an eps, a probability or a decay."""
     hints = get_type_hints(kind)
     return tuple(field.name for field in dataclasses.fields(kind) if hints[field.name] is not float)
 
 
 def _sort_of(problem: Any) -> tuple[Any, ...]:
-    """What a problem has in common with those that take as long: one profile is for them all."""
+    """Return the field values that problems of the same time share: one entry serves them all."""
     kind: Any = type(problem)
     return tuple(getattr(problem, name) for name in _timed_fields(kind))
 
 
 def _place(op: Op, problem: Any) -> tuple[float, ...]:
-    """A problem as a point: log2 of each dimension, and a corner for each other field's value.
+    """Return a problem as a point: log2 of each dimension, and a corner per other field's value.
 
     Two values of a field are `OTHER_FIELD` apart.
     """
@@ -265,7 +266,7 @@ def _kind(op: Op, problem: Any) -> tuple[Any, ...]:
 
 
 def _entries(op: str, slug: str) -> Iterator[Entry]:
-    """Of one device, or of every one of an architecture, whose slug is ``sm-90``."""
+    """Yield an op's entries of one device, or of all of an architecture (slug ``sm-90``)."""
     architecture = re.fullmatch(r"sm-\d+", slug)
     for file in files():
         if file.stem == op and (architecture or file.parent.name == slug):
@@ -294,7 +295,7 @@ def _index(kernel: Kernel, slug: str) -> _Index:
 
 
 def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """Return the problem or config of some fields; None where this version knows none such."""
+    """Return the problem or config of some fields; None where this version does not know them."""
     try:
         found = kind.parse(fields)
     except (UsageError, TypeError, ValueError, OverflowError):
@@ -319,7 +320,7 @@ def _legal_by_distance(
 
 
 def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
-    """The config tuned for just this problem, whatever its floats, if there is one still legal."""
+    """Return the config tuned for exactly this problem but for floats, or None if none is legal."""
     for tuned in _index(kernel, device_slug(device)).exact.get(_sort_of(problem), ()):
         if kernel.legal(problem, tuned.config, device) is None:
             return Found(tuned.config, "tuned", tuned.entry, tuned.stale)
@@ -327,12 +328,12 @@ def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
 
 
 def find(kernel: Kernel, problem: Any, device: Device) -> Found:
-    """The config tuned for a problem, else for the nearest one, else the kernel's default.
+    """Return the config tuned for a problem, else for the nearest one, else the kernel's default.
 
-    Near is what differs by less than `FARTHEST`: the root of the sum of squares of each dimension's
-    ratio as a log2, and `OTHER_FIELD` for each further field that differs. Passed over are configs
-    that are illegal for the problem, that this version's kernel does not know, or that it expects
-    to be slower than its default.
+    The distance of two problems is the root of a sum of squares: log2 of each dimension's ratio,
+    and `OTHER_FIELD` for each further field that differs. The nearest one is within `FARTHEST`.
+    Skipped are configs that are illegal for the problem, that this version's kernel does not know,
+    or that it expects to be slower than its default.
     """
     if found := exact(kernel, problem, device):
         return found
@@ -344,19 +345,19 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
 
 
 def same_shape(op: Op, problem: Any, entry: Entry) -> bool:
-    """An entry's problem has the sizes of this one, whatever its other fields."""
+    """Return whether an entry's problem has the sizes of this one, whatever its other fields."""
     return all(entry.problem[dim] == getattr(problem, dim) for dim in op.dims)
 
 
 def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> bool:
-    """The kernel expects no less of a config than of its default, or has no opinion."""
+    """Return whether the kernel expects a config to be as fast as its default, or cannot tell."""
     expected = kernel.estimate(problem, config, device)
     usual = kernel.estimate(problem, kernel.default(problem, device), device)
     return expected is None or usual is None or expected <= MODEL_SLACK * usual
 
 
 def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:
-    """The entries nearest to a problem, however far, each with another config that is legal."""
+    """Return the entries nearest to a problem, however far, with legal and different configs."""
     found: dict[Any, Entry] = {}
     for tuned in _legal_by_distance(kernel, problem, device, math.inf):
         if len(found) == count:
@@ -366,7 +367,7 @@ def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[En
 
 
 def state(op: str, entry: Entry) -> str:
-    """``stale`` where the kernel's source has changed since, ``no kernel`` where it has gone."""
+    """Return ``stale`` where the kernel's source has changed, ``no kernel`` where it is gone."""
     kernel = registry.kernels(op).get(entry.kernel)
     if kernel is None:
         return "no kernel"
@@ -374,7 +375,7 @@ def state(op: str, entry: Entry) -> str:
 
 
 def strict() -> bool:
-    """Whether a problem without a config tuned for it is an error: JETFIRE_STRICT_PROFILE=1."""
+    """Return whether a problem that was not tuned is an error: JETFIRE_STRICT_PROFILE=1."""
     return os.environ.get(STRICT) == "1"
 
 
@@ -382,13 +383,13 @@ def strict() -> bool:
 
 
 def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Path:
-    """Put entries into a device's profile of an op, in place of those for the same problems.
+    """Add entries to a device's profile of an op, in place of those for the same problems.
 
-    Written whole or not at all, and one process after another. A file there that cannot be read is
+    The file is written whole or not at all, by one process at a time. A file that cannot be read is
     kept beside it as ``<op>.json.old``, or ``.old-2`` where there is one already.
 
     Raises:
-        UsageError: the file cannot be written; what it held is still there.
+        UsageError: the file cannot be written; its content is as before.
     """
     file = path(folder, device, op)
     try:
@@ -414,7 +415,7 @@ def _held(file: Path) -> tuple[Entry, ...]:
 
 
 def _unused(file: Path) -> Path:
-    """The file, numbered where there is one already."""
+    """Return the file, numbered where there is one already."""
     names = itertools.chain(
         [file], (file.with_name(f"{file.name}-{i}") for i in itertools.count(2))
     )
@@ -429,7 +430,7 @@ def _identity(op: str, entry: Entry) -> tuple[str, Any]:
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:
-    """Numbers by value and before all else, whatever another version's problem holds."""
+    """Return an entry's sort key, for any types of fields: numbers first, by value."""
     fields = entry.problem.items()
     return entry.kernel, [
         (name, False, value, "") if isinstance(value, int | float) else (name, True, 0, str(value))
@@ -438,7 +439,7 @@ def _order(entry: Entry) -> tuple[Any, ...]:
 
 
 def _text(device: Device, op: str, entries: Sequence[Entry]) -> bytes:
-    """JSON with a line for each entry and for each provenance."""
+    """Return a profile as JSON with a line per entry and per provenance."""
     table: dict[str, str] = {}
     lines = []
     for entry in sorted(entries, key=_order):

@@ -1,7 +1,7 @@
-"""The ops there are and their kernels, found by name.
+"""The ops and their kernels, by name.
 
-An op is found by its module's name in `ops`, its kernels by their folder's in each `kernels_*`, so
-that adding either changes nothing here. Importing this imports no torch.
+An op is found by its module's name in `ops`, its kernels by their folder's name in each
+`kernels_*`. So adding either changes nothing here. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from jetfire.core.op import Op
 
 _ROOT = Path(__file__).parent.parent
-# In the order of preference where several are legal.
+# Backends in order of preference, for problems that several take.
 _BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every op, by name."""
+    """Return the names of all ops."""
     found = (m.name for m in pkgutil.iter_modules([str(_ROOT / "ops")]))
     return tuple(sorted(found))
 
 
 @cache
 def get(name: str) -> Op:
-    """The op of a name; dashes may stand for underscores.
+    """Return the op of a name; dashes may stand for underscores.
 
     Raises:
         UsageError: there is no such op.
@@ -47,7 +47,7 @@ def get(name: str) -> Op:
 
 @cache
 def kernels(op: str) -> dict[str, Kernel]:
-    """The kernels of an op by name, from every `kernels_*` folder that has one of the op's name.
+    """Return the kernels of an op by name, from the op's folder in every `kernels_*`.
 
     Raises:
         UsageError: a module cannot be imported; its `details` show the line.
@@ -63,14 +63,14 @@ def kernels(op: str) -> dict[str, Kernel]:
 
 @cache
 def beside(op: str, module: str) -> tuple[ModuleType, ...]:
-    """The modules of a name in the folders of an op's kernels: what else is known of them."""
+    """Return the modules of a name in the folders of an op's kernels, such as their ``host``."""
     folders = [backend for backend in _BACKENDS if (_ROOT / backend / op / f"{module}.py").exists()]
     return tuple(importlib.import_module(f"jetfire.{b}.{op}.{module}") for b in folders)
 
 
 @cache
 def kernel_names(op: str) -> tuple[str, ...]:
-    """Return the names that `kernels` has of an op, mostly without importing the kernels."""
+    """Return the names of an op's kernels, mostly without importing these."""
     from jetfire.core import declared
 
     folders = [_ROOT / backend / op for backend in _BACKENDS]
@@ -81,7 +81,7 @@ def kernel_names(op: str) -> tuple[str, ...]:
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel from elsewhere to those of its op, in this process.
+    """Add a kernel from elsewhere to its op's, in this process.
 
     Raises:
         UsageError: there is no such op, or it has a kernel of that name.
@@ -93,7 +93,7 @@ def register(kernel: Kernel) -> None:
 
 
 def get_kernel(op: str, name: str) -> Kernel:
-    """One kernel of an op.
+    """Return one kernel of an op.
 
     Raises:
         UsageError: the op has no such kernel.

@@ -1,6 +1,6 @@
-"""What of a compute-sanitizer's reports is no fault: a kernel's folder says it.
+"""Reports of compute-sanitizer that are no fault.
 
-Its module ``sanitizer`` has them in `KNOWN`.
+A kernel's folder names them in `KNOWN` of its module ``sanitizer``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]
-# Where a report's next counterpart begins.
+# The beginning of a report's next counterpart.
 _COUNTERPART = re.compile(r"(?=\band \w+ access at )")
 
 
 @dataclass(frozen=True)
 class Known:
-    """Reports that are no fault: of two accesses, or of one and several counterparts.
+    """Reports that are no fault, on an access and one or several counterparts.
 
     Attributes:
-        access: what one of them says first.
-        counterpart: how each of its counterparts begins.
-        reason: why.
+        access: matches a report's first part, on the access.
+        counterpart: matches the beginning of each counterpart.
+        reason: why this is no fault.
     """
 
     tool: Tool

@@ -1,9 +1,9 @@
 """The one way in which files become values: JSON, checked against types with bounds.
 
-A format is a dataclass or a TypedDict whose annotations say all that its values keep to; the names
-below are for such annotations. Keys that a type does not name are passed over, so that a file of a
-later version can be read. The parser is pydantic's, in Rust: msgspec 0.22 crashed on a tuple whose
-second element was of a wrong type.
+A format is a dataclass or a TypedDict whose annotations state all the bounds of its values. The
+names below are for such annotations. Keys that a type does not name are skipped, so that a file of
+a later version can be read. The parser is pydantic's, in Rust: msgspec 0.22 crashed on a tuple
+whose second element was of a wrong type.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jetfire.core.files import MIB, Unreadable
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
-MOST_ENTRIES = 10_000  # of a list or an object without a type of its own
+MOST_ENTRIES = 10_000  # in a list or an object without a type of its own
 MOST_BAD = 10_000  # lines without a value: a million took 14 s and 600 MiB
 
-# What a terminal obeys, what ends a comment's line in generated code, and what turns the direction
-# of text: each hides or forges what follows it.
+# Control characters of a terminal, line ends that would end a comment in generated code, and
+# characters that turn the direction of text: each hides or forges the text after it.
 _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\x{2028}-\x{202e}\x{2066}-\x{2069}"
 _LINE, _LINES = rf"^[^\t\n{_CONTROL}]*$", rf"^[^{_CONTROL}]*$"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
-# pydantic's words for what is accepted, and ours.
+# Our words for pydantic's description of accepted values.
 _WORDS = {
     f"String should match pattern '{_LINE}'": "text without control characters",
     f"String should match pattern '{_LINES}'": "text without control characters but \\t and \\n",
@@ -57,7 +57,7 @@ _WORDS = {
 
 
 def _scalar(value: Any) -> Any:
-    """Return a finite number, a truth, a line of text or None.
+    """Return a value that is a finite number, a boolean, a line of text or None.
 
     Raises:
         ValueError: it is anything else.
@@ -75,13 +75,13 @@ def _scalars(value: list[Any]) -> list[Any]:
     """Return a list as it is.
 
     Raises:
-        ValueError: an entry is none that `_scalar` takes; the others are not looked at.
+        ValueError: `_scalar` refuses an entry; those after it are not checked.
     """
     return [_scalar(entry) for entry in value]
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """Return what `_scalar` does, or lists and objects of it.
+    """Return a value that `_scalar` takes, or lists and objects of such values.
 
     Raises:
         ValueError: it is anything else, deeper, or longer.
@@ -96,9 +96,9 @@ def _plain(value: Any, depth: int = 4) -> Any:
 
 
 def most(count: int) -> BeforeValidator:
-    """Return what refuses a longer list or object before its entries are looked at.
+    """Return a validator that refuses a longer list or object before its entries are checked.
 
-    Every wrong entry is kept for an error's text: those of half a million took 2 GiB.
+    pydantic keeps every wrong entry for an error's text: those of half a million took 2 GiB.
     """
 
     def check(value: Any) -> Any:
@@ -110,7 +110,7 @@ def most(count: int) -> BeforeValidator:
 
 
 def also(kind: Any) -> AfterValidator:
-    """Return what has a value be of a second type too, and keeps what that one does not name."""
+    """Return a validator of a second type, which leaves the value as it is."""
 
     def check(value: Any) -> Any:
         _adapter(kind).validate_python(value, strict=True)
@@ -127,19 +127,19 @@ Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
-# Milliseconds, or a rate: beyond these it is a mistake. The ratio of two is finite.
+# Milliseconds, or a rate. Beyond these bounds it is a mistake; within, the ratio of two is finite.
 Measured = Annotated[FiniteFloat, Field(ge=1e-9, le=1e9)]
 NotNegative = Annotated[FiniteFloat, Field(ge=0)]
 Scalar = Annotated[Any, AfterValidator(_scalar)]
 Scalars = Annotated[list[Any], AfterValidator(_scalars)]
-# A value without a type of its own, for what is kept and shown and not computed with.
+# A value without a type of its own, which is kept and shown but not computed with.
 Plain = Annotated[Any, AfterValidator(_plain)]
 Fields = Annotated[dict[Name, Scalar], most(100)]
 Ratios = Annotated[dict[Name, Positive], most(100)]
 
 
 class _Versioned(TypedDict, total=False):
-    """What tells a file's version: the rest is not made into values yet."""
+    """The part of a file that states its version; the rest is not made into values yet."""
 
     schema: Any
 
@@ -151,12 +151,12 @@ def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = 
         path: the file; unpacked where its name ends in ``.gz``.
         kind: the type of the value.
         most: bytes that the file may hold.
-        version: what its ``schema`` must be; None for a format without one.
+        version: the ``schema`` that it must have; None for a format without one.
 
     Raises:
         Missing: there is no such file.
-        Unreadable: it cannot be read, is of another version, or holds no such value; says where in
-            it and what is accepted there.
+        Unreadable: it cannot be read, is of another version, or holds no such value; the message
+            says at which place, and what is accepted there.
     """
     content = files.read(path, most)
     if version is not None:
@@ -183,10 +183,10 @@ def decode(content: bytes, kind: type[T], path: Path) -> T:
 
 
 def convert(value: Any, kind: type[T], path: Path) -> T:
-    """Return a value of a type made of one that was read from JSON.
+    """Return a value of a type, made from one that was read from JSON.
 
     Raises:
-        Unreadable: it cannot be made of that one.
+        Unreadable: no such value can be made from it.
     """
     return decode(json.dumps(value).encode(), kind, path)
 
@@ -195,8 +195,8 @@ class BadLine(Unreadable):
     """A line of a file that holds no value.
 
     Attributes:
-        number: its own, from 1.
-        cut: it is the last and does not end, as one whose writer was killed.
+        number: the line's, from 1.
+        cut: the line is the last and has no end, as where its writer was killed.
     """
 
     def __init__(self, path: Path, number: int, reason: str, cut: bool) -> None:
@@ -205,7 +205,7 @@ class BadLine(Unreadable):
 
 
 def lines(path: Path, kind: type[T], most: int, most_lines: int) -> Iterator[T | BadLine]:
-    """Yield the value of each line of a file of JSON lines; for a line that has none, why.
+    """Yield the value of each line of a file of JSON lines; for a line without one, its error.
 
     Args:
         path: the file.
@@ -235,7 +235,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _reason(error: ValidationError) -> str:
-    """Say in a line where a text first is no value of a type, what is there and what may be."""
+    """Return one line on the first error: its place, the value found there and what is accepted."""
     first = error.errors(include_url=False)[0]
     where = _printable(".".join(str(part) for part in first["loc"]))
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
@@ -249,6 +249,6 @@ def _reason(error: ValidationError) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the beginning of a text, with escapes for what does not print."""
+    """Return the beginning of a text, with escapes for characters that do not print."""
     short = text if len(text) <= 100 else f"{text[:97]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)

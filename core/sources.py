@@ -1,21 +1,21 @@
-"""What a kernel has a device run, found in its source files, and a hash of that.
+"""The device code of a kernel, found in its source files, and a hash of it.
 
-A profile keeps the hash of the kernel that was tuned. What counts is
+A profile keeps the hash of the kernel that was tuned. Device code is
 
-* of a CUDA kernel the ``.cu`` files that its host code names, the headers that these include, and
-  Python functions that write CUDA;
-* of a Triton or Gluon kernel the jit functions that its host code names, and all functions and
+* for a CUDA kernel, the ``.cu`` files that its host code names, the headers that these include,
+  and Python functions that write CUDA;
+* for a Triton or Gluon kernel, the jit functions that its host code names, and all functions and
   globals that those reach;
-* of a kernel with neither, as on the CPU, its class and what that reaches.
+* for a kernel with neither, as on the CPU, its class and all that it reaches.
 
 Files are read as text. Nothing is imported or compiled, so the hash needs no GPU and is the same
-under every version of Python and Triton. Comments, docstrings, layout, where in its module and in
-which module a function stands, and what else is imported there do not count.
+under every version of Python and Triton. Comments, docstrings, layout, a function's module and its
+place there, and other imports do not count.
 
-Nor does the host: grid, tile sizes and constants are made of the problem and the config, which a
-profile holds beside the hash, and host code that is moved or shared leaves what the GPU runs as it
-was. So no hash tells that a launch makes something else of the same config (a warp group's share of
-the registers, a layout): whoever changes that must tune anew.
+Host code does not count either. It makes grid, tile sizes and constants from the problem and the
+config, which a profile holds beside the hash, and moving or sharing it leaves the device code as it
+was. So the hash does not change where a launch makes something else of the same config (a warp
+group's share of the registers, a layout): whoever changes that must tune anew.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Definition:
-    """A function, class or global of a module: every statement that defines it."""
+    """A function, class or global of a module, with every statement that defines it."""
 
     file: Path
     name: str
@@ -51,7 +51,7 @@ class _Definition:
         return any(isinstance(node, ast.ClassDef) for node in self.nodes)
 
     def is_device_code(self) -> bool:
-        """A jit function, or one that writes CUDA."""
+        """Return whether this is a jit function, or one that writes CUDA."""
         return any(
             isinstance(node, ast.FunctionDef)
             and (any(map(_is_jit, node.decorator_list)) or "__device__" in "".join(_texts(node)))
@@ -61,7 +61,7 @@ class _Definition:
 
 @dataclass(frozen=True)
 class _Module:
-    """What a module's top level defines, and the dotted names of what it imports."""
+    """A module's top level: its definitions, and its imports with their dotted names."""
 
     tree: ast.Module
     definitions: dict[str, tuple[ast.stmt, ...]]
@@ -70,17 +70,17 @@ class _Module:
 
 @cache
 def digest(classes: tuple[type, ...]) -> str:
-    """12 hex digits that change with `device_code` alone.
+    """Return 12 hex digits that change with `device_code` alone.
 
     Args:
-        classes: the kernel's own and those that it inherits from.
+        classes: the kernel's own class and those that it inherits from.
     """
     codes = sorted(device_code(classes).values())
     return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:12]
 
 
 def device_code(classes: Iterable[type]) -> dict[str, str]:
-    """The code that counts of a kernel's classes, by file or by ``file:name``."""
+    """Return the device code of a kernel's classes, by file or by ``file:name``."""
     own = [_definition_of(cls) for cls in classes]
     host = _reached(own, lambda found: not found.is_class() and not found.is_device_code())
     named = {needed for found in host for needed in _needs(found)}
@@ -95,8 +95,8 @@ def device_code(classes: Iterable[type]) -> dict[str, str]:
 
 
 def cuda_code(text: str) -> str:
-    """The tokens of CUDA C++, comments left out."""
-    return " ".join(filter(None, _CUDA_TOKEN.findall(text)))  # a comment is an empty one
+    """Return the tokens of CUDA C++, without comments."""
+    return " ".join(filter(None, _CUDA_TOKEN.findall(text)))  # comments match as empty tokens
 
 
 # Definitions and what they name.
@@ -111,7 +111,7 @@ def _definition_of(cls: type) -> _Definition:
 def _reached(
     first: Iterable[_Definition], follow: Callable[[_Definition], bool]
 ) -> set[_Definition]:
-    """Definitions, and those to follow that they name, directly or not."""
+    """Return definitions and those that they name, directly or not, where `follow` takes them."""
     reached: set[_Definition] = set()
     waiting = list(first)
     while waiting:
@@ -124,7 +124,7 @@ def _reached(
 
 @cache
 def _needs(definition: _Definition) -> frozenset[_Definition]:
-    """The definitions that one names; a local variable counts as the global of its name."""
+    """Return the definitions that one names; a local variable counts as the global of its name."""
     parts = [part for node in definition.nodes for part in ast.walk(node)]
     imports = dict(_imports(parts))
     dotted = {name for part in parts if (name := _dotted(part)) is not None}
@@ -133,7 +133,7 @@ def _needs(definition: _Definition) -> frozenset[_Definition]:
 
 
 def _find(file: Path, dotted: str, imports: dict[str, str] | None = None) -> _Definition | None:
-    """What a name means in a file, whose own imports the given ones go before."""
+    """Return the definition of a name in a file; the given imports go before the file's own."""
     first, _, rest = dotted.partition(".")
     module = _module(file)
     absolute = {**module.imports, **(imports or {})}.get(first)
@@ -167,7 +167,7 @@ def _module(file: Path) -> _Module:
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """A module's statements, those under an `if` or a `try` too."""
+    """Yield a module's statements, those under an `if` or a `try` too."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -187,7 +187,7 @@ def _defined(node: ast.stmt) -> Iterator[str]:
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Names that absolute imports bind, each with the dotted name that it stands for."""
+    """Yield the names that absolute imports bind, each with the dotted name that it stands for."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
             for alias in node.names:
@@ -199,7 +199,7 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _dotted(node: ast.AST) -> str | None:
-    """``a.b.c`` of a name or of attributes of one."""
+    """Return ``a.b.c`` for a name or an attribute of one, and None for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
@@ -208,13 +208,13 @@ def _dotted(node: ast.AST) -> str | None:
 
 
 def _is_jit(decorator: ast.expr) -> bool:
-    """``@triton.jit``, ``@gluon.jit``, with arguments or without."""
+    """Return whether this is ``@triton.jit`` or ``@gluon.jit``, with arguments or without."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
     return (_dotted(called) or "").rpartition(".")[2] == "jit"
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """The strings in some code."""
+    """Yield the strings in some code."""
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -224,16 +224,16 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _cuda_files(definition: _Definition) -> Iterator[Path]:
-    """The ``.cu`` files beside its module that a definition names."""
+    """Yield the ``.cu`` files beside its module that a definition names."""
     for text in (text for node in definition.nodes for text in _texts(node)):
         if text.endswith(".cu") and (file := definition.file.parent / text).exists():
             yield file
 
 
 def _with_headers(files: Iterable[Path]) -> set[Path]:
-    """CUDA files and the headers that they include, directly or not.
+    """Return CUDA files and the headers that they include, directly or not.
 
-    Those lie beside a file or at its backend's root; `config.cuh` is written at run time.
+    Headers lie beside a file or at its backend's root. `config.cuh` is written at run time.
     """
     found: set[Path] = set()
     waiting = list(files)
@@ -251,7 +251,7 @@ def _with_headers(files: Iterable[Path]) -> set[Path]:
 
 
 def _code(node: Any) -> str:
-    """A syntax tree as text, without docstrings and the empty fields that Python versions add."""
+    """Return a tree as text, without docstrings and the empty fields that Python versions add."""
     if isinstance(node, ast.JoinedStr):  # Python 3.12.3 ends a format with an empty string
         node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
     if isinstance(node, ast.AST):

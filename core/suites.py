@@ -1,4 +1,4 @@
-"""What of an op `jetfire bench --suite` measures, as the op says it (`Op.timed`, `Op.exported`)."""
+"""An op's part in `jetfire bench --suite`, as the op states it (`Op.timed`, `Op.exported`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# torch.compile takes 3 to 10 s a function and shape: it is timed once for each, not for each block.
+# torch.compile takes 3 to 10 s per function and shape: it is timed once per shape, not per block.
 COMPILED = ("eager", "compile", "copy")
 
 
@@ -15,12 +15,13 @@ class Timed:
     """Problems of one op that are measured alike.
 
     Attributes:
-        part: of the suite `results`, or a suite of its own.
-        turn: within a part those of all ops with a lower one come first, then by the ops' names.
+        part: the name of a part of the suite `results`, or of a suite of its own.
+        turn: the place within a part: problems of all ops with a lower one come first, those with
+            an equal one are ordered by their ops' names.
         modes, sizes, workload, blocks, settings: as in `jetfire.measure.plan.Request`.
-        peers, kernels: those to time; None is all.
+        peers, kernels: the names to time; None is all.
         rounds, power_ms, schedules: as in `jetfire.measure.runner.Options`.
-        data: the inputs' distribution; None is the user's.
+        data: the inputs' distribution; None is the one that the user gave.
     """
 
     part: str
@@ -43,8 +44,8 @@ class Exported:
     """An export that is built, tested and timed beside the workbench.
 
     Attributes:
-        problem: its fields.
-        targets: None is every one.
+        problem: the problem's fields.
+        targets: names of export targets; None is all.
         turn: as in `Timed`.
     """
 

@@ -21,9 +21,9 @@ class Quantized(NamedTuple):
     """A matrix (m×n) as INT8 codes with an fp32 scale per block×block tile, its transpose, or both.
 
     Attributes:
-        q, scale: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉; rows may be any distance apart. None where
-            there is only the transpose.
-        qt, scale_t: int8 n×m and fp32 ⌈n/block⌉×⌈m/block⌉ of the transpose, or None.
+        q, scale: int8 m×n and fp32 ⌈m/block⌉×⌈n/block⌉, with any row stride. None where there is
+            only the transpose.
+        qt, scale_t: the transpose's, int8 n×m and fp32 ⌈n/block⌉×⌈m/block⌉, or None.
         block: the side of a tile: 32, 64 or 128.
     """
 
@@ -35,7 +35,7 @@ class Quantized(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], layout: Layout, block: int) -> Quantized:
-        """Return the value of the tensors that a layout has, in order."""
+        """Return a matrix of the tensors that a layout has, in order."""
         first, second, *more = tensors
         if layout == "qt":
             return cls(None, None, first, second, block)
@@ -44,12 +44,12 @@ class Quantized(NamedTuple):
 
     @property
     def t(self) -> Quantized:
-        """The transpose (n×m): the same tensors."""
+        """The transpose (n×m), of the same tensors."""
         return Quantized(self.qt, self.scale_t, self.q, self.scale, self.block)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that there are, in order."""
+        """The tensors that are not None, in order."""
         return tuple(tensor for tensor in self[:4] if tensor is not None)
 
 
@@ -57,9 +57,9 @@ class Quantized4(NamedTuple):
     """A matrix (m×n) as 4-bit codes, packed, wide or both, with one fp32 scale.
 
     Attributes:
-        packed: int8 m×n/2, two codes a byte (`reference.nibbles`), or None.
-        wide: int8 m×n, one code a byte: in its high half, but for a weight's gradient, whose bytes
-            are the numbers that are meant. Or None.
+        packed: int8 m×n/2, two codes per byte (`reference.nibbles`), or None.
+        wide: int8 m×n, one code per byte, or None. The code is in the high half; only for a
+            weight's gradient is the byte itself the number.
         scale: fp32, one element.
         squares: int32 m, the sum of the squares of each row's codes, or None.
     """
@@ -71,12 +71,12 @@ class Quantized4(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a tensor of a launch is.
+    """The dtype and shape of a launch's tensor.
 
     Attributes:
         dtype: bf16, fp16, fp32, int8, int32 or int64.
-        shape: its sizes, which may be symbolic.
-        block: of codes with a scale per tile, the tile's side.
+        shape: the sizes, which may be symbolic.
+        block: for codes with a scale per tile, the tile's side.
     """
 
     dtype: str
@@ -90,9 +90,9 @@ _LAYOUTS = {"q": _PARTS[:2], "qt": _PARTS[2:], "both": _PARTS}
 
 
 def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
-    """Return the parts of a quantised matrix (q, scale, qt, scale_t), and each one's own name.
+    """Return the tensor name of each part (q, scale, qt, scale_t) of a quantised matrix.
 
-    One that is called ``q`` has its parts under these names; ``dx`` has ``dx``, ``dx_scale``,
+    The parts of a matrix ``q`` have just these names. Those of ``dx`` are ``dx``, ``dx_scale``,
     ``dx_t`` and ``dx_scale_t``.
     """
     own = _PARTS if name == "q" else (name, f"{name}_scale", f"{name}_t", f"{name}_scale_t")
@@ -100,7 +100,7 @@ def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
 
 
 def quantized(m: int, n: int, block: int, name: str = "q", layout: Layout = "q") -> Specs:
-    """Return what a quantised m×n matrix consists of, in a layout."""
+    """Return the specs of a quantised m×n matrix in a layout."""
     scales = blocks_of(m, n, block)
     whole = {
         "q": Spec("int8", (m, n), block),
@@ -112,17 +112,17 @@ def quantized(m: int, n: int, block: int, name: str = "q", layout: Layout = "q")
 
 
 def with_transpose(q: Tensor, scale: Tensor, name: str = "q") -> Tensors:
-    """Return codes and scales of a matrix and, as views, those of its transpose, by name."""
+    """Return a matrix's codes and scales and, as views, those of its transpose, by name."""
     return dict(zip(names_of(name).values(), (q, scale, q.t(), scale.t()), strict=True))
 
 
 def seed_of(problem: Any) -> Specs:
-    """Return the seed of a problem's stochastic rounding; nothing where it rounds to nearest."""
+    """Return the spec of a stochastic rounding's seed; none where a problem rounds to nearest."""
     return {"seed": Spec("int64", (1,))} if problem.rounding == "stochastic" else {}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of a `Spec`'s."""
+    """Return torch's dtype of a `Spec`'s name."""
     import torch
 
     return {
@@ -136,7 +136,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def empty(specs: Specs, device: torch.device) -> Tensors:
-    """Return uninitialised tensors."""
+    """Return uninitialised tensors of some specs."""
     import torch
 
     return {
@@ -159,10 +159,10 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
-    """The shape of the scales of an m×n tensor."""
+    """Return the shape of an m×n matrix's scales."""
     return ceil_div(m, block), ceil_div(n, block)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no kernel writes: -128 for codes, NaN for floats."""
+    """Fill a tensor with a value that no kernel writes: -128 for codes, NaN for floats."""
     return tensor.fill_(math.nan if tensor.is_floating_point() else -128)

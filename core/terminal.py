@@ -1,7 +1,7 @@
-"""What a person reads: notes, tables, and the two streams that carry them.
+"""Text for people: notes, tables, and the two standard streams.
 
-Text that comes from elsewhere (arguments, files, devices' names) is printed as it is: no markup in
-it counts, and its control characters are shown as escapes.
+Text from elsewhere (arguments, files, devices' names) is printed as it is: markup in it does not
+count, and its control characters are shown as escapes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MOST = 2000  # characters of a note: a name of a megabyte is not repeated whole
-# C0 and C1 but for tab and newline; what reorders text; halves of characters, of undecodable bytes.
+# C0 and C1 without tab and newline, characters that reorder text, and surrogates, which stand for
+# undecodable bytes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Return the text with its control characters as escapes, ``\\x1b`` for an ESC."""
+    """Return a text with its control characters as escapes, ``\\x1b`` for an ESC."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def line(text: str) -> str:
-    """Return the text as one line: white space folded, control characters shown, not too long."""
+    """Return a text as one line: white space folded, control characters shown, not too long."""
     text = visible(" ".join(text.split()))
     if len(text) <= MOST:
         return text
-    return f"{text[: MOST * 3 // 4]} … {text[-MOST // 4 :]}"  # what is accepted stands at the end
+    return f"{text[: MOST * 3 // 4]} … {text[-MOST // 4 :]}"  # messages end with what is accepted
 
 
 def note(text: str) -> None:
@@ -43,12 +44,12 @@ def note(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print text from elsewhere on stdout: as it is into a file or a pipe, safely on a terminal."""
+    """Print text from elsewhere on stdout; on a terminal, with control characters as escapes."""
     print(visible(text) if sys.stdout.isatty() else text)
 
 
 def details(text: str) -> None:
-    """Print on stderr the lines of a compiler, as they are, below a note."""
+    """Print a compiler's lines on stderr, below a note."""
     if text:
         print(visible(text.rstrip("\n")), file=sys.stderr, flush=True)
 
@@ -64,7 +65,7 @@ def console(width: int | None = None, stderr: bool = False) -> Console:
     """Return a Rich console that prints strings as they are, on stdout unless told otherwise.
 
     Args:
-        width: columns where the stream is no terminal; None is Rich's own guess.
+        width: columns where the stream is no terminal; None is Rich's default.
     """
     from rich.console import Console
 
@@ -85,8 +86,8 @@ def console(width: int | None = None, stderr: bool = False) -> Console:
 class _Stream:
     """A standard stream that is given up once it cannot be written.
 
-    A reader that has had enough (``| head``) is no error: the command goes on to its end, for what
-    it writes to files and for its exit code. Where `needed`, any other refusal ends the command.
+    A reader that stops early (``| head``) is no error: the command goes on to its end, for its
+    files and its exit code. Where `needed`, any other refusal ends the command.
     """
 
     def __init__(self, stream: TextIO, needed: bool) -> None:
@@ -98,7 +99,7 @@ class _Stream:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except UnicodeEncodeError:  # of a locale that lacks "×"
+        except UnicodeEncodeError:  # the locale lacks "×"
             encoding = self._stream.encoding
             return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
@@ -116,7 +117,7 @@ class _Stream:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        # Python itself writes what is left, and fails again, when it exits.
+        # On exit Python itself writes what is left in the buffer, and would fail again.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._needed and not isinstance(error, BrokenPipeError):
@@ -125,9 +126,9 @@ class _Stream:
 
 @contextlib.contextmanager
 def streams() -> Iterator[None]:
-    """Have stdout and stderr be streams that stand being closed, full or cut off meanwhile."""
+    """Replace stdout and stderr by streams that may be closed, full or cut off meanwhile."""
     before = sys.stdout, sys.stderr
-    with open(os.devnull, "w") as nowhere:  # where one is closed
+    with open(os.devnull, "w") as nowhere:  # for a stream that is closed
         out, err = (stream or nowhere for stream in before)
         made: list[Any] = [_Stream(out, needed=True), _Stream(err, needed=False)]
         sys.stdout, sys.stderr = made

@@ -1,4 +1,4 @@
-"""Named problem sets: the models whose shapes an op is timed at."""
+"""Workloads: named sets of problems, such as a model's shapes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layer(Model):
-    """One linear layer alone, from `width` features to `hidden`."""
+    """A single linear layer, from `width` features to `hidden`."""
 
     def linears(self) -> list[tuple[int, int]]:
         return [(self.hidden, self.width)]
 
 
-# What the INT4 paper times its operators at (arXiv 2306.11987), as m, n, k.
+# The shapes (m, n, k) at which the INT4 paper times its operators (arXiv 2306.11987).
 _PAPER = (
     (4608, 5120, 6144),
     (5120, 6144, 8192),
@@ -37,7 +37,7 @@ _PAPER = (
     (15360, 8704, 10752),
 )
 LAYERS = {"int4-paper": tuple(Layer(width=k, hidden=n, tokens=m) for m, n, k in _PAPER)}
-# Sizes at which only the last block is partial, or every one is, or there is just one element.
+# Sizes of one element, of less than a block, and of blocks of which the last is partial.
 RAGGED = (1, 31, 33, 127, 1600, 4097, 50257)
 SQUARES = (1024, 2048, 4096, 8192, 16384)
 
@@ -47,7 +47,7 @@ def names() -> tuple[str, ...]:
 
 
 def problems(op: Op, workload: str, mode: Any, fields: dict[str, Any]) -> list[Problem]:
-    """The problems of a workload with the given fields (block, out, rounding, …) set.
+    """Return the problems of a workload with the given fields (block, out, rounding, …) set.
 
     Raises:
         UsageError: there is no such workload, or the op takes none of its problems.
@@ -67,9 +67,9 @@ def problems(op: Op, workload: str, mode: Any, fields: dict[str, Any]) -> list[P
 
 
 def _ragged(op: Op, mode: Any, fields: dict[str, Any]) -> list[Problem]:
-    """Each size in each dimension, the others at a size that is a multiple of no block.
+    """Return problems with each size in each dimension; the others are a multiple of no block.
 
-    Without the sizes that the op refuses, such as an odd number of nibbles.
+    Sizes that the op refuses are left out, such as an odd number of nibbles.
     """
     found, refused = [], None
     for size, dim in itertools.product(RAGGED, op.dims):

@@ -1,4 +1,4 @@
-"""Counters in device memory that kernels find at zero and leave at zero.
+"""Workspaces of counters in device memory, which a kernel finds at zero and leaves at zero.
 
 A kernel whose programs wait for each other counts arrivals. Zeroing the counters before each launch
 would cost a launch of its own (about 2 µs, a tenth of a LayerNorm of 8192×4096), so the last
@@ -12,30 +12,30 @@ import threading
 
 import torch
 
-# One int32 a counter: 4 MiB, some thousands of captured launches.
+# int32 counters: 4 MiB, enough for some thousands of captured launches.
 _ARENA = 1 << 20
 
 _lock = threading.Lock()
 _by_stream: dict[tuple[int, int], torch.Tensor] = {}
-# Every arena of a device, kept for ever since graphs hold addresses in it, and what is left of
-# the newest.
+# All arenas by device, never freed since graphs hold addresses in them; and the number of counters
+# left in the newest.
 _arenas: dict[int, list[torch.Tensor]] = {}
 _left: dict[int, int] = {}
 
 
 def _captured(device: torch.device, index: int, count: int) -> torch.Tensor:
-    """Counters of one captured launch, its alone; aligned: Triton compiles for either case."""
+    """Return counters for one captured launch alone, aligned: Triton specialises on alignment."""
     aligned = -(-count // 4) * 4
     left = _left.get(index, 0)
     if left < aligned:
-        # Zeroed by a node of the graph, at each replay: as right, but slower.
+        # A node of the graph zeroes them at each replay: right too, but slower.
         return torch.zeros(count, dtype=torch.int32, device=device)
     _left[index] = left - aligned
     return _arenas[index][-1][left - aligned : left]
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """`count` int32 zeros for one launch on the current stream, which must leave zeros there."""
+    """Return int32 zeros for one launch on the current stream, which must leave zeros there."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index or 0
