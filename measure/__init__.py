@@ -1,1 +1,1 @@
-"""What is measured, and how: timers, power, peaks, peers, checks and the rows of results."""
+"""The floor of measurements: timers, power, peaks, peers, checks and the rows of results."""

@@ -1,4 +1,4 @@
-"""What evaluation in fp32 may add to a result, and where it may overflow: parts of ops' bounds."""
+"""Parts of ops' error bounds: the error of evaluation in fp32, and where it may overflow."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
     from jetfire.core.tensors import Tensors
 
-ROUNDING = 2.0**-24  # of one fp32 operation, relatively
-# A few of them: what evaluation may add to a result, in units of its largest term.
+ROUNDING = 2.0**-24  # the relative error of one fp32 operation
+# A few roundings: what evaluation may add to a result, in units of its largest term.
 NOISE = 8 * ROUNDING
-OVER = 2.0**127  # beyond this a sum or a product in fp32 may overflow on its way
+OVER = 2.0**127  # beyond this the evaluation of a sum or a product in fp32 may overflow
 
 
 def worst(terms: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the largest of every block of an m×n tensor, 0 where that is NaN or Inf."""
+    """Return the largest value of every block of an m×n tensor, 0 where that is NaN or Inf."""
     from jetfire.reference.quantize import block_amax
 
     return block_amax(terms, block).nan_to_num(0.0, 0.0, 0.0)
 
 
 def overflows(terms: torch.Tensor, block: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which blocks have a term (m×n) that may overflow, or lie in such rows (bool, m)."""
+    """Return which blocks have a term (m×n) that may overflow, or lie in given rows (bool, m)."""
     from jetfire.reference.quantize import block_amax
 
     large = terms >= OVER
@@ -33,14 +33,15 @@ def overflows(terms: torch.Tensor, block: int, rows: torch.Tensor | None = None)
 def statistics_bounds(
     x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps: float
 ) -> Tensors:
-    """Return what computing rows' mean and rstd in fp32 may add, and where it may overflow.
+    """Return bounds on the error of rows' mean and rstd in fp32, and where they may overflow.
 
-    A chain of at most n/512 + 32 additions has as many roundings of the row's mean |x|; the mean's
-    error is in every difference from it, beside x's own rounding, and so in the variance, which
-    matters where that is small beside the mean's square.
+    A chain of at most n/512 + 32 additions has as many roundings of the row's mean |x|. The mean's
+    error, beside x's own rounding, is in every difference from it and so in the variance. That
+    matters where the variance is small beside the mean's square.
 
     Args:
-        x: float64 m×n; mean, rstd: float64 m, its statistics.
+        x: float64 m×n.
+        mean, rstd: float64 m, the statistics of x.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a GPU's matrix units do on INT8 when nothing else holds them back: a roofline's ceiling."""
+"""The INT8 rate of a GPU's matrix units when nothing else limits them: a roofline's ceiling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def int8_kernel(a_ptr, b_ptr, c_ptr, rounds, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """c (M×N) += a (M×K) · bᵀ (N×K), `rounds` times over operands that never leave the SM."""
+    """Compute c (M×N) += a (M×K) · bᵀ (N×K) `rounds` times, with operands that stay on the SM."""
     rows, cols, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = tl.load(a_ptr + rows[:, None] * K + inner[None, :])
     b = tl.load(b_ptr + cols[:, None] * K + inner[None, :])
@@ -22,10 +22,10 @@ def int8_kernel(a_ptr, b_ptr, c_ptr, rounds, M: tl.constexpr, N: tl.constexpr, K
 
 
 def int8_call(device: torch.device, programs: int, rounds: int) -> tuple[Callable[[], None], float]:
-    """A launch of `programs` tiles, and the operations that it does.
+    """Return a launch of `programs` tiles, and the number of its operations.
 
-    Of seven shapes on an H200, one warp group a tile of 128×128×256 and three tiles an SM did best:
-    1861 TOPS; two warp groups of 128×256×256 did 1794, 128×256×128 1755.
+    Of seven shapes on an H200, one warp group per tile of 128×128×256 and three tiles per SM did
+    best: 1861 TOPS. Two warp groups of 128×256×256 did 1794, of 128×256×128 1755.
     """
     m, n, k = 128, 128, 256
     a = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=device)

@@ -1,8 +1,8 @@
 """Comparisons of a kernel's outputs with the reference's.
 
-Three strengths: `exact` (equal bits), `bounded` (each element by a bound of its own), and `codes`,
-for quantised outputs of functions that no two fp32 implementations round alike: there every code
-must be one that the exact value allows, within a stated slack in units of a code.
+There are three: `exact` (equal bits), `bounded` (a bound per element), and `codes`, for quantised
+outputs of functions that no two fp32 implementations round alike. There every code must be one that
+the exact value allows, within a stated slack in units of a code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jetfire.core.tensors import Specs, Tensors, names_of
 # a code, and full-row sums of 50257 terms stay within ten times that.
 CODE_SLACK = 2e-3
 SCALE_RTOL = 1e-5
-LARGEST = (2 - 2.0**-23) * 2.0**127  # of fp32
+LARGEST = (2 - 2.0**-23) * 2.0**127  # fp32's largest number
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖out − expected‖ / ‖expected‖ in float64, over chunks so that memory stays bounded.
+    """Return ‖out − expected‖ / ‖expected‖ in float64, over chunks so that memory stays bounded.
 
-    NaN where both hold NaN counts as equal; NaN in one alone gives infinity.
+    NaN where both hold NaN counts as equal. NaN in one alone gives infinity.
     """
     difference = norm = 0.0
     rows = max(1, (1 << 26) // max(1, out.shape[-1] if out.dim() else 1))
@@ -42,7 +42,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Where the first true element is, also of more than torch's `nonzero` takes."""
+    """Return the first true element's index, also for masks too large for torch's `nonzero`."""
     passed = 0
     for part in mask.flatten().split(1 << 28):
         if bool(part.any()):
@@ -58,7 +58,7 @@ def first(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
-    """Equal bits; NaN equals NaN."""
+    """Check for equal bits, where NaN equals NaN."""
     wrong = out != expected
     if out.is_floating_point():
         wrong &= ~(torch.isnan(out) & torch.isnan(expected))
@@ -75,7 +75,7 @@ def exact(name: str, out: torch.Tensor, expected: torch.Tensor) -> Check:
 
 
 def norm_of(noise: torch.Tensor, block: int, m: int, n: int) -> float:
-    """The Frobenius norm of an m×n tensor that has each block's noise everywhere in the block."""
+    """Return the Frobenius norm of an m×n tensor that has each block's noise all over the block."""
     sizes = [
         (size - torch.arange(count, device=noise.device, dtype=torch.float64) * block).clamp(
             max=block
@@ -91,10 +91,10 @@ def settled(
     give: torch.Tensor | float,
     over: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Where ±Inf is right: in place of what, give or take, is too large for out's dtype.
+    """Return where ±Inf is right: the expected value plus or minus `give` is too large for `out`.
 
     Args:
-        over: where an intermediate result may overflow, so that anything not finite is right.
+        over: where an intermediate result may overflow, so that any value not finite is right.
     """
     kind = torch.finfo(out.dtype)
     toward = torch.where(torch.signbit(out), -expected.double(), expected.double())
@@ -109,12 +109,12 @@ def bounded(
     bound: torch.Tensor,
     over: torch.Tensor | None = None,
 ) -> Check:
-    """|out − expected| ≤ bound, element by element; NaN where and only where expected is NaN.
+    """Check that |out − expected| ≤ bound for each element, and NaN just where expected is NaN.
 
-    What is too large for out's dtype is ±Inf.
+    A value too large for out's dtype must be ±Inf.
 
     Args:
-        over: bool, where an intermediate result may overflow: anything not finite is right there.
+        over: bool, where an intermediate result may overflow: any value not finite is right there.
     """
     difference = norm = 0.0
     count, place = 0, None
@@ -133,7 +133,7 @@ def bounded(
             at = first(wrong)
             place = (at[0] + top, *at[1:])
         count += int(wrong.sum())
-    # Where every expected value is 0 the ratio says nothing.
+    # Where every expected value is 0 the ratio has no meaning.
     error = math.sqrt(difference / norm) if norm else 0.0
     if place is None:
         return Check(True, error if math.isfinite(error) else 0.0)
@@ -154,17 +154,17 @@ def _scales(
     noise: torch.Tensor | None,
     over: torch.Tensor | None,
 ) -> tuple[Check, torch.Tensor]:
-    """Scales within their bounds; and the blocks whose codes are not to be compared, by block.
+    """Check scales against their bounds, and return also which blocks' codes not to compare.
 
     Args:
-        most: the largest value of each block.
-        rtol, noise, over: as of `codes`.
+        most: the largest value per block.
+        rtol, noise, over: as in `codes`.
     """
     from jetfire.reference.quantize import TINY
 
     bound = rtol * expected.double().nan_to_num(0.0)
     give = 127 * bound if noise is None else 127 * bound + noise
-    either = (most - TINY).abs() <= give + rtol * TINY  # zero or not
+    either = (most - TINY).abs() <= give + rtol * TINY  # the scale may be zero or not
     bound = give / 127 + either.double() * (1 + rtol) * TINY / 127
     edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
     over = edge if over is None else over | edge
@@ -185,21 +185,21 @@ def codes(
     noise: torch.Tensor | None = None,
     over: torch.Tensor | None = None,
 ) -> Check:
-    """Codes that quantising the exact values allows.
+    """Check that quantising the exact values allows the codes and scales.
 
-    With t = value/scale + (u, or ½ for nearest), every code is in [floor(t − slack),
+    With t = value/scale + (u, or ½ for nearest), every code must be in [floor(t − slack),
     floor(t + slack)], and every scale within rtol of the reference's. A block whose largest value
-    is as near to 2^-100 may be zero or not, and one as near to fp32's largest number NaN or not.
-    Where a kernel's own scale is 0 or NaN its codes are 0; where the reference's alone is 0, of
-    terms that cancel, and the noise lets the kernel's be another, they may be any.
+    is within rtol of 2^-100 may be zero or not; within rtol of fp32's largest number it may be NaN
+    or not. Where a kernel's own scale is 0 or NaN, its codes must be 0. Where terms cancel, the
+    reference's scale may be 0 while the noise allows the kernel's another: then codes may be any.
 
     Args:
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
         value: the values before quantisation, m×n, at least fp32.
         u: the stochastic rounding's draws in [0, 1), m×n.
-        noise: what fp32 evaluation may add to a value, by block, where terms cancel: widens both
-            intervals by as much.
-        over: blocks, by block, in which fp32 evaluation may overflow: they are not compared.
+        noise: per block, what fp32 evaluation may add to a value where terms cancel. It widens both
+            intervals.
+        over: per block, whether fp32 evaluation may overflow there: such blocks are not compared.
     """
     from jetfire.reference.quantize import block_amax, spread
 
@@ -210,7 +210,7 @@ def codes(
     if not scaled.ok:
         return scaled
     none = (scale == 0) | torch.isnan(scale)
-    # In units of a code; infinite where terms cancel to 0.
+    # In units of a code; not finite where terms cancel to 0.
     noises = None if noise is None else (noise / expected_scale).nan_to_num(0.0)
     rows = block * max(1, (1 << 24) // (n * block))
     for top in range(0, m, rows):
@@ -221,12 +221,12 @@ def codes(
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
         wide_slack: Any = slack
-        if noises is not None:  # of the value, and of the scale that it was divided by
+        if noises is not None:  # the value's noise, and that of the scale by which it was divided
             wide_slack = slack + spread(noises[by_row], *shape) * (1 + t.abs() / 127)
         low = (t + add - wide_slack).floor().clamp(-127, 127)
         high = (t + add + wide_slack).floor().clamp(-127, 127)
         got, left_out = q[part].double(), spread(free[by_row], *shape)
-        # A tie may go either way once it is only nearly a tie, and to even when it is one.
+        # Near a tie either code is right; an exact tie is rounded to even.
         wrong = ((got < low) | (got > high)) & ~left_out | (got < -127)
         stray = spread(none[by_row], *shape) & (got != 0)
         rounded = (t + add).floor() if u is not None else t.round()
@@ -248,13 +248,13 @@ def codes(
 
 
 def every(checks: list[Check]) -> Check:
-    """All of them: the first failure's message, the largest error."""
+    """Return several checks as one, with the first failure's message and the largest error."""
     failed = next((c for c in checks if not c.ok), None)
     return Check(failed is None, max(c.rel_err for c in checks), failed.message if failed else "")
 
 
 def outputs(specs: Specs, got: Tensors, expected: Tensors) -> Check:
-    """Compare a kernel's outputs with what is expected of them (`measure.op.StandardOp.check`)."""
+    """Compare a kernel's outputs with the expected ones, as `StandardOp.check` says."""
     checks, done = [], set()
     for name, (_, _, block) in specs.items():
         bare = name.removesuffix("_t") if name != "qt" else "q"
@@ -282,7 +282,7 @@ def rounded(
     slack: float = CODE_SLACK,
     rtol: float = SCALE_RTOL,
 ) -> Check:
-    """Compare the codes of a matrix, its transpose's, or both, which must agree exactly."""
+    """Check the codes of a matrix, of its transpose, or of both, which must agree exactly."""
     q, scale, qt, scale_t = (got.get(own) for own in names_of(name).values())
     shown, checks = name, []
     if q is None or scale is None:

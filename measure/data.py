@@ -1,4 +1,4 @@
-"""Random values with the shapes that break quantisation, and where arithmetic ends, by name."""
+"""Distributions of random values by name: some break quantisation, some are fp32's extremes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _outlier(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Normal, with one column in 64 fifty times larger (LLM.int8, §3)."""
+    """Return normal values, with one column in 64 fifty times larger (LLM.int8, §3)."""
 
     columns = _uniform(shape[-1:], generator) < 1 / 64
     return _normal(shape, generator) * (1 + 49 * columns)
 
 
 def _heavy(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Student's t with three degrees of freedom: finite variance, infinite kurtosis."""
+    """Return Student's t with three degrees of freedom: finite variance, infinite kurtosis."""
     chi2 = _normal(shape, generator).square()
     for _ in range(2):
         chi2 += _normal(shape, generator).square()
@@ -36,7 +36,7 @@ def _heavy(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _gradient(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Rows whose size is log-normal around 1e-6, a tenth of them exactly zero."""
+    """Return rows whose size is log-normal around 1e-6, a tenth of them exactly zero."""
 
     rows = _normal((*shape[:-1], 1), generator)
     alive = _uniform((*shape[:-1], 1), generator) > 0.1
@@ -54,7 +54,7 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _one_hot(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """One element a row that is not zero: sums of one term, and blocks of zeros beside others."""
+    """Return one nonzero element per row: sums of one term, and blocks of zeros beside others."""
     import torch
 
     at = (_uniform((*shape[:-1], 1), generator) * shape[-1]).long()
@@ -63,12 +63,12 @@ def _one_hot(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 def _constant(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """One value throughout: no variance, and every code 127 or every one -127."""
+    """Return the same value everywhere: no variance, and all codes 127 or all -127."""
     return _normal((1,) * len(shape), generator).expand(shape).clone()
 
 
 def _alternating(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Plus and minus one value, like a chessboard: sums that cancel, codes of 127 and -127."""
+    """Return a chessboard of a value and its negative: sums that cancel, codes of 127 and -127."""
     import torch
 
     rows = torch.arange(shape[-2] if len(shape) > 1 else 1, device=generator.device)
@@ -79,8 +79,10 @@ def _alternating(shape: tuple[int, ...], generator: torch.Generator) -> torch.Te
 
 
 def _shifted(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Tiles of 128×128, each within some percent of a value of its own between −20 and 20: means
-    far larger than deviations, and blocks that lie in one tail of a function."""
+    """Return tiles of 128×128, each within some percent of its own value between −20 and 20.
+
+    Means are far larger than deviations, and whole blocks lie in one tail of a function.
+    """
     tiles = tuple(-(-size // 128) for size in shape)
     center = 40 * _uniform(tiles, generator) - 20
     for axis, size in enumerate(shape):
@@ -89,9 +91,9 @@ def _shifted(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 def _halves(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Multiples of half a code's step, which quantise to ties: of 127, of 98 or of 7 steps.
+    """Return multiples of half a code's step, which quantise to ties.
 
-    Every tile of 32×32 begins with the largest.
+    Every tile of 32×32 begins with the largest value: 127, 98 or 7 steps.
     """
     import torch
 
@@ -110,12 +112,14 @@ def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _subnormal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Tiles of 32×32 whose size is just above or below 2^-100, where a scale becomes 0; some of
-    fp32's subnormal numbers alone."""
+    """Return tiles of 32×32 with values just above or below 2^-100, where a scale becomes 0.
+
+    Some tiles hold fp32's subnormal numbers alone.
+    """
     import torch
 
     tiles = tuple(-(-size // 32) for size in shape)
-    # Floats, of which ldexp makes fp32 powers of two; of integers it makes the default dtype's.
+    # Floats: from these ldexp makes fp32 values, from integers values of torch's default dtype.
     powers = torch.tensor(
         [-96, -99, -100, -101, -125, -135, -146], dtype=torch.float32, device=generator.device
     )
@@ -125,12 +129,14 @@ def _subnormal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tens
     return torch.ldexp(1 + _uniform(shape, generator), power) * _signs(shape, generator)
 
 
-LARGEST = (2 - 2.0**-7) * 2.0**127  # of bf16
+LARGEST = (2 - 2.0**-7) * 2.0**127  # bf16's largest number
 
 
 def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Within a factor of 16 of bf16's largest finite number; every eighth the number itself, every
-    eighth 0."""
+    """Return values within a factor of 16 of bf16's largest finite number.
+
+    One in eight is that number itself, one in eight is 0.
+    """
     size = LARGEST * (-4 * _uniform(shape, generator)).exp2()
     kind = _uniform(shape, generator)
     size = size.masked_fill(kind < 1 / 8, LARGEST).masked_fill(kind > 7 / 8, 0.0)
@@ -138,13 +144,13 @@ def _largest(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 def _nonfinite(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Normal, but for one or two of: NaN first, ∞ last, −∞ in a block's corner, a row of all three.
+    """Return normal values with one or two faults, so that most of many blocks stay finite.
 
-    Most blocks of 32 stay finite where there are many.
+    The faults are NaN first, ∞ last, −∞ in a block's corner and a row of all three.
     """
     import torch
 
-    one, other, both = _uniform((3,), generator).tolist()  # first: the same for every shape
+    one, other, both = _uniform((3,), generator).tolist()  # drawn first: the same for every shape
     x = _normal(shape, generator)
     corner, rows = [min(31, size - 1) for size in shape], x.view(-1, shape[-1])
     places = {int(4 * one)} | ({int(4 * other)} if both < 0.5 else set())
@@ -176,15 +182,15 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
     "largest": _largest,
     "nonfinite": _nonfinite,
 }
-# Those that tensors of a training have; the others are where arithmetic ends.
+# Distributions that a training's tensors have; the others are extremes of arithmetic.
 TYPICAL = ("normal", "outlier", "heavy", "gradient")
 
 
 def check(data: str, given: str | None = None) -> None:
-    """Raise UsageError for what is no distribution, nor two of them as `Source` takes them.
+    """Raise UsageError for a text that names no distribution, nor two of them as in `Source`.
 
     Args:
-        given: what the error begins with; None is ``data 'nope'``.
+        given: the error's beginning; None is ``data 'nope'``.
     """
     for name in data.split("/", 1):
         if name not in DISTRIBUTIONS:
@@ -192,11 +198,11 @@ def check(data: str, given: str | None = None) -> None:
 
 
 class Source:
-    """Draws fp32 tensors of one distribution on one device, repeatably from a seed.
+    """A source of fp32 tensors of one distribution on one device, repeatable from its seed.
 
     Args:
-        data: a name of `DISTRIBUTIONS`; or two, as in ``outlier/normal``, that of a product's
-            first operand and that of its second.
+        data: a name of `DISTRIBUTIONS`; or two, as in ``outlier/normal``, for a product's first and
+            second operand.
     """
 
     def __init__(self, data: str, device: torch.device, seed: int) -> None:
@@ -209,10 +215,10 @@ class Source:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def floats(self, *shape: int, operand: int = 0, dtype: FloatName = "fp32") -> torch.Tensor:
-        """Return a tensor of a dtype, a product's first or second operand.
+        """Return a tensor of a dtype, for a product's first or second operand.
 
-        What fp16 has no room for comes smaller, by the power of two between its largest numbers
-        and bf16's.
+        Values too large for fp16 are scaled by the power of two between its largest number and
+        bf16's.
         """
         x = self._draws[operand](shape, self._generator)
         if dtype == "fp16" and self._draws[operand] is _largest:
@@ -224,7 +230,7 @@ class Source:
         return _normal(shape, self._generator)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
-        """Return int64 in [0, high), each as likely, whatever the distribution."""
+        """Return uniform int64 in [0, high), whatever the distribution."""
         import torch
 
         return torch.randint(high, shape, device=self.device, generator=self._generator)
@@ -232,13 +238,13 @@ class Source:
     def quantised(
         self, m: int, n: int, block: int, operand: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes (m×n int8) and scales of values drawn from the distribution."""
+        """Return codes (m×n int8) and scales of values from the distribution."""
         from jetfire.reference.quantize import quantize
 
         return quantize(self.floats(m, n, operand=operand), block)
 
     def seed(self) -> torch.Tensor:
-        """Return a Philox key, the int64 tensor of one element that stochastic kernels read."""
+        """Return a Philox key: the int64 tensor of one element that stochastic kernels read."""
         import torch
 
         return torch.randint(

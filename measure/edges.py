@@ -1,4 +1,4 @@
-"""What inputs at the ends of what they may be are drawn with (`Op.edges`), on the CPU."""
+"""Draws of extreme inputs, on the CPU (`Op.edges`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def throughout(rng: Random, values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """One of the values, throughout."""
+    """Return one of the values, the same for all elements."""
     return torch.full_like(like, rng.choice(values), device="cpu")
 
 
 def each(rng: Random, values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """One of the values for each element."""
+    """Return one of the values per element."""
     choices = torch.tensor(values, dtype=torch.float64, device="cpu")
     drawn = torch.randint(len(values), like.shape, generator=generator(rng), device="cpu")
     return choices[drawn]
@@ -30,7 +30,7 @@ def generator(rng: Random) -> torch.Generator:
 
 
 def step(rng: Random, usual: torch.Tensor) -> torch.Tensor:
-    """A power of two, with which values may be ties; one that clips all or nothing; or no step."""
+    """Return a power of two, so that values may be ties, a step that clips all or none, or none."""
     size = float(usual)
     power = 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
     ends = (power, power, size * 50, size / 50, 0.0, -1.0, math.nan, 2.0**-135)

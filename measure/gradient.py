@@ -1,4 +1,4 @@
-"""What the checks of gradients are made of (`Op.gradients`): autograd, and codes as values."""
+"""Parts of gradient checks (`Op.gradients`): autograd, and codes as values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from jetfire.core.op import Gradient
 from jetfire.core.tensors import Tensors, names_of
 
-HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # a rounding, generously
-FP32 = 1e-5  # of the largest term of a short sum
-LEAST = 2.0**-24  # fp16's smallest number, and what blocks below 2^-100 lose
+HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # more than one rounding's error
+FP32 = 1e-5  # the error of a short sum, relative to its largest term
+LEAST = 2.0**-24  # fp16's smallest number; more than blocks below 2^-100 lose
 
 
 def of(y: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of some leaves, by autograd."""
+    """Return the gradients of some leaves, by autograd."""
     return list(torch.autograd.grad(y, leaves, upstream))
 
 
 def values(q: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
-    """Codes times their scales, in float64."""
+    """Return codes times their scales, in float64."""
     return q.double() * _spread(scale, block, q)
 
 
@@ -33,7 +33,7 @@ def _spread(scale: torch.Tensor, block: int, like: torch.Tensor) -> torch.Tensor
 def quantised(
     problem: Any, outputs: Tensors, exact: torch.Tensor, noise: Any, name: str = "q"
 ) -> list[Gradient]:
-    """Return the codes of a name that there are, within a step of the exact values, or half."""
+    """Return a name's codes, beside the exact values: they may differ by a step, or by half."""
     step = 1.0 if problem.rounding == "stochastic" else 0.5
     q, scale, qt, scale_t = names_of(name).values()
     found = []

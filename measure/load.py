@@ -1,4 +1,4 @@
-"""What else a device does while it is measured, and what makes figures doubtful."""
+"""Other processes' load on a device while it is measured, and doubts about the figures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from jetfire.core.device import Device
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.results import Row, shape_text
 
-BUSY = 0.1  # a device's share of work for others
-# The 80th percentile over the 20th: of 1912 rows on a quiet H200 the widest has 1.11.
+BUSY = 0.1  # the share of a device's work that others may use
+# The ratio of 80th to 20th percentile that is doubtful: of 1912 rows on a quiet H200 the widest has
+# 1.11.
 WIDE = 1.25
-# Of the roofline. A peak is a median too: of those rows one has 1.007.
+# The share of the roofline that is doubtful. A peak is a median too: of those rows one has 1.007.
 ABOVE = 1.02
 
 
 def _seconds() -> tuple[float, float] | None:
-    """Return how long the cores that this process may use have worked, and how long they have been.
+    """Return the seconds that this process's cores have worked, and their seconds in all.
 
     None where the system does not say.
     """
@@ -38,22 +39,22 @@ def _seconds() -> tuple[float, float] | None:
 
 
 def _own_seconds() -> float:
-    """Return how long this process has worked, and those that it, or one of them, has started."""
+    """Return the seconds that this process and all its descendants have worked."""
     spent = os.times()
     waited_for = spent.children_user + spent.children_system
     return time.process_time() + waited_for + _descendants_seconds(os.getpid())
 
 
 def _descendants_seconds(process: int) -> float:
-    """Return how long the living descendants of a process, and those they waited for, have worked.
+    """Return the seconds that a process's living descendants, and those they waited for, worked.
 
     0 where the system does not say.
     """
     children: dict[int, list[tuple[int, float]]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            # After the program's name, in brackets: state, parent, …, and from the 12th on ticks of
-            # the process, user and system, and of those that it has waited for.
+            # After the program's name in brackets come state, parent, …; from the 12th on, the
+            # ticks of the process, user and system, and those of children that it waited for.
             words = file.read_bytes().rpartition(b")")[2].split()
             seconds = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
             children.setdefault(int(words[1]), []).append((int(file.parent.name), seconds))
@@ -66,7 +67,7 @@ def _descendants_seconds(process: int) -> float:
 
 
 class Load:
-    """Watches what others do with a device from now on."""
+    """A watch of other processes' use of a device, from now on."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -74,7 +75,7 @@ class Load:
         self._quiet = _crowd(device)
 
     def text(self) -> str | None:
-        """Say what others did with the device, or None where it was little or cannot be read."""
+        """Return one line on others' use of the device; None where it was little or is unknown."""
         now = _seconds()
         if self._device.kind == "cuda" or now is None or self._began is None:
             return self._quiet
@@ -87,9 +88,9 @@ class Load:
 
 
 def _crowd(device: Device) -> str | None:
-    """Say what others do with a device just now, before this process uses it; None for little.
+    """Return one line on others' use of a device before this process uses it; None for little.
 
-    A CPU's load is an average over a minute, in which this process or one before it has its part.
+    A CPU's load is an average over a minute, to which this process or an earlier one contributes.
     """
     if device.kind == "cuda":
         monitor = Nvml.open(device.torch_device)
@@ -100,16 +101,16 @@ def _crowd(device: Device) -> str | None:
 
 
 def is_quiet(device: Device) -> bool:
-    """Whether others seem to leave a device alone, before this process uses it."""
+    """Return whether others seem to leave a device alone, before this process uses it."""
     return _crowd(device) is None
 
 
 def doubts(rows: Sequence[Row], busy: str | None, peaks: Mapping[str, Any]) -> str | None:
-    """Say in a line why figures are doubtful; None where nothing speaks against them.
+    """Return one line on why figures are doubtful; None where nothing speaks against them.
 
     Args:
-        busy: what others did with the device meanwhile, as `Load.text` says it.
-        peaks: those that the rows' `roofline` is of.
+        busy: others' use of the device meanwhile, as `Load.text` returns it.
+        peaks: the peaks of the rows' `roofline`.
     """
     reasons = [busy] if busy else []
     if peaks.get("busy"):

@@ -1,4 +1,4 @@
-"""What ops of whole rows have in common, and what LayerNorm and RMSNorm have besides."""
+"""Bases of ops on whole rows (`RowOp`), and of LayerNorm and RMSNorm (`Norm`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from jetfire.core.op import Model
 
-# Weights of all sizes and signs; statistics that are not the row's own.
+# Edge values: weights of all sizes and signs, and statistics that are not the row's own.
 ENDS = {
     "weight": (0.0, 1.0, -1.0, 1e-3, 1e3),
     "bias": (0.0, 1.0, -1e3),
     "mean": (0.0, 1.0, -3.0),
     "rstd": (0.01, 1.0, 30.0),
 }
-# Values of the outputs' codes in float64, by block what evaluating them in fp32 may add and where
-# it may overflow, and what is expected of the other outputs.
+# The values of the codes in float64; per block, what evaluation in fp32 may add and whether it may
+# overflow; and the expected other outputs.
 Evaluated = tuple["Tensor", "Tensor", "Tensor", Tensors]
 
 
@@ -60,14 +60,14 @@ class RowOp(StandardOp):
 
 
 class Norm(RowOp):
-    """A norm of rows: x and its parameters to codes and statistics, and backward.
+    """A norm of rows: from x and parameters to codes and statistics, and backward.
 
-    `sums` has the outputs of a backward that are the parameters' gradients, in their order.
+    `sums` names the outputs of a backward that are the parameters' gradients, in their order.
 
     Attributes:
-        in_torch: torch's function.
-        parameters: weight (fp32, n), or that and bias.
-        statistics: what is known of a row: rstd (fp32, m), or mean and that.
+        in_torch: the name of torch's function.
+        parameters: weight, or weight and bias (fp32, n).
+        statistics: per row rstd, or mean and rstd (fp32, m).
     """
 
     in_torch: ClassVar[str]
@@ -82,15 +82,15 @@ class Norm(RowOp):
     def torch_backward(
         self, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, inputs: Tensors
     ) -> Callable[[], Any]:
-        """Return a call of what torch's autograd runs, of BF16 tensors."""
+        """Return a call of torch's own backward on BF16 tensors, as autograd runs it."""
 
     @abstractmethod
     def forward(self, problem: Any, wide: Tensors) -> Evaluated:
-        """Return what is expected of a forward whose inputs these are, in float64."""
+        """Return the expected results of a forward of these inputs, in float64."""
 
     @abstractmethod
     def backward(self, problem: Any, wide: Tensors) -> Evaluated:
-        """Return what is expected of a backward whose inputs these are, in float64."""
+        """Return the expected results of a backward of these inputs, in float64."""
 
     def given(self, problem: Any) -> bool:
         """Return whether a launch reads statistics rather than compute them."""
@@ -137,7 +137,7 @@ class Norm(RowOp):
         return {name: edges.each(rng, values, inputs[name]) for name, values in ends}
 
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
+        """Return values in float64, and bounds on the error of fp32 where terms cancel."""
         import torch
 
         from jetfire.reference.dequantize import dequantize
@@ -171,7 +171,7 @@ class Norm(RowOp):
         normal, rounded = (x * rstd).abs(), torch.zeros_like(rstd)
         if "mean" in own:
             normal = ((x - own["mean"][:, None]) * rstd).abs()
-            # x and the mean in fp32: of a row of one column, or of equal ones, all that is left.
+            # The rounding of x and the mean: all that is left of a row of one or of equal columns.
             rounded = 2.0**-23 * x.abs().amax(1, keepdim=True) * rstd
         terms = (dy * weight).abs().amax(1, keepdim=True)
         most = 1 + normal.amax(1, keepdim=True)
@@ -183,7 +183,7 @@ class Norm(RowOp):
         return found
 
     def eager(self, problem: Any, inputs: Tensors) -> Callable[[], Any]:
-        """Return torch's norm, or its gradients, of the same BF16 tensors."""
+        """Return a call of torch's norm, or of its backward, on the same tensors in BF16."""
         from torch.nn import functional
 
         wide = peers.widened(inputs, problem.block)
@@ -198,11 +198,11 @@ class Norm(RowOp):
 def forward_bounds(
     block: int, wide: Tensors, mean: torch.Tensor, rstd: torch.Tensor, computed: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return by block what fp32 may add to (x − mean)·rstd·weight + bias, and where it overflows.
+    """Return per block fp32's error of (x − mean)·rstd·weight + bias, and where it may overflow.
 
     Args:
         wide: x, weight and, where there is one, bias.
-        computed: the bounds of the statistics (`statistics_bounds`); empty where they are given.
+        computed: the statistics' bounds (`statistics_bounds`); empty where statistics are inputs.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Clock, power and throttling of a GPU, read through NVML; a machine without it has none."""
+"""Clock, power and throttling of a GPU, read through NVML where the machine has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# nvml.h, nvmlClocksEventReasons*: what holds a clock down. Idle, a clock set by the user and a
+# Reasons of a low clock (nvml.h, nvmlClocksEventReasons*). Idle, a clock set by the user and a
 # display's settings are left out: they are no fault of the run.
 _REASONS = {
     0x04: "power cap",
@@ -19,7 +19,7 @@ _REASONS = {
 
 
 class Nvml:
-    """One GPU's readings; None wherever the driver gives none."""
+    """The readings of one GPU; each is None where the driver gives none."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -27,7 +27,7 @@ class Nvml:
 
     @classmethod
     def open(cls, device: torch.device) -> Nvml | None:
-        """The GPU of a torch device, or None where NVML cannot be reached."""
+        """Return the GPU of a torch device, or None where NVML cannot be reached."""
         import torch
 
         if device.type != "cuda":
@@ -56,7 +56,7 @@ class Nvml:
         return None if bits is None else tuple(n for bit, n in _REASONS.items() if bits & bit)
 
     def utilisation(self) -> float | None:
-        """Return the share of the last second or less in which some kernel ran, whoever's."""
+        """Return the share of the last second or less in which any process's kernel ran."""
         rates = self._read("nvmlDeviceGetUtilizationRates")
         return None if rates is None else rates.gpu / 100
 

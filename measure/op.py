@@ -1,4 +1,4 @@
-"""What most ops have in common: inputs drawn, outputs checked and peers made as their specs say."""
+"""StandardOp, the base of most ops: inputs, checks and peers that follow from their specs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StandardOp(Op):
-    """An op whose tensors' names and specs say how they are drawn and compared."""
+    """An op whose inputs are drawn, and outputs compared, by their names and specs."""
 
     def inputs(
         self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
@@ -31,18 +31,18 @@ class StandardOp(Op):
         expected: Tensors,
         noise: torch.Tensor | None = None,
     ) -> Check:
-        """Compare each output as what is expected of it says.
+        """Compare each output by the kind of its expected tensor.
 
-        Codes of expected floats (`unrounded`) may be any that quantising these allows. An output
-        with a ``…_bound`` is within it, but where ``…_over`` says that it may overflow. Any other
-        has equal bits.
+        Where floats are expected of codes (`unrounded`), the codes may be any that quantising these
+        allows. An output with a ``…_bound`` must be within it, but where ``…_over`` says that it
+        may overflow. Any other must have equal bits.
         """
         from jetfire.measure import check
 
         return check.outputs(self.writes(problem), outputs, expected)
 
     def eager(self, problem: Any, inputs: Tensors) -> Callable[[], Any]:
-        """Return a call of the same in torch operations, of BF16 tensors in place of codes."""
+        """Return a call of the same in torch operations, on BF16 tensors in place of codes."""
         raise NotImplementedError(f"{self.name}: expected `eager` or `peers` in its class")
 
     def peers(self, problem: Any, inputs: Tensors) -> dict[str, peers.Factory]:
@@ -59,13 +59,13 @@ def unrounded(
     name: str = "q",
     second: bool = False,
 ) -> Tensors:
-    """Return what is expected of the codes of a matrix that no two kernels evaluate alike.
+    """Return the expected tensors for codes of a matrix that no two kernels evaluate alike.
 
     Args:
         value: the matrix in float64, m×n.
-        noise: by block, what evaluation in fp32 may add to it.
-        over: by block, where that may overflow.
-        name: the codes' among the outputs.
+        noise: per block, what evaluation in fp32 may add to a value.
+        over: per block, whether evaluation may overflow.
+        name: the name of the codes among the outputs.
         second: it is the op's second output, which has random bits of its own.
     """
     from jetfire.reference.philox import STREAM_ROUNDING, STREAM_SECOND, uniform
@@ -88,15 +88,15 @@ def unrounded(
 def draw(specs: Specs, source: Source) -> Tensors:
     """Return a tensor for each spec, drawn in their order.
 
-    Codes with their scales and float matrices come from the source's distribution, other floats are
+    Codes with their scales and float matrices have the source's distribution, other floats are
     normal.
 
     Raises:
-        ValueError: integers that are neither codes nor a seed, which only their op can draw.
+        ValueError: integers that are neither codes nor a seed: only their op can draw them.
     """
     drawn: Tensors = {}
     for name, (dtype, shape, block) in specs.items():
-        if name in drawn:  # the scales of codes before
+        if name in drawn:  # scales, drawn with their codes
             continue
         if block is not None:
             parts = names_of(name)

@@ -1,4 +1,4 @@
-"""What a device can do at best, measured on it: the ceilings of every roofline."""
+"""Peaks of a device, measured on it: the ceilings of every roofline."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jetfire.core.schema import Line, most
 from jetfire.measure import load, peers, timer
 from jetfire.measure.results import Peaks
 
-VERSION = 2  # 1 kept what was measured on a busy machine, and with threads that spin
+VERSION = 2  # 1 kept peaks measured on a busy machine, and with threads that spin
 LOCK_S = 120.0  # another process may be measuring
 
 
 def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
-    """Bandwidth, and how: the better of torch's copy_ and the `copy` peer, out of graphs.
+    """Return bandwidth, and how: the better of torch's copy_ and the `copy` peer, without graphs.
 
-    An H200 runs the memcpy node that copy_ becomes in a CUDA graph at 2.7 TB/s, alone at 4.28.
+    On an H200 copy_ alone reaches 4.28 TB/s, but 2.7 as the memcpy node of a CUDA graph.
     """
     source = torch.empty(nbytes, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
@@ -56,9 +56,9 @@ def _cpu_int8_tops(size: int) -> float:
 
 
 def _int8_tops(device: torch.device) -> tuple[float, str]:
-    """What the matrix units do on operands that stay on the SM, or torch's product; and which.
+    """Return the matrix units' rate on operands that stay on the SM, or torch's product's; and how.
 
-    On an H200 1861 and 940: a library's rate is no ceiling, ours are above it.
+    On an H200 these are 1861 and 940. A library's rate is no ceiling: our kernels are above it.
     """
     library = _product_tflops(device, "int8_torch", 8192), "torch._int_mm NT 8192³"
     try:
@@ -74,7 +74,7 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
 
 
 def measure(device: Device) -> Peaks:
-    """Measure copy bandwidth and matrix rates, and say how."""
+    """Measure copy bandwidth and matrix rates, and note how."""
     where = device.torch_device
     if device.kind == "cpu":
         copy, how = _copy_gbps(where, 1 << 28)
@@ -108,10 +108,10 @@ _CACHE: Any = Annotated[dict[Line, Peaks], most(1000)]
 
 
 def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks:
-    """Return a device's peaks, measured once for each version of what they depend on.
+    """Return a device's peaks, measured once per version of all that they depend on.
 
-    Those that were measured while others used the device say so, and are measured anew once they
-    seem to have stopped.
+    Peaks that were measured while others used the device say so, and are measured anew once the
+    device seems quiet.
     """
     file = files.cache() / "peaks.json"
     key, found = _key(device, driver), None
@@ -130,7 +130,7 @@ def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks
 
 
 def _key(device: Device, driver: str | None) -> str:
-    """Name what peaks depend on: on a CPU also how many threads there are, and how they wait."""
+    """Return a key of all that peaks depend on; on a CPU, also its threads and how they wait."""
     parts = [device.label, driver, torch.__version__, f"timer {timer.VERSION}", f"peaks {VERSION}"]
     if device.kind == "cpu":
         policies = [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
@@ -139,7 +139,7 @@ def _key(device: Device, driver: str | None) -> str:
 
 
 def _watched(device: Device) -> Peaks:
-    """Measure, and keep with it what others did with the device meanwhile."""
+    """Measure peaks, and note others' use of the device meanwhile."""
     watch = load.Load(device)
     found = measure(device)
     if busy := watch.text():
@@ -148,7 +148,7 @@ def _watched(device: Device) -> Peaks:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what the cache holds; nothing, with a warning, where it cannot be used."""
+    """Return the cache's content; nothing, with a warning, where it cannot be used."""
     try:
         found: dict[str, Any] = schema.load(file, _CACHE, MIB)
         return found

@@ -1,9 +1,9 @@
-"""What a user would use instead of our kernels, by name: cuBLAS, FP8, torch's INT8, eager, compile.
+"""Peers by name: what a user has instead of our kernels. cuBLAS, FP8, torch's INT8, eager, compile.
 
 Each factory prepares its own operands (random, never zeros) and gives the call to time. A peer
 that does not take a shape or a device raises `Unsupported` from its factory, with the reason.
-Thunks return their outputs, so that a timer can keep one set of inputs' outputs from being the
-next one's.
+Thunks return their outputs, so that a timer can hold them: the next set's outputs then do not get
+the same memory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NAMES = {
 }
 
 
-MOST = 5  # that an op has on one device: `gemm`'s on a GPU
+MOST = 5  # peers of an op on one device: `gemm` has these on a GPU
 COMPILES = 64  # problems that torch.compile takes before `forget_compiled` is due
 
 
 class Unsupported(Exception):
-    """A peer does not take this shape or device; the message says why, in one line."""
+    """A shape or device that a peer does not take; the message says why, in one line."""
 
 
 def widened(inputs: Tensors, block: int) -> Callable[[str], torch.Tensor]:
-    """Return what gives the BF16 tensor that a peer reads in place of codes, by their name."""
+    """Return a function from codes' name to the BF16 tensor that a peer reads in their place."""
     import torch
 
     from jetfire.reference.dequantize import dequantize
@@ -72,7 +72,7 @@ def _require_fp8(n: int, k: int, device: torch.device, block: bool = False) -> N
 
 
 def _fp8(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> Thunk:
-    """Codes a (m×k) and b (n×k) with one scale each."""
+    """Return the product of codes a (m×k) and b (n×k) with one scale each."""
     import torch
 
     return lambda: torch._scaled_mm(
@@ -83,11 +83,11 @@ def _fp8(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch
 def _fp8_block(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> Thunk:
-    """Codes a (m×k) and b (n×k) with scales m×⌈k/128⌉ and ⌈n/128⌉×⌈k/128⌉.
+    """Return the product of codes a (m×k), b (n×k) with scales m×⌈k/128⌉, ⌈n/128⌉×⌈k/128⌉.
 
     A's scales lie outer dimension first; B's columns of scales are padded to a multiple of four.
-    Not torch._scaled_mm: up to torch 2.11 it takes no padding and is then wrong by 40% wherever
-    k/128 is no multiple of four.
+    torch._scaled_mm is not used: up to torch 2.11 it takes no padding and is then wrong by 40%
+    wherever k/128 is no multiple of four.
     """
     import torch
     from torch.nn.functional import ScalingType, pad, scaled_mm
@@ -101,7 +101,7 @@ def _fp8_block(
 
 
 def to_e4m3(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of x (m×n fp32) and the scales of its tiles, ⌈m/rows⌉×⌈n/columns⌉ fp32.
+    """Return FP8 codes of x (m×n fp32) and the scales of its tiles, ⌈m/rows⌉×⌈n/columns⌉ fp32.
 
     A tile's largest magnitude becomes e4m3's largest number, 448.
     """
@@ -126,7 +126,7 @@ def _int8(m: int, n: int, k: int, device: torch.device) -> Thunk:
 
 
 def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
-    """C (m×n) = A (m×k) · Bᵀ (B n×k), as each library does it best on a device."""
+    """Return peers for C (m×n) = A (m×k) · Bᵀ (B n×k), each library's best way on a device."""
     import torch
 
     def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -164,9 +164,9 @@ def gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
 
 
 def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory]:
-    """`gemm`'s, but FP16 first: what the paper's INT4 operator is compared with; no block scales.
+    """Return `gemm`'s peers without FP8's block scales, and FP16 first.
 
-    (arXiv 2306.11987)
+    The paper compares its INT4 operator with FP16 (arXiv 2306.11987).
     """
     found = gemm(m, n, k, device)
     return {
@@ -177,7 +177,7 @@ def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory
 
 
 def both(first: dict[str, Factory], second: dict[str, Factory]) -> dict[str, Factory]:
-    """Each peer's two calls as one."""
+    """Return the peers that two problems share, each with both calls as one."""
 
     def joined(name: str) -> Thunk:
         one, other = first[name](), second[name]()
@@ -187,7 +187,7 @@ def both(first: dict[str, Factory], second: dict[str, Factory]) -> dict[str, Fac
 
 
 def gemm_of(a: torch.Tensor, b: torch.Tensor) -> dict[str, Factory]:
-    """`gemm`'s peers that approximate A·Bᵀ, on given fp32 operands, each cast as it asks."""
+    """Return `gemm`'s peers that approximate A·Bᵀ, on given fp32 operands cast for each."""
 
     (m, k), n, device = a.shape, b.shape[0], a.device
 
@@ -217,17 +217,17 @@ def _compiled(eager_fn: Thunk) -> Thunk:
     import torch
     import torch._dynamo
 
-    # Dynamo compiles a function for so many shapes; then fullgraph makes it an error rather than a
-    # quiet return to eager.
+    # The number of shapes for which Dynamo compiles a function. Beyond it fullgraph raises, rather
+    # than quietly return to eager.
     torch._dynamo.config.recompile_limit = max(COMPILES, torch._dynamo.config.recompile_limit)
     return torch.compile(eager_fn, fullgraph=True, dynamic=False)
 
 
 def _copy(nbytes: int, device: torch.device) -> Thunk:
-    """Reads half of the bytes and writes the other half: source's bits, inverted.
+    """Return a call that reads half of the bytes and writes the rest: the source's bits, inverted.
 
-    Not torch's copy_: captured in a CUDA graph that is a memcpy node, which an H200 runs at 2.5 to
-    2.7 TB/s at most sizes where this pass over int32 reaches 3.8 (72 MB) to 4.25 TB/s (2 GB).
+    torch's copy_ is not used: in a CUDA graph it is a memcpy node, which an H200 runs at 2.5 to
+    2.7 TB/s at most sizes. This pass over int32 reaches 3.8 (72 MB) to 4.25 TB/s (2 GB).
     """
     import torch
 
@@ -238,11 +238,11 @@ def _copy(nbytes: int, device: torch.device) -> Thunk:
 
 
 def elementwise(eager_fn: Thunk, nbytes: int, device: torch.device) -> dict[str, Factory]:
-    """Peers of a memory-bound op.
+    """Return the peers of a memory-bound op.
 
     Args:
         eager_fn: the op in torch operations, on one set of inputs that it closes over.
-        nbytes: what the op must move, inputs and outputs together.
+        nbytes: the bytes that the op must move, inputs and outputs together.
     """
     found: dict[str, Factory] = {"eager": lambda: eager_fn}
     if device.type == "cuda":
@@ -252,7 +252,7 @@ def elementwise(eager_fn: Thunk, nbytes: int, device: torch.device) -> dict[str,
 
 
 def forget_compiled() -> None:
-    """Drop what torch.compile holds, so that it takes `COMPILES` problems more."""
+    """Drop all that torch.compile holds, so that it takes `COMPILES` problems more."""
     import sys
 
     if "torch._dynamo" in sys.modules:

@@ -1,4 +1,4 @@
-"""From what a user asked for to the problems to measure."""
+"""The plan of a measurement: the problems that a user's request stands for."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jetfire.measure.results import MOST_ROWS
 
 BLOCKS = ("32", "64", "128")
 EVERYWHERE = 1024  # a size that every op takes
-MOST_PROBLEMS = 10_000  # of one command: hours, at a second each
+MOST_PROBLEMS = 10_000  # per command: hours, at one second each
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of one op."""
+    """An op and one of its problems."""
 
     op: Op
     problem: Any
@@ -37,13 +37,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """A user's request of what to measure.
 
     Attributes:
         ops: names of ops; ``all`` is every one.
-        sizes: dimension → its sizes; those missing follow `m`.
+        sizes: sizes by dimension; those missing follow `m`.
         workload: a named set of shapes, instead of sizes.
-        blocks: the block sizes; None is all three where an op has blocks.
+        blocks: block sizes; None is all three where an op has blocks.
         settings: further problem fields, each with the values to try.
     """
 
@@ -56,7 +56,7 @@ class Request:
 
 
 def parse_sizes(option: str, text: str) -> list[int]:
-    """``512``, ``512,1024``, ``1024:8192:1024`` (the stop included), or a list of those.
+    """Return the sizes of ``512``, ``512,1024``, ``1024:8192:1024`` (with 8192) or a list of those.
 
     Raises:
         UsageError: it is none of these, a size is below 1 or beyond what any device holds, or there
@@ -89,12 +89,12 @@ def parse_sizes(option: str, text: str) -> list[int]:
 
 
 def parse_list(texts: Sequence[str]) -> list[str]:
-    """Values of an option given several times, or once with commas."""
+    """Return the values of an option given several times, or once with commas."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
 def parse_settings(option: str, texts: Sequence[str]) -> dict[str, list[str]]:
-    """``field=value`` or ``field=v1,v2``, several of them; those of one field are joined.
+    """Return the values by field of texts ``field=value`` or ``field=v1,v2``.
 
     Raises:
         UsageError: there is no ``=``, or nothing on one side of it.
@@ -114,7 +114,7 @@ def _fields(op: Op) -> list[str]:
 
 
 def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
-    """Every name given must mean something to one op; the ops that lack it are told of."""
+    """Refuse a field or dimension that no op has; note the ops that lack one."""
     asked = [*request.settings, *(("block",) if request.blocks else ())]
     for name in asked:
         lacking = [op.name for op in chosen if name not in _fields(op)]
@@ -130,7 +130,7 @@ def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
 
 
 def _check_count(request: Request, chosen: Sequence[Op]) -> None:
-    """Refuse what nobody waits for: every size with every other and with every value of a field."""
+    """Refuse more problems than anyone waits for: all sizes, times all values of all fields."""
     most = 0
     for op in chosen:
         sizes = [len(request.sizes.get(dim, (0,))) for dim in op.dims]
@@ -144,7 +144,7 @@ def _check_count(request: Request, chosen: Sequence[Op]) -> None:
 
 
 def _holdable(op: Op, problem: Any) -> Case:
-    """The case; UsageError where one of its matrices is larger than any device's memory."""
+    """Return a case; UsageError where one of its matrices is larger than any device's memory."""
     sides = sorted(getattr(problem, dim) for dim in op.dims)[-2:]
     if math.prod(sides) > MOST_ELEMENTS:
         shape = "×".join(map(str, sides))
@@ -165,7 +165,7 @@ def _shapes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[UsageError]]:
-    """The problems, and why the op takes none of some sizes."""
+    """Return an op's problems in a mode, and the errors of the sizes that it refuses."""
     known = _fields(op)
     values = {name: tried for name, tried in request.settings.items() if name in known}
     if "block" in known:
@@ -187,14 +187,14 @@ def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[Usag
 
 
 def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
-    """Refuse a name that no kernel of these ops has, without loading them where it is not needed.
+    """Refuse a name that no kernel of these ops has, without loading kernels where possible.
 
     Raises:
         UsageError: there is such a name, or no such op.
     """
     chosen = [op.name for op in choose_ops(op_names)] if kernels else []
     known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
-    if "torch" in sys.modules:  # they may be loaded, and some have been added since
+    if "torch" in sys.modules:  # kernels may be loaded, and further ones registered
         known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
     for name in kernels:
         if name not in known:
@@ -219,11 +219,11 @@ def check_rows(
     peers: Sequence[str] | None,
     there: int,
 ) -> None:
-    """Refuse, before it is measured, what a results file has no room for.
+    """Refuse, before measuring, more rows than a results file has room for.
 
     Args:
         kernels, peers: the names to keep; None keeps all.
-        there: rows that the file holds already.
+        there: the number of rows that the file holds already.
 
     Raises:
         UsageError: there may be more rows than `MOST_ROWS`.
@@ -244,7 +244,7 @@ def check_rows(
 
 
 def choose_ops(names: Sequence[str]) -> list[Op]:
-    """The ops of some names.
+    """Return the ops of some names.
 
     Raises:
         UsageError: none are given, or one does not exist.
@@ -256,7 +256,7 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
 
 
 def check(request: Request) -> None:
-    """Refuse what is wrong with a request whatever the device, in `cases`' words.
+    """Refuse a request that is wrong on any device, with the errors of `cases`.
 
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
@@ -267,13 +267,13 @@ def check(request: Request) -> None:
 
 
 def _unsaid(text: str) -> None:
-    """A note that is made again."""
+    """Drop a note: `cases` makes it again later."""
 
 
 def cases(request: Request, note: Note) -> list[Case]:
-    """The problems to measure, grouped by op and shape, each once.
+    """Return the problems to measure, grouped by op and shape, each once.
 
-    Of several ops one may refuse a size that others take: that is told, and left out.
+    One of several ops may refuse a size that others take: it is noted and left out.
 
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
@@ -298,7 +298,7 @@ def cases(request: Request, note: Note) -> list[Case]:
     if refusals and not found:
         raise refusals[0]
     found = list(dict.fromkeys(found))
-    # Problems of one shape stand together, whatever order their fields were given in.
+    # Problems of one shape stand together, whatever the order of the given fields.
     shape_of = {
         case: (case.op.name, *(getattr(case.problem, d) for d in case.op.dims)) for case in found
     }

@@ -1,4 +1,4 @@
-"""Where a tuned config comes from: the device, the software and the timer."""
+"""The origin of a tuned config: the device, the software and the timer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetfire.measure.timer import VERSION
 
 
 def software() -> dict[str, str | None]:
-    """The versions of what compiles kernels: ``cuda``, ``torch``, ``triton``."""
+    """Return the versions of ``cuda``, ``torch`` and ``triton``, which compile kernels."""
     from importlib import metadata
 
     import torch

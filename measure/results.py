@@ -21,13 +21,13 @@ from jetfire.core.files import MIB
 from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
 
 SCHEMA = 1
-# What a file may hold: 740 bytes a row, where a gemm's on a GPU, the longest, have 630 in the mean.
-# To parse the costliest file of 14 MiB takes 0.9 GiB and 3.7 s.
+# Bounds of a file: 740 bytes per row, where those of gemm on a GPU, the longest, have 630 in the
+# mean. To parse the costliest file of 14 MiB takes 0.9 GiB and 3.7 s.
 MOST, MOST_ROWS = 12 * MIB, 17_000
 CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 
-# What was measured stays well within what floats hold, so that no quotient of two overflows:
-# a time is from a femtosecond to thirty years.
+# Bounds well within those of floats, so that no quotient of two measurements overflows: a time is
+# from a femtosecond to thirty years.
 Milliseconds = Annotated[float, Field(ge=1e-12, le=1e12)]
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Ratio = Annotated[float, Field(ge=1e-15, le=1e15)]
@@ -36,13 +36,13 @@ Gibibytes = Annotated[dict[Name, Amount | None], most(100)]
 
 
 class Peaks(TypedDict):
-    """What a device can do at best, as `jetfire.measure.peaks` measures it.
+    """The best rates of a device, as `jetfire.measure.peaks` measures them.
 
     Attributes:
         copy_gbps: 1e9 bytes per second, read and written.
         int8_tops, bf16_tflops: 1e12 operations of the matrix unit per second.
-        how: what was measured for each.
-        busy: what disturbed it; absent where nothing did.
+        how: by peak, the measurement that gave it.
+        busy: the disturbance; absent where there was none.
     """
 
     copy_gbps: Ratio
@@ -53,7 +53,7 @@ class Peaks(TypedDict):
 
 
 class DeviceRecord(TypedDict, total=False):
-    """What is known of a results file's device, as `jetfire.bench.command.device_record` has it."""
+    """The device of a results file, as `jetfire.bench.command.device_record` makes it."""
 
     name: Line | None
     kind: Line | None
@@ -64,7 +64,7 @@ class DeviceRecord(TypedDict, total=False):
 
 
 class Extra(TypedDict, total=False):
-    """Fields of some rows alone: times of stages in milliseconds, and memory in GiB."""
+    """Fields that only some rows have: times of stages in milliseconds, and memory in GiB."""
 
     stages: Annotated[dict[Name, Milliseconds], most(100)]
     peak_gib: Amount | None
@@ -76,35 +76,35 @@ class Extra(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, or one peer, at one problem; None where a field does not apply.
+    """A result of one kernel, or one peer, at one problem; None where a field does not apply.
 
     Attributes:
         kernel: the kernel's name, or the peer's.
         role: a peer is timed beside the kernels and not checked.
         problem: the op's `Problem` as a dict.
         config: the kernel's `Config` as a dict; None for a peer.
-        profile: where the config came from; None where the user gave it, and for a peer.
+        profile: the config's source; None where the user gave it, and for a peer.
         data: the distribution of the inputs.
         ok: the outputs agreed with the reference, before timing and after.
         rel_err: ‖out − reference‖/‖reference‖, the largest over the outputs.
-        error: what was wrong, in one line; empty where nothing was.
-        ms, ms_p20, ms_p80: milliseconds a call: median, 20th and 80th percentile of `samples`.
-        tflops: 1e12 multiply-add operations of the matrix unit a second (two each).
-        gbps: 1e9 bytes a second, of the fewest that the op must move.
+        error: the fault in one line; empty where there was none.
+        ms, ms_p20, ms_p80: milliseconds per call: median, 20th and 80th percentile of `samples`.
+        tflops: 1e12 multiply-add operations of the matrix unit per second (two each).
+        gbps: 1e9 bytes per second, of the fewest that the op must move.
         roofline: floor time over measured time, with the peaks of the file's device.
-        vs_peer: peer → its time over this kernel's: above 1 the kernel is faster.
+        vs_peer: by peer, its time over this kernel's: above 1 the kernel is faster.
         sm_mhz: the SM clock during the samples.
         watts: board power over a run without pause.
-        joules: watts × seconds a call.
-        throttled: what held the clock down; empty where nothing did.
+        joules: watts × seconds per call.
+        throttled: why the clock was held down; empty where it was not.
         graph: launches were replayed from a CUDA graph, so that none is in the figure.
-        curve: the curve that this is a point of, which keeps it apart from the same problem's other
-            rows; None for most.
+        curve: the curve that this is a point of. It keeps the point apart from the same problem's
+            other rows. None for most.
         sqnr_db: 10·log10(‖C‖²/‖out − C‖²), C in float64 from the inputs before they were quantised.
-        row_sqnr_db: the same of each row of C: the median.
+        row_sqnr_db: the median of the same over the rows of C.
         schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
-        export: the form in which the kernel was exported, where it is an export that was measured,
-            which keeps it apart from the kernel's own row; None for most.
+        export: the form of the export that was measured. It keeps the row apart from the kernel's
+            own. None for most.
         extra: further fields: `stages` (name → ms) of a kernel that has several, and those of other
             commands (`peak_gib`, …), kept as they are.
     """
@@ -140,10 +140,10 @@ class Row:
     extra: Annotated[dict[Name, Plain], most(100), also(Extra)] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it: extra fields beside the others, no NaN and no infinity.
+        """Return the row as JSON has it: extra fields beside the others, no NaN and no infinity.
 
-        An error, which a kernel may have worded, is one line without control characters. What only
-        a curve's points, or only exports, have is left out of other rows.
+        An error, which a kernel may have worded, is one line without control characters. Fields
+        that only a curve's points have, or only exports, are left out of other rows.
         """
         plain = dataclasses.asdict(self)
         plain["error"] = terminal.line(self.error)
@@ -157,7 +157,7 @@ class Row:
         return {name: _finite(value) for name, value in plain.items()}
 
     def key(self, config: bool = True) -> str:
-        """What makes two rows measurements of the same thing; a curve's point has any config."""
+        """Return the key that rows of one measurement share; a curve's point has any config."""
         chosen = self.config if config else None
         if self.curve is not None:
             chosen = {"schedule": self.schedule}
@@ -166,19 +166,19 @@ class Row:
 
     @property
     def schedule(self) -> str | None:
-        """Of a kernel that has a choice of schedules."""
+        """The config's schedule, for a kernel that has several; else None."""
         return (self.config or {}).get("schedule")
 
     @property
     def label(self) -> str:
-        """The kernel's name, with the schedule where measured with each, or an export's form."""
+        """The kernel's name, with the schedule for a curve's point, or with an export's form."""
         if self.export is not None:
             return f"{self.kernel} as {self.export}"
         return f"{self.kernel} {self.schedule}" if self.curve and self.schedule else self.kernel
 
 
 def _finite(value: Any) -> Any:
-    """Six digits are more than any measurement has; no NaN and no infinity."""
+    """Round floats to six digits, more than any measurement has; NaN and infinity become None."""
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
     if not isinstance(value, float):
@@ -190,7 +190,7 @@ _FIELDS = {f.name for f in dataclasses.fields(Row)} - {"extra"}
 
 
 def _gathered(content: Any) -> Any:
-    """Return a row as `Row.as_dict` gave it, its further fields gathered as `extra`."""
+    """Return a row of `Row.as_dict` with its further fields gathered as `extra`."""
     if not isinstance(content, dict):
         return content
     fields = {name: value for name, value in content.items() if name in _FIELDS}
@@ -199,7 +199,11 @@ def _gathered(content: Any) -> Any:
 
 
 def _ordered(row: Row) -> Row:
-    """Return a row whose median is between its percentiles."""
+    """Return a row as it is.
+
+    Raises:
+        ValueError: its median is not between its percentiles.
+    """
     if row.ms is not None and not (row.ms_p20 or row.ms) <= row.ms <= (row.ms_p80 or row.ms):
         raise ValueError("ms from ms_p20 to ms_p80")
     return row
@@ -216,13 +220,13 @@ class _File:
 
 @dataclass
 class Results:
-    """The rows of one device."""
+    """The result rows of one device."""
 
     device: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
 
     def merge(self, rows: Iterable[Row]) -> None:
-        """Add rows; one that measures what a row here does takes its place."""
+        """Add rows; a row with the key of one that is here replaces it."""
         at = {row.key(): i for i, row in enumerate(self.rows)}
         for row in rows:
             key = row.key()
@@ -233,10 +237,10 @@ class Results:
                 self.rows.append(row)
 
     def to_json(self) -> str:
-        """A row a line, so that a file of two thousand can be read and compared.
+        """Return JSON with a line per row, so that files of two thousand can be read and compared.
 
         Raises:
-            UsageError: it is more than `load` takes.
+            UsageError: there is more than `load` takes.
         """
         rows = [json.dumps(row.as_dict(), allow_nan=False) for row in self.rows]
         device = json.dumps(_finite(self.device), indent=1, allow_nan=False)
@@ -250,7 +254,7 @@ class Results:
         return text
 
     def to_csv(self) -> str:
-        """A row a line; the problem's and the config's fields as `problem.m`, `config.tile_m`, …"""
+        """Return CSV with a line per row, and columns such as `problem.m` and `config.tile_m`."""
         flat = [_flatten(row) for row in self.rows]
         columns = list(dict.fromkeys(name for row in flat for name in row))
         out = io.StringIO()
@@ -285,7 +289,7 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 
 
 def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
-    """``4096×4096×4096 block=32``: the sizes, then those of the given fields that are none."""
+    """Return ``4096×4096×4096 block=32``: the sizes, then the given fields that are no sizes."""
     sizes = "×".join(str(problem[dim]) for dim in ("m", "n", "k") if dim in problem)
     named = [name for name in fields if name in problem and name not in ("m", "n", "k")]
     rest = {name: problem[name] for name in named}

@@ -1,4 +1,4 @@
-"""Check, then time, every kernel of a problem against its peers."""
+"""The runner, which checks, then times, every kernel of a problem against its peers."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from jetfire.measure.results import Row
 from jetfire.measure.timer import Timing
 
 LONG_FLOPS = 1e11
-# A stage of a launch moves less than the whole: with so many sets of inputs the smallest that is
-# worth a figure, 4608×5120 nibbles to bytes (35 MB), finds an H200's L2 cache cold too.
+# Sets of inputs for kernels with stages. A stage moves fewer bytes than the whole launch; with so
+# many sets even the smallest one worth a figure, 4608×5120 nibbles to bytes (35 MB), finds an
+# H200's L2 cache cold.
 STAGED_SETS = 4
 STAGE = "/"  # between a kernel's name and that of its stage
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """The options of a measurement.
 
     Attributes:
         kernels, peers: names to keep; None keeps all.
         config: config fields that replace the profile's or the default's.
         data: the inputs' distribution, as `jetfire.measure.data.Source` takes it.
-        rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`; samples are
-            as long as `sample_ms_of` says where None.
+        rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`; where
+            sample_ms is None, `sample_ms_of` says it.
         schedules: measure each schedule of the kernels that have several, and no other kernel.
-        recheck: check once more after timing, when whatever a launch leaves behind has piled up.
+        recheck: check again after timing, when anything that launches leave behind has piled up.
         debug: print the traceback of a kernel or a peer that fails.
     """
 
@@ -60,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel with the config to measure, or the reason why it is left out."""
+    """A kernel with its config to measure, or with the reason why it is left out."""
 
     kernel: Kernel
     config: Any
@@ -70,7 +71,7 @@ class Choice:
 
 
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
-    """The kernels of a problem, each with its config or the reason for a no."""
+    """Return the kernels of a problem, each with its config or the reason for a no."""
     found: list[Choice] = []
     for name, kernel in registry.kernels(case.op.name).items():
         if options.kernels is not None and name not in options.kernels:
@@ -89,10 +90,10 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
 
 
 def _report(case: Case, device: Device, choices: Sequence[Choice]) -> None:
-    """Warn of stale profiles, and where no kernel of a problem was tuned for it.
+    """Warn of stale profiles, and of a problem that no kernel was tuned for.
 
     Raises:
-        UsageError: profiles are strict, and one of the kernels was not.
+        UsageError: profiles are strict, and one of the kernels was not tuned for it.
     """
     chosen = [c.kernel for c in choices if c.reason is None and c.profile is not None]
     found = [(kernel, profiles.find(kernel, case.problem, device)) for kernel in chosen]
@@ -105,7 +106,7 @@ def _report(case: Case, device: Device, choices: Sequence[Choice]) -> None:
 def _configs(
     kernel: Kernel, problem: Any, device: Device, options: Options
 ) -> list[tuple[Any, str | None]]:
-    """The config to measure, or one for each schedule."""
+    """Return the config to measure, or one per schedule, each with its source."""
     if not options.schedules:
         return [_config(kernel, problem, device, options)]
     tuned = profiles.exact(kernel, problem, device)
@@ -129,10 +130,10 @@ def _config(
 
 
 def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
-    """Fail where all that is asked for wants another device.
+    """Refuse work of which nothing runs on this device, but some on another.
 
     Raises:
-        NoDeviceError: no kernel takes any of the problems here, and some architecture does.
+        NoDeviceError: no kernel takes any of the problems here, and an architecture takes one.
     """
     found = [(case, choice) for case, options in work for choice in choices(case, device, options)]
     if any(choice.reason is None for _, choice in found):
@@ -148,7 +149,7 @@ def check_config(cases: Sequence[Case], options: Options) -> None:
     """Refuse a config field that none of the kernels has.
 
     Raises:
-        UsageError: it lists those that they have.
+        UsageError: the message lists the fields that they have.
     """
     names = dict.fromkeys(case.op.name for case in cases)
     kernels = [kernel for op in names for kernel in registry.kernels(op).values()]
@@ -160,19 +161,19 @@ def check_config(cases: Sequence[Case], options: Options) -> None:
 
 
 def sample_ms_of(case: Case, device: Device) -> float:
-    """2 ms, or 50 ms for a product of 10^11 operations or more on a GPU.
+    """Return a sample's length: 2 ms, or 50 for a product of 10^11 operations or more on a GPU.
 
-    Such a product draws more power than the GPU is allowed, and its clock falls until it does not.
-    In samples of 2 ms it runs at the clock that the variants before it have left; 50 ms let it
-    follow in part. (A GEMM at 8192³ that alone holds 1785 MHz ran, by its cycles, at about 1570
-    between cuBLAS and FP8.)
+    Such a product would draw more power than the GPU is allowed, so the clock falls. In samples of
+    2 ms it runs at the clock that the variants before it have left; within 50 ms the clock adapts
+    in part. (A GEMM at 8192³ that alone holds 1785 MHz ran, by its cycles, at about 1570 between
+    cuBLAS and FP8.)
     """
     long = device.kind == "cuda" and case.op.flops(case.problem) >= LONG_FLOPS
     return 50.0 if long else 2.0
 
 
 def sets_of(case: Case, device: Device) -> int:
-    """How many sets of inputs to rotate among."""
+    """Return the number of input sets to rotate among."""
     sets = timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
     staged = any(_has_stages(kernel) for kernel in registry.kernels(case.op.name).values())
     return max(sets, STAGED_SETS) if staged and device.kind == "cuda" else sets
@@ -183,7 +184,7 @@ def _has_stages(kernel: Kernel) -> bool:
 
 
 def memory_needed(case: Case, device: Device) -> int:
-    """Bytes of device memory: the rotating sets, the peers' BF16 operands, float64 checking."""
+    """Return the bytes of device memory for input sets, peers' BF16 operands and float64 checks."""
     tensors = [tensor for side in case.op.on_meta(case.problem) for tensor in side.values()]
     elements = sum(t.numel() for t in tensors)
     nbytes = sum(t.nbytes for t in tensors)
@@ -191,9 +192,9 @@ def memory_needed(case: Case, device: Device) -> int:
 
 
 def memory_free(device: Device) -> int | None:
-    """Bytes that can still be allocated, or None where nothing says."""
+    """Return the bytes that can still be allocated, or None where the system does not say."""
     if device.kind == "cuda":
-        # What the caching allocator holds and does not use can be used again.
+        # Memory that the caching allocator holds without use can be used again.
         held = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
         return torch.cuda.mem_get_info(device.index)[0] + held
     try:
@@ -216,7 +217,7 @@ def _arch(device: Device) -> str:
 
 
 class Runner:
-    """Measures problems on one device."""
+    """A runner that measures problems on one device."""
 
     def __init__(
         self,
@@ -238,15 +239,15 @@ class Runner:
             note("NVML cannot be reached: clock, power and throttling are left out")
 
     def _note_once(self, text: str) -> None:
-        """A note that holds for many problems alike."""
+        """Make a note once, where it holds for many problems alike."""
         if text not in self._noted:
             self._noted.add(text)
             self.note(text)
 
     def measure(self, case: Case, options: Options | None = None) -> list[Row]:
-        """Rows of every legal kernel, then of every peer; none where the problem does not fit.
+        """Return rows of every legal kernel, then of every peer; none where memory is too small.
 
-        Options given replace the runner's, here and after.
+        The given options replace the runner's, here and later.
         """
         self.options = options or self.options
         legal = []
@@ -340,7 +341,7 @@ class Runner:
     def _verified(
         self, case: Case, choice: Choice, inputs: Tensors, expected: Tensors, when: str = ""
     ) -> Row:
-        """The kernel's row, as yet without times: its outputs against the reference's."""
+        """Compare a kernel's outputs with the reference's, and return its row without times."""
         row = Row(
             case.op.name,
             choice.kernel.name,
@@ -377,7 +378,7 @@ class Runner:
     def _peers(
         self, case: Case, inputs: Sequence[Tensors]
     ) -> dict[str, Sequence[Callable[[], object]]]:
-        """Each peer's calls, one for each set of inputs; those that cannot run are named."""
+        """Return each peer's calls, one per set of inputs; note the peers that cannot run."""
         factories = self._factories(case, inputs)
         wanted = self.options.peers
         for name in wanted or ():
@@ -409,7 +410,7 @@ class Runner:
     def _factories(
         self, case: Case, inputs: Sequence[Tensors]
     ) -> list[Mapping[str, peer_ops.Factory]]:
-        """The peers that there are, for each set of inputs."""
+        """Return the op's peers for each set of inputs."""
         return [case.op.peers(case.problem, tensors) for tensors in inputs]
 
     def _timed(self, case: Case, row: Row, timing: Timing) -> Row:
@@ -417,7 +418,7 @@ class Runner:
 
 
 def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None) -> Row:
-    """A row with its times, and its `roofline` where the device's peaks are known."""
+    """Return a row with its times, and its `roofline` where the device's peaks are known."""
     flops, nbytes = case.op.flops(case.problem), case.op.bytes(case.problem)
     roofline = None
     if peaks is not None:
@@ -449,7 +450,7 @@ def _launcher(
 def _stages(
     case: Case, choice: Choice, inputs: Sequence[Tensors], outputs: Sequence[Tensors]
 ) -> dict[str, Sequence[Callable[[], object]]]:
-    """The calls of each stage of a kernel that has stages, named after both; they have run once."""
+    """Return the calls of each stage of a kernel, named after both, once each has run."""
     if not _has_stages(choice.kernel):
         return {}
     sets = [
@@ -463,7 +464,7 @@ def _stages(
 
 
 def _split(row: Row, label: str, timings: Mapping[str, Timing]) -> Row:
-    """The row with its stages' times, in milliseconds, if it has stages."""
+    """Return a row with its stages' times in milliseconds, if it has stages."""
     prefix = f"{label}{STAGE}"
     times = {
         name.removeprefix(prefix): t.ms for name, t in timings.items() if name.startswith(prefix)

@@ -1,9 +1,9 @@
-"""The one timer: of the bench, the tuner and the tests.
+"""The one timer of the bench, the tuner and the tests.
 
-Every variant is captured once in a CUDA graph of `repeats` calls that walk over its input sets, so
-that the host's launch cost is out of the figure and no call finds its inputs in the L2 cache. The
-graphs are then replayed in turn, one of each a round, so that a drift of clock or power hits all
-alike; each replay is one sample. On the CPU the same loop reads the host's clock.
+Every variant is captured once in a CUDA graph of `repeats` calls that walk over its input sets. So
+the host's launch cost is out of the figure, and no call finds its inputs in the L2 cache. The
+graphs are then replayed in turn, one of each per round, so that a drift of clock or power hits all
+alike. Each replay is one sample. On the CPU the same loop reads the host's clock.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median, the 20th and the 80th percentile of the samples.
+    """The time of one variant: milliseconds per call, as percentiles of the samples.
 
     Attributes:
+        ms, ms_p20, ms_p80: the median, the 20th and the 80th percentile.
         graph: replayed from a CUDA graph; False where launches are in the figure.
         sm_mhz: the median SM clock while it ran (None where nothing could be read, as below).
         watts: the board's power while it ran without pause.
         throttled: why the clock was held down while it ran; empty where it was not.
         values: the samples, in the order of the rounds.
-        energies: joules a call, of each of the runs that this was joined from.
+        energies: joules per call, of each of the runs that this was joined from.
     """
 
     ms: float
@@ -59,7 +60,7 @@ class Timing:
 
     @classmethod
     def joined(cls, runs: Sequence[Timing]) -> Timing:
-        """Several runs of one variant; without power where one of them has none."""
+        """Return several runs of one variant as one; without power where one of them has none."""
         found = cls.of([value for run in runs for value in run.values])
         watts = [run.watts for run in runs if run.watts is not None]
         if len(watts) < len(runs):
@@ -69,24 +70,24 @@ class Timing:
 
     @property
     def joules(self) -> float | None:
-        """Energy a call; None where the power could not be read."""
+        """The energy per call, or None where the power could not be read."""
         return None if self.watts is None else self.watts * self.ms / 1e3
 
 
 class Monitor(Protocol):
-    """What reads a device's clock and power; `jetfire.measure.nvml.Nvml` is one."""
+    """A reader of a device's clock and power, such as `jetfire.measure.nvml.Nvml`."""
 
     def sm_mhz(self) -> float | None: ...
 
     def throttle_reasons(self) -> tuple[str, ...] | None: ...
 
     def joules(self) -> float | None:
-        """Energy used so far, since some time in the past."""
+        """Return the energy used since some time in the past."""
 
 
-def input_sets(bytes_a_call: int, l2_bytes: int) -> int:
-    """How many sets of inputs and outputs to rotate among, so that each call finds a cold L2."""
-    return max(1, min(32, math.ceil(3 * l2_bytes / max(1, bytes_a_call))))
+def input_sets(bytes_per_call: int, l2_bytes: int) -> int:
+    """Return the number of input and output sets to rotate among, so that calls find a cold L2."""
+    return max(1, min(32, math.ceil(3 * l2_bytes / max(1, bytes_per_call))))
 
 
 def _walk(calls: Sequence[Call], repeats: int) -> None:
@@ -100,11 +101,14 @@ def _walk(calls: Sequence[Call], repeats: int) -> None:
 
 
 def synchronises(call: Call) -> bool:
-    """A call waits for the device: to capture it fails and leaves torch's generators broken."""
+    """Return whether a call waits for the device.
+
+    Capturing such a call fails, and leaves torch's generators broken.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
+            warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         call()
     except RuntimeError:
@@ -115,7 +119,7 @@ def synchronises(call: Call) -> bool:
 
 
 class _Variant:
-    """One variant on a GPU: its graph, or its calls where they cannot be captured."""
+    """A variant on a GPU, with its graph, or its calls alone where they cannot be captured."""
 
     def __init__(self, calls: Sequence[Call], sample_ms: float, capture: bool) -> None:
         self.calls = calls
@@ -123,8 +127,8 @@ class _Variant:
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
-        # Graphs are captured on a side stream: warm up on one too. Without a graph that would cost
-        # memory, which torch keeps apart for each stream.
+        # Graphs are captured on a side stream, so warm up on one too. Without a graph that would
+        # cost memory: torch keeps memory apart for each stream.
         own = torch.cuda.current_stream()
         side = torch.cuda.Stream() if capture else own
         side.wait_stream(own)
@@ -148,7 +152,7 @@ class _Variant:
         try:
             with torch.cuda.graph(graph):
                 _walk(self.calls, self.repeats)
-        except RuntimeError:  # whatever else no graph can hold
+        except RuntimeError:  # any other call that no graph can hold
             torch.cuda.synchronize()
             return None
         return graph
@@ -160,7 +164,7 @@ class _Variant:
             self.graph.replay()
 
     def elapsed(self, monitor: Monitor | None = None) -> float:
-        """Milliseconds a call over one sample; the clock is read while the device works."""
+        """Return milliseconds per call of one sample; the clock is read while the device works."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
@@ -175,10 +179,10 @@ class _Variant:
         return start.elapsed_time(stop) / self.repeats
 
     def watts(self, monitor: Monitor, power_ms: float) -> float | None:
-        """Power over `power_ms` or a little more without pause, None where no counter moves.
+        """Return the power over at least `power_ms` without pause; None where no counter moves.
 
-        The counter of joules moves every 100 ms on an H200 and takes 7 ms to read: count from one
-        move to another, with the next batch of work queued while it is read.
+        On an H200 the counter of joules moves every 100 ms and takes 7 ms to read. So count from
+        one move to another, with the next batch of work queued while it is read.
         """
         batch = max(1, round(10 / (float(np.median(self.samples)) * self.repeats)))
         queued = self._queue(batch)
@@ -287,18 +291,18 @@ def time_calls(
     """Time variants against each other.
 
     Args:
-        variants: name → calls that do the same work on different inputs (`input_sets` of them).
-        device: where they run.
-        rounds: samples a variant.
-        sample_ms: the least a sample should last, in milliseconds.
-        budget_s: after so many seconds no further round begins, once `least_rounds` are done.
+        variants: by name, calls that do the same work on different inputs (`input_sets` of them).
+        device: the device on which they run.
+        rounds: samples per variant.
+        sample_ms: the least length of a sample, in milliseconds.
+        budget_s: seconds after which no further round begins, once `least_rounds` are done.
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
         warm_ms: how long a GPU runs all of them beforehand.
 
     Returns:
-        name → milliseconds a call.
+        By name, the milliseconds per call.
     """
     if not variants:
         return {}
