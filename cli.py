@@ -215,7 +215,7 @@ def bench(
     if list_:
         print(command.listing())
         return
-    asked = command.Asked(
+    asked = command.BenchOptions(
         ops=op or (), m=o.joined(m), n=o.joined(n), k=o.joined(k), workload=workload,
         block=block or (), mode=tuple(mode or ("fwd",)), settings=set_ or (), kernels=kernel or (),
         config=config or (), peers=peer or (), data=data, device=device, format=format_,
@@ -274,7 +274,7 @@ def _request(
     from jetfire.bench import command
     from jetfire.measure import plan
 
-    asked = command.Asked(
+    asked = command.BenchOptions(
         ops=op or (), m=o.joined(m), n=o.joined(n), k=o.joined(k), workload=workload,
         block=block or (), mode=(mode,), settings=settings or (),
     )  # fmt: skip
@@ -362,12 +362,12 @@ def _tune(
     Every trial is durable: after an interruption the same command goes on where it was.
     """
     from jetfire.measure import plan
-    from jetfire.tuner import asked as options
+    from jetfire.tuner import options
 
     if "show" in (op or ()):
         raise UsageError(f"tune {' '.join(op or ())}: expected show first: jetfire tune show OP")
     peers = plan.parse_list(peer or [])
-    asked = options.Asked(
+    asked = options.TuneOptions(
         cases=(), kernels=plan.parse_list(kernel or []), device=device,
         budget_s=o.duration("--budget", budget), trials=trials, effort=effort,
         strategy=strategy, objective=objective, seed=seed, data=data,
@@ -514,7 +514,7 @@ def fuzz(
         command.reproduce(reproduce, device, load or (), sanitizer)
         return
     command.fuzz(
-        command.Asked(
+        command.FuzzOptions(
             ops=chosen if op else (), kernels=kernels, against=against,
             examples=examples, largest=largest, seed=seed, budget_s=budget_s, jobs=jobs,
             device=device, load=load or (), sanitizer=sanitizer, format=format_, output=output,
@@ -558,13 +558,20 @@ def export(
 ) -> None:  # fmt: skip
     """Write a tuned kernel that needs neither Jetfire nor its tools; build and test it."""
     from jetfire.core.device import capability_of
-    from jetfire.export import asked as options
+    from jetfire.export import options
     from jetfire.measure import plan
 
     if output is None:
         raise UsageError("export: expected -o DIR")
-    asked = options.Asked(cases=(), kernel=kernel, target=target, capability=capability_of(arch),
-                          folder=output, name=name, check=check)  # fmt: skip
+    asked = options.ExportOptions(
+        cases=(),
+        kernel=kernel,
+        target=target,
+        capability=capability_of(arch),
+        folder=output,
+        name=name,
+        check=check,
+    )
     chosen = plan.choose_ops(op or [])
     if len(chosen) > 1:
         raise UsageError(f"export takes one op, given {', '.join(one.name for one in chosen)}")
@@ -637,10 +644,10 @@ def _train(
     debug: o.Debug = False, version: Version = False,
 ) -> None:  # fmt: skip
     """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
-    from jetfire.gpt2 import asked as options
+    from jetfire.gpt2 import options
 
     _strict(strict_profile)
-    asked = options.Asked(
+    asked = options.TrainOptions(
         preset=preset, recipe=recipe, settings=set_ or (), steps=steps, data=data,
         output=output, resume=resume, init=init, device=device, seed=seed, sample=sample,
     )  # fmt: skip
@@ -728,7 +735,7 @@ def sample(
 ) -> None:  # fmt: skip
     """Write text with a run's model."""
     from jetfire.core import device as devices
-    from jetfire.gpt2.asked import no_run
+    from jetfire.gpt2.options import no_run
 
     devices.check_name(device)
     if not run.is_dir():
@@ -748,7 +755,7 @@ def export_weights(
     debug: o.Debug = False,
 ) -> None:
     """Write a run's weights as transformers' GPT-2 reads them."""
-    from jetfire.gpt2.asked import no_run
+    from jetfire.gpt2.options import no_run
 
     if not run.is_dir():
         raise no_run(run)
@@ -801,7 +808,7 @@ def _bench_training(
 
     _strict(strict_profile)
     devices.check_name(device)
-    asked = command.Asked(
+    asked = command.BenchOptions(
         ops=(), settings=set_ or (), peers=peer or (), device=device, format=format_,
         output=output, append=append, dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
     )  # fmt: skip
@@ -842,10 +849,10 @@ def _tune_training(
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
     from jetfire.gpt2.cases import runs_of
     from jetfire.measure import plan
-    from jetfire.tuner import asked as options
+    from jetfire.tuner import options
 
     peers = plan.parse_list(peer or [])
-    asked = options.Asked(
+    asked = options.TuneOptions(
         cases=(), kernels=(), device=device, budget_s=o.duration("--budget", budget), trials=trials,
         strategy=strategy, peers=[] if peers == ["none"] else (peers or None), missing=missing,
         shard=o.shard(shard), dry_run=dry_run,

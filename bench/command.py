@@ -33,8 +33,8 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options as they were given."""
+class BenchOptions:
+    """The options of `jetfire bench` as they were given."""
 
     ops: Sequence[str]
     m: str | None = None
@@ -67,7 +67,7 @@ class Interrupted(JetfireError):
     exit_code = 130
 
 
-def bench(asked: Asked) -> None:
+def bench(asked: BenchOptions) -> None:
     """Check and time what was asked for, show it, save it.
 
     Raises:
@@ -110,7 +110,7 @@ def bench(asked: Asked) -> None:
     _measure(asked, work, device, existing, kind)
 
 
-def _check(asked: Asked, request: Request | None) -> None:
+def _check(asked: BenchOptions, request: Request | None) -> None:
     """Refuse, before torch is loaded, what can be refused without: all names but a config's fields.
 
     Raises:
@@ -126,7 +126,7 @@ def _check(asked: Asked, request: Request | None) -> None:
         plan.check(request)
 
 
-def _config(asked: Asked) -> dict[str, str]:
+def _config(asked: BenchOptions) -> dict[str, str]:
     """The fields of `--config`, each with its one value."""
     settings = plan.parse_settings("--config", asked.config)
     for name, values in settings.items():
@@ -146,7 +146,7 @@ def _sized(request: Request, device: Device) -> Request:
     return replace(request, sizes={**request.sizes, "m": [default]})
 
 
-def check_suite(asked: Asked, own_data: bool) -> None:
+def check_suite(asked: BenchOptions, own_data: bool) -> None:
     """A suite says itself what is measured, and some on what data.
 
     Raises:
@@ -160,7 +160,7 @@ def check_suite(asked: Asked, own_data: bool) -> None:
         )
 
 
-def request_of(asked: Asked) -> Request:
+def request_of(asked: BenchOptions) -> Request:
     """The options that choose problems, parsed; UsageError says which is wrong."""
     plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
@@ -192,7 +192,7 @@ def request_of(asked: Asked) -> Request:
     )
 
 
-def file_format(asked: Asked) -> str | None:
+def file_format(asked: BenchOptions) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
     if asked.format is not None and asked.format not in FORMATS:
         raise unknown(f"--format {asked.format}", asked.format, FORMATS)
@@ -214,14 +214,14 @@ def file_format(asked: Asked) -> str | None:
     return kind
 
 
-def existing_rows(asked: Asked) -> Results | None:
+def existing_rows(asked: BenchOptions) -> Results | None:
     """What `--append` adds to."""
     if asked.append and asked.output is not None and asked.output.exists():
         return Results.load(asked.output)
     return None
 
 
-def _options(asked: Asked, device: Device) -> Options:
+def _options(asked: BenchOptions, device: Device) -> Options:
     from jetfire.measure.runner import Options
 
     peers = plan.parse_list(asked.peers)
@@ -298,7 +298,11 @@ def _version(package: str) -> str | None:
 
 
 def _measure(
-    asked: Asked, work: Sequence[Work], device: Device, existing: Results | None, kind: str | None
+    asked: BenchOptions,
+    work: Sequence[Work],
+    device: Device,
+    existing: Results | None,
+    kind: str | None,
 ) -> None:
     from jetfire.measure.load import Load
 
@@ -321,7 +325,7 @@ def note_cpu(device: Device) -> None:
 
 
 def collect(
-    asked: Asked, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
+    asked: BenchOptions, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
     label: Callable[[T], object], record: dict[str, Any], existing: Results | None,
     kind: str | None, again: str, load: Load,
 ) -> None:  # fmt: skip
@@ -391,7 +395,7 @@ def _finish(rows: Sequence[Row], interrupted: bool) -> None:
 
 
 def _save(
-    asked: Asked, record: dict[str, Any], rows: Sequence[Row], existing: Results | None,
+    asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row], existing: Results | None,
     kind: str | None,
 ) -> None:  # fmt: skip
     if asked.output is None or kind is None:
@@ -401,7 +405,7 @@ def _save(
     write(asked.output, render(results, kind))
 
 
-def _draw(asked: Asked, record: dict[str, Any], rows: Sequence[Row]) -> None:
+def _draw(asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row]) -> None:
     if asked.plot is None:
         return
     from jetfire.bench.plot import plot
@@ -448,7 +452,7 @@ def device_title(device: dict[str, Any]) -> str:
 
 
 def _print(
-    asked: Asked, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
+    asked: BenchOptions, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
 ) -> None:
     from jetfire.bench import show
 
@@ -467,7 +471,7 @@ def _print(
     console.print(command, soft_wrap=True, style="dim")
 
 
-def replay(asked: Asked, first: Case) -> str:
+def replay(asked: BenchOptions, first: Case) -> str:
     """One command line that measures the same again."""
     words = ["jetfire", "bench", *plan.parse_list(asked.ops)]
     if asked.suite is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from jetfire.core import broken
 from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
-from jetfire.export.asked import Asked, check
 from jetfire.export.check import runs_here
 from jetfire.export.folder import default_target, export
+from jetfire.export.options import ExportOptions, check
 from jetfire.export.plan import make
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LEAST_SPEED = 0.98
 
 
-def run(asked: Asked) -> None:
+def run(asked: ExportOptions) -> None:
     """Export, and print the files.
 
     Raises:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from jetfire.core import files as core_files
 from jetfire.core.errors import UsageError
 from jetfire.export import cuda, embedded, samples, targets
-from jetfire.export.asked import check_new
 from jetfire.export.library import Library
+from jetfire.export.options import check_new
 from jetfire.export.plan import Plan
 from jetfire.export.target import Target, require
 

@@ -115,7 +115,7 @@ def _no_row(export: Export) -> Row:
     return measure.row_of(plan, plan.tuned[0], export.target)
 
 
-def suite(asked: command.Asked) -> None:
+def suite(asked: command.BenchOptions) -> None:
     """Measure, show and save.
 
     Raises:

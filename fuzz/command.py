@@ -41,8 +41,8 @@ MESSAGE = 300  # characters of a failure's that its line has
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The command line's options; None where the device decides.
+class FuzzOptions:
+    """The options of `jetfire fuzz`; None where the device decides.
 
     Attributes:
         examples: of each kernel; budget_s: seconds in all. Where both are None, the usual examples
@@ -64,7 +64,7 @@ class Asked:
     output: Path | None = None
 
 
-def fuzz(asked: Asked) -> None:
+def fuzz(asked: FuzzOptions) -> None:
     """Fuzz ops and print a summary.
 
     Raises:
@@ -105,7 +105,7 @@ def _note_ungraded(plan: Plan) -> None:
             terminal.note(f"{name}: gradients are not compared with autograd's: {why}")
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: FuzzOptions) -> None:
     """Refuse a file that is none before torch is imported.
 
     Raises:
@@ -154,7 +154,7 @@ def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
         yield lambda examples: progress.update(task, advance=examples)
 
 
-def _plan(asked: Asked, pairs: Sequence[Pair]) -> Plan:
+def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> Plan:
     from jetfire.fuzz.jobs import Plan
 
     device = Device.parse(asked.device)
@@ -179,7 +179,7 @@ def _plan(asked: Asked, pairs: Sequence[Pair]) -> Plan:
     )
 
 
-def _extents(asked: Asked, pairs: Sequence[Pair], device: Device) -> dict[Pair, Extent]:
+def _extents(asked: FuzzOptions, pairs: Sequence[Pair], device: Device) -> dict[Pair, Extent]:
     """How much of each pair that runs here; under a sanitizer less, as it makes all slow."""
     from jetfire.fuzz.draw import usual
 
@@ -226,7 +226,7 @@ def _alike(device: Device) -> list[Device]:
     return [other for other in found if other.name == device.name]
 
 
-def _pairs(asked: Asked) -> list[Pair]:
+def _pairs(asked: FuzzOptions) -> list[Pair]:
     from jetfire.measure.plan import check_kernels
 
     names = [registry.get(name).name for name in asked.ops] or list(registry.names())

@@ -269,7 +269,7 @@ def _with_peers(row: Row, peers: Mapping[str, Row], probes: Mapping[str, Probe])
     return replace(row, vs_peer=ratios, extra=extra)
 
 
-def suite(asked: command.Asked) -> None:
+def suite(asked: command.BenchOptions) -> None:
     """`jetfire bench --suite training`.
 
     Raises:
@@ -280,7 +280,7 @@ def suite(asked: command.Asked) -> None:
     run(asked, cases, "jetfire bench --suite training")
 
 
-def bench(asked: command.Asked, name: str, recipes: Sequence[str]) -> None:
+def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> None:
     """`jetfire train bench NAME`: one problem, the sizes in `asked.settings` changed.
 
     Raises:
@@ -303,7 +303,7 @@ def _check_size(cases: Sequence[Case]) -> None:
                                 "train bench tiny runs here")  # fmt: skip
 
 
-def run(asked: command.Asked, cases: Sequence[Case], again: str) -> None:
+def run(asked: command.BenchOptions, cases: Sequence[Case], again: str) -> None:
     """Measure, show and save.
 
     Raises:

@@ -31,10 +31,10 @@ from jetfire.gpt2 import (
     weights,
 )
 from jetfire.gpt2 import sample as sampling
-from jetfire.gpt2.asked import Asked, no_run
 from jetfire.gpt2.checkpoint import MODEL, Checkpoint
 from jetfire.gpt2.display import Display
 from jetfire.gpt2.model import GPT2
+from jetfire.gpt2.options import TrainOptions, no_run
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.prepared import META
 from jetfire.gpt2.runs import TOKENIZER, Run, opened
@@ -150,7 +150,7 @@ def _announce(training: Training, run: Run, device: Device) -> None:
         note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
 
 
-def train(asked: Asked) -> None:
+def train(asked: TrainOptions) -> None:
     """Train, and print what the run came to. With torchrun, in each of its processes.
 
     Raises:
@@ -184,7 +184,7 @@ def _enough_memory() -> Iterator[None]:
         raise UsageError(f"out of memory ({said}): {wanted}") from None
 
 
-def _train(asked: Asked, run: Run, device: Device, group: Group) -> None:
+def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
     begin = time.monotonic()
     folder = group.once(lambda: _prepared(run.settings))
     tokens = group.each(lambda: _tokens(run.settings, folder, group))

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
-from jetfire.gpt2.asked import check_processes, torchrun
+from jetfire.gpt2.options import check_processes, torchrun
 from jetfire.gpt2.settings import Settings
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from jetfire.core.files import Missing, Unreadable, Unwritable
 from jetfire.core.schema import Fields
 from jetfire.core.terminal import note
 from jetfire.gpt2 import checkpoint, data, log, parallel, tokenizers
-from jetfire.gpt2.asked import Asked
 from jetfire.gpt2.checkpoint import Checkpoint
+from jetfire.gpt2.options import TrainOptions
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import CHANGEABLE, Settings, checked, resumed
 
@@ -59,7 +59,7 @@ class Run:
 
 
 @contextmanager
-def opened(asked: Asked, group: Group) -> Iterator[Run]:
+def opened(asked: TrainOptions, group: Group) -> Iterator[Run]:
     """Give the run that the options name; nobody else trains in its folder meanwhile.
 
     Raises:

@@ -20,7 +20,7 @@ from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Step
 from jetfire.measure.plan import Case
 from jetfire.tuner import command
-from jetfire.tuner.asked import Asked
+from jetfire.tuner.options import TuneOptions
 
 
 def vocabulary_of(settings: Settings) -> int:
@@ -72,7 +72,7 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
     return found
 
 
-def run(asked: Asked, runs: Sequence[Settings]) -> None:
+def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
     """Tune what the steps of some settings ask for, each kernel's problems in one search of many.
 
     Args:
@@ -93,7 +93,7 @@ def run(asked: Asked, runs: Sequence[Settings]) -> None:
     _tune_all(asked, {kernel: list(problems) for kernel, problems in wanted.items()})
 
 
-def _tune_all(asked: Asked, wanted: dict[str, list[Case]]) -> None:
+def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
     """Each kernel in its share of the time that is left, by how many problems it has."""
     end = time.monotonic() + asked.budget_s
     left = sum(map(len, wanted.values()))

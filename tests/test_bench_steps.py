@@ -297,7 +297,9 @@ def test_a_spreadsheet_has_a_column_for_each_peer():
 
 
 def test_no_chart(tmp_path):
-    asked = dataclasses.replace(bench.command.Asked(ops=()), plot=tmp_path / "p.svg", device="cpu")
+    asked = dataclasses.replace(
+        bench.command.BenchOptions(ops=()), plot=tmp_path / "p.svg", device="cpu"
+    )
     with pytest.raises(UsageError, match="training has no chart"):
         bench.run(asked, [Case(STEP)], "")
 

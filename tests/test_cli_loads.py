@@ -153,10 +153,11 @@ def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path)
 def test_names_that_stand_apart_are_those_of_their_modules():
     from jetfire.core.device import capability_of, target_device
     from jetfire.fuzz import sanitize
-    from jetfire.tuner import asked, strategies
+    from jetfire.tuner import options as tuner_options
+    from jetfire.tuner import strategies
 
     assert sanitize.TOOLS == options.SANITIZERS
-    assert tuple(strategies.STRATEGIES) == asked.STRATEGIES
+    assert tuple(strategies.STRATEGIES) == tuner_options.STRATEGIES
     for text in options.ARCHITECTURES:
         assert target_device(capability_of(text)).capability
     verbs = [name for name, found in _group("train").commands.items() if not found.hidden]

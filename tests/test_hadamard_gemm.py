@@ -183,13 +183,13 @@ def test_the_bench_splits_its_time_by_stage(peaks_known, tmp_path, capsys):
 
 
 def test_the_bench_takes_the_paper_s_layers_on_a_gpu():
-    asked = command.request_of(command.Asked(["hadamard-gemm"], mode=("fwd,bwd",)))
+    asked = command.request_of(command.BenchOptions(["hadamard-gemm"], mode=("fwd,bwd",)))
     gpu, cpu = target_device((9, 0)), Device(kind="cpu")
     problems = [case.problem for case in plan.cases(command._sized(asked, gpu), print)]
     assert [(p.m, p.n, p.k) for p in problems[::2]] == PAPER
     assert {p.mode for p in problems} == {"fwd", "bwd"}
     assert command._sized(asked, cpu).sizes == {"m": [512]}
-    given = command.request_of(command.Asked(["hadamard-gemm"], k="64"))
+    given = command.request_of(command.BenchOptions(["hadamard-gemm"], k="64"))
     assert command._sized(given, gpu).sizes == {"m": [4096], "k": [64]}
 
 

@@ -20,7 +20,7 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2 import command, data, log, parallel, prepared
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.runs import Asked, opened
+from jetfire.gpt2.runs import TrainOptions, opened
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.train import Training
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     assert execute("train", words) == 0
     assert losses(alone) == pytest.approx(losses(runs / "ddp")[4:], rel=near)
     assert log.read(alone)[0]["settings"]["accumulate"] == 4
-    three = Asked(resume=True, output=runs / "one")
+    three = TrainOptions(resume=True, output=runs / "one")
     with (
         pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches a step"),
         opened(three, Group(0, 3)),

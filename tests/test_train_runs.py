@@ -13,7 +13,7 @@ from jetfire.cli import execute
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import checkpoint, command, data, log, prepare, prepared
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.runs import Asked, opened
+from jetfire.gpt2.runs import TrainOptions, opened
 from jetfire.gpt2.train import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -398,12 +398,12 @@ def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
 
 
 def test_a_folder_in_which_nothing_began_is_removed(tmp_path, capsys):
-    asked = Asked(preset="tiny", output=tmp_path / "runs" / "a" / "b")
+    asked = TrainOptions(preset="tiny", output=tmp_path / "runs" / "a" / "b")
     with opened(asked, Group()) as run:
         assert [p.name for p in run.folder.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    with opened(Asked(preset="tiny", output=tmp_path / "mine"), Group()):
+    with opened(TrainOptions(preset="tiny", output=tmp_path / "mine"), Group()):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
@@ -428,7 +428,7 @@ def test_what_others_left_half_done_is_theirs(tmp_path):
               steps / ".step-00000012.damaged.x1y2.part", steps / ".step-12.x1y2.part"]  # fmt: skip
     for path in theirs:
         path.write_text("mine")
-    with opened(Asked(preset="tiny", output=tmp_path), Group()):
+    with opened(TrainOptions(preset="tiny", output=tmp_path), Group()):
         pass
     assert all(path.read_text() == "mine" for path in theirs)
     assert {p for p in tmp_path.rglob("*") if p != steps} == {*theirs}
@@ -438,7 +438,7 @@ def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
     """As `jetfire-train tiny -o .` finds one beside a model of another program's."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "meta.json").write_text("{}")  # of a run killed as it began
-    asked = Asked(preset="tiny", output=tmp_path)
+    asked = TrainOptions(preset="tiny", output=tmp_path)
     with opened(asked, Group()):
         pass
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")

@@ -9,12 +9,12 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.gpt2 import cases, prepare, tuning
 from jetfire.gpt2.settings import make
-from jetfire.tuner.asked import Asked
 from jetfire.tuner.command import Interrupted
+from jetfire.tuner.options import TuneOptions
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows
 SMALL = {"layers": 3, "heads": 2, "width": WIDTH, "context": 16, "batch": 2, "accumulate": 4}
-ASKED = Asked(cases=(), kernels=(), device="auto", budget_s=8.0)
+ASKED = TuneOptions(cases=(), kernels=(), device="auto", budget_s=8.0)
 
 
 @pytest.fixture(scope="module")

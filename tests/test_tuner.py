@@ -43,9 +43,9 @@ from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.tuner import display as display_module
 from jetfire.tuner import shipped, summary
 from jetfire.tuner import space as space_module
-from jetfire.tuner.asked import Asked
 from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, beats, decide
+from jetfire.tuner.options import TuneOptions
 from jetfire.tuner.recording import Recording
 from jetfire.tuner.replay import replayed
 from jetfire.tuner.runner import Comparison, ReplayRunner, RunnerError
@@ -1431,7 +1431,7 @@ def test_all_takes_ops_and_blocks(interpreted):
 
 def test_what_the_options_default_to():
     """As the help says: quick, tpe, time; profiles are written."""
-    asked = Asked([], [], "cpu", 600.0)
+    asked = TuneOptions([], [], "cpu", 600.0)
     assert (asked.effort, asked.strategy, asked.objective, asked.keep) == (
         "quick", "tpe", "time", True,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
 from jetfire.measure.plan import Case
 from jetfire.tuner import summary, unseen
-from jetfire.tuner.asked import EFFORTS, Asked, check
 from jetfire.tuner.display import Display
+from jetfire.tuner.options import EFFORTS, TuneOptions, check
 from jetfire.tuner.recording import Recording
 from jetfire.tuner.session import Session, Stopped, Target, Tuned, is_current
 from jetfire.tuner.space import Space
@@ -43,7 +43,7 @@ def devices_of(text: str) -> list[Device]:
     return [device for device in found if device.name == first.name]
 
 
-def targets(asked: Asked, device: Device) -> list[Target]:
+def targets(asked: TuneOptions, device: Device) -> list[Target]:
     """Every kernel of every problem that has something to tune.
 
     None where the shard is empty, or where nothing is missing of what was to be tuned if it is.
@@ -67,7 +67,7 @@ def targets(asked: Asked, device: Device) -> list[Target]:
     return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
 
 
-def _target(asked: Asked, case: Case, kernel: Kernel, device: Device) -> Target | str:
+def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> Target | str:
     """A kernel with what it may be tuned over, or why there is nothing."""
     default = kernel.default(case.problem, device)
     if reason := kernel.legal(case.problem, default, device):
@@ -80,7 +80,7 @@ def _target(asked: Asked, case: Case, kernel: Kernel, device: Device) -> Target 
     return Target(case, kernel, space)
 
 
-def _unseen(asked: Asked, device: Device) -> list[Target]:
+def _unseen(asked: TuneOptions, device: Device) -> list[Target]:
     names = list(dict.fromkeys(case.op.name for case in asked.cases))
     drawn = unseen.draw(names, asked.unseen, asked.seed, device)
     return [
@@ -116,7 +116,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def tune(asked: Asked) -> None:
+def tune(asked: TuneOptions) -> None:
     """Tune every kernel that takes each problem, and keep the winners in the user's profiles.
 
     Raises:
@@ -195,7 +195,7 @@ def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
         print(f"{target}: {space.size} configs, {legal}")
 
 
-def _write_files(asked: Asked, tuned: Sequence[Tuned], session: Session) -> None:
+def _write_files(asked: TuneOptions, tuned: Sequence[Tuned], session: Session) -> None:
     if not session.studies:
         return
     if asked.report is not None:

@@ -19,11 +19,11 @@ from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.tuner import summary
-from jetfire.tuner.asked import EFFORTS, Asked
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import Display
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.measure import Job
+from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.runner import RunnerError
 from jetfire.tuner.search import Limits, search
 from jetfire.tuner.space import Point, Space
@@ -80,7 +80,7 @@ class Session:
     """The devices, the display and the limits that all the searches of one command share."""
 
     def __init__(
-        self, asked: Asked, objective: Objective, devices: Sequence[Device], display: Display
+        self, asked: TuneOptions, objective: Objective, devices: Sequence[Device], display: Display
     ) -> None:
         self.asked, self.objective = asked, objective
         self.device, self.display = devices[0], display

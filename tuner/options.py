@@ -1,4 +1,4 @@
-"""What a search is asked for, and all of it that can be refused before torch and Optuna load."""
+"""The options of a search, and all of it that can be refused before torch and Optuna load."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options as they were given.
+class TuneOptions:
+    """The options of `jetfire tune` as they were given.
 
     Attributes:
         keep: the studies, and in the user's profiles the winners.
@@ -68,7 +68,7 @@ class Asked:
     dry_run: bool = False
 
 
-def check(asked: Asked) -> None:
+def check(asked: TuneOptions) -> None:
     """Refuse what can be refused before a device is touched; the cases have been checked.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a training run is asked for, and all of it that can be refused before torch is loaded."""
+"""The options of a training run, and all of it that can be refused before torch is loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jetfire.gpt2.settings import PRESETS, Settings, checked, make, split
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options as they were given; None where one was not."""
+class TrainOptions:
+    """The options of `jetfire train` as they were given; None where one was not."""
 
     preset: str | None = None
     recipe: str | None = None
@@ -66,7 +66,7 @@ class Asked:
         return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
 
 
-def check(asked: Asked) -> None:
+def check(asked: TrainOptions) -> None:
     """Refuse what can be refused without a look into a run's folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What an export is asked for, and all of it that can be refused before torch is loaded."""
+"""The options of an export, and all of it that can be refused before torch is loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jetfire.measure.plan import Case
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What was asked for; None where it was not."""
+class ExportOptions:
+    """The options of `jetfire export`; None where one was not given."""
 
     cases: Sequence[Case]
     kernel: str | None
@@ -25,7 +25,7 @@ class Asked:
     check: bool = True
 
 
-def check(asked: Asked) -> None:
+def check(asked: ExportOptions) -> None:
     """Refuse what can be refused without a look at the cases, which have been checked.
 
     Raises:
