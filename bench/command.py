@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jetfire.core import device as devices
 from jetfire.core import registry, terminal
-from jetfire.core.errors import JetfireError, NoDeviceError, UsageError, WrongResultError, unknown
+from jetfire.core.errors import (
+    Interrupted,
+    NoDeviceError,
+    UsageError,
+    WrongResultError,
+    unknown,
+)
 from jetfire.core.files import check_output, check_writable, write, writing
 from jetfire.core.terminal import note
 from jetfire.measure import plan
@@ -59,12 +65,6 @@ class BenchOptions:
     remeasure_peaks: bool = False
     suite: str | None = None
     debug: bool = False
-
-
-class Interrupted(JetfireError):
-    """Ctrl-C, after what was measured has been shown and saved."""
-
-    exit_code = 130
 
 
 def bench(asked: BenchOptions) -> None:

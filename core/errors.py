@@ -50,6 +50,12 @@ class TimedOutError(JetfireError):
     exit_code = 6
 
 
+class Interrupted(JetfireError):
+    """Ctrl-C or a signal ended it, after what there was has been shown or saved."""
+
+    exit_code = 130
+
+
 def unknown(given: str, name: str, known: Iterable[str], also: str = "") -> UsageError:
     """Return the error for an unknown name: it suggests the nearest known one and lists all.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from jetfire.core.device import Device
-from jetfire.core.errors import JetfireError, UsageError
+from jetfire.core.errors import Interrupted, JetfireError, UsageError
 from jetfire.gpt2 import checkpoint, data, faults, graph, parallel, utilisation
 from jetfire.gpt2.checkpoint import Best, Checkpoint, Seen, State
 from jetfire.gpt2.graph import GraphedStep
@@ -27,12 +27,6 @@ from jetfire.gpt2.settings import Settings
 from jetfire.gpt2.step import Micro, Step, autocast, seed_step
 
 Record = dict[str, Any]
-
-
-class Interrupted(JetfireError):
-    """Asked to stop, after the checkpoint was written."""
-
-    exit_code = 130
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from jetfire.core import calls, profiles
 from jetfire.core.device import Device
-from jetfire.core.errors import JetfireError, JetfireWarning, NoDeviceError, UsageError
+from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.gpt2.settings import Settings
@@ -105,7 +105,7 @@ def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
             command.tune(
                 dataclasses.replace(asked, cases=problems, kernels=[kernel], budget_s=share)
             )
-        except command.Interrupted:
+        except Interrupted:
             raise
         except JetfireError as error:
             failed.append(error)

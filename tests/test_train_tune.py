@@ -6,10 +6,9 @@ import pytest
 
 from jetfire.cli import execute
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.core.errors import Interrupted, UsageError, WrongResultError
 from jetfire.gpt2 import cases, prepare, tuning
 from jetfire.gpt2.settings import make
-from jetfire.tuner.command import Interrupted
 from jetfire.tuner.options import TuneOptions
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows

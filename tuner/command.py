@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jetfire.core import profiles, registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import JetfireError, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.errors import Interrupted, JetfireError, NoDeviceError, TimedOutError, UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
@@ -24,12 +24,6 @@ from jetfire.tuner.session import Session, Stopped, Target, Tuned, is_current
 from jetfire.tuner.space import Space
 from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
-
-
-class Interrupted(JetfireError):
-    """Ctrl-C, after what was found has been shown and saved."""
-
-    exit_code = 130
 
 
 def devices_of(text: str) -> list[Device]:
