@@ -7,16 +7,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetfire.fuzz.case import Case, Failure, Outcome
+    from jetfire.fuzz.example import Example, Failure, Outcome
     from jetfire.fuzz.search import Report, fuzz_kernel
     from jetfire.fuzz.worker import Executor, InProcess, Isolated, load
 
 __all__ = [
-    "Case", "Executor", "Failure", "InProcess", "Isolated", "Outcome", "Report", "fuzz_kernel",
+    "Example", "Executor", "Failure", "InProcess", "Isolated", "Outcome", "Report", "fuzz_kernel",
     "load",
 ]  # fmt: skip
 _IN = {
-    "case": ("Case", "Failure", "Outcome"),
+    "example": ("Example", "Failure", "Outcome"),
     "search": ("Report", "fuzz_kernel"),
     "worker": ("Executor", "InProcess", "Isolated", "load"),
 }

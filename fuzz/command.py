@@ -18,7 +18,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable, write
 from jetfire.fuzz import sanitize, store
-from jetfire.fuzz.case import Case, Failure
+from jetfire.fuzz.example import Example, Failure
 from jetfire.measure import data
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _pairs(asked: FuzzOptions) -> list[Pair]:
     return pairs
 
 
-def _command(case: Case, plan: Plan) -> str:
+def _command(case: Example, plan: Plan) -> str:
     words = ["jetfire-fuzz", "--reproduce", case.id]
     if plan.devices[0].interpreted:
         words.append("--interpreter")
@@ -412,7 +412,7 @@ def reproduce(
     print(f"ok on {device.label}{after} (it was {saved.kind}: {was})")
 
 
-def _illegal(case: Case, device: Device) -> str | None:
+def _illegal(case: Example, device: Device) -> str | None:
     """Why a kernel of the case does not run it on a device; None where all do.
 
     Raises:

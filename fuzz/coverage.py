@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from jetfire.core import registry
-from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.draw import TALL, UNCOUNTED
+from jetfire.fuzz.example import Example, Outcome
 
 
-def is_huge(case: Case) -> bool:
+def is_huge(case: Example) -> bool:
     """Whether two of its sizes make a matrix of more elements than 32 bits count."""
     dims = [case.problem[name] for name in registry.get(case.op).dims]
     return any(a * b > UNCOUNTED for i, a in enumerate(dims) for b in dims[i + 1 :])
 
 
-def traits(case: Case, outcome: Outcome) -> list[str]:
+def traits(case: Example, outcome: Outcome) -> list[str]:
     """Names of what a case covers."""
     dims = [case.problem[name] for name in registry.get(case.op).dims]
     block: int = case.problem.get("block") or case.problem.get("group", 32)

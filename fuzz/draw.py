@@ -23,7 +23,7 @@ from jetfire.core.functions import called
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.core.workloads import RAGGED
-from jetfire.fuzz.case import Case, Other
+from jetfire.fuzz.example import Example, Other
 from jetfire.measure.data import DISTRIBUTIONS
 
 VARIANTS = 4  # of a batch, where kernels are compiled
@@ -126,7 +126,7 @@ class Variant:
     Attributes:
         flags: fields of the Problem that are no sizes; None in place of a size that is optional.
         config: fields that differ from the default's.
-        layout, offset, other: a Case's; of `other`, too, the fields that differ.
+        layout, offset, other: an Example's; of `other`, too, the fields that differ.
     """
 
     flags: Mapping[str, Any]
@@ -365,7 +365,7 @@ class Batch:
         self._target, self._number, self._rng = target, number, rng
         self._pool = variants(target, rng)
 
-    def cases(self, count: int) -> Iterator[Case]:
+    def cases(self, count: int) -> Iterator[Example]:
         """So many, or none where the kernel takes no problem on the device.
 
         The first is a call with empty tensors where there is one, the second a tall problem.
@@ -383,7 +383,7 @@ class Batch:
             if (case := self._any()) is not None:
                 yield case
 
-    def huge(self) -> Case | None:
+    def huge(self) -> Example | None:
         """One with a matrix of more elements than 32 bits count; None where none is taken."""
         rng, op = self._rng, self._target.op
         dims = [name for name in op.dims if name in sizes_of(op)]
@@ -407,7 +407,7 @@ class Batch:
         flags, problem = typical
         return Variant(flags, other=_other(self._target, problem, self._rng))
 
-    def _any(self) -> Case | None:
+    def _any(self) -> Example | None:
         op, largest, rng = self._target.op, self._target.largest, self._rng
         for _ in range(TRIES):
             variant, shape = self._variant(), rng.choice(SHAPES)
@@ -418,7 +418,7 @@ class Batch:
                 return case
         return None
 
-    def _tall(self) -> Case | None:
+    def _tall(self) -> Example | None:
         """One size about 2^16, 2^17 or 2^15, each dimension's in turn; the others small."""
         op, rng, turn = self._target.op, self._rng, self._number
         for _ in range(TRIES):
@@ -436,21 +436,21 @@ class Batch:
             return "nonfinite"
         return f"{first}/{second}" if self._rng.random() < 0.25 else first
 
-    def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Case | None:
+    def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Example | None:
         """One of a variant and sizes; None where the kernel takes no such problem."""
         problem = _taken(self._target, variant.flags, sizes)
         if problem is None:
             return None
         op, kernel, device = self._target.op, self._target.kernel, self._target.device
         config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
-        return Case(
+        return Example(
             op.name, kernel.name, problem.as_dict(), config.as_dict(), self._data(),
             self._rng.getrandbits(31), variant.layout, variant.offset,
             other_of(variant.other, op, kernel, problem, config, device),
             edges=self._rng.random() < 0.25,
         )  # fmt: skip
 
-    def _empty(self) -> Case | None:
+    def _empty(self) -> Example | None:
         """A call of the op's public function with one size of 0, or more."""
         op, rng = self._target.op, self._rng
         names = [d for d in op.dims if d in sizes_of(op) and d not in op.never_empty]
@@ -460,7 +460,7 @@ class Batch:
             if problem is None or called(op, problem.as_dict()) is None:
                 continue
             empty = dict.fromkeys(rng.sample(names, rng.randint(1, len(names))), 0)
-            return Case(
+            return Example(
                 op.name,
                 self._target.kernel.name,
                 {**problem.as_dict(), **empty},

@@ -12,12 +12,12 @@ from jetfire.core import calls, functions, registry
 from jetfire.core.device import Device
 from jetfire.core.op import Op
 from jetfire.core.tensors import Specs, Tensors, dtype_of
-from jetfire.fuzz.case import Case, Outcome
+from jetfire.fuzz.example import Example, Outcome
 
 UNIT = 1024  # every op takes multiples of it
 
 
-def run(case: Case, device: Device) -> Outcome:
+def run(case: Example, device: Device) -> Outcome:
     """Call the case's function with tensors of its sizes, and look at what it returns."""
     op, fields = registry.get(case.op), case.problem
     call = functions.called(op, fields)
@@ -85,7 +85,7 @@ def _empty(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(a if a == b else 0 for a, b in zip(first, second, strict=True))
 
 
-def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Case) -> Tensors:
+def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Example) -> Tensors:
     """Those of the smaller problem, cut."""
     made = op.inputs(_sized(op, fields, UNIT), device, case.data_seed, case.data)
     return {

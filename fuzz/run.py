@@ -15,7 +15,7 @@ from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors
 from jetfire.core.tensors import poison as op_poison
 from jetfire.fuzz import edges, gradients
-from jetfire.fuzz.case import Case, Kind, Outcome
+from jetfire.fuzz.example import Example, Kind, Outcome
 from jetfire.fuzz.memory import (
     INPUT_FILL,
     OUTPUT_FILL,
@@ -41,7 +41,7 @@ LARGE = 2**30  # bytes to move, from which on it is asked whether they fit
 class _Setting:
     """A case's objects, and its inputs: as they were made, and laid out as the case says."""
 
-    case: Case
+    case: Example
     op: Op
     kernel: Kernel
     problem: Any
@@ -60,7 +60,7 @@ class _Found(Exception):
         self.outcome = Outcome(kind, message)
 
 
-def run_case(case: Case, device: Device, mode: Mode | None = None) -> Outcome:
+def run_case(case: Example, device: Device, mode: Mode | None = None) -> Outcome:
     """Run a case and say what is wrong with it, if anything is."""
     from jetfire.fuzz import empty
 
@@ -90,7 +90,7 @@ def _lacks_memory(error: Exception) -> bool:
     )
 
 
-def _prepare(case: Case, device: Device, mode: Mode) -> _Setting | None:
+def _prepare(case: Example, device: Device, mode: Mode) -> _Setting | None:
     """None where the device lacks the memory."""
     op, kernel = registry.get(case.op), registry.get_kernel(case.op, case.kernel)
     problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)

@@ -13,9 +13,9 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
-from jetfire.fuzz.case import Case, Failure, Outcome
 from jetfire.fuzz.coverage import traits
 from jetfire.fuzz.draw import Batch, Target, sizes_of, usual
+from jetfire.fuzz.example import Example, Failure, Outcome
 from jetfire.fuzz.simplify import simplify
 from jetfire.fuzz.worker import Executor, InProcess
 
@@ -64,7 +64,7 @@ class Report:
         lost = sum(count for how, count in self.failing.items() if how in ("crash", "timeout"))
         return len(self.failures) >= self.most or lost >= ENDED or self.broken
 
-    def add(self, case: Case, outcome: Outcome) -> None:
+    def add(self, case: Example, outcome: Outcome) -> None:
         self.examples += 1
         if outcome.failed:
             self.failing[_how(outcome)] += 1
@@ -124,7 +124,7 @@ class _Shrinking:
         self._deadline = time.monotonic() + SHRINK_S
         self._known: dict[str, bool] = {}
 
-    def fails(self, case: Case) -> bool:
+    def fails(self, case: Example) -> bool:
         key = case.as_json()
         if key not in self._known:
             if time.monotonic() > self._deadline:
@@ -132,7 +132,7 @@ class _Shrinking:
             self._known[key] = self._runs_wrong(case)
         return self._known[key]
 
-    def _runs_wrong(self, case: Case) -> bool:
+    def _runs_wrong(self, case: Example) -> bool:
         try:
             outcome = self._executor.run(case)
         except Exception:  # of the executor, not of the case: what is small by now stays so
@@ -158,7 +158,7 @@ class _Search:
         self._device, self._executor, self._known = target.device, executor, known
         self._began = time.monotonic()
 
-    def try_case(self, case: Case) -> Outcome:
+    def try_case(self, case: Example) -> Outcome:
         outcome = self._executor.run(case)
         self.report.add(case, outcome)
         how = _how(outcome)
@@ -166,7 +166,7 @@ class _Search:
             self._found(outcome.case or case, outcome)
         return outcome
 
-    def _found(self, case: Case, outcome: Outcome) -> None:
+    def _found(self, case: Example, outcome: Outcome) -> None:
         assert outcome.kind is not None
         assert outcome.kind != "skipped"
         began = time.monotonic()

@@ -9,16 +9,16 @@ from typing import Any
 
 from jetfire.core import registry
 from jetfire.core.device import Device
-from jetfire.fuzz.case import Case
 from jetfire.fuzz.draw import other_of, problem_of, sizes_of
+from jetfire.fuzz.example import Example
 
-Fails = Callable[[Case], bool]
+Fails = Callable[[Example], bool]
 PASSES = 3  # over the sizes: once one is smaller others may be
 # Where most faults begin to show: tried first, as what fails may be right again in between.
 SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129)
 
 
-def simplify(case: Case, device: Device, fails: Fails) -> Case:
+def simplify(case: Example, device: Device, fails: Fails) -> Example:
     """A case that fails alike, with defaults where they do, in the smallest sizes.
 
     Each of `fails` is a run: some dozens of them.
@@ -45,18 +45,20 @@ def simplify(case: Case, device: Device, fails: Fails) -> Case:
     return case
 
 
-def _first(fails: Fails, case: Case, simpler: list[Case]) -> Case:
+def _first(fails: Fails, case: Example, simpler: list[Example]) -> Example:
     """The first of the simpler ones that fails, or else the case itself."""
     return next((other for other in simpler if other != case and fails(other)), case)
 
 
-def _defaults(case: Case) -> dict[str, Any]:
+def _defaults(case: Example) -> dict[str, Any]:
     """Fields of the problem that have a default, and it."""
     fields = dataclasses.fields(registry.get(case.op).Problem)
     return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
 
 
-def _with_problem(case: Case, fields: Any, device: Device, default: bool = False) -> list[Case]:
+def _with_problem(
+    case: Example, fields: Any, device: Device, default: bool = False
+) -> list[Example]:
     """The case with another problem, and the same config or the default; none where illegal.
 
     So for what it is compared with, whose config may be the default's too.
@@ -74,7 +76,7 @@ def _with_problem(case: Case, fields: Any, device: Device, default: bool = False
     return [replace(case, problem=problem.as_dict(), config=config.as_dict(), other=other)]
 
 
-def _smallest(case: Case, name: str, device: Device, fails: Fails) -> Case:
+def _smallest(case: Example, name: str, device: Device, fails: Fails) -> Example:
     """With the first of `SIZES` that fails, or a smaller one between two of them.
 
     Of two neighbours either is tried: a problem may take even sizes alone.
@@ -94,7 +96,7 @@ def _smallest(case: Case, name: str, device: Device, fails: Fails) -> Case:
     return case
 
 
-def _of_size(case: Case, name: str, sizes: list[int], device: Device, fails: Fails) -> Case:
+def _of_size(case: Example, name: str, sizes: list[int], device: Device, fails: Fails) -> Example:
     """The case with the first of some sizes that is smaller and fails, or else itself."""
     problems = ({**case.problem, name: size} for size in sizes)
     found = [other for fields in problems for other in _with_problem(case, fields, device)]

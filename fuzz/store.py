@@ -16,7 +16,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Missing, Unwritable, write
 from jetfire.core.schema import Line, Text, most
-from jetfire.fuzz.case import Case, Failure, Kind
+from jetfire.fuzz.example import Example, Failure, Kind
 
 SCHEMA = 1
 MOST = 4 * MIB  # bytes of a file
@@ -28,7 +28,7 @@ class _File(TypedDict):
 
     kind: Kind
     message: Text
-    case: Case
+    case: Example
     load: Annotated[list[Line], most(100)]
 
 
@@ -41,7 +41,7 @@ class Saved:
         own: it was found by its ID in one's own folder, so that those files are one's own too.
     """
 
-    case: Case
+    case: Example
     kind: str
     message: str
     loaded: tuple[Path, ...]

@@ -17,8 +17,8 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.processes import Worker
 from jetfire.fuzz import sanitize
-from jetfire.fuzz.case import Case, Outcome
 from jetfire.fuzz.coverage import is_huge
+from jetfire.fuzz.example import Example, Outcome
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
 
@@ -30,7 +30,7 @@ HUGE_TIMES = 5  # as long for a matrix of more than 2^31 elements
 class Executor(Protocol):
     """Runs cases."""
 
-    def run(self, case: Case) -> Outcome: ...
+    def run(self, case: Example) -> Outcome: ...
 
     def late(self) -> Outcome | None:
         """What was found out about a case after its outcome."""
@@ -66,7 +66,7 @@ class InProcess:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: Example) -> Outcome:
         return run_case(case, self._device)
 
     def late(self) -> None:
@@ -93,9 +93,9 @@ class Isolated:
         self._sanitizer = sanitizer
         self._worker: Worker | None = None
         self._session: sanitize.Session | None = None
-        self._last: Case | None = None  # that this worker ran
+        self._last: Example | None = None  # that this worker ran
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: Example) -> Outcome:
         before = self._last
         outcome = self._look(case)
         if outcome.kind != "sanitizer" or before is None:
@@ -113,7 +113,7 @@ class Isolated:
         outcome = self._told(self._last, Outcome(), self._session.said(sanitize.LATE_S))
         return replace(outcome, case=self._last) if outcome.failed else None
 
-    def _look(self, case: Case, wait_s: float = sanitize.DELAY_S) -> Outcome:
+    def _look(self, case: Example, wait_s: float = sanitize.DELAY_S) -> Outcome:
         """What comes of it and, after so many seconds, what a sanitizer said."""
         outcome, usable = self._answer(case)
         self._last = case
@@ -126,14 +126,14 @@ class Isolated:
             self.close()
         return self._told(case, outcome, " · ".join(filter(None, said)))
 
-    def _told(self, case: Case, outcome: Outcome, said: str) -> Outcome:
+    def _told(self, case: Example, outcome: Outcome, said: str) -> Outcome:
         """The outcome, once a sanitizer has said something of the case too."""
         if self._sanitizer is None or not said:
             return outcome
         left, known = sanitize.sift(self._sanitizer, case.op, case.kernel, said)
         return Outcome("sanitizer", left) if left else replace(outcome, known=known)
 
-    def _answer(self, case: Case) -> tuple[Outcome, bool]:
+    def _answer(self, case: Example) -> tuple[Outcome, bool]:
         """What the worker says, and whether it is fit for more."""
         worker = self._ready()
         case_s = self._case_s * (HUGE_TIMES if is_huge(case) else 1)

@@ -10,10 +10,10 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
-from jetfire.fuzz import Case, InProcess, Outcome, edges, fuzz_kernel, run
-from jetfire.fuzz.case import Other
+from jetfire.fuzz import Example, InProcess, Outcome, edges, fuzz_kernel, run
 from jetfire.fuzz.coverage import is_huge
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
+from jetfire.fuzz.example import Other
 from jetfire.fuzz.gradients import inconsistency
 from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
@@ -72,7 +72,7 @@ def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     assert (case.layout, case.offset, case.data, case.data_seed) == ({}, 0, "normal", 0)
     assert run_case(case, here).kind == "unwritten"
     monkeypatch.undo()
-    assert run_case(Case.from_json(case.as_json()), here).kind is None
+    assert run_case(Example.from_json(case.as_json()), here).kind is None
 
 
 class _Wrong:
@@ -125,7 +125,7 @@ def test_a_step_that_is_not_usable_has_no_gradient_to_compare_with():
     """The example that failed on a right tree: (1/√group)/step overflows in fp32."""
     fields = {"m": 2, "n": 32, "dtype": "fp32", "mode": "bwd", "given": "x", "gathered": True}
     problem = registry.get("hadamard_quantize").Problem.parse(fields)
-    case = Case("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
+    case = Example("hadamard_quantize", "torch", problem.as_dict(), {}, "subnormal", 1)
     assert run_case(case, Device.parse("cpu")) == Outcome()
 
 
@@ -157,7 +157,7 @@ def test_a_backward_without_a_check_of_its_gradients_is_a_fault(here, monkeypatc
     op = registry.get("gelu")
     monkeypatch.delattr(type(op), "gradients")
     problem = op.Problem(3, 5, mode="bwd")
-    outcome = run_case(Case("gelu", "torch", problem.as_dict(), {}), here)
+    outcome = run_case(Example("gelu", "torch", problem.as_dict(), {}), here)
     assert outcome.kind == "raised"
     assert "gelu has a backward and no check of its gradients" in outcome.message
 
@@ -171,12 +171,12 @@ def test_a_kernel_for_another_device_is_passed_over():
 def test_a_case_is_its_json(here, right):
     problem = registry.get("quantize").Problem(3, 5)
     config = right.default(problem, here).as_dict()
-    case = Case("quantize", right.name, problem.as_dict(), config, layout={"x": (3, 1)})
-    assert Case.from_json(case.as_json()) == case
+    case = Example("quantize", right.name, problem.as_dict(), config, layout={"x": (3, 1)})
+    assert Example.from_json(case.as_json()) == case
     assert dataclasses.replace(case, data_seed=1).id != case.id
     assert InProcess(here).run(case).kind is None
     with pytest.raises(UsageError, match="op is missing"):
-        Case.from_json("{}")
+        Example.from_json("{}")
 
 
 class Recorder:
@@ -220,7 +220,7 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
         if not case.empty:
             problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
             assert kernel.legal(problem, config, H200) is None
-        assert Case.from_json(case.as_json()) == case
+        assert Example.from_json(case.as_json()) == case
     again = Recorder()
     fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=again)
     assert again.cases == seen.cases
@@ -282,7 +282,7 @@ def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeyp
         raise RuntimeError(said)
 
     monkeypatch.setattr(run if where == "launch" else type(registry.get("add")), where, fail)
-    outcome = run_case(Case("add", "torch", {"m": 2, "n": 2}, {}), Device.parse("cpu"))
+    outcome = run_case(Example("add", "torch", {"m": 2, "n": 2}, {}), Device.parse("cpu"))
     assert outcome.kind == "skipped"
     assert said in outcome.message
 
@@ -391,7 +391,7 @@ def test_a_smaller_case_is_one_that_the_other_kernel_takes(right, monkeypatch):
     torch = registry.get_kernel("quantize", "torch")
     monkeypatch.setitem(registry.kernels("quantize"), "even", Even(torch, "even"))
     problem = registry.get("quantize").Problem(64, 64)
-    case = Case("quantize", "torch", problem.as_dict(), {}, other=Other("even", {}))
+    case = Example("quantize", "torch", problem.as_dict(), {}, other=Other("even", {}))
     seen = []
 
     def fails(case):

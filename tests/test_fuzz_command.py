@@ -17,7 +17,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.fuzz import (
-    Case,
+    Example,
     Failure,
     InProcess,
     Isolated,
@@ -27,8 +27,8 @@ from jetfire.fuzz import (
     search,
     store,
 )
-from jetfire.fuzz.case import Other, Outcome
 from jetfire.fuzz.draw import Extent
+from jetfire.fuzz.example import Other, Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -96,7 +96,7 @@ def test_a_table(here, capsys):
 
 def test_a_saved_case_that_is_right_by_now(capsys):
     problem = registry.get("transpose").Problem(3, 5)
-    case = Case("transpose", "torch", problem.as_dict(), {})
+    case = Example("transpose", "torch", problem.as_dict(), {})
     store.save(Failure(case, "was gone\nonce", "crash"), CPU, ())
     assert fuzz("--reproduce", case.id) == 0
     assert capsys.readouterr().out == f"ok on {CPU.label} (it was crash: was gone)\n"
@@ -105,7 +105,7 @@ def test_a_saved_case_that_is_right_by_now(capsys):
 @pytest.mark.parametrize("kind", ["nondeterministic", "wrong", "sanitizer"])
 def test_what_may_be_a_race_is_run_more_often(kind, monkeypatch, capsys):
     problem = registry.get("transpose").Problem(3, 5)
-    case = Case("transpose", "torch", problem.as_dict(), {})
+    case = Example("transpose", "torch", problem.as_dict(), {})
     store.save(Failure(case, "q: 1 of 2 differ", kind), CPU, ())
     outcomes = [Outcome()] * 6 + [Outcome(kind, "differs")]
 
@@ -292,7 +292,7 @@ def saved_gemm(kernel, other=None):
     op, device = registry.get("gemm"), target_device((9, 0))
     problem = op.Problem(128, 128, 128)
     config = registry.get_kernel("gemm", kernel).default(problem, device).as_dict()
-    case = Case("gemm", kernel, problem.as_dict(), config, other=other)
+    case = Example("gemm", kernel, problem.as_dict(), config, other=other)
     store.save(Failure(case, "was wrong", "wrong"), device, ())
     return case.id, config
 
@@ -308,7 +308,7 @@ def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
 
 def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload):
     problem = registry.get("gelu").Problem(3, 11)
-    case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
+    case = Example("gelu", "wrong", problem.as_dict(), {"tile": 1})
     store.save(Failure(case, "was wrong", "wrong"), CPU, (tmp_path / "gone.py",))
     assert fuzz("--reproduce", case.id) == 2
     assert "gone.py: expected a Python file" in capsys.readouterr().err
@@ -325,7 +325,7 @@ def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
     ran, code = tmp_path / "ran", tmp_path / "code.py"
     code.write_text(f"open({str(ran)!r}, 'w').close()\n" + FILE.read_text())
     problem = registry.get("gelu").Problem(3, 11)
-    case = Case("gelu", "wrong", problem.as_dict(), {"tile": 1})
+    case = Example("gelu", "wrong", problem.as_dict(), {"tile": 1})
     store.save(Failure(case, "was wrong", "wrong"), CPU, (code,))
     given = tmp_path / "given"
     given.mkdir()
@@ -437,7 +437,7 @@ def test_a_failure_that_cannot_be_saved_is_shown(here, folder, tmp_path, capsys,
 def test_a_long_failure_that_cannot_be_saved_is_shown_whole(folder, tmp_path, capsys):
     folder.write_text("in the way")
     config = {f"field_{i}": "v" * 100 for i in range(60)}
-    case = Case("transpose", "torch", registry.get("transpose").Problem(3, 5).as_dict(), config)
+    case = Example("transpose", "torch", registry.get("transpose").Problem(3, 5).as_dict(), config)
     store.save(Failure(case, "x\x1b" * 10**5, "wrong"), CPU, ())
     _, saved = capsys.readouterr().err.splitlines()
     file = tmp_path / "failure.json"

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jetfire.core import registry
 from jetfire.core.device import Device
-from jetfire.fuzz import Case
+from jetfire.fuzz import Example
 from jetfire.fuzz.run import run_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +35,7 @@ EMPTY = [
 @pytest.mark.parametrize("wrong", [None, "dtype", "shape"])
 def test_results_are_held_to_shapes_and_dtypes(name, wrong, monkeypatch):
     op, (function, fields) = registry.get(name), CASES[name]
-    case = Case(
+    case = Example(
         name, "torch", {**op.Problem(32, *[32] * (len(op.dims) - 1)).as_dict(), **fields}, {}
     )
     module = sys.modules[type(op).__module__]
@@ -62,7 +62,9 @@ def test_results_are_held_to_shapes_and_dtypes(name, wrong, monkeypatch):
 def test_functions_are_called_as_their_ops_say(name, fields, monkeypatch):
     """They give what the reference does; and are said to be wrong where they add another term."""
     op = registry.get(name)
-    case = Case(name, "torch", {**op.Problem(**dict.fromkeys(op.dims, 32)).as_dict(), **fields}, {})
+    case = Example(
+        name, "torch", {**op.Problem(**dict.fromkeys(op.dims, 32)).as_dict(), **fields}, {}
+    )
     assert run_case(case, CPU).kind is None
     nothing = type(op).nothing
 

@@ -14,7 +14,7 @@ from jetfire.cli import execute
 from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.fuzz import store
-from jetfire.fuzz.case import Case, Failure
+from jetfire.fuzz.example import Example, Failure
 from jetfire.tests.hostile import ESC, MARKUP, damaged, few, mutated, replaced
 
 CPU = Device.parse("cpu")
@@ -24,7 +24,7 @@ SECONDS, MEMORY_KIB = 5, 1 << 20
 def good() -> dict:
     """A failure of a kernel of the tree, which has been mended since."""
     problem = registry.get("gemm").Problem(33, 20, 40, block=32)
-    case = Case("gemm", "int_mm", problem.as_dict(), {}, layout={"x": (3, 1)}, offset=2)
+    case = Example("gemm", "int_mm", problem.as_dict(), {}, layout={"x": (3, 1)}, offset=2)
     return json.loads(json.dumps(store.content(Failure(case, "was wrong", "wrong"), CPU, ())))
 
 
@@ -121,7 +121,7 @@ def test_a_good_case_is_run(reproduce):
 def test_what_is_saved_can_be_read_again(tmp_path, monkeypatch):
     """Whatever a kernel that raised has said."""
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path))
-    case = Case("gelu", "torch", registry.get("gelu").Problem(3, 11).as_dict(), {})
+    case = Example("gelu", "torch", registry.get("gelu").Problem(3, 11).as_dict(), {})
     store.save(Failure(case, ESC + "\ud800\r" + "x" * 10**7, "raised"), CPU, ())
     found = store.find(case.id)
     assert found.case == case

@@ -12,7 +12,7 @@ import pytest
 from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
-from jetfire.fuzz import Case, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
+from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
 from jetfire.fuzz.draw import Extent
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
@@ -86,7 +86,7 @@ def fake(tmp_path, monkeypatch):
 
 def case(n):
     problem = registry.get("transpose").Problem(5, n)
-    return Case("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
+    return Example("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
 
 
 @pytest.fixture
@@ -187,12 +187,12 @@ def test_what_runs_a_worker_ends_with_it(hanging, file):
 START = """
 import sys
 from pathlib import Path
-from jetfire.fuzz import Case, Isolated
+from jetfire.fuzz import Example, Isolated
 from jetfire.core.device import Device
 
 if __name__ == "__main__":
     executor = Isolated(Device.parse("cpu"), [Path(sys.argv[1])], sanitizer="memcheck")
-    executor.run(Case.from_json(sys.argv[2]))
+    executor.run(Example.from_json(sys.argv[2]))
 """
 
 
@@ -234,7 +234,7 @@ def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
     (kernel, *_) = registry.kernels(op.name).values()
     config = kernel.default(problem, CPU).as_dict()
     for offset in (0, 3):
-        made = Case(op.name, kernel.name, problem.as_dict(), config, offset=offset)
+        made = Example(op.name, kernel.name, problem.as_dict(), config, offset=offset)
         assert run_case(made, CPU, sanitize.mode(tool)).kind is None
 
 
@@ -242,7 +242,7 @@ def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
 def test_results_are_checked_where_outputs_are_filled(tool, kind, unload):
     problem = registry.get("gelu").Problem(2, 11)
     load(FAULTS)
-    made = Case("gelu", "wrong", problem.as_dict(), {})
+    made = Example("gelu", "wrong", problem.as_dict(), {})
     assert run_case(made, CPU, sanitize.mode(tool)).kind == kind
 
 

@@ -33,7 +33,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Case:
+class Example:
     """One example, enough to run it again anywhere.
 
     Attributes:
@@ -76,7 +76,7 @@ class Case:
         return json.dumps(self.as_dict(), separators=(",", ":"), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Case:
+    def from_json(cls, text: str) -> Example:
         """Return the case that a text holds.
 
         Raises:
@@ -101,7 +101,7 @@ class Outcome:
     differing: int = 0
     compared: int = 0
     known: int = 0
-    case: Case | None = None
+    case: Example | None = None
 
     @property
     def checked(self) -> bool:
@@ -116,6 +116,6 @@ class Outcome:
 class Failure:
     """A case, as small as it could be made, that went wrong, and how."""
 
-    case: Case
+    case: Example
     message: str
     kind: Kind
