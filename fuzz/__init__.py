@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jetfire.fuzz.example import Example, Failure, Outcome
-    from jetfire.fuzz.search import Report, fuzz_kernel
+    from jetfire.fuzz.search import PairReport, fuzz_kernel
     from jetfire.fuzz.worker import Executor, InProcess, Isolated, load
 
 __all__ = [
-    "Example", "Executor", "Failure", "InProcess", "Isolated", "Outcome", "Report", "fuzz_kernel",
+    "Example",
+    "Executor",
+    "Failure",
+    "InProcess",
+    "Isolated",
+    "Outcome",
+    "PairReport",
+    "fuzz_kernel",
     "load",
-]  # fmt: skip
+]
 _IN = {
     "example": ("Example", "Failure", "Outcome"),
-    "search": ("Report", "fuzz_kernel"),
+    "search": ("PairReport", "fuzz_kernel"),
     "worker": ("Executor", "InProcess", "Isolated", "load"),
 }
 

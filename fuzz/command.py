@@ -24,9 +24,9 @@ from jetfire.measure import data
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from jetfire.fuzz.draw import Extent
-    from jetfire.fuzz.jobs import Pair, Plan, Results
-    from jetfire.fuzz.search import Report
+    from jetfire.fuzz.draw import FuzzExtent
+    from jetfire.fuzz.jobs import FuzzPlan, FuzzResults, Pair
+    from jetfire.fuzz.search import PairReport
 
 SCHEMA = 1
 MOST_JOBS = 8  # for a GPU
@@ -83,7 +83,7 @@ def fuzz(asked: FuzzOptions) -> None:
     pairs = _pairs(asked)
     plan = _plan(asked, pairs)
     _note_ungraded(plan)
-    results = jobs.Results(plan)
+    results = jobs.FuzzResults(plan)
     elsewhere = [pair for pair in pairs if pair not in plan.extents]
     try:
         with _progress(plan) as step:
@@ -98,7 +98,7 @@ def fuzz(asked: FuzzOptions) -> None:
     _judge(plan, summary)
 
 
-def _note_ungraded(plan: Plan) -> None:
+def _note_ungraded(plan: FuzzPlan) -> None:
     """Say of which backwards no gradient is compared with autograd's, and why."""
     for name in dict.fromkeys(name for name, _ in plan.extents):
         if why := registry.get(name).no_gradients:
@@ -118,7 +118,7 @@ def _check(asked: FuzzOptions) -> None:
         check_writable(asked.output)
 
 
-def _judge(plan: Plan, summary: dict[str, Any]) -> None:
+def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
     """Raise what a run ends with, where that is not well.
 
     Raises:
@@ -139,7 +139,7 @@ def _judge(plan: Plan, summary: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
+def _progress(plan: FuzzPlan) -> Iterator[Callable[[int], None]]:
     """What is called with the examples that were run: a bar on a terminal's stderr."""
     if not sys.stderr.isatty():
         yield lambda examples: None
@@ -154,8 +154,8 @@ def _progress(plan: Plan) -> Iterator[Callable[[int], None]]:
         yield lambda examples: progress.update(task, advance=examples)
 
 
-def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> Plan:
-    from jetfire.fuzz.jobs import Plan
+def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> FuzzPlan:
+    from jetfire.fuzz.jobs import FuzzPlan
 
     device = Device.parse(asked.device)
     tool = None if asked.sanitizer is None else _tool(asked.sanitizer, device)
@@ -165,7 +165,7 @@ def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> Plan:
     plain = asked.examples is None and asked.budget_s is None
     usual_s = (SANITIZED_USUAL_S if tool else USUAL_S) if plain else math.inf
     limit = usual_s if asked.budget_s is None else asked.budget_s
-    return Plan(
+    return FuzzPlan(
         extents=_extents(asked, pairs, device),
         devices=devices,
         seed=asked.seed,
@@ -179,7 +179,7 @@ def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> Plan:
     )
 
 
-def _extents(asked: FuzzOptions, pairs: Sequence[Pair], device: Device) -> dict[Pair, Extent]:
+def _extents(asked: FuzzOptions, pairs: Sequence[Pair], device: Device) -> dict[Pair, FuzzExtent]:
     """How much of each pair that runs here; under a sanitizer less, as it makes all slow."""
     from jetfire.fuzz.draw import usual
 
@@ -246,7 +246,7 @@ def _pairs(asked: FuzzOptions) -> list[Pair]:
     return pairs
 
 
-def _command(case: Example, plan: Plan) -> str:
+def _command(case: Example, plan: FuzzPlan) -> str:
     words = ["jetfire-fuzz", "--reproduce", case.id]
     if plan.devices[0].interpreted:
         words.append("--interpreter")
@@ -255,13 +255,13 @@ def _command(case: Example, plan: Plan) -> str:
     return " ".join(words + (["--sanitizer", plan.sanitizer] if plan.sanitizer else []))
 
 
-def _line(failure: Failure, plan: Plan) -> str:
+def _line(failure: Failure, plan: FuzzPlan) -> str:
     case, text = failure.case, " ".join(failure.message.split())
     short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
     return f"{case.op} {case.kernel}: {failure.kind}: {short}; {_command(case, plan)}"
 
 
-def _say(report: Report, plan: Plan, form: str) -> None:
+def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
     """Print and save a batch's failure."""
     for failure in report.failures:
         print(terminal.visible(_line(failure, plan)), flush=True,
@@ -269,7 +269,7 @@ def _say(report: Report, plan: Plan, form: str) -> None:
         store.save(failure, plan.devices[0], plan.loaded)
 
 
-def _summary(plan: Plan, results: Results, elsewhere: Sequence[Pair]) -> dict[str, Any]:
+def _summary(plan: FuzzPlan, results: FuzzResults, elsewhere: Sequence[Pair]) -> dict[str, Any]:
     """What a run has come to, as its JSON has it.
 
     Args:
@@ -290,7 +290,7 @@ def _summary(plan: Plan, results: Results, elsewhere: Sequence[Pair]) -> dict[st
     }
 
 
-def _row(report: Report, plan: Plan) -> dict[str, Any]:
+def _row(report: PairReport, plan: FuzzPlan) -> dict[str, Any]:
     extent = plan.extents[report.op, report.kernel]
     return {
         "op": report.op,

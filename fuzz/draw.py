@@ -54,7 +54,7 @@ WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or 
 
 
 @dataclass(frozen=True)
-class Extent:
+class FuzzExtent:
     """How much is drawn for a kernel.
 
     Attributes:
@@ -69,7 +69,7 @@ class Extent:
     batch: int = 25
     tall: bool = True
 
-    def given(self, examples: int | None, largest: int | None) -> Extent:
+    def given(self, examples: int | None, largest: int | None) -> FuzzExtent:
         """This one with what is not None in place of its own."""
         return dataclasses.replace(
             self, examples=examples or self.examples, largest=largest or self.largest
@@ -92,17 +92,17 @@ class Extent:
             left -= wanted
 
 
-ON_A_GPU = Extent(examples=200, largest=2048)
+ON_A_GPU = FuzzExtent(examples=200, largest=2048)
 # A program costs some milliseconds there, an example a third of a second, 2^16 rows minutes.
-INTERPRETED = Extent(examples=60, largest=130, batch=10, tall=False)
+INTERPRETED = FuzzExtent(examples=60, largest=130, batch=10, tall=False)
 
 
 @dataclass(frozen=True)
-class Target:
+class FuzzTarget:
     """What examples are drawn for.
 
     Attributes:
-        largest, tall: an Extent's.
+        largest, tall: a FuzzExtent's.
         against: the kernel that its outputs are compared with.
     """
 
@@ -173,22 +173,22 @@ def sizes_of(op: Op) -> list[str]:
     return [name for name, hint in _fields(op).items() if _is_size(hint)]
 
 
-def usual(op: Op, kernel: Kernel, device: Device) -> Extent | None:
+def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
     """How much is drawn where nothing else is asked for; None where the kernel does not run."""
     if not _runs(op, kernel, device):
         return None
     if device.kind == "cuda":
         return ON_A_GPU
     plain = dataclasses.replace(device, interpreted=False)
-    return Extent() if plain == device or _runs(op, kernel, plain) else INTERPRETED
+    return FuzzExtent() if plain == device or _runs(op, kernel, plain) else INTERPRETED
 
 
 def _runs(op: Op, kernel: Kernel, device: Device) -> bool:
     """Whether a kernel takes any problem of some that are tried."""
-    return _typical(Target(op, kernel, device), random.Random(0)) is not None
+    return _typical(FuzzTarget(op, kernel, device), random.Random(0)) is not None
 
 
-def variants(target: Target, rng: random.Random) -> list[Variant]:
+def variants(target: FuzzTarget, rng: random.Random) -> list[Variant]:
     """A batch's: defaults in a plain layout first, then configs and layouts of two sets of flags.
 
     Empty where the kernel takes none of what was tried: it is for another device.
@@ -204,7 +204,7 @@ def variants(target: Target, rng: random.Random) -> list[Variant]:
     return found
 
 
-def _typical(target: Target, rng: random.Random) -> tuple[dict[str, Any], Any] | None:
+def _typical(target: FuzzTarget, rng: random.Random) -> tuple[dict[str, Any], Any] | None:
     """Flags, and a problem of them that the kernel takes, of a size that any should."""
     op = target.op
     for _ in range(TRIES):
@@ -232,7 +232,9 @@ def _config(kernel: Kernel, problem: Any, device: Device, rng: random.Random) ->
     return {}
 
 
-def _variant(target: Target, typical: tuple[dict[str, Any], Any], rng: random.Random) -> Variant:
+def _variant(
+    target: FuzzTarget, typical: tuple[dict[str, Any], Any], rng: random.Random
+) -> Variant:
     flags, problem = typical
     return Variant(
         flags,
@@ -255,7 +257,7 @@ def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, in
     }
 
 
-def _other(target: Target, problem: Any, rng: random.Random) -> Other | None:
+def _other(target: FuzzTarget, problem: Any, rng: random.Random) -> Other | None:
     """What to compare with: the kernel that is asked for, else half the time another config."""
     kernel, against = target.kernel, target.against
     if against is not None:
@@ -349,7 +351,7 @@ def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield {name: -(-size // unit) * unit for name, size in sizes.items()}
 
 
-def _taken(target: Target, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+def _taken(target: FuzzTarget, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     """The first problem of those sizes, or of them rounded up, that the kernel takes."""
     for rounded in _rounded(sizes):
         problem = problem_of(target.op, flags, rounded)
@@ -361,7 +363,7 @@ def _taken(target: Target, flags: Mapping[str, Any], sizes: Mapping[str, int]) -
 class Batch:
     """The cases of one batch, the same for the same target, number and state of the generator."""
 
-    def __init__(self, target: Target, number: int, rng: random.Random) -> None:
+    def __init__(self, target: FuzzTarget, number: int, rng: random.Random) -> None:
         self._target, self._number, self._rng = target, number, rng
         self._pool = variants(target, rng)
 

@@ -21,9 +21,9 @@ from jetfire.core import files, interrupts, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, UsageError, refused
 from jetfire.core.processes import Worker
-from jetfire.fuzz.draw import Extent, Target
+from jetfire.fuzz.draw import FuzzExtent, FuzzTarget
 from jetfire.fuzz.sanitize import Tool
-from jetfire.fuzz.search import Report, run_batch, run_huge
+from jetfire.fuzz.search import PairReport, run_batch, run_huge
 from jetfire.fuzz.worker import CASE_S, Isolated, load
 
 Pair = tuple[str, str]
@@ -49,7 +49,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FuzzPlan:
     """What to fuzz, and how.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
         device: as it was asked for.
     """
 
-    extents: Mapping[Pair, Extent]
+    extents: Mapping[Pair, FuzzExtent]
     devices: Sequence[Device]
     seed: int
     jobs: int = 1
@@ -96,10 +96,10 @@ class Plan:
         on_gpu = self.devices[0].kind == "cuda"
         return [Unit(pair, ALONE) for pair in self.extents] if plain and on_gpu else []
 
-    def run(self, unit: Unit, device: Device, executor: Isolated) -> Report:
+    def run(self, unit: Unit, device: Device, executor: Isolated) -> PairReport:
         name, kernel = unit.pair
         extent = self.extents[unit.pair]
-        target = Target(
+        target = FuzzTarget(
             registry.get(name),
             registry.get_kernel(name, kernel),
             device,
@@ -112,7 +112,7 @@ class Plan:
         return run_batch(target, unit.number, unit.examples, self.seed, executor, unit.deadline,
                          unit.known)  # fmt: skip
 
-    def _run_huge(self, target: Target, executor: Isolated, deadline: float) -> Report:
+    def _run_huge(self, target: FuzzTarget, executor: Isolated, deadline: float) -> PairReport:
         """One example, once no other job of this user's has such a one on the device."""
         folder = files.cache()
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,32 +120,32 @@ class Plan:
         try:
             held = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
         except Timeout:
-            return Report(target.op.name, target.kernel.name)
+            return PairReport(target.op.name, target.kernel.name)
         with held:
             return run_huge(target, self.seed, executor, deadline)
 
 
 @dataclass
-class Results:
+class FuzzResults:
     """Reports so far, by pair, and what is still to be run.
 
     Attributes:
         out_of_time: the deadline ended it.
     """
 
-    plan: Plan
-    pairs: dict[Pair, Report] = field(default_factory=dict)
+    plan: FuzzPlan
+    pairs: dict[Pair, PairReport] = field(default_factory=dict)
     out_of_time: bool = False
 
     def __post_init__(self) -> None:
-        self.pairs |= {pair: Report(*pair) for pair in self.plan.extents}
+        self.pairs |= {pair: PairReport(*pair) for pair in self.plan.extents}
 
     @property
     def deadline(self) -> float:
         shrinking_s = sum(report.shrinking_s for report in self.pairs.values())
         return self.plan.deadline + shrinking_s / self.plan.jobs
 
-    def add(self, report: Report) -> Report:
+    def add(self, report: PairReport) -> PairReport:
         """A batch's, with those of its failures alone that are new."""
         report.failures[:] = self.pairs[report.op, report.kernel].merge(report)
         return report
@@ -177,19 +177,19 @@ class Results:
         ]
 
 
-def run(plan: Plan, results: Results) -> Iterator[Report]:
+def run(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     """Run all that a plan asks for, a batch's report at a time; the results have them too."""
     return _run_here(plan, results) if plan.jobs == 1 else _run_in_jobs(plan, results)
 
 
-def _run_here(plan: Plan, results: Results) -> Iterator[Report]:
+def _run_here(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     device = plan.devices[0]
     with contextlib.closing(plan.executor(device)) as executor:
         for unit in results.units():
             yield results.add(plan.run(unit, device, executor))
 
 
-def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
+def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     units = results.units()
     idle: list[Worker] = []
     busy: dict[Any, Worker] = {}
@@ -220,14 +220,14 @@ def _run_in_jobs(plan: Plan, results: Results) -> Iterator[Report]:
         folder.cleanup()
 
 
-def _answer(job: Worker) -> Report:
+def _answer(job: Worker) -> PairReport:
     try:
         answer: Any = job.answer()
     except EOFError:
         raise JetfireError(f"a job ended: {job.last_words()}") from None
     if isinstance(answer, _Error):
         raise answer.error from _Elsewhere(answer.told)
-    report: Report = answer
+    report: PairReport = answer
     return report
 
 
@@ -246,7 +246,7 @@ class _Elsewhere(Exception):
         return f"\n{self.args[0]}"
 
 
-def drive(connection: Connection, plan: Plan, device: Device, folder: str) -> None:
+def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -> None:
     """Answers a unit of the plan with its report, or with an error.
 
     Args:

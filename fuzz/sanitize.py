@@ -75,7 +75,7 @@ def mode(tool: Tool) -> Mode:
 
 
 @dataclass
-class Session:
+class SanitizerSession:
     """One worker's sanitizer, and how much of its log has been read."""
 
     tool: Tool

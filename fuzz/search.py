@@ -14,7 +14,7 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.fuzz.coverage import traits
-from jetfire.fuzz.draw import Batch, Target, sizes_of, usual
+from jetfire.fuzz.draw import Batch, FuzzTarget, sizes_of, usual
 from jetfire.fuzz.example import Example, Failure, Outcome
 from jetfire.fuzz.simplify import simplify
 from jetfire.fuzz.worker import Executor, InProcess
@@ -28,7 +28,7 @@ ALIKE, FAILURES, ENDED = 2, 4, 3
 
 
 @dataclass
-class Report:
+class PairReport:
     """What became of a pair of op and kernel.
 
     Attributes:
@@ -85,7 +85,7 @@ class Report:
             return True
         return False
 
-    def merge(self, other: Report) -> list[Failure]:
+    def merge(self, other: PairReport) -> list[Failure]:
         """Add another's; the failures that are new are returned."""
         self.examples += other.examples
         self.failing.update(other.failing)
@@ -152,9 +152,9 @@ class _Search:
     """
 
     def __init__(
-        self, target: Target, executor: Executor, known: Mapping[str, int], most: int = FAILURES
+        self, target: FuzzTarget, executor: Executor, known: Mapping[str, int], most: int = FAILURES
     ) -> None:  # fmt: skip
-        self.report = Report(target.op.name, target.kernel.name, most)
+        self.report = PairReport(target.op.name, target.kernel.name, most)
         self._device, self._executor, self._known = target.device, executor, known
         self._began = time.monotonic()
 
@@ -175,7 +175,7 @@ class _Search:
         self.report.add_failure(shrinking.failure)
         self.report.shrinking_s += time.monotonic() - began
 
-    def done(self) -> Report:
+    def done(self) -> PairReport:
         """The report, with what the executor found out last."""
         if not self.report.failures and (late := self._executor.late()) is not None:
             assert late.case is not None
@@ -185,14 +185,14 @@ class _Search:
 
 
 def run_batch(
-    target: Target, number: int, examples: int, seed: int, executor: Executor,
+    target: FuzzTarget, number: int, examples: int, seed: int, executor: Executor,
     deadline: float = math.inf, known: Mapping[str, int] | None = None, most: int = FAILURES,
-) -> Report:  # fmt: skip
+) -> PairReport:  # fmt: skip
     """Examples of one batch, the same for the same seed and number.
 
     Args:
-        known: examples of other batches that failed, as a Report has them: those that fail alike
-            need not all be made small.
+        known: examples of other batches that failed, as a PairReport has them: those that fail
+            alike need not all be made small.
         most: failures, after which there are no further examples.
         deadline: of `time.monotonic`, after which no example is begun.
 
@@ -215,8 +215,8 @@ def run_batch(
 
 
 def run_huge(
-    target: Target, seed: int, executor: Executor, deadline: float = math.inf
-) -> Report:  # fmt: skip
+    target: FuzzTarget, seed: int, executor: Executor, deadline: float = math.inf
+) -> PairReport:  # fmt: skip
     """One example beyond 2^31 elements, of the few drawn the first that fits in memory."""
     rng = random.Random(f"{seed}:{target.op.name}:{target.kernel.name}:huge")
     batch, search = Batch(target, 0, rng), _Search(target, executor, {})
@@ -231,22 +231,22 @@ def fuzz_kernel(
     op: Op, kernel: Kernel, device: Device, *, examples: int | None = None, seed: int = 0,
     largest: int | None = None, executor: Executor | None = None, deadline: float = math.inf,
     against: Kernel | None = None, failures: int = FAILURES,
-) -> Report:  # fmt: skip
+) -> PairReport:  # fmt: skip
     """Fuzz one kernel of an op until it has had its examples, or has failed too often.
 
     Args:
         failures: that differ, after which there are no further examples.
-        examples, largest: an Extent's; by default as many and as large as `draw.usual` has them.
+        examples, largest: a FuzzExtent's; by default as many and as large as `draw.usual` has them.
         executor: where cases run; by default here.
         deadline: of `time.monotonic`, after which no case is begun.
         against: a kernel whose outputs are compared with this one's.
     """
-    report = Report(op.name, kernel.name, failures)
+    report = PairReport(op.name, kernel.name, failures)
     extent = usual(op, kernel, device)
     if extent is None:
         return report
     extent = extent.given(examples, largest)
-    target = Target(op, kernel, device, extent.largest, extent.tall, against)
+    target = FuzzTarget(op, kernel, device, extent.largest, extent.tall, against)
     executor = executor or InProcess(device)
     for number, wanted in extent.batches():
         if report.ended or time.monotonic() >= deadline:

@@ -92,7 +92,7 @@ class Isolated:
         self._device, self._loaded, self._case_s = device, tuple(loaded), case_s
         self._sanitizer = sanitizer
         self._worker: Worker | None = None
-        self._session: sanitize.Session | None = None
+        self._session: sanitize.SanitizerSession | None = None
         self._last: Example | None = None  # that this worker ran
 
     def run(self, case: Example) -> Outcome:
@@ -161,7 +161,7 @@ class Isolated:
             return self._worker
         mode = Mode()
         if self._sanitizer is not None:
-            self._session = sanitize.Session(self._sanitizer)
+            self._session = sanitize.SanitizerSession(self._sanitizer)
             mode = sanitize.mode(self._sanitizer)
         under = self._session.command() if self._session else ()
         self._worker = Worker(serve, self._device, self._loaded, mode, under=under)

@@ -12,7 +12,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
 from jetfire.fuzz import Example, InProcess, Outcome, edges, fuzz_kernel, run
 from jetfire.fuzz.coverage import is_huge
-from jetfire.fuzz.draw import INTERPRETED, VARIANTS, Extent, Target, usual
+from jetfire.fuzz.draw import INTERPRETED, VARIANTS, FuzzExtent, FuzzTarget, usual
 from jetfire.fuzz.example import Other
 from jetfire.fuzz.gradients import inconsistency
 from jetfire.fuzz.memory import bits
@@ -226,7 +226,7 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
     assert again.cases == seen.cases
 
     huge = Recorder()
-    run_huge(Target(op, kernel, H200, 512), 0, huge)
+    run_huge(FuzzTarget(op, kernel, H200, 512), 0, huge)
     assert all(is_huge(case) for case in huge.cases)
     assert len(huge.cases) == (0 if op.name == "sample_rows" else 1)
 
@@ -262,14 +262,17 @@ def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
     interpreting = dataclasses.replace(plain, interpreted=True)
     assert usual(op, triton, plain) is None
     assert usual(op, triton, interpreting) == INTERPRETED
-    assert usual(op, torch, interpreting) == usual(op, torch, plain) == Extent()
-    assert usual(op, triton, H200).largest > Extent().largest
-    assert list(Extent(examples=60, batch=25).batches()) == [(0, 25), (1, 25), (2, 10)]
-    longer = [wanted for _, wanted in Extent(examples=1200, batch=10).batches()]
+    assert usual(op, torch, interpreting) == usual(op, torch, plain) == FuzzExtent()
+    assert usual(op, triton, H200).largest > FuzzExtent().largest
+    assert list(FuzzExtent(examples=60, batch=25).batches()) == [(0, 25), (1, 25), (2, 10)]
+    longer = [wanted for _, wanted in FuzzExtent(examples=1200, batch=10).batches()]
     assert longer == [*[10] * 20, *[40] * 20, 160, 40]
-    many = [wanted for _, wanted in Extent(examples=4000).batches()]
+    many = [wanted for _, wanted in FuzzExtent(examples=4000).batches()]
     assert many == [*[25] * 5, *[100] * 5, *[400] * 5, 1375]
-    assert next(itertools.islice(Extent(examples=None, batch=10).batches(), 40, None)) == (40, 160)
+    assert next(itertools.islice(FuzzExtent(examples=None, batch=10).batches(), 40, None)) == (
+        40,
+        160,
+    )
 
 
 @pytest.mark.parametrize("said", [
@@ -290,7 +293,7 @@ def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeyp
 def test_what_does_not_fit_in_memory_is_another_huge_problem_s_turn():
     seen = Recorder(lambda case: Outcome("skipped", "too little memory"))
     op = registry.get("quantize")
-    report = run_huge(Target(op, registry.get_kernel("quantize", "triton"), H200), 0, seen)
+    report = run_huge(FuzzTarget(op, registry.get_kernel("quantize", "triton"), H200), 0, seen)
     assert len({case.id for case in seen.cases}) > 1
     assert report.failures == []
     assert report.coverage["skipped"] == len(seen.cases)
@@ -360,7 +363,7 @@ def test_an_executor_that_fails_first_is_an_error():
         fuzz_kernel(op, kernel, H200, examples=50, executor=ends)
     assert len(ends.cases) == 10
     with pytest.raises(UsageError, match="no worker started in 120 s"):
-        run_huge(Target(op, kernel, H200), 0, _Ends(lambda case: Outcome(), 0))
+        run_huge(FuzzTarget(op, kernel, H200), 0, _Ends(lambda case: Outcome(), 0))
 
 
 class _Named:

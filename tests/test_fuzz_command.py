@@ -27,7 +27,7 @@ from jetfire.fuzz import (
     search,
     store,
 )
-from jetfire.fuzz.draw import Extent
+from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.example import Other, Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch, unload):
 @pytest.fixture
 def here(monkeypatch):
     """Cases run in this process."""
-    monkeypatch.setattr("jetfire.fuzz.jobs.Plan.executor", lambda _, device: InProcess(device))
+    monkeypatch.setattr("jetfire.fuzz.jobs.FuzzPlan.executor", lambda _, device: InProcess(device))
 
 
 def fuzz(*words):
@@ -157,7 +157,7 @@ def clock(monkeypatch):
         clock = Clock(slow)
         for module in (command, jobs, search):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(jobs.Plan, "executor", lambda plan, device: clock)
+        monkeypatch.setattr(jobs.FuzzPlan, "executor", lambda plan, device: clock)
         return clock
 
     return use
@@ -182,7 +182,7 @@ def test_the_budget_ends_it(clock, tmp_path, capsys):
 
 def finished(plan):
     """The results of a plan that has been run."""
-    results = jobs.Results(plan)
+    results = jobs.FuzzResults(plan)
     assert all(report.examples for report in jobs.run(plan, results))
     return results
 
@@ -191,7 +191,7 @@ def test_time_is_shared_out(clock):
     """A slow kernel leaves as much to the others as it takes; and says that it had too little."""
     pairs = [("gelu", "torch"), ("transpose", "torch"), ("quantize", "torch")]
     clock = clock({"gelu": 10.0})
-    plan = jobs.Plan(dict.fromkeys(pairs, Extent(20)), [CPU], 0, deadline=clock.now + 100.0)
+    plan = jobs.FuzzPlan(dict.fromkeys(pairs, FuzzExtent(20)), [CPU], 0, deadline=clock.now + 100.0)
     results = finished(plan)
     slow, *others = (results.pairs[pair].examples for pair in pairs)
     assert slow == 4  # begun within its third
@@ -203,7 +203,9 @@ def test_time_is_shared_out(clock):
 def test_every_kernel_has_its_turn_before_one_has_two(clock):
     pairs = [(name, "torch") for name in ("gelu", "transpose", "quantize", "add", "dropout")]
     clock = clock()
-    plan = jobs.Plan(dict.fromkeys(pairs, Extent(None)), [CPU], 0, deadline=clock.now + 300.0)
+    plan = jobs.FuzzPlan(
+        dict.fromkeys(pairs, FuzzExtent(None)), [CPU], 0, deadline=clock.now + 300.0
+    )
     results = finished(plan)
     examples = [results.pairs[pair].examples for pair in pairs]
     assert max(examples) - min(examples) <= plan.extents[pairs[0]].batch
@@ -213,7 +215,9 @@ def test_every_kernel_has_its_turn_before_one_has_two(clock):
 def test_a_kernel_without_an_example_is_short_whatever_was_asked_for(clock):
     pairs = [("gelu", "torch"), ("transpose", "torch")]
     clock = clock({"gelu": 100.0})
-    plan = jobs.Plan(dict.fromkeys(pairs, Extent(None)), [CPU], 0, deadline=clock.now + 50.0)
+    plan = jobs.FuzzPlan(
+        dict.fromkeys(pairs, FuzzExtent(None)), [CPU], 0, deadline=clock.now + 50.0
+    )
     assert finished(plan).short() == pairs[1:]
 
 
@@ -461,7 +465,9 @@ def test_what_the_system_refuses_a_job_is_a_usage_error(tmp_path, monkeypatch):
     asked = iter([(jobs.Unit(pair, jobs.ALONE),)])
     connection = SimpleNamespace(recv=lambda: next(asked), send=answers.append)
     with pytest.raises(StopIteration):
-        jobs.drive(connection, jobs.Plan({pair: Extent()}, [device], 0), device, str(tmp_path))
+        jobs.drive(
+            connection, jobs.FuzzPlan({pair: FuzzExtent()}, [device], 0), device, str(tmp_path)
+        )
     assert [type(answer.error) for answer in answers] == [UsageError]
     assert str(answers[0].error) == f"{tmp_path / 'file'}: File exists"
 
@@ -495,7 +501,7 @@ def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
 def test_a_huge_example_waits_for_another_until_the_deadline(tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path))
     device, pair = target_device((9, 0)), ("quantize", "triton")
-    plan = jobs.Plan({pair: Extent()}, [device], 0)
+    plan = jobs.FuzzPlan({pair: FuzzExtent()}, [device], 0)
     with FileLock(tmp_path / "fuzz-0.lock"):
         unit = jobs.Unit(pair, jobs.ALONE, deadline=time.monotonic() + 0.3)
         report = plan.run(unit, device, None)

@@ -13,7 +13,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
-from jetfire.fuzz.draw import Extent
+from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.mode import Mode
 from jetfire.fuzz.run import run_case
 
@@ -211,10 +211,10 @@ def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
     folder, pids = hanging
     load(file)
     pairs = [("transpose", "torch"), ("transpose", "odd")]
-    extents = dict.fromkeys(pairs, Extent(5, 40))
-    plan = jobs.Plan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
+    extents = dict.fromkeys(pairs, FuzzExtent(5, 40))
+    plan = jobs.FuzzPlan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
     try:
-        reports = jobs.run(plan, jobs.Results(plan))
+        reports = jobs.run(plan, jobs.FuzzResults(plan))
         assert next(reports).kernel == "torch"
         found = pids()
         assert list(folder.iterdir())
