@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetfire.bench import show
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.measure.results import Results, Row, shape_text
 
 LAUNCH = "launch"
@@ -59,4 +59,4 @@ def sections(exports: Sequence[Row]) -> list[str]:
         "of the same config on the same tensors. Under each target is the launch's time over the "
         "export's: above 1 the export is faster."
     )
-    return [Table("Exported kernels", text, ["", "launch", *targets], lines).markdown()]
+    return [MarkdownTable("Exported kernels", text, ["", "launch", *targets], lines).markdown()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetfire.bench import show
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.bench.suite import ops_of
 from jetfire.bench.tuned_report import mean
 from jetfire.core import registry
@@ -67,7 +67,7 @@ def _mean(rows: dict[Shape, Row]) -> str:
     return "–" if ratios is None else f"{mean(ratios):.2f}×"
 
 
-def layers(results: Results) -> Table | None:
+def layers(results: Results) -> MarkdownTable | None:
     """The paper's six layers: the product of packed codes, and the whole forward and backward."""
     columns = _columns(results)
     if not columns:
@@ -90,7 +90,7 @@ def layers(results: Results) -> Table | None:
         "× is FP16 cuBLAS's time over ours, of backward that of its two products."
     )
     head = ["m×n×k", *(part for name in columns for part in (name, "× FP16"))]
-    return Table("INT4: a linear layer", text, head, lines)
+    return MarkdownTable("INT4: a linear layer", text, head, lines)
 
 
 def stages(results: Results) -> str | None:
@@ -100,7 +100,7 @@ def stages(results: Results) -> str | None:
     for mode in ("fwd", "bwd"):
         found = _fastest(results, "hadamard_gemm", mode=mode, group=32, dtype="bf16")
         rows = [found[shape] for shape in shapes if shape in found]
-        parts += [Table("", "", s.head, s.lines).markdown() for s in show.splits(rows)]
+        parts += [MarkdownTable("", "", s.head, s.lines).markdown() for s in show.splits(rows)]
     if not parts:
         return None
     text = (
@@ -124,7 +124,7 @@ def _described(row: Row) -> str:
                                   problem_text(fields)]))  # fmt: skip
 
 
-def memory_bound(results: Results) -> Table | None:
+def memory_bound(results: Results) -> MarkdownTable | None:
     """The other ops alone: bandwidth, and against torch.compile."""
     best: dict[str, Row] = {}
     names = ops_of("int4")
@@ -152,12 +152,12 @@ def memory_bound(results: Results) -> Table | None:
         "operations under torch.compile."
     )
     head = ["", "kernel", "shape", "µs", "GB/s", "of copy", "faster than compile"]
-    return Table("INT4: memory-bound ops", text, head, lines)
+    return MarkdownTable("INT4: memory-bound ops", text, head, lines)
 
 
 def sections(results: Results) -> list[str]:
     """The page's sections, those that have rows."""
-    tables: Sequence[Callable[[Results], Table | None]] = (layers, memory_bound)
+    tables: Sequence[Callable[[Results], MarkdownTable | None]] = (layers, memory_bound)
     made = [table.markdown() for make in tables if (table := make(results)) is not None]
     split = stages(results)
     return [*made[:1], split, *made[1:]] if split is not None else made
@@ -191,7 +191,7 @@ def readme(results: Results) -> str:
     if not lines:
         return ""
     head = ["INT4, the paper's six layers", "geometric mean", "from, to"]
-    return "\n" + Table("", "", head, lines).markdown()
+    return "\n" + MarkdownTable("", "", head, lines).markdown()
 
 
 _README = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
+class MarkdownTable:
     """A title, a line of explanation, the head and the rows of texts."""
 
     title: str

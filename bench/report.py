@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.bench.suite import ops_of
 from jetfire.core import files, registry, schema
 from jetfire.core.errors import JetfireError, UsageError
@@ -87,7 +87,7 @@ def _cell(rows: Sequence[Row], value: Callable[[Row], float | None], digits: int
     return "–" if row is None else show.number(value(row), digits)
 
 
-def gemm_squares(results: Results) -> Table | None:
+def gemm_squares(results: Results) -> MarkdownTable | None:
     """TFLOP/s of each kernel and block, and of each peer, by size."""
     rows = [
         row for row in _timed(results, "gemm")
@@ -112,10 +112,10 @@ def gemm_squares(results: Results) -> Table | None:
         for name in _kernel_names(rows, "peer")
     ]
     text = "TFLOP/s, BF16 out, m = n = k. Peers: the fastest of their samples beside each block."
-    return Table("GEMM, squares", text, ["", *map(str, sizes)], lines)
+    return MarkdownTable("GEMM, squares", text, ["", *map(str, sizes)], lines)
 
 
-def gemm_outputs(results: Results) -> Table | None:
+def gemm_outputs(results: Results) -> MarkdownTable | None:
     """What each output costs at 8192³."""
     rows = [
         row for row in _timed(results, "gemm")
@@ -135,7 +135,7 @@ def gemm_outputs(results: Results) -> Table | None:
                 texts = [_cell(part, lambda r: r.tflops) for part in by_block]
                 lines.append([f"{kind}, {name}", *texts])
     head = ["", *(f"block {block}" for block in BLOCKS)]
-    return Table("GEMM 8192³, each output", "TFLOP/s.", head, lines)
+    return MarkdownTable("GEMM 8192³, each output", "TFLOP/s.", head, lines)
 
 
 def _fields(row: Row, names: Sequence[str]) -> str:
@@ -146,7 +146,7 @@ def _share(row: Row) -> str:
     return "–" if row.roofline is None else f"{row.roofline:.0%}"
 
 
-def large(results: Results) -> Table | None:
+def large(results: Results) -> MarkdownTable | None:
     """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
     rows = [row for row in _timed(results) if row.op != "gemm" and _shape(row) in LARGE]
     compiled = {
@@ -175,14 +175,14 @@ def large(results: Results) -> Table | None:
         "in the same run; `compile` is the op in BF16 under torch.compile, at the same shape."
     )
     head = ["", "kernel", "shape", "µs", "GB/s", "of copy", "faster than compile"]
-    return Table("Memory-bound ops, large shapes", text, head, lines)
+    return MarkdownTable("Memory-bound ops, large shapes", text, head, lines)
 
 
 def _shape(row: Row) -> tuple[int, int]:
     return row.problem["m"], row.problem["n"]
 
 
-def gemm_models(results: Results) -> Table | None:
+def gemm_models(results: Results) -> MarkdownTable | None:
     """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
     rows = [row for row in _timed(results, "gemm") if not row.problem["bias"]]
     lines = []
@@ -204,7 +204,7 @@ def gemm_models(results: Results) -> Table | None:
         "The four linear layers of one block, 8192 tokens: milliseconds together with the fastest "
         "kernel for each, and cuBLAS BF16's time over that (its own output is BF16 for wgrad too)."
     )
-    return Table("GEMM, GPT-2's layers", text, head, lines)
+    return MarkdownTable("GEMM, GPT-2's layers", text, head, lines)
 
 
 def _ratio(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) -> str:
@@ -221,7 +221,7 @@ def _ratio(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) 
     return f"{ours:.3f}, {theirs / ours:.2f}×"
 
 
-def small_models(results: Results) -> Table | None:
+def small_models(results: Results) -> MarkdownTable | None:
     """Memory-bound ops at the models' shapes: share of the copy bandwidth."""
     rows = [row for row in _timed(results) if row.op != "gemm" and row.role == "kernel"]
     lines = []
@@ -246,7 +246,7 @@ def small_models(results: Results) -> Table | None:
     )
     if any("block" not in row.problem for row in rows):
         text += " An op that knows no blocks has the same figure for each."
-    return Table("Memory-bound ops by width", text, head, lines)
+    return MarkdownTable("Memory-bound ops by width", text, head, lines)
 
 
 def _curve(results: Results) -> list[Row]:
@@ -257,7 +257,7 @@ def _curve(results: Results) -> list[Row]:
     ]  # fmt: skip
 
 
-def promotion(results: Results) -> Table | None:
+def promotion(results: Results) -> MarkdownTable | None:
     """Each schedule at each K per promotion: its speed, what its output is worth, its own error."""
     rows = _curve(results)
     if not rows:
@@ -293,7 +293,7 @@ def promotion(results: Results) -> Table | None:
     )
     head = ["K per promotion", "", "TOPS", "× cuBLAS", *(f"{name}, dB" for name in names),
             f"{names[-1]}, median row, dB", "own error"]  # fmt: skip
-    return Table("What a promotion costs", text, head, lines)
+    return MarkdownTable("What a promotion costs", text, head, lines)
 
 
 def _usual(mode: str) -> str:
@@ -352,7 +352,9 @@ def page(
     return "\n".join(parts)
 
 
-def _markdown(results: Results, made: Iterable[Callable[[Results], Table | None]]) -> list[str]:
+def _markdown(
+    results: Results, made: Iterable[Callable[[Results], MarkdownTable | None]]
+) -> list[str]:
     return [table.markdown() for make in made if (table := make(results)) is not None]
 
 
@@ -383,7 +385,9 @@ def readme_table(results: Results) -> str:
             lines.append([f"{row.op}{mode} 8192×4096{block_text}{given}",
                           show.time_text(row.ms), show.rate_text(row), _share(row),
                           show.ratio_text(row)])  # fmt: skip
-    return Table("", "", ["", "time", "rate", "of roofline", "faster than"], lines).markdown()
+    return MarkdownTable(
+        "", "", ["", "time", "rate", "of roofline", "faster than"], lines
+    ).markdown()
 
 
 def _plots(results: Results, file: Path) -> dict[str, list[Row]]:

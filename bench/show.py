@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench.markdown import Table as Markdown
+from jetfire.bench.markdown import MarkdownTable as Markdown
 from jetfire.core import registry, terminal
 from jetfire.measure.results import Row, problem_text, shape_text
 

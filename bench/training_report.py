@@ -8,7 +8,7 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from jetfire.bench import show
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.core.schema import Size
 from jetfire.measure.results import Results, Row
 
@@ -64,7 +64,7 @@ def _problems(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _table(results: Results, op: str, title: str, text: str) -> Table | None:
+def _table(results: Results, op: str, title: str, text: str) -> MarkdownTable | None:
     """Recipes and peers of each problem."""
     lines = [
         [
@@ -82,7 +82,7 @@ def _table(results: Results, op: str, title: str, text: str) -> Table | None:
         return None
     head = ["", "", "ms", "", "TFLOP/s", *_RATIOS, "peak GiB", "activations GiB",
             "smaller than eager's", "than compile's", "J", "first, s"]  # fmt: skip
-    return Table(title, text, head, lines)
+    return MarkdownTable(title, text, head, lines)
 
 
 _MEMORY = (
@@ -91,7 +91,7 @@ _MEMORY = (
 )
 
 
-def steps(results: Results) -> Table | None:
+def steps(results: Results) -> MarkdownTable | None:
     text = (
         "Forward, backward and clipped fused AdamW of GPT-2 (50304 tokens of vocabulary, fp32 "
         "parameters), all in turns in one process after loss and gradients were checked against "
@@ -103,7 +103,7 @@ def steps(results: Results) -> Table | None:
     return _table(results, STEP, "Training steps", text)
 
 
-def blocks(results: Results) -> Table | None:
+def blocks(results: Results) -> MarkdownTable | None:
     text = (
         "Forward and backward of one transformer block: input and its gradient BF16, parameters "
         f"fp32, weights quantised (or cast) in each call. Otherwise as above. {_MEMORY}"
@@ -127,4 +127,4 @@ def readme(results: Results) -> str:
         return ""
     head = ["training step (of one block: forward and backward)", "ms", *_RATIOS,
             "activations GiB", "smaller than eager's", "than compile's"]  # fmt: skip
-    return "\n" + Table("", "", head, lines).markdown()
+    return "\n" + MarkdownTable("", "", head, lines).markdown()

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.core import profiles, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
@@ -190,7 +190,7 @@ def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, li
 # The shipped configs.
 
 
-def overall(entries: Sequence[Shipped]) -> Table:
+def overall(entries: Sequence[Shipped]) -> MarkdownTable:
     """The GEMM and the other ops, a problem once."""
     rows = []
     for name, part in _parts(in_use(entries), lambda one: one.op == "gemm").items():
@@ -204,10 +204,10 @@ def overall(entries: Sequence[Shipped]) -> Table:
             str(sum(one.slower for one in part)), ", ".join(peers) or "–",
         ])  # fmt: skip
     head = ["", "problems", "gain", "faster than the default", "slower", "× peer"]
-    return Table("", "", head, rows)
+    return MarkdownTable("", "", head, rows)
 
 
-def by_kernel(entries: Sequence[Shipped]) -> Table:
+def by_kernel(entries: Sequence[Shipped]) -> MarkdownTable:
     """A row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
@@ -223,7 +223,7 @@ def by_kernel(entries: Sequence[Shipped]) -> Table:
                 str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
             ])  # fmt: skip
     head = ["", "kernel", "block", "problems", "gain", "largest", "at", "slower", "trials"]
-    return Table("", "", head, rows)
+    return MarkdownTable("", "", head, rows)
 
 
 def _provenance(entries: Sequence[Shipped]) -> str:
@@ -317,7 +317,7 @@ def _lookup_section(found: Sequence[Lookup]) -> str:
         f"{sum(one.trials for one in found)} trials. Means are geometric."
     )
     head = ["", "shapes", "within 10%", "mean", "worst", "default within 10%", "mean", "worst"]
-    return Table("Shapes without a profile", text, head, rows).markdown()
+    return MarkdownTable("Shapes without a profile", text, head, rows).markdown()
 
 
 # For the documents.

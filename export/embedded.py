@@ -18,7 +18,7 @@ from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import Plan
 from jetfire.export.recording import Call, Recording, TensorMap, record
 from jetfire.export.render import render
-from jetfire.export.table import Table
+from jetfire.export.table import ProblemTable
 from jetfire.kernels_triton.kernel import TritonKernel
 
 _ALIGNMENT = 256  # of a piece of the workspace, in bytes
@@ -137,7 +137,7 @@ def _launcher(
     """`<name>.c`."""
     codes = plan.name.upper()
     everywhere = range(len(cases))
-    table = Table([plan.sizes(problem) for problem in cases])
+    table = ProblemTable([plan.sizes(problem) for problem in cases])
     pointers = [p.name for p in plan.signature.parameters]
     if any(workspace):
         pointers.append("workspace")

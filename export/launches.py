@@ -11,7 +11,7 @@ import numpy as np
 from jetfire.core.errors import UsageError
 from jetfire.export.c_text import hang, unless
 from jetfire.export.recording import Address, Argument, Call, Recording, TensorMap
-from jetfire.export.table import Table
+from jetfire.export.table import ProblemTable
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
 _MAP_TYPES = {"int8": "UINT8", "bfloat16": "BFLOAT16", "float16": "FLOAT16", "float32": "FLOAT32"}
@@ -72,7 +72,7 @@ class Writer:
     """
 
     def __init__(
-        self, table: Table, group: Group, kernels: Mapping[Call, str], named: Sequence[str],
+        self, table: ProblemTable, group: Group, kernels: Mapping[Call, str], named: Sequence[str],
         error: str, indent: int,
     ) -> None:  # fmt: skip
         self.table = table

@@ -23,7 +23,7 @@ class Column:
     values: dict[int, int | str] = field(default_factory=dict)
 
 
-class Table:
+class ProblemTable:
     """A row for each problem, which begins with its sizes.
 
     Args:

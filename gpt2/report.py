@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from jetfire.bench import report, show
-from jetfire.bench.markdown import Table
+from jetfire.bench.markdown import MarkdownTable
 from jetfire.bench.report import Addition, Chart
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import log
@@ -168,12 +168,12 @@ class Preset:
         parts.append(f"How to repeat it: [{FOLDER}/]({FOLDER}/README.md).")
         return " ".join(parts)
 
-    def table(self) -> Table:
+    def table(self) -> MarkdownTable:
         timed = any(recipe.ms is not None for recipe in self.recipes)
         head = ["recipe", "as", "final validation loss", f"over {BASE}'s", "best validation loss",
                 f"over {BASE}'s", *(["ms a step", "tokens/s", f"× {BASE}"] if timed else []),
                 "peak GiB"]  # fmt: skip
-        return Table(f"Training runs, {self.name}", self.text(), head, [
+        return MarkdownTable(f"Training runs, {self.name}", self.text(), head, [
             [recipe.name, recipe.runs[0].how, recipe.loss(_final), recipe.over(self.base, _final),
              recipe.loss(_best), recipe.over(self.base, _best),
              *(_speed(recipe, self.base) if timed else []),
@@ -239,7 +239,7 @@ def readme(found: Sequence[Preset]) -> str:
         for preset in found for recipe in preset.recipes
     ]  # fmt: skip
     head = ["training run", "seeds", "best validation loss", f"over {BASE}'s"]
-    return "\n" + Table("", "", head, rows).markdown()
+    return "\n" + MarkdownTable("", "", head, rows).markdown()
 
 
 def addition(results: Results, file: Path) -> Addition:

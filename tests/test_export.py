@@ -23,7 +23,7 @@ from jetfire.core.profiles import Entry
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
 from jetfire.export.plan import Plan, Tuned, make
-from jetfire.export.table import Table
+from jetfire.export.table import ProblemTable
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.measure import nvml, peaks, provenance, timer
@@ -318,7 +318,7 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
 
 
 def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
-    table = Table([{"m": 64}, {"m": 128}, {"m": 256}])
+    table = ProblemTable([{"m": 64}, {"m": 128}, {"m": 256}])
     assert table.number("rows", "int", [1, 2], [128, 256]) == "m"
     assert table.number("half", "int", [1, 2], [64, 128]) == "(m + 1) / 2"
     assert table.number("odd", "int", [0, 2], [5, 9]) == "problem->odd"

@@ -23,7 +23,7 @@ NOTHING = "–"
 
 
 @dataclass(frozen=True)
-class Chart:
+class ReportChart:
     """A figure as JSON that is safe inside a script element, or why there is none."""
 
     id: str
@@ -34,7 +34,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Heads and rows of text; a row's first cell is its role (best, default or nothing)."""
 
     head: Sequence[str]
@@ -51,8 +51,8 @@ class Section:
     problem: str
     provenance: Pairs
     summary: Pairs
-    charts: Sequence[Chart]
-    trials: Table
+    charts: Sequence[ReportChart]
+    trials: ReportTable
     fixed: str
 
 
@@ -108,7 +108,7 @@ def _ratio(before: float | None, after: float | None) -> str:
     return NOTHING if not before or not after else f"{before / after:.3f}×"
 
 
-def _index(digests: Sequence[Digest]) -> Table:
+def _index(digests: Sequence[Digest]) -> ReportTable:
     head = ("op · kernel", "problem", "device", "objective", "trials", "default ms", "best ms",
             "gain")  # fmt: skip
     rows = []
@@ -119,7 +119,7 @@ def _index(digests: Sequence[Digest]) -> Table:
             str(digest.get("objective") or "time"), str(len(digest.attempts)),
             _digits(digest.default_ms), _digits(best), _ratio(digest.default_ms, best),
         ))  # fmt: skip
-    return Table(head, rows)
+    return ReportTable(head, rows)
 
 
 def _mean(digests: Sequence[Digest]) -> str | None:
@@ -220,7 +220,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _charts(identifier: str, digest: Digest) -> list[Chart]:
+def _charts(identifier: str, digest: Digest) -> list[ReportChart]:
     from jetfire.tuner import charts
 
     cost = "time" if digest.units[0] == "ms" else "energy"
@@ -254,9 +254,11 @@ def _roofline_caption(digest: Digest) -> str:
     return f"Operations over time, by operations over the fewest bytes to move.{missing}"
 
 
-def _chart(identifier: str, title: str, figure: Figure | None, caption: str, missing: str) -> Chart:
+def _chart(
+    identifier: str, title: str, figure: Figure | None, caption: str, missing: str
+) -> ReportChart:
     data = None if figure is None else script_json(figure.to_json())
-    return Chart(f"{identifier}-{title.split()[0]}", title, caption, data, missing)
+    return ReportChart(f"{identifier}-{title.split()[0]}", title, caption, data, missing)
 
 
 def script_json(text: str) -> str:
@@ -267,13 +269,13 @@ def script_json(text: str) -> str:
     return dumped
 
 
-def _trials(digest: Digest) -> Table:
+def _trials(digest: Digest) -> ReportTable:
     """A row a trial; config fields that varied have a column each."""
     energy = any(attempt.joules is not None for attempt in digest.attempts)
     head = ["", "trial", "outcome", "ms", "p20–p80", *(["J"] if energy else []), "seconds",
             *digest.fields, "message"]  # fmt: skip
     rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
-    return Table(head, rows, [attempt.message for attempt in digest.attempts])
+    return ReportTable(head, rows, [attempt.message for attempt in digest.attempts])
 
 
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
