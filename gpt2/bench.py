@@ -36,8 +36,8 @@ from jetfire.gpt2.cases import (
     EAGER,
     PEERS,
     SUITE,
-    Case,
     StepProblem,
+    TrainingCase,
     peers_of,
     problem_of,
     recipes_of,
@@ -99,7 +99,7 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float
     return worst, wrong
 
 
-class Bench:
+class TrainingBench:
     """Measures cases on one device."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Bench:
         # Eager is what recipes are checked against; on the CPU compiling would need a compiler.
         self.peers = [n for n in PEERS if n == EAGER or (self.cuda and n in peers)]
 
-    def measure(self, case: Case) -> list[Row]:
+    def measure(self, case: TrainingCase) -> list[Row]:
         """Rows of the recipes, then of the peers; none where BF16 eager does not fit."""
         try:
             return self._measure(case)
@@ -127,7 +127,7 @@ class Bench:
             if self.cuda:
                 torch.cuda.empty_cache()
 
-    def _measure(self, case: Case) -> list[Row]:
+    def _measure(self, case: TrainingCase) -> list[Row]:
         subjects, probes, rows = self._probed(case)
         right = {name: subject for name, subject in subjects.items()
                  if name in PEERS or rows[name].ok}  # fmt: skip
@@ -146,7 +146,9 @@ class Bench:
             for row in rows.values()
         ]
 
-    def _probed(self, case: Case) -> tuple[dict[str, Subject], dict[str, Probe], dict[str, Row]]:
+    def _probed(
+        self, case: TrainingCase
+    ) -> tuple[dict[str, Subject], dict[str, Probe], dict[str, Row]]:
         """Every variant that runs, what is known of it, and its row as yet without times."""
         make = self._maker(case)
         subjects: dict[str, Subject] = {}
@@ -175,12 +177,12 @@ class Bench:
                     self.note(f"{case}: {name} is wrong: {wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
 
-    def _failed(self, case: Case, name: str, error: Exception) -> None:
+    def _failed(self, case: TrainingCase, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
         self.note(f"{case}: {name} left out: {_first_line(error)}")
 
-    def _maker(self, case: Case) -> Callable[[str], Callable[[], Subject]]:
+    def _maker(self, case: TrainingCase) -> Callable[[str], Callable[[], Subject]]:
         """What makes a variant of a name; all have the same data."""
         problem, where = case.problem, self.where
         if isinstance(problem, StepProblem):
@@ -203,7 +205,7 @@ class Bench:
         return list(zip(*tokens, strict=True))
 
     def _variants(
-        self, case: Case, subjects: Mapping[str, Subject]
+        self, case: TrainingCase, subjects: Mapping[str, Subject]
     ) -> dict[str, Callable[[], object]]:
         """The calls to time, by the variant's name and how it is run."""
         found = {f"{name} launched": subject.call for name, subject in subjects.items()}
@@ -220,7 +222,9 @@ class Bench:
                 self._failed(case, f"{name} as a CUDA graph", error)
         return found
 
-    def _timed(self, case: Case, row: Row, timings: Mapping[str, Timing], subject: Subject) -> Row:
+    def _timed(
+        self, case: TrainingCase, row: Row, timings: Mapping[str, Timing], subject: Subject
+    ) -> Row:
         """With times, unless the subject has come to be wrong."""
         if row.role == "kernel" and (fault := subject.fault()):
             self.note(f"{case}: {row.kernel} is wrong: {fault} after timing")
@@ -276,7 +280,7 @@ def suite(asked: command.BenchOptions) -> None:
         JetfireError: with the exit code of what went wrong.
     """
     command.check_suite(asked, own_data=True)
-    cases = [Case(problem_of(name)) for name in SUITE]
+    cases = [TrainingCase(problem_of(name)) for name in SUITE]
     run(asked, cases, "jetfire bench --suite training")
 
 
@@ -287,7 +291,7 @@ def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> Non
         JetfireError: with the exit code of what went wrong.
     """
     changes = settings.split(asked.settings)
-    case = Case(problem_of(name, changes), recipes_of(recipes))
+    case = TrainingCase(problem_of(name, changes), recipes_of(recipes))
     words = ["jetfire train bench", name, f"--recipe {','.join(case.recipes)}"]
     words += [f"--set {key}={value}" for key, value in changes.items()]
     words += [f"--peer {name}" for name in asked.peers]
@@ -296,14 +300,14 @@ def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> Non
     run(asked, [case], " ".join([*words, f"--seed {asked.seed}"]))
 
 
-def _check_size(cases: Sequence[Case]) -> None:
+def _check_size(cases: Sequence[TrainingCase]) -> None:
     for case in cases:
         if case.flops > CPU_FLOPS:
             raise NoDeviceError(f"{case} is for a GPU: expected one, or a smaller case: jetfire "
                                 "train bench tiny runs here")  # fmt: skip
 
 
-def run(asked: command.BenchOptions, cases: Sequence[Case], again: str) -> None:
+def run(asked: command.BenchOptions, cases: Sequence[TrainingCase], again: str) -> None:
     """Measure, show and save.
 
     Raises:
@@ -325,7 +329,7 @@ def run(asked: command.BenchOptions, cases: Sequence[Case], again: str) -> None:
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
-    made = Bench(
+    made = TrainingBench(
         device, terminal.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
         debug=asked.debug,
     )  # fmt: skip

@@ -64,7 +64,7 @@ Problem = StepProblem | BlockProblem
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """One problem, and the recipes to measure of it."""
 
     problem: Problem

@@ -32,7 +32,7 @@ from jetfire.gpt2 import (
 )
 from jetfire.gpt2 import sample as sampling
 from jetfire.gpt2.checkpoint import MODEL, Checkpoint
-from jetfire.gpt2.display import Display
+from jetfire.gpt2.display import TrainingDisplay
 from jetfire.gpt2.model import GPT2
 from jetfire.gpt2.options import TrainOptions, no_run
 from jetfire.gpt2.parallel import Group
@@ -190,7 +190,7 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
     tokens = group.each(lambda: _tokens(run.settings, folder, group))
     with ExitStack() as stack:
         stack.enter_context(algorithms(run.settings))
-        outcome = Outcome()
+        outcome = RunSummary()
 
         def made() -> Training:
             training = Training(run.settings, tokens, device, run.folder, outcome, group)
@@ -209,7 +209,7 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
 
 
 def _begin(
-    training: Training, run: Run, device: Device, outcome: Outcome, stack: ExitStack
+    training: Training, run: Run, device: Device, outcome: RunSummary, stack: ExitStack
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
@@ -218,11 +218,11 @@ def _begin(
     journal = stack.enter_context(closing(log.Log(run.folder)))
     head = _header("run" if journal.empty else "resume", training, run, device)
     journal.write({**head, "cut": True} if journal.cut else head)
-    display = stack.enter_context(Display(done, run.settings.steps))
+    display = stack.enter_context(TrainingDisplay(done, run.settings.steps))
     outcome.readers += [journal.write, display.show]
 
 
-class Outcome:
+class RunSummary:
     """Passes a run's records on, and keeps what the summary needs of them."""
 
     def __init__(self) -> None:

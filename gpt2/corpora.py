@@ -37,7 +37,7 @@ from jetfire.core import schema
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Digest, Line
-from jetfire.gpt2.prepared import Source
+from jetfire.gpt2.prepared import CorpusSource
 
 PIECE = 1 << 20
 WHOLE = 64 * MIB
@@ -88,7 +88,7 @@ class Corpus:
         for _, path in self.files:
             yield from _read(path)
 
-    def source(self) -> Source:
+    def source(self) -> CorpusSource:
         """What identifies the corpus: a lone file's SHA-256, or that of all names and SHA-256s.
 
         Raises:

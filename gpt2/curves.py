@@ -75,14 +75,14 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Group:
+class CurveGroup:
     """Runs drawn as one curve: a single one, or those of several seeds."""
 
     runs: list[Curve]
     mean: Curve
 
     @classmethod
-    def of(cls, label: str, runs: list[Curve]) -> Group:
+    def of(cls, label: str, runs: list[Curve]) -> CurveGroup:
         """Means over the steps that all of them have; the label is that of the mean."""
         best = [min(run.validation) for run in runs if run.validation]
         text = f"{label}, {len(runs)} seeds" if len(runs) > 1 else label
@@ -105,7 +105,7 @@ def _means(series: Sequence[Series]) -> Series:
     return steps, [fmean(column) for column in columns]
 
 
-def grouped(runs: Sequence[Path]) -> list[Group]:
+def grouped(runs: Sequence[Path]) -> list[CurveGroup]:
     """The runs' logs, those that differ in their seed alone together, in order of the first."""
     logs = [(path, log.read(path)) for path in runs]
     kinds: dict[str, list[tuple[Path, list[log.Record]]]] = {}
@@ -120,7 +120,7 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
             curves = [Curve.of(path, records, _label(path, records)) for path, records in part]
             s = part[0][1][0]["settings"]
             label = curves[0].label if len(part) == 1 else f"{s['preset']} {s['recipe']}"
-            groups.append(Group.of(label, curves))
+            groups.append(CurveGroup.of(label, curves))
     return groups
 
 
@@ -158,7 +158,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
 
 
-def _limits(groups: Sequence[Group]) -> tuple[float, float]:
+def _limits(groups: Sequence[CurveGroup]) -> tuple[float, float]:
     """Losses to show: all but the first steps' fall, which would flatten the rest."""
     curves = [curve for group in groups for curve in group.runs]
     shown = [loss for c in curves for loss in c.smooth()[len(c.losses) // 20 :] + c.validation]
@@ -167,7 +167,7 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 
 def image(
-    groups: Sequence[Group], output: Path, description: str, title: str = "",
+    groups: Sequence[CurveGroup], output: Path, description: str, title: str = "",
     first: str = "the first",
 ) -> None:  # fmt: skip
     """Losses, and below them how far the validation losses are from the first group's.
@@ -203,7 +203,7 @@ def image(
     save(fig, output, description)
 
 
-def _losses(ax: Axes, group: Group, colour: str, marker: str, raw: bool) -> None:
+def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) -> None:
     """The mean's training loss, smoothed, and validation loss; of several runs each one's too."""
     mean = group.mean
     if len(group.runs) > 1:
@@ -217,7 +217,7 @@ def _losses(ax: Axes, group: Group, colour: str, marker: str, raw: bool) -> None
             markersize=3.5, linewidth=0.8)  # fmt: skip
 
 
-def _differences(ax: Axes, base: Curve, group: Group, colour: str, marker: str) -> None:
+def _differences(ax: Axes, base: Curve, group: CurveGroup, colour: str, marker: str) -> None:
     if group.mean is base:
         ax.axhline(0, color=colour, linewidth=1)
     else:
@@ -234,7 +234,7 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
                         color=colour, alpha=0.15, linewidth=0)  # fmt: skip
 
 
-def _page(groups: Sequence[Group], output: Path) -> None:
+def _page(groups: Sequence[CurveGroup], output: Path) -> None:
     import plotly.graph_objects as go
 
     from jetfire.bench.plot import KERNEL_COLOURS

@@ -37,7 +37,7 @@ def step_text(record: Record, short: bool = False) -> str:
     return "  ".join(parts)
 
 
-class Display:
+class TrainingDisplay:
     """Shows the log's records.
 
     Args:

@@ -28,7 +28,7 @@ from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2 import corpora, tokenizers
 from jetfire.gpt2.corpora import Corpus, Piece
-from jetfire.gpt2.prepared import META, SPLITS, Meta, Source, cache, check, read_meta
+from jetfire.gpt2.prepared import META, SPLITS, CorpusSource, Meta, cache, check, read_meta
 from jetfire.gpt2.tokenizers import RANKS, Tokenizer
 
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
@@ -156,7 +156,7 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-def _same(folder: Path, sources: list[Source], chosen: str, vocabulary: Path | None) -> bool:
+def _same(folder: Path, sources: list[CorpusSource], chosen: str, vocabulary: Path | None) -> bool:
     """Whether the folder holds just what would be made."""
     try:
         meta = read_meta(folder)

@@ -32,7 +32,7 @@ class Digests(TypedDict):
     validation: Digest
 
 
-class Source(TypedDict):
+class CorpusSource(TypedDict):
     """What a corpus was, as `Corpus.source` gives it."""
 
     name: Annotated[str, StringConstraints(max_length=10_000)]
@@ -59,7 +59,7 @@ class Meta(TypedDict):
     documents: Count
     split: Literal["documents", "tail"]
     sha256: Digests
-    sources: NotRequired[Annotated[list[Source], Field(max_length=1000)]]
+    sources: NotRequired[Annotated[list[CorpusSource], Field(max_length=1000)]]
 
 
 class _Format(TypedDict):

@@ -20,7 +20,7 @@ from jetfire.bench.markdown import MarkdownTable
 from jetfire.bench.report import Addition, Chart
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import log
-from jetfire.gpt2.curves import Curve, Group, image
+from jetfire.gpt2.curves import Curve, CurveGroup, image
 from jetfire.measure.results import Results
 from jetfire.nn.recipes import RECIPES
 
@@ -28,14 +28,14 @@ FOLDER, BASE = "training", "bf16"
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run's log."""
 
     file: Path
     records: list[log.Record]
 
     @classmethod
-    def read(cls, file: Path) -> Run:
+    def read(cls, file: Path) -> FinishedRun:
         """
         Raises:
             UsageError: it is no log, or of a run that did not come to its end.
@@ -92,22 +92,22 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeRuns:
     """Runs of one preset and recipe, of different seeds."""
 
     name: str
-    runs: list[Run]
+    runs: list[FinishedRun]
 
-    def mean(self, value: Callable[[Run], float]) -> float:
+    def mean(self, value: Callable[[FinishedRun], float]) -> float:
         return fmean(value(run) for run in self.runs)
 
-    def loss(self, value: Callable[[Run], float]) -> str:
+    def loss(self, value: Callable[[FinishedRun], float]) -> str:
         """The mean, and of several runs the lowest and the highest."""
         values = [value(run) for run in self.runs]
         text = f"{fmean(values):.4f}"
         return text if len(values) == 1 else f"{text} ({min(values):.4f} to {max(values):.4f})"
 
-    def over(self, base: Recipe | None, value: Callable[[Run], float]) -> str:
+    def over(self, base: RecipeRuns | None, value: Callable[[FinishedRun], float]) -> str:
         """The mean over the base's, in nats and in %."""
         if base is None or base is self:
             return "–"
@@ -125,14 +125,14 @@ class Preset:
     """All the runs of one preset, by recipe, BF16 first."""
 
     name: str
-    recipes: list[Recipe]
+    recipes: list[RecipeRuns]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[FinishedRun]:
         return [run for recipe in self.recipes for run in recipe.runs]
 
     @property
-    def base(self) -> Recipe | None:
+    def base(self) -> RecipeRuns | None:
         return next((recipe for recipe in self.recipes if recipe.name == BASE), None)
 
     @property
@@ -182,7 +182,7 @@ class Preset:
         ])  # fmt: skip
 
     def chart(self, file: Path) -> Chart:
-        groups = [Group.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]
+        groups = [CurveGroup.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]
         content = [[c.label, c.steps, c.losses, c.evaluated, c.validation]
                    for group in groups for c in (group.mean, *group.runs)]  # fmt: skip
         device = self.runs[0].head["device"]["name"]
@@ -192,15 +192,15 @@ class Preset:
         return Chart(path, content, draw)
 
 
-def _final(run: Run) -> float:
+def _final(run: FinishedRun) -> float:
     return run.final
 
 
-def _best(run: Run) -> float:
+def _best(run: FinishedRun) -> float:
     return run.best
 
 
-def _speed(recipe: Recipe, base: Recipe | None) -> list[str]:
+def _speed(recipe: RecipeRuns, base: RecipeRuns | None) -> list[str]:
     """ms, tokens/s and the base's time over this one's."""
     ms, theirs = recipe.ms, base.ms if base is not None else None
     if ms is None:
@@ -211,14 +211,16 @@ def _speed(recipe: Recipe, base: Recipe | None) -> list[str]:
 
 def presets(folder: Path, device: str | None) -> list[Preset]:
     """The runs in a folder that are of a device, by preset and recipe."""
-    runs = [Run.read(file) for file in sorted(folder.glob("*.jsonl.gz"))]
+    runs = [FinishedRun.read(file) for file in sorted(folder.glob("*.jsonl.gz"))]
     runs = [run for run in runs if run.head["device"]["name"] == device]
-    found: dict[str, dict[str, list[Run]]] = {}
+    found: dict[str, dict[str, list[FinishedRun]]] = {}
     for run in runs:
         recipes = found.setdefault(run.setting("preset"), {})
         recipes.setdefault(run.setting("recipe"), []).append(run)
     return [
-        Preset(name, [Recipe(recipe, recipes[recipe]) for recipe in sorted(recipes, key=_order)])
+        Preset(
+            name, [RecipeRuns(recipe, recipes[recipe]) for recipe in sorted(recipes, key=_order)]
+        )
         for name, recipes in found.items()
     ]
 

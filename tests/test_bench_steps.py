@@ -13,8 +13,8 @@ from jetfire.cli import execute
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import bench, cases, subjects
-from jetfire.gpt2.bench import Bench
-from jetfire.gpt2.cases import EAGER, BlockProblem, Case, StepProblem, problem_of
+from jetfire.gpt2.bench import TrainingBench
+from jetfire.gpt2.cases import EAGER, BlockProblem, StepProblem, TrainingCase, problem_of
 from jetfire.gpt2.subjects import BlockSubject, StepSubject
 from jetfire.measure import peaks
 from jetfire.measure.results import Results, Row
@@ -36,8 +36,8 @@ def _peaks(monkeypatch):
 
 def measure(problem, recipes=("int8-block32",)) -> tuple[list[Row], list[str]]:
     notes: list[str] = []
-    made = Bench(CPU, notes.append, rounds=2, sample_ms=0.01)
-    return made.measure(Case(problem, recipes)), notes
+    made = TrainingBench(CPU, notes.append, rounds=2, sample_ms=0.01)
+    return made.measure(TrainingCase(problem, recipes)), notes
 
 
 @pytest.mark.parametrize(("problem", "op"), [(STEP, "gpt2_step"), (BLOCK, "gpt2_block")])
@@ -82,13 +82,15 @@ def test_a_gradient_in_4_bits_may_be_noisy_but_not_wrong(name, factor):
 def test_work_is_counted_as_documented():
     tokens, width, context = 2 * 16, 32, 16
     block = 6 * 12 * width**2 + 12 * width * context
-    assert Case(BLOCK).flops == tokens * block
-    assert Case(STEP).flops == tokens * (block + 6 * width * 64)
-    assert Case(dataclasses.replace(STEP, accumulate=3)).flops == 3 * Case(STEP).flops
+    assert TrainingCase(BLOCK).flops == tokens * block
+    assert TrainingCase(STEP).flops == tokens * (block + 6 * width * 64)
+    assert (
+        TrainingCase(dataclasses.replace(STEP, accumulate=3)).flops == 3 * TrainingCase(STEP).flops
+    )
 
 
 def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
-    made = Bench(CPU, print, rounds=2)
+    made = TrainingBench(CPU, print, rounds=2)
     subject = StepSubject(STEP, EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
     subject.loss = torch.inf
     timings = {f"{name} {kind}": Timing(ms, ms, ms, 3) for name, kind, ms in (
@@ -98,7 +100,7 @@ def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
     for name, role, ms, graph in (("int8-block32", "kernel", 5.0, True),
                                   ("compile", "peer", 6.0, False),
                                   ("eager", "peer", 8.0, False)):  # fmt: skip
-        row = made._timed(Case(STEP), Row("gpt2_step", name, role, {}), timings, subject)
+        row = made._timed(TrainingCase(STEP), Row("gpt2_step", name, role, {}), timings, subject)
         assert (row.ms, row.graph) == (ms, graph)
         assert ("ms_graph" in row.extra) == (name != "eager")
         assert row.extra["tokens_per_s"] == pytest.approx(32 / ms * 1e3)
@@ -301,7 +303,7 @@ def test_no_chart(tmp_path):
         bench.command.BenchOptions(ops=()), plot=tmp_path / "p.svg", device="cpu"
     )
     with pytest.raises(UsageError, match="training has no chart"):
-        bench.run(asked, [Case(STEP)], "")
+        bench.run(asked, [TrainingCase(STEP)], "")
 
 
 @pytest.mark.gpu
@@ -311,8 +313,8 @@ def test_no_chart(tmp_path):
 )
 def test_the_whole_way_on_the_gpu(problem):
     notes: list[str] = []
-    made = Bench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
-    rows = {row.kernel: row for row in made.measure(Case(problem, cases.MEASURED))}
+    made = TrainingBench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
+    rows = {row.kernel: row for row in made.measure(TrainingCase(problem, cases.MEASURED))}
     assert [*rows] == [*cases.MEASURED, "eager", "compile"]
     for name in cases.MEASURED:
         row = rows[name]

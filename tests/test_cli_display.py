@@ -13,7 +13,7 @@ from jetfire.bench import audit, progress, show
 from jetfire.cli import execute
 from jetfire.core import registry, terminal
 from jetfire.core.device import target_device
-from jetfire.gpt2.display import Display as Training
+from jetfire.gpt2.display import TrainingDisplay as Training
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
