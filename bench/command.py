@@ -373,12 +373,12 @@ def collect(
 
 def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner:
     """A runner with the device's peaks."""
-    from jetfire.bench.promotion import Curve
+    from jetfire.bench.promotion import PromotionRunner
     from jetfire.measure import peaks
     from jetfire.measure.nvml import Nvml
     from jetfire.measure.runner import Runner
 
-    made = Curve if options.schedules else Runner
+    made = PromotionRunner if options.schedules else Runner
     nvml = Nvml.open(device.torch_device)
     driver = nvml.driver() if nvml else None
     return made(device, peaks.cached(device, driver, remeasure), options, note, driver)

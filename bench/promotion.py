@@ -62,7 +62,7 @@ def _decibels(ratio: torch.Tensor) -> float:
     return 10 * math.log10(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
-class Curve(Runner):
+class PromotionRunner(Runner):
     """Measures a product as a `Runner` does, and what its outputs are worth."""
 
     def _floats(self, case: Case, index: int) -> Tensors:

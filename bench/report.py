@@ -439,7 +439,7 @@ def _charts(results: Results, file: Path) -> list[Chart]:
 
 
 def _tuned_chart(
-    shipped: Sequence[tuned_report.Shipped], found: Sequence[tuned_report.Lookup],
+    shipped: Sequence[tuned_report.ShippedEntry], found: Sequence[tuned_report.Lookup],
     results: Results, path: Path,
 ) -> Chart:  # fmt: skip
     def draw(path: Path, description: str) -> None:
@@ -505,7 +505,7 @@ def _complete(results: Results, file: Path) -> Results:
 
 def _problem(row: Row, file: Path) -> dict[str, Any]:
     if row.op in training_report.OPS:
-        schema.convert(row.problem, training_report.Problem, file)
+        schema.convert(row.problem, training_report.TrainingProblem, file)
         return row.problem
     if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")

@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedPeaks:
     """A device's peaks.
 
     Attributes:
@@ -42,11 +42,11 @@ class Shipped:
 
 @dataclass(frozen=True)
 class _File:
-    devices: Annotated[list[Shipped], Field(max_length=1000)]
+    devices: Annotated[list[ShippedPeaks], Field(max_length=1000)]
 
 
 @cache
-def every() -> dict[str, Shipped]:
+def every() -> dict[str, ShippedPeaks]:
     """Return the shipped peaks by device.
 
     Raises:

@@ -40,7 +40,7 @@ PLAIN = {"rounding", "layout"}  # fields that do not change what torch.compile m
 
 
 @dataclass(frozen=True)
-class Entry:
+class SuiteEntry:
     """Requests that are measured alike.
 
     Attributes:
@@ -89,11 +89,11 @@ def ops_of(part: str) -> tuple[str, ...]:
     return tuple(name for name, found in timed.items() if part in {t.part for t in found})
 
 
-def _entry(op: Op, timed: Timed) -> Entry:
+def _entry(op: Op, timed: Timed) -> SuiteEntry:
     request = Request(
         [op.name], timed.modes, timed.sizes, timed.workload, timed.blocks, timed.settings
     )
-    return Entry(
+    return SuiteEntry(
         request,
         timed.peers,
         timed.rounds,
@@ -104,13 +104,13 @@ def _entry(op: Op, timed: Timed) -> Entry:
     )
 
 
-def _part(name: str) -> list[Entry]:
+def _part(name: str) -> list[SuiteEntry]:
     ops = [registry.get(op) for op in registry.names()]
     found = [(timed, op) for op in ops for timed in _timed(op) if timed.part == name]
     return [_entry(op, timed) for timed, op in sorted(found, key=lambda pair: pair[0].turn)]
 
 
-def entries(name: str) -> list[Entry]:
+def entries(name: str) -> list[SuiteEntry]:
     """A suite's entries.
 
     Raises:

@@ -19,7 +19,7 @@ NAMES = {EAGER: "BF16 eager", COMPILE: "BF16 torch.compile"}
 _RATIOS = ["× eager", "× compile"]
 
 
-class Problem(TypedDict):
+class TrainingProblem(TypedDict):
     """The fields of a step's or a block's problem that the tables show."""
 
     width: Size

@@ -12,26 +12,26 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
-from jetfire.bench.tuned_report import NEAR, Lookup, Shipped, grouped, in_use, mean_gain, near
+from jetfire.bench.tuned_report import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
 
-_T = TypeVar("_T", Shipped, Lookup)
+_T = TypeVar("_T", ShippedEntry, Lookup)
 
 
 def plot(
-    entries: Sequence[Shipped], found: Sequence[Lookup], device: Mapping[str, Any],
+    entries: Sequence[ShippedEntry], found: Sequence[Lookup], device: Mapping[str, Any],
     path: Path, description: str = "",
 ) -> None:  # fmt: skip
     """Draw to a .png, .svg or .pdf file, equal bytes for equal values."""
     save(figure(entries, found, device), path, description)
 
 
-def _block(one: Shipped) -> str:
+def _block(one: ShippedEntry) -> str:
     block = one.entry.problem.get("block")
     return "no blocks" if block is None else f"block {block}"
 
 
 def figure(
-    entries: Sequence[Shipped], found: Sequence[Lookup], device: Mapping[str, Any]
+    entries: Sequence[ShippedEntry], found: Sequence[Lookup], device: Mapping[str, Any]
 ) -> Figure:
     """A column for each op, its problems sorted; beside it the same of the lookups, if any."""
     fig = Figure(figsize=(17 if found else 9, 4.8), layout="constrained")

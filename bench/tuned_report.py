@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedEntry:
     """One entry of a shipped profile."""
 
     op: str
@@ -105,11 +105,11 @@ class _File:
     rows: Annotated[list[Lookup], Field(max_length=10_000), FailFast()]
 
 
-def shipped(device: Mapping[str, Any]) -> list[Shipped]:
+def shipped(device: Mapping[str, Any]) -> list[ShippedEntry]:
     """Every entry shipped for a device, op by op."""
     folder = profiles.path(profiles.SHIPPED, Device("cuda", name=str(device.get("name"))), "")
     return [
-        Shipped(op, entry)
+        ShippedEntry(op, entry)
         for op in registry.names()
         for entry in profiles.read(folder.parent / f"{op}.json")
     ]
@@ -130,9 +130,9 @@ def lookups(file: Path, device: Mapping[str, Any]) -> list[Lookup]:
     return sorted(content.rows, key=lambda one: one.op)
 
 
-def records(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[Any]:
+def records(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[Any]:
     """Both as JSON."""
-    both: list[Shipped | Lookup] = [*entries, *found]
+    both: list[ShippedEntry | Lookup] = [*entries, *found]
     return [dataclasses.asdict(one) for one in both]
 
 
@@ -142,20 +142,20 @@ def mean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def gains(entries: Iterable[Shipped]) -> list[float]:
+def gains(entries: Iterable[ShippedEntry]) -> list[float]:
     """Of those whose default did not fail."""
     return [one.gain for one in entries if one.gain is not None]
 
 
-def mean_gain(entries: Iterable[Shipped], digits: int = 2) -> str:
+def mean_gain(entries: Iterable[ShippedEntry], digits: int = 2) -> str:
     """The geometric mean as text; empty where every default failed."""
     known = gains(entries)
     return f"{mean(known):.{digits}f}×" if known else ""
 
 
-def in_use(entries: Sequence[Shipped]) -> list[Shipped]:
+def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
     """Of each problem the fastest kernel's, which is the one that a model runs."""
-    best: dict[str, Shipped] = {}
+    best: dict[str, ShippedEntry] = {}
     for one in entries:
         key = json.dumps([one.op, one.entry.problem], sort_keys=True)
         if key not in best or one.entry.ms < best[key].entry.ms:
@@ -190,7 +190,7 @@ def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, li
 # The shipped configs.
 
 
-def overall(entries: Sequence[Shipped]) -> MarkdownTable:
+def overall(entries: Sequence[ShippedEntry]) -> MarkdownTable:
     """The GEMM and the other ops, a problem once."""
     rows = []
     for name, part in _parts(in_use(entries), lambda one: one.op == "gemm").items():
@@ -207,7 +207,7 @@ def overall(entries: Sequence[Shipped]) -> MarkdownTable:
     return MarkdownTable("", "", head, rows)
 
 
-def by_kernel(entries: Sequence[Shipped]) -> MarkdownTable:
+def by_kernel(entries: Sequence[ShippedEntry]) -> MarkdownTable:
     """A row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
@@ -226,7 +226,7 @@ def by_kernel(entries: Sequence[Shipped]) -> MarkdownTable:
     return MarkdownTable("", "", head, rows)
 
 
-def _provenance(entries: Sequence[Shipped]) -> str:
+def _provenance(entries: Sequence[ShippedEntry]) -> str:
     """What they were tuned with, and whether the kernels are still the same."""
 
     def values(name: str) -> str:
@@ -245,7 +245,7 @@ def _provenance(entries: Sequence[Shipped]) -> str:
     )
 
 
-def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup]) -> str:
+def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[Lookup]) -> str:
     trials = sum(one.entry.trials for one in entries)
     problems = in_use(entries)
     text = (
@@ -266,7 +266,7 @@ def _tuned_section(entries: Sequence[Shipped], plot: str, found: Sequence[Lookup
     ])  # fmt: skip
 
 
-def alt(entries: Sequence[Shipped], found: Sequence[Lookup]) -> str:
+def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
     """What the plot shows, in words."""
     problems = [one for one in in_use(entries) if one.gain is not None]
     text = f"Gain over the default of {len(problems)} tuned problems, sorted within each op"
@@ -323,13 +323,13 @@ def _lookup_section(found: Sequence[Lookup]) -> str:
 # For the documents.
 
 
-def sections(entries: Sequence[Shipped], found: Sequence[Lookup], plot: str) -> list[str]:
+def sections(entries: Sequence[ShippedEntry], found: Sequence[Lookup], plot: str) -> list[str]:
     """The sections of the page; none of what there is nothing of."""
     made = [_tuned_section(entries, plot, found)] if entries else []
     return [*made, _lookup_section(found)] if found else made
 
 
-def readme(entries: Sequence[Shipped], found: Sequence[Lookup]) -> list[str]:
+def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str]:
     """The README's line of each."""
     lines = []
     if entries:

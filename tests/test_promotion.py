@@ -10,7 +10,7 @@ import torch
 
 from jetfire.bench import report, suite
 from jetfire.bench.plot import plot
-from jetfire.bench.promotion import Curve, sqnr
+from jetfire.bench.promotion import PromotionRunner, sqnr
 from jetfire.cli import execute
 from jetfire.core import registry
 from jetfire.core.device import Device
@@ -128,7 +128,7 @@ def test_each_operand_may_have_its_own_distribution():
 
 def test_every_schedule_is_measured_and_no_other_kernel(kernels):
     notes: list[str] = []
-    rows = Curve(CPU, PEAKS, OPTIONS, notes.append).measure(case(256))
+    rows = PromotionRunner(CPU, PEAKS, OPTIONS, notes.append).measure(case(256))
     assert notes == []
     assert [row.label for row in rows] == [
         "wgmma exact", "wgmma telescoped", "fp32_matmul", "bf16_matmul",
@@ -153,7 +153,7 @@ def test_every_schedule_is_measured_and_no_other_kernel(kernels):
 
 def test_gradients_lose_their_small_rows_to_the_large_ones(kernels):
     options = dataclasses.replace(OPTIONS, data="gradient/normal")
-    row = Curve(CPU, PEAKS, options, print).measure(case(block=128))[0]
+    row = PromotionRunner(CPU, PEAKS, options, print).measure(case(block=128))[0]
     assert row.data == "gradient/normal"
     assert row.row_sqnr_db < row.sqnr_db - 10
 
@@ -161,7 +161,7 @@ def test_gradients_lose_their_small_rows_to_the_large_ones(kernels):
 def test_a_wrong_schedule_is_no_point(kernels):
     kernels(Scheduled(noise=0.1))
     notes: list[str] = []
-    rows = Curve(CPU, PEAKS, OPTIONS, notes.append).measure(case())
+    rows = PromotionRunner(CPU, PEAKS, OPTIONS, notes.append).measure(case())
     assert [row.ok for row in rows] == [True, False, None, None]
     assert (rows[1].sqnr_db, rows[1].schedule_err, rows[1].ms) == (None, None, None)
     assert rows[1].curve == "promotion"
@@ -198,9 +198,9 @@ def test_its_data_are_its_own(capsys):
     assert "says itself what is measured" in capsys.readouterr().err
 
 
-def small_suite(part="promotion") -> list[suite.Entry]:
+def small_suite(part="promotion") -> list[suite.SuiteEntry]:
     request = Request(["gemm"], sizes={"m": [64]}, blocks=["32", "64"])
-    return [suite.Entry(request, ["bf16_matmul"], 2, schedules=True, data=data)
+    return [suite.SuiteEntry(request, ["bf16_matmul"], 2, schedules=True, data=data)
             for data in ("normal", "outlier")]  # fmt: skip
 
 
@@ -341,7 +341,9 @@ def test_the_curve_on_the_gpu(data):
     if device.capability != (9, 0):
         pytest.skip("needs sm_90")
     options = dataclasses.replace(OPTIONS, data=data, peers=PROMOTION_PEERS)
-    rows = Curve(device, {"copy_gbps": 4e3, "int8_tops": 1900}, options, print).measure(case(512))
+    rows = PromotionRunner(device, {"copy_gbps": 4e3, "int8_tops": 1900}, options, print).measure(
+        case(512)
+    )
     by_label = {row.label: row for row in rows}
     assert {"wgmma exact", "wgmma telescoped", *PROMOTION_PEERS} == set(by_label)
     assert by_label["wgmma exact"].schedule_err <= 1e-6
