@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 
 
-def runs_here(plan: Plan) -> bool:
+def runs_here(plan: ExportPlan) -> bool:
     """The current GPU, where exports are tested and timed, is of the plan's architecture."""
     import torch
 

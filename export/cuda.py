@@ -5,8 +5,8 @@ To add a kernel:
 * a `Host` in `HOSTS` of the module ``host`` in its folder (core/host.py): which sources and
   `config.cuh` a config has, what its constants mean, what sizes and addresses must be;
 * a template beside it: the C function, of the common subset of C and C++, for `.cu` and
-  for the C file of `embedded` alike. It sees `plan`, `variant` (host.Variant), `names` of the
-  function's tensors, `codes` (what error codes begin with), `prototype`, `check_alignment`,
+  for the C file of `embedded` alike. It sees `plan`, `variant` (host.CompiledVariant), `names` of
+  the function's tensors, `codes` (what error codes begin with), `prototype`, `check_alignment`,
   `several`, `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
   kernels_cuda/gemm/wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument
   structs; for C the template does.
@@ -27,9 +27,9 @@ from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
 from jetfire.export.compiled import Compiled
 from jetfire.export.foreign import Foreign
-from jetfire.export.host import Variant, aligned, contract, variants
+from jetfire.export.host import CompiledVariant, aligned, contract, variants
 from jetfire.export.library import Library, header, parameters
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
 
@@ -57,13 +57,13 @@ def host_of(kernel: Kernel) -> Host:
 # --- C declarations ------------------------------------------------------------------------------
 
 
-def prototype(plan: Plan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
+def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
     """The exported function's, under any name."""
     items = parameters(plan, workspace=workspace)
     return "\n".join(hang(f"{before}int {symbol}(", items, f"){end}"))
 
 
-def _call(plan: Plan, function: str, workspace: bool) -> str:
+def _call(plan: ExportPlan, function: str, workspace: bool) -> str:
     """The end of one such function that calls another."""
     names = [*(p.name for p in plan.signature.parameters), *plan.signature.dims]
     names += ["workspace"] if workspace else []
@@ -71,7 +71,7 @@ def _call(plan: Plan, function: str, workspace: bool) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _alignment(plan: Plan, host: Host, workspace: bool) -> str:
+def _alignment(plan: ExportPlan, host: Host, workspace: bool) -> str:
     """Return an error code unless all addresses are multiples of 16."""
     bits = [f"(uintptr_t){name}" for name in aligned(plan, host, workspace)]
     result = f"{plan.name.upper()}_BAD_ALIGNMENT"
@@ -79,7 +79,7 @@ def _alignment(plan: Plan, host: Host, workspace: bool) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def dims(plan: Plan) -> str:
+def dims(plan: ExportPlan) -> str:
     """The sizes as parameters."""
     return ", ".join(f"int {dim}" for dim in plan.signature.dims)
 
@@ -87,7 +87,7 @@ def dims(plan: Plan) -> str:
 # --- one config ----------------------------------------------------------------------------------
 
 
-def _where_from(plan: Plan, tuned: Tuned) -> str:
+def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
     """How a config was found, in a sentence."""
     entry, asked, found = tuned.entry, plan.sizes(tuned.problem), plan.sizes_tuned(tuned)
     nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
@@ -97,7 +97,7 @@ def _where_from(plan: Plan, tuned: Tuned) -> str:
     )
 
 
-def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
+def _head(plan: ExportPlan, variant: CompiledVariant, build: str, what: str) -> str:
     """What a file is, where its constants come from and how it is built."""
     paragraphs = [
         f"{capital(plan.op.summary)}; {fields(plan.fixed)}.",
@@ -113,7 +113,7 @@ def _head(plan: Plan, variant: Variant, build: str, what: str) -> str:
     return "\n".join(lines)
 
 
-def _shown(variant: Variant, code: Code) -> dict[str, object]:
+def _shown(variant: CompiledVariant, code: Code) -> dict[str, object]:
     """What the template shows of one kernel."""
     source = flatten.read(code.source)
     defined = (f"constexpr int {name} = {value};" for name, value in source.defined.items())
@@ -133,7 +133,7 @@ def _shown(variant: Variant, code: Code) -> dict[str, object]:
 
 
 def host_values(
-    plan: Plan, variant: Variant, *, several: bool, workspace: bool
+    plan: ExportPlan, variant: CompiledVariant, *, several: bool, workspace: bool
 ) -> dict[str, object]:
     """What the template of a launch sees of a config, but for `language`."""
     return {
@@ -150,11 +150,11 @@ def host_values(
     }
 
 
-def _include(plan: Plan, several: bool) -> str:
+def _include(plan: ExportPlan, several: bool) -> str:
     return f"{plan.name}_configs.h" if several else f"{plan.name}.h"
 
 
-def _source(plan: Plan, variant: Variant, *, several: bool, workspace: bool) -> bytes:
+def _source(plan: ExportPlan, variant: CompiledVariant, *, several: bool, workspace: bool) -> bytes:
     """A config's `.cu`."""
     architecture = variant.host.architecture(plan.capability)
     build = (
@@ -172,7 +172,7 @@ def _source(plan: Plan, variant: Variant, *, several: bool, workspace: bool) -> 
     )
 
 
-def _compiled(plan: Plan, variant: Variant, several: bool) -> list[Compiled]:
+def _compiled(plan: ExportPlan, variant: CompiledVariant, several: bool) -> list[Compiled]:
     """A config's kernels, in the order of `Host.codes`."""
     end = variant.symbol.removeprefix(plan.name) if several else ""
     architecture = f"sm_{variant.host.architecture(plan.capability)}"
@@ -190,7 +190,12 @@ def _compiled(plan: Plan, variant: Variant, several: bool) -> list[Compiled]:
 
 
 def _launcher(
-    plan: Plan, variant: Variant, kernels: list[Compiled], *, several: bool, workspace: bool
+    plan: ExportPlan,
+    variant: CompiledVariant,
+    kernels: list[Compiled],
+    *,
+    several: bool,
+    workspace: bool,
 ) -> bytes:
     """A config's `.c`."""
     build = f"cc -std=c11 -O2 -I $CUDA_HOME/include -c {variant.symbol}.c"
@@ -216,7 +221,7 @@ def _launcher(
 
 
 def _dispatch(
-    plan: Plan, found: tuple[Variant, ...], ending: str, *, workspace: bool
+    plan: ExportPlan, found: tuple[CompiledVariant, ...], ending: str, *, workspace: bool
 ) -> dict[str, bytes]:
     """For several configs: their prototypes in a header, and the function that chooses."""
     values: dict[str, object] = {
@@ -236,7 +241,7 @@ def _dispatch(
     }
 
 
-def library(plan: Plan) -> Library:
+def library(plan: ExportPlan) -> Library:
     """As CUDA C++.
 
     Raises:
@@ -245,7 +250,7 @@ def library(plan: Plan) -> Library:
     return _library(plan, "cu", lambda variant, **shared: _source(plan, variant, **shared))
 
 
-def compiled_library(plan: Plan) -> Library:
+def compiled_library(plan: ExportPlan) -> Library:
     """The same host code in C, around machine code: the workbench's own.
 
     Raises:
@@ -266,7 +271,7 @@ def compiled_library(plan: Plan) -> Library:
     )
 
 
-def _library(plan: Plan, ending: str, file: Callable[..., bytes]) -> Library:
+def _library(plan: ExportPlan, ending: str, file: Callable[..., bytes]) -> Library:
     host = host_of(plan.kernel)
     found = variants(plan, host)
     workspace = any(variant.workspace for variant in found)

@@ -13,10 +13,10 @@ from typing import Any
 from jetfire.export import compiled, cuda, samples
 from jetfire.export.c_text import WIDTH, capital, comment, hang, unless
 from jetfire.export.compiled import Compiled
-from jetfire.export.launches import Group, Writer, structure
+from jetfire.export.launches import ProblemGroup, Writer, structure
 from jetfire.export.library import Library, header, parameters
-from jetfire.export.plan import Plan
-from jetfire.export.recording import Call, Recording, TensorMap, record
+from jetfire.export.plan import ExportPlan
+from jetfire.export.recording import Call, LaunchRecording, TensorMap, record
 from jetfire.export.render import render
 from jetfire.export.table import ProblemTable
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -24,7 +24,7 @@ from jetfire.kernels_triton.kernel import TritonKernel
 _ALIGNMENT = 256  # of a piece of the workspace, in bytes
 
 
-def library(plan: Plan) -> Library:
+def library(plan: ExportPlan) -> Library:
     """Compile every launch of every problem, and describe it in C.
 
     Raises:
@@ -49,7 +49,7 @@ def library(plan: Plan) -> Library:
     for i, recording in enumerate(recordings):
         groups.setdefault(structure(recording), []).append(i)
     grouped = [
-        Group(rows, [recordings[i] for i in rows], [places[i] for i in rows])
+        ProblemGroup(rows, [recordings[i] for i in rows], [places[i] for i in rows])
         for rows in groups.values()
     ]
     launcher = _launcher(plan, cases, grouped, kernels, kernel_of, sizes)
@@ -72,7 +72,7 @@ def library(plan: Plan) -> Library:
 
 
 def _compiled(
-    plan: Plan, problems: Sequence[Any], recordings: Sequence[Recording]
+    plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
 ) -> tuple[list[Compiled], dict[Call, str]]:
     """Each different code once, and which of them a call runs, as the launcher names it."""
     users: dict[tuple[str, bytes, int, int], list[str]] = {}
@@ -103,7 +103,7 @@ def _identity(call: Call) -> tuple[str, bytes, int, int]:
     return call.function, call.code, call.threads, call.shared_bytes
 
 
-def _workspace(recordings: Sequence[Recording]) -> tuple[list[list[int]], list[int]]:
+def _workspace(recordings: Sequence[LaunchRecording]) -> tuple[list[list[int]], list[int]]:
     """Where each recording's scratch memory lies, and how much of it there is, in bytes.
 
     What must be zero comes first, as much for all sizes, so that nothing that a call leaves there
@@ -127,9 +127,9 @@ def _workspace(recordings: Sequence[Recording]) -> tuple[list[list[int]], list[i
 
 
 def _launcher(
-    plan: Plan,
+    plan: ExportPlan,
     cases: dict[Any, Any],
-    groups: Sequence[Group],
+    groups: Sequence[ProblemGroup],
     kernels: Sequence[Compiled],
     kernel_of: dict[Call, str],
     workspace: Sequence[int],

@@ -28,7 +28,7 @@ _NAMES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """One kernel's text.
 
     Attributes:
@@ -69,7 +69,7 @@ def _included(source: Path, seen: dict[str, str]) -> None:
         seen[name] = file.read_text()
 
 
-def read(source: Path) -> Source:
+def read(source: Path) -> KernelSource:
     """A `.cu` and all that it includes, but `config.cuh`."""
     seen: dict[str, str] = {}
     _included(source, seen)
@@ -82,7 +82,7 @@ def read(source: Path) -> Source:
         title, own = _split_comment(_DEFAULT.sub("", text))
         headers.append((title, _own_lines(own)))
     body = _KERNEL.sub(_as_cpp, _own_lines(_DEFINE.sub("", code)))
-    return Source(comment, defined, tuple(headers), body)
+    return KernelSource(comment, defined, tuple(headers), body)
 
 
 def _as_cpp(kernel: re.Match[str]) -> str:

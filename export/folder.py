@@ -16,14 +16,14 @@ from jetfire.core.errors import UsageError
 from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.library import Library
 from jetfire.export.options import check_new
-from jetfire.export.plan import Plan
-from jetfire.export.target import Target, require
+from jetfire.export.plan import ExportPlan
+from jetfire.export.target import ExportTarget, require
 
 if TYPE_CHECKING:
     from jetfire.measure.results import Row
 
 
-def implement(plan: Plan, target_name: str) -> Library:
+def implement(plan: ExportPlan, target_name: str) -> Library:
     """The C function of a plan: of a CUDA kernel as source, but for target ``cubin``.
 
     Raises:
@@ -39,11 +39,11 @@ def implement(plan: Plan, target_name: str) -> Library:
     return embedded.library(plan)
 
 
-def default_target(plan: Plan) -> str:
+def default_target(plan: ExportPlan) -> str:
     return "cuda" if cuda.takes(plan.kernel) else "cubin"
 
 
-def contents(plan: Plan, target_name: str, *, check: bool = True) -> dict[str, bytes]:
+def contents(plan: ExportPlan, target_name: str, *, check: bool = True) -> dict[str, bytes]:
     """All files of an export.
 
     Args:
@@ -69,7 +69,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         file.write_bytes(content)
 
 
-def export(plan: Plan, target_name: str, folder: Path, *, check: bool = True) -> list[Row]:
+def export(plan: ExportPlan, target_name: str, folder: Path, *, check: bool = True) -> list[Row]:
     """Write an export; all of it, or nothing.
 
     It is made in a folder beside its own and takes its place at the end, once it has been built in
@@ -107,7 +107,7 @@ def export(plan: Plan, target_name: str, folder: Path, *, check: bool = True) ->
     return rows
 
 
-def _check(plan: Plan, target_name: str, built: Path) -> list[Row]:
+def _check(plan: ExportPlan, target_name: str, built: Path) -> list[Row]:
     from jetfire.export import measure
     from jetfire.export.check import runs_here
 
@@ -119,7 +119,7 @@ def _check(plan: Plan, target_name: str, built: Path) -> list[Row]:
     return measure.measure(plan, target_name, built)
 
 
-def _take(target: Target, plan: Plan, built: Path, whole: Path) -> None:
+def _take(target: ExportTarget, plan: ExportPlan, built: Path, whole: Path) -> None:
     """What was built and belongs to the export."""
     for product in target.products(plan, built):
         destination = whole / product

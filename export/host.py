@@ -8,11 +8,11 @@ from typing import Any
 
 from jetfire.core.errors import UsageError
 from jetfire.core.host import Code, Host
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 
 
 @dataclass(frozen=True)
-class Variant:
+class CompiledVariant:
     """One config as it is compiled, for all problems of a plan that have the same code.
 
     Attributes:
@@ -22,7 +22,7 @@ class Variant:
 
     symbol: str
     host: Host
-    tuned: tuple[Tuned, ...]
+    tuned: tuple[TunedProblem, ...]
 
     @property
     def problem(self) -> Any:
@@ -52,13 +52,13 @@ class Variant:
         return self.host.values(self.problem, self.config)
 
 
-def variants(plan: Plan, host: Host) -> tuple[Variant, ...]:
+def variants(plan: ExportPlan, host: Host) -> tuple[CompiledVariant, ...]:
     """One for each different code, in the order of the plan's problems.
 
     Raises:
         UsageError: a problem of the plan does not keep to what its own code asks of sizes.
     """
-    alike: dict[tuple[Any, ...], list[Tuned]] = {}
+    alike: dict[tuple[Any, ...], list[TunedProblem]] = {}
     for tuned in plan.tuned:
         for dim, multiple in host.multiples(tuned.problem, tuned.config).items():
             if (size := getattr(tuned.problem, dim)) % multiple:
@@ -71,17 +71,17 @@ def variants(plan: Plan, host: Host) -> tuple[Variant, ...]:
     for group in alike.values():
         sizes = "x".join(map(str, plan.sizes(group[0].problem).values()))
         symbol = plan.name if len(alike) == 1 else f"{plan.name}_{sizes}"
-        found.append(Variant(symbol, host, tuple(group)))
+        found.append(CompiledVariant(symbol, host, tuple(group)))
     return tuple(found)
 
 
-def aligned(plan: Plan, host: Host, workspace: bool = False) -> tuple[str, ...]:
+def aligned(plan: ExportPlan, host: Host, workspace: bool = False) -> tuple[str, ...]:
     """What of the function's pointers must lie at multiples of 16."""
     names = [p.name for p in plan.signature.parameters] + ["workspace"] * workspace
     return tuple(name for name in names if name in host.aligned)
 
 
-def contract(plan: Plan, found: tuple[Variant, ...]) -> tuple[str, ...]:
+def contract(plan: ExportPlan, found: tuple[CompiledVariant, ...]) -> tuple[str, ...]:
     """What callers must keep to, in sentences."""
     host = found[0].host
     matrices = aligned(plan, host, any(variant.workspace for variant in found))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jetfire.core.errors import UsageError
 from jetfire.export.c_text import hang, unless
-from jetfire.export.recording import Address, Argument, Call, Recording, TensorMap
+from jetfire.export.recording import Address, Argument, Call, LaunchRecording, TensorMap
 from jetfire.export.table import ProblemTable
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
@@ -19,7 +19,7 @@ _MAP_TYPES = {"int8": "UINT8", "bfloat16": "BFLOAT16", "float16": "FLOAT16", "fl
 _TAKEN = ("problem", "code", "none", "stream", "workspace", "driver", "launch", "map_matrix")
 
 
-def structure(recording: Recording) -> tuple[Any, ...]:
+def structure(recording: LaunchRecording) -> tuple[Any, ...]:
     """What recordings have in common where their launches differ in numbers alone."""
 
     def of(argument: Argument) -> tuple[Any, ...]:
@@ -34,7 +34,7 @@ def structure(recording: Recording) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProblemGroup:
     """Problems of one structure.
 
     Attributes:
@@ -44,12 +44,12 @@ class Group:
     """
 
     rows: Sequence[int]
-    recordings: Sequence[Recording]
+    recordings: Sequence[LaunchRecording]
     places: Sequence[Sequence[int]]
 
 
 @dataclass
-class Launch:
+class LaunchCode:
     """One launch in C.
 
     Attributes:
@@ -72,9 +72,14 @@ class Writer:
     """
 
     def __init__(
-        self, table: ProblemTable, group: Group, kernels: Mapping[Call, str], named: Sequence[str],
-        error: str, indent: int,
-    ) -> None:  # fmt: skip
+        self,
+        table: ProblemTable,
+        group: ProblemGroup,
+        kernels: Mapping[Call, str],
+        named: Sequence[str],
+        error: str,
+        indent: int,
+    ) -> None:
         self.table = table
         self.group = group
         self.kernels = kernels
@@ -83,7 +88,7 @@ class Writer:
         self._variables: dict[str, str] = dict.fromkeys((*named, *_TAKEN), "")
         self._scratch = self._scratch_names()
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[LaunchCode]:
         return [self._launch(calls) for calls in self._calls()]
 
     def _calls(self) -> list[tuple[Call, ...]]:
@@ -100,7 +105,7 @@ class Writer:
             unique = f"{name}_{count}"
         return unique
 
-    def _variable(self, launch: Launch, name: str, c_type: str, value: str) -> str:
+    def _variable(self, launch: LaunchCode, name: str, c_type: str, value: str) -> str:
         """One of that type and value, declared where there is none."""
         text = f"{c_type} {{}} = {value};"
         count, unique = 1, name
@@ -112,8 +117,8 @@ class Writer:
             launch.setup.append(text.format(unique))
         return unique
 
-    def _launch(self, calls: tuple[Call, ...]) -> Launch:
-        launch = Launch()
+    def _launch(self, calls: tuple[Call, ...]) -> LaunchCode:
+        launch = LaunchCode()
         arguments = [
             self._argument(launch, found)
             for found in zip(*(call.arguments for call in calls), strict=True)
@@ -142,7 +147,7 @@ class Writer:
         )  # fmt: skip
         return launch
 
-    def _argument(self, launch: Launch, found: tuple[Argument, ...]) -> str:
+    def _argument(self, launch: LaunchCode, found: tuple[Argument, ...]) -> str:
         """An element of the array of arguments: the address of one."""
         first = found[0]
         name = _stem(first.name)
@@ -161,7 +166,7 @@ class Writer:
             return f"&{text}"
         return f"&{self._variable(launch, name, c_type, text)}"
 
-    def _pointer(self, launch: Launch, name: str, values: Sequence[Address]) -> str:
+    def _pointer(self, launch: LaunchCode, name: str, values: Sequence[Address]) -> str:
         of = values[0].of
         offsets = [value.offset for value in values]
         if isinstance(of, int):
@@ -177,7 +182,7 @@ class Writer:
         c_type = start[1 : start.index(")")]
         return self._variable(launch, name, c_type, start if text == "0" else f"{start} + {text}")
 
-    def _map(self, launch: Launch, name: str, values: Sequence[TensorMap]) -> str:
+    def _map(self, launch: LaunchCode, name: str, values: Sequence[TensorMap]) -> str:
         first = values[0]
         if len(first.sizes) != 2 or any(v.address.offset for v in values):
             raise UsageError(f"parameter {name} is a map of no whole matrix: cannot export")

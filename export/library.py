@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetfire.export.c_text import capital, comment, fields, hang
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Library:
     zeros: bool = True
 
 
-def parameters(plan: Plan, *, workspace: bool) -> list[str]:
+def parameters(plan: ExportPlan, *, workspace: bool) -> list[str]:
     """The function's, with their types."""
     return [
         *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
@@ -50,9 +50,14 @@ def parameters(plan: Plan, *, workspace: bool) -> list[str]:
 
 
 def header(
-    plan: Plan, *, workspace: bool, any_size: bool, contract: tuple[str, ...], zeros: bool = True,
+    plan: ExportPlan,
+    *,
+    workspace: bool,
+    any_size: bool,
+    contract: tuple[str, ...],
+    zeros: bool = True,
     runtime: bool = False,
-) -> bytes:  # fmt: skip
+) -> bytes:
     """`<name>.h`: the contract, the function, its error codes and their texts.
 
     Args:

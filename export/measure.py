@@ -16,7 +16,7 @@ from jetfire.core.op import Check
 from jetfire.core.processes import Worker
 from jetfire.core.tensors import Tensors
 from jetfire.export import targets
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
@@ -30,7 +30,7 @@ TIMEOUT_S = 900.0  # for the process's start and all problems
 Call = Callable[[Any, Tensors, Tensors], Tensors]
 
 
-def row_of(plan: Plan, tuned: Tuned, target_name: str) -> Row:
+def row_of(plan: ExportPlan, tuned: TunedProblem, target_name: str) -> Row:
     """The row of one problem, as yet without times."""
     exact = tuned.entry.problem == tuned.problem.as_dict()
     return Row(
@@ -41,7 +41,7 @@ def row_of(plan: Plan, tuned: Tuned, target_name: str) -> Row:
 
 
 def measure(
-    plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None = None
+    plan: ExportPlan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None = None
 ) -> list[Row]:
     """A row for each problem, of which `vs_peer` has the workbench's time over the export's.
 
@@ -72,17 +72,17 @@ def measure(
     return rows
 
 
-def _failed(plan: Plan, target_name: str, why: str) -> WrongResultError:
+def _failed(plan: ExportPlan, target_name: str, why: str) -> WrongResultError:
     line = " ".join(why.split())[:500]
     return WrongResultError(f"{plan.op.name}/{plan.kernel.name} as {target_name}: {line}")
 
 
-def _serve(connection: Connection, plan: Plan, target_name: str, *others: Any) -> None:
+def _serve(connection: Connection, plan: ExportPlan, target_name: str, *others: Any) -> None:
     connection.send(_answer(plan, target_name, *others))
 
 
 def _answer(
-    plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None
+    plan: ExportPlan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None
 ) -> list[Row] | JetfireError:
     """The rows, or what went wrong: an error that is not Jetfire's own is the export's."""
     try:
@@ -93,14 +93,16 @@ def _answer(
         return _failed(plan, target_name, f"{type(error).__name__}: {error}")
 
 
-def _rows(plan: Plan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None) -> list[Row]:
+def _rows(
+    plan: ExportPlan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None
+) -> list[Row]:
     device = Device.parse("cuda")
     call = targets.get(target_name).call(plan, folder)
     return [_row(plan, tuned, target_name, call, device, peaks) for tuned in plan.tuned]
 
 
 def _row(
-    plan: Plan, tuned: Tuned, target_name: str, call: Call, device: Device,
+    plan: ExportPlan, tuned: TunedProblem, target_name: str, call: Call, device: Device,
     peaks: Mapping[str, Any] | None,
 ) -> Row:  # fmt: skip
     case, where = Case(plan.op, tuned.problem), device.torch_device
@@ -128,7 +130,7 @@ def _row(
     return replace(row, vs_peer={LAUNCH: timings[LAUNCH].ms / timings[target_name].ms})
 
 
-def _launched(plan: Plan, tuned: Tuned, inputs: Tensors, outputs: Tensors) -> Tensors:
+def _launched(plan: ExportPlan, tuned: TunedProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
     plan.kernel.launch(tuned.problem, tuned.config, inputs, outputs)
     return outputs
 
@@ -137,7 +139,9 @@ def _bound(call: Call, problem: Any, inputs: Tensors, outputs: Tensors) -> Calla
     return lambda: call(problem, inputs, outputs)
 
 
-def _checked(plan: Plan, tuned: Tuned, call: Call, inputs: Tensors, expected: Tensors) -> Check:
+def _checked(
+    plan: ExportPlan, tuned: TunedProblem, call: Call, inputs: Tensors, expected: Tensors
+) -> Check:
     """One call into poisoned outputs against the reference."""
     problem = tuned.problem
     outputs = plan.op.poison(problem, plan.op.outputs(problem, inputs))

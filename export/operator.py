@@ -24,7 +24,7 @@ from jetfire.core.tensors import Tensors
 from jetfire.export.c_text import WIDTH, capital, fields
 from jetfire.export.foreign import Foreign
 from jetfire.export.library import Library
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.samples import Sample
 from jetfire.export.signature import Extent, Parameter, Signature
 from jetfire.export.target import cuda_home
@@ -193,7 +193,7 @@ def _address(parameter: Parameter) -> str:
     return f"static_cast<{parameter.pointer}>({parameter.name}.{data}())"
 
 
-def recorded(plan: Plan, sample: Sample) -> list[Recorded]:
+def recorded(plan: ExportPlan, sample: Sample) -> list[Recorded]:
     """The sample's tensors in the function's order."""
     parameters = plan.signature.parameters
     outputs = {p.key: sample.expected[p.name] for p in plan.signature.outputs}
@@ -216,7 +216,7 @@ def recorded(plan: Plan, sample: Sample) -> list[Recorded]:
     return found
 
 
-def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
+def values(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]:
     """What every template may use."""
     return {
         "plan": plan,
@@ -241,7 +241,7 @@ def values(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _prose(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
+def _prose(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]:
     """What documentation, self-test and benchmark say of a plan."""
     return {
         "summary": capital(plan.op.summary),
@@ -258,7 +258,7 @@ def _prose(plan: Plan, library: Library, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _arguments(plan: Plan, library: Library) -> dict[str, Any]:
+def _arguments(plan: ExportPlan, library: Library) -> dict[str, Any]:
     """What the functions of C, C++ and Python take and return."""
     signature = plan.signature
     given = allocated(signature)
@@ -316,7 +316,7 @@ def _narrowed(sizes: Sequence[Size]) -> list[str]:
     return [f'narrow({size.name}, "{size.name}")' for size in sizes]
 
 
-def _passed(plan: Plan, library: Library, sizes: Sequence[Size]) -> list[str]:
+def _passed(plan: ExportPlan, library: Library, sizes: Sequence[Size]) -> list[str]:
     """C++ of what the C function is given: of a tensor's, a size's and the workspace's names."""
     found = [_address(p) for p in plan.signature.parameters]
     found += _narrowed(sizes)
@@ -339,7 +339,7 @@ class Origin:
     where: Foreign
 
 
-def origin(plan: Plan, tuned: Tuned) -> Origin:
+def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
     """Where its config comes from, in words."""
     entry, problem = tuned.entry, tuned.problem
     exact = entry.problem == problem.as_dict()
@@ -353,7 +353,7 @@ def origin(plan: Plan, tuned: Tuned) -> Origin:
     )
 
 
-def _rate(plan: Plan, tuned: Tuned) -> str:
+def _rate(plan: ExportPlan, tuned: TunedProblem) -> str:
     """Multiply-add operations a second, or bytes for an op that has none."""
     ms, flops = tuned.entry.ms, plan.op.flops(tuned.problem)
     if flops:
@@ -361,7 +361,9 @@ def _rate(plan: Plan, tuned: Tuned) -> str:
     return f"{plan.op.bytes(tuned.problem) / ms / 1e6:.0f} GB/s"
 
 
-def caller(plan: Plan, function: Callable[..., Any]) -> Callable[[Any, Tensors, Tensors], Tensors]:
+def caller(
+    plan: ExportPlan, function: Callable[..., Any]
+) -> Callable[[Any, Tensors, Tensors], Tensors]:
     """Calls the operator with a problem's tensors; it allocates what it returns."""
     signature = plan.signature
     numbers = asked(signature)

@@ -24,7 +24,7 @@ CPU = "jetfire.kernels_cpu"
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedProblem:
     """One problem and its config.
 
     Attributes:
@@ -44,7 +44,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """One exported function.
 
     Attributes:
@@ -59,7 +59,7 @@ class Plan:
     op: Op
     kernel: Kernel
     device: Device
-    tuned: tuple[Tuned, ...]
+    tuned: tuple[TunedProblem, ...]
 
     def __post_init__(self) -> None:
         # Generated code has it as it is, so that nothing else may be in a plan.
@@ -88,7 +88,7 @@ class Plan:
     def sizes(self, problem: Any) -> dict[str, int]:
         return {dim: getattr(problem, dim) for dim in self.op.dims}
 
-    def sizes_tuned(self, tuned: Tuned) -> dict[str, int]:
+    def sizes_tuned(self, tuned: TunedProblem) -> dict[str, int]:
         """The sizes that a profile's entry is for, which may be another problem's."""
         return self.sizes(self.op.Problem.parse(tuned.entry.problem))
 
@@ -182,7 +182,7 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
 
 
 def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int],
-         name: str | None) -> Plan:  # fmt: skip
+         name: str | None) -> ExportPlan:  # fmt: skip
     """The plan for some problems of one op.
 
     Args:
@@ -213,5 +213,5 @@ def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, 
     for problem in problems:
         choice = _found(op, kernel, problem, device)
         assert choice.entry is not None
-        tuned.append(Tuned(problem, choice.config, choice.entry))
-    return Plan(name, op, kernel, device, tuple(tuned))
+        tuned.append(TunedProblem(problem, choice.config, choice.entry))
+    return ExportPlan(name, op, kernel, device, tuple(tuned))

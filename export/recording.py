@@ -32,7 +32,7 @@ class Address:
     """Of a byte of a tensor.
 
     Attributes:
-        of: a parameter's name (`signature.Parameter`), or a number of `Recording.scratch`.
+        of: a parameter's name (`signature.Parameter`), or a number of `LaunchRecording.scratch`.
     """
 
     of: str | int
@@ -99,7 +99,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Recording:
+class LaunchRecording:
     """All that one call of `launch` does."""
 
     calls: tuple[Call, ...]
@@ -110,7 +110,7 @@ class Recording:
 Request = tuple[str, str, tuple[int, int], Any, Any]
 
 
-def record(requests: Sequence[Request]) -> list[Recording]:
+def record(requests: Sequence[Request]) -> list[LaunchRecording]:
     """What a kernel's launch does, for each request.
 
     Raises:
@@ -124,7 +124,7 @@ def record(requests: Sequence[Request]) -> list[Recording]:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"recording launches failed:\n{done.stderr.decode()[-2000:]}")
-    answer: list[Recording] | JetfireError = pickle.loads(done.stdout)
+    answer: list[LaunchRecording] | JetfireError = pickle.loads(done.stdout)
     if isinstance(answer, JetfireError):
         raise answer
     return answer
@@ -133,7 +133,7 @@ def record(requests: Sequence[Request]) -> list[Recording]:
 def main() -> None:
     """Answer `record` on standard output: recordings, or why there are none."""
     requests: list[Request] = pickle.load(sys.stdin.buffer)
-    answer: list[Recording] | JetfireError
+    answer: list[LaunchRecording] | JetfireError
     try:
         answer = [_compiled(request) for request in requests]
     except JetfireError as error:
@@ -141,7 +141,7 @@ def main() -> None:
     sys.stdout.buffer.write(pickle.dumps(answer))
 
 
-def _compiled(request: Request) -> Recording:
+def _compiled(request: Request) -> LaunchRecording:
     op, kernel, capability, *_ = request
     with broken.compiling(op, kernel, "sm_{}{}".format(*capability)):
         return _record(*request)
@@ -223,7 +223,7 @@ def watching(memory: Memory) -> Iterator[None]:
 
 def _record(
     op_name: str, kernel_name: str, capability: tuple[int, int], problem: Any, config: Any
-) -> Recording:
+) -> LaunchRecording:
     from triton import knobs
 
     from jetfire.core import registry
@@ -252,7 +252,9 @@ def _record(
         mock.patch.object(knobs.compilation, "disable_line_info", True),
     ):
         launches, _ = record_launches(op_name, kernel_name, problem, config, capability)
-    return Recording(tuple(call_of(launch, memory) for launch in launches), tuple(memory.scratch))
+    return LaunchRecording(
+        tuple(call_of(launch, memory) for launch in launches), tuple(memory.scratch)
+    )
 
 
 def call_of(launch: Launch, memory: Memory) -> Call:

@@ -13,7 +13,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors
-from jetfire.export.plan import CPU, Plan
+from jetfire.export.plan import CPU, ExportPlan
 
 # Every byte of an output before it is written, here and in self-tests: NaN, or a code that is none.
 UNWRITTEN = 0xFF
@@ -59,7 +59,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def small_problem(plan: Plan) -> Any:
+def small_problem(plan: ExportPlan) -> Any:
     """The plan's problem at small sizes, legal with its first config.
 
     Raises:
@@ -82,7 +82,7 @@ def cpu_kernel(op: Op) -> Kernel:
     return next(k for k in registry.kernels(op.name).values() if type(k).__module__.startswith(CPU))
 
 
-def record(plan: Plan) -> Sample:
+def record(plan: ExportPlan) -> Sample:
     """Make it on the CPU, by the op's kernel there, and check that against the reference.
 
     Raises:

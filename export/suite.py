@@ -22,7 +22,7 @@ from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
 from jetfire.export import measure, targets
 from jetfire.export.folder import contents, write
-from jetfire.export.plan import Plan, make
+from jetfire.export.plan import ExportPlan, make
 from jetfire.export.target import resume, stop
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
@@ -43,7 +43,7 @@ class Export:
     def __str__(self) -> str:
         return f"{self.op}/{self.kernel} {self.problem} as {self.target}"
 
-    def plan(self) -> Plan:
+    def plan(self) -> ExportPlan:
         """Raises UsageError where there is no profile."""
         return make([Case(registry.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
 
@@ -59,7 +59,7 @@ def exports() -> list[Export]:
     ]
 
 
-def prepare(export: Export, folder: Path) -> Plan:
+def prepare(export: Export, folder: Path) -> ExportPlan:
     """Write, build and test an export in a new folder.
 
     Raises:
@@ -73,7 +73,7 @@ def prepare(export: Export, folder: Path) -> Plan:
 
 
 @contextmanager
-def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Plan], Path]]]:
+def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[ExportPlan], Path]]]:
     """Each with what `prepare` comes to, and its folder, which goes away at the end."""
     jobs = min(AT_ONCE, os.cpu_count() or 1)
     try:
@@ -93,7 +93,7 @@ def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Pla
 
 
 def rows(
-    export: Export, done: Future[Plan], folder: Path, peaks: Mapping[str, Any] | None
+    export: Export, done: Future[ExportPlan], folder: Path, peaks: Mapping[str, Any] | None
 ) -> list[Row]:
     """Its row, or one that says what is wrong with it: whatever that is, others are measured."""
     try:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.tensors import Tensors
 from jetfire.export.library import Library
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 from jetfire.export.samples import Sample
 
 if TYPE_CHECKING:
     from typing import Any
 
 
-class Target(ABC):
+class ExportTarget(ABC):
     """One form of an export."""
 
     @abstractmethod
@@ -32,24 +32,24 @@ class Target(ABC):
         """Programs that `build` runs, such as nvcc: looked for before anything is written."""
 
     @abstractmethod
-    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+    def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
         """All files of the folder by relative path: the library's, the sample's and its own."""
 
     @abstractmethod
-    def build(self, plan: Plan, folder: Path) -> None:
+    def build(self, plan: ExportPlan, folder: Path) -> None:
         """Build in a folder that holds `files`, as its README tells a user to.
 
         Raises:
             WrongResultError: it does not build; the compiler's last lines are in the message.
         """
 
-    def products(self, plan: Plan, folder: Path) -> Sequence[Path]:
+    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
         """What `build` made that belongs to the export, relative to the folder; by default nothing,
         as whoever gets the sources builds them."""
         return ()
 
     @abstractmethod
-    def selftest(self, plan: Plan, folder: Path) -> None:
+    def selftest(self, plan: ExportPlan, folder: Path) -> None:
         """Run the folder's own self-test, on a GPU, after `build`.
 
         Raises:
@@ -57,7 +57,7 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         """After `build`: a function of (problem, inputs, outputs) that enqueues the exported kernel
         on torch's current stream, as `Kernel.launch` does; for timing them against each other.
 

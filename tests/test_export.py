@@ -22,7 +22,7 @@ from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.profiles import Entry
 from jetfire.export import command, measure, samples, suite, targets
 from jetfire.export.library import Library, header
-from jetfire.export.plan import Plan, Tuned, make
+from jetfire.export.plan import ExportPlan, TunedProblem, make
 from jetfire.export.table import ProblemTable
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
@@ -380,7 +380,7 @@ def on_the_cpu(monkeypatch):
     op, kernel = registry.get("gemm"), registry.get_kernel("gemm", "int_mm")
     problem = op.Problem(64, 96, 128, block=32)
     entry = profiles.read(SHIPPED / "nvidia-h200" / "gemm.json")[0]
-    plan = Plan("it", op, kernel, here, (Tuned(problem, kernel.Config(), entry),))
+    plan = ExportPlan("it", op, kernel, here, (TunedProblem(problem, kernel.Config(), entry),))
 
     def install(launch):
         monkeypatch.setattr(targets, "get", lambda name: Shown(launch))

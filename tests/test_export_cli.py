@@ -13,14 +13,14 @@ from jetfire.core import files
 from jetfire.core.errors import WrongResultError
 from jetfire.export import check, cuda, embedded, measure, targets
 from jetfire.export.library import Library, header
-from jetfire.export.target import Target, run
+from jetfire.export.target import ExportTarget, run
 from jetfire.measure.results import Row
 
 GEMM = ("gemm", "--m", "4096", "--block", "128")
 QUANTIZE = ("quantize", "--m", "8192", "--n", "4096")
 
 
-class Fake(Target):
+class Fake(ExportTarget):
     """Writes the library's files; builds by whatever it is given."""
 
     def __init__(self, build=lambda folder: None, products=(), programs=()):

@@ -17,7 +17,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.machine_code import Cubin, audit
 from jetfire.core.profiles import Entry
 from jetfire.export import cuda, flatten
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda import driver
@@ -38,9 +38,9 @@ def plan_of(kernel, *cases, capability=(9, 0)):
         problem = OP.Problem(**fields)
         entry = Entry(kernel, problem.as_dict(), config.as_dict(), 1.0, 1.0, 1.0, 1, None, None,
                       "time", {}, 24, "gp", {})  # fmt: skip
-        tuned.append(Tuned(problem, config, entry))
+        tuned.append(TunedProblem(problem, config, entry))
     device = target_device(capability)
-    return Plan("a_gemm", OP, registry.get_kernel("gemm", kernel), device, tuple(tuned))
+    return ExportPlan("a_gemm", OP, registry.get_kernel("gemm", kernel), device, tuple(tuned))
 
 
 def fields(m=4096, n=4096, k=4096, **others):

@@ -19,8 +19,16 @@ from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
 from jetfire.export import embedded, recording, samples
-from jetfire.export.plan import Plan, Tuned
-from jetfire.export.recording import Address, Argument, Call, Memory, Recording, Scratch, TensorMap
+from jetfire.export.plan import ExportPlan, TunedProblem
+from jetfire.export.recording import (
+    Address,
+    Argument,
+    Call,
+    LaunchRecording,
+    Memory,
+    Scratch,
+    TensorMap,
+)
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home
 
@@ -40,8 +48,8 @@ def plan_of(op_name, kernel_name, *fields, capability=(9, 0)):
     op, kernel = registry.get(op_name), registry.get_kernel(op_name, kernel_name)
     device = target_device(capability)
     problems = [op.Problem(**each) for each in fields]
-    tuned = tuple(Tuned(p, kernel.default(p, device), None) for p in problems)
-    return Plan(f"a_{op_name}", op, kernel, device, tuned)
+    tuned = tuple(TunedProblem(p, kernel.default(p, device), None) for p in problems)
+    return ExportPlan(f"a_{op_name}", op, kernel, device, tuned)
 
 
 PLANS = {
@@ -363,7 +371,7 @@ def launched(fake_driver, made, sizes, **options):
 def test_tensor_maps_are_encoded_for_each_call(monkeypatch, tmp_path, fake_driver):
     def recorded(m, n):
         matrix = TensorMap(Address("x", 0), "bfloat16", 2, (m, n), (n, 1), (64, 32), 64)
-        return Recording((a_call(Argument("x_desc", "map", matrix),
+        return LaunchRecording((a_call(Argument("x_desc", "map", matrix),
                                  Argument("x_desc_stride0", "i64", n)),), ())  # fmt: skip
 
     made = by_hand(monkeypatch, tmp_path, [recorded(256, 512), recorded(208, 336)])
@@ -380,8 +388,8 @@ def test_tensor_maps_are_encoded_for_each_call(monkeypatch, tmp_path, fake_drive
 
 
 def test_shared_memory_beyond_48_kib_is_asked_for_once_a_device(monkeypatch, tmp_path, fake_driver):
-    small = Recording((a_call(code=b"\x7fELS", shared_bytes=48 << 10),), ())
-    large = Recording((a_call(code=b"\x7fELL", shared_bytes=(48 << 10) + 16),), ())
+    small = LaunchRecording((a_call(code=b"\x7fELS", shared_bytes=48 << 10),), ())
+    large = LaunchRecording((a_call(code=b"\x7fELL", shared_bytes=(48 << 10) + 16),), ())
     made = by_hand(monkeypatch, tmp_path, [small, large])
     sizes = {b"\x7fELS": [8, 8], b"\x7fELL": [8, 8]}
     lines = launched(fake_driver, made, sizes, FAKE_DEVICE="3")
@@ -391,9 +399,9 @@ def test_shared_memory_beyond_48_kib_is_asked_for_once_a_device(monkeypatch, tmp
 
 def test_problems_whose_launches_differ_get_each_its_own(monkeypatch, tmp_path, fake_driver):
     """Such as where Triton compiled a stride of 1 in, so that the kernel takes one number less."""
-    one = Recording((a_call(Argument("x_ptr", "pointer", Address("x", 0)),
+    one = LaunchRecording((a_call(Argument("x_ptr", "pointer", Address("x", 0)),
                             Argument("stride", "i32", 7), code=b"\x7fEL1"),), ())  # fmt: skip
-    other = Recording((a_call(Argument("x_ptr", "pointer", Address("x", 0)), code=b"\x7fEL2"),
+    other = LaunchRecording((a_call(Argument("x_ptr", "pointer", Address("x", 0)), code=b"\x7fEL2"),
                        a_call(Argument("rate", "fp32", 0.1), code=b"\x7fEL3")), ())  # fmt: skip
     fields = ({"m": 256, "n": 512}, {"m": 512, "n": 512})
     made = by_hand(monkeypatch, tmp_path, [one, other, one], fields)
@@ -412,7 +420,7 @@ def test_views_and_numbers_that_differ_come_from_the_table(monkeypatch, tmp_path
             Argument("count", "i64", count),
             Argument("rate", "fp32", rate),
         )
-        return Recording((a_call(*arguments),), (Scratch(1000, False), Scratch(8, True)))
+        return LaunchRecording((a_call(*arguments),), (Scratch(1000, False), Scratch(8, True)))
 
     made = by_hand(
         monkeypatch, tmp_path, [recorded(32, 0, 1 << 40, 1e-5), recorded(64, 500, 3, -2.0)]

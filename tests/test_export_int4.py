@@ -20,7 +20,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.machine_code import Cubin, audit
 from jetfire.core.profiles import Entry
 from jetfire.export import cuda, samples
-from jetfire.export.plan import Plan, Tuned
+from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
@@ -45,9 +45,9 @@ def plan_of(op, kernel, *cases, capability=(9, 0)):
         problem = registry.get(op).Problem(**fields)
         entry = Entry(kernel, problem.as_dict(), config.as_dict(), 1.0, 1.0, 1.0, 1, None, None,
                       "time", {}, 24, "gp", {})  # fmt: skip
-        tuned.append(Tuned(problem, config, entry))
+        tuned.append(TunedProblem(problem, config, entry))
     device = target_device(capability)
-    return Plan(NAME, registry.get(op), registry.get_kernel(op, kernel), device, tuple(tuned))
+    return ExportPlan(NAME, registry.get(op), registry.get_kernel(op, kernel), device, tuple(tuned))
 
 
 def gemm(m=1024, n=768, k=4096, **others):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jetfire.core.errors import unknown
 
 if TYPE_CHECKING:
-    from jetfire.export.target import Target
+    from jetfire.export.target import ExportTarget
 
 _MODULES = {
     "cuda": "c_library",
@@ -22,7 +22,7 @@ NAMES = tuple(_MODULES)
 
 
 @cache
-def get(name: str) -> Target:
+def get(name: str) -> ExportTarget:
     """The target of a name.
 
     Raises:
@@ -31,5 +31,5 @@ def get(name: str) -> Target:
     if name not in _MODULES:
         raise unknown(f"--target {name}", name, NAMES)
     module = importlib.import_module(f"jetfire.export.targets.{_MODULES[name]}")
-    target: Target = module.TARGET
+    target: ExportTarget = module.TARGET
     return target

@@ -17,11 +17,11 @@ from jetfire.core.tensors import Tensors
 from jetfire.export.c_text import comment, fields
 from jetfire.export.library import Library
 from jetfire.export.operator import Origin, origin, recorded
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import UNWRITTEN, Sample, small_problem
 from jetfire.export.signature import Extent, Parameter
-from jetfire.export.target import Target, cuda_home, program, run
+from jetfire.export.target import ExportTarget, cuda_home, program, run
 
 if TYPE_CHECKING:
     from ctypes import CDLL
@@ -120,7 +120,7 @@ def _count_code(shape: Sequence[Extent]) -> str:
     return "(size_t)" + " * ".join(factors or ["1"])
 
 
-def _flops_code(plan: Plan) -> str | None:
+def _flops_code(plan: ExportPlan) -> str | None:
     """C of the multiply-add operations, where they are so many for each product of the sizes."""
     if not plan.op.flops(plan.problem):
         return None
@@ -138,7 +138,7 @@ def _flops_code(plan: Plan) -> str | None:
     return " * ".join([f"{factors.pop():.1f}", *sizes])
 
 
-def _about_tuned(plan: Plan, tuned: Sequence[Origin]) -> list[str]:
+def _about_tuned(plan: ExportPlan, tuned: Sequence[Origin]) -> list[str]:
     """Lines of a comment on the benchmark's table of times."""
     nearest = any(each.microseconds is None for each in tuned)
     unknown = "; 0 where another size's config is used" if nearest else ""
@@ -148,7 +148,7 @@ def _about_tuned(plan: Plan, tuned: Sequence[Origin]) -> list[str]:
     )
 
 
-class CLibrary(Target):
+class CLibrary(ExportTarget):
     """Sources, Makefile, CMakeLists.txt, self-test, benchmark and README."""
 
     def tools(self, library: Library) -> Sequence[str]:
@@ -157,7 +157,7 @@ class CLibrary(Target):
         cuda_home()
         return "make", program("CC", "cc")
 
-    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+    def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
         tensors = [
             _tensor(p, sample, tensor.written)
             for p, tensor in zip(plan.signature.parameters, recorded(plan, sample), strict=True)
@@ -191,15 +191,15 @@ class CLibrary(Target):
             "LICENSE": licence(),
         }
 
-    def build(self, plan: Plan, folder: Path) -> None:
+    def build(self, plan: ExportPlan, folder: Path) -> None:
         jobs = f"-j{min(8, os.cpu_count() or 1)}"
         run(["make", jobs, *_home(folder), "all", "bin/selftest", "bin/benchmark"], folder)
         _Function(plan, folder / f"lib{plan.name}.so").check_loads()
 
-    def selftest(self, plan: Plan, folder: Path) -> None:
+    def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run(["make", *_home(folder), "selftest"], folder)
 
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         return _Function(plan, folder / f"lib{plan.name}.so")
 
 
@@ -213,7 +213,7 @@ def _home(folder: Path) -> list[str]:
 class _Function:
     """The library's function, called through ctypes with a workspace for each size."""
 
-    def __init__(self, plan: Plan, file: Path) -> None:
+    def __init__(self, plan: ExportPlan, file: Path) -> None:
         self.plan = plan
         self.library: CDLL = ctypes.CDLL(str(file))
         self.function = getattr(self.library, plan.name)
@@ -275,4 +275,4 @@ class _Function:
         return [self.workspaces[sizes].data_ptr()]
 
 
-TARGET: Target = CLibrary()
+TARGET: ExportTarget = CLibrary()

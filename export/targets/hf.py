@@ -14,16 +14,16 @@ from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
-from jetfire.export.target import Target, run
+from jetfire.export.target import ExportTarget, run
 from jetfire.export.targets.torch_extension import tools
 
 _CLEAN = (sys.executable, "-B")  # the variant is shipped as it is: no bytecode in it
 
 
-def hub_name(plan: Plan) -> str:
+def hub_name(plan: ExportPlan) -> str:
     """A kernel's name as kernel-builder takes it; the module's has underscores.
 
     Raises:
@@ -42,13 +42,13 @@ def _as_cpp(library: Library) -> dict[str, str]:
     return {name: f"{Path(name).stem}.c.cpp" for name in library.c_sources}
 
 
-class HuggingFace(Target):
+class HuggingFace(ExportTarget):
     """build.toml, flake.nix, `csrc/`, `torch-ext/`, tests, and the built variant in `build/`."""
 
     def tools(self, library: Library) -> Sequence[str]:
         return tools(library)
 
-    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+    def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
         name, renamed = hub_name(plan), _as_cpp(library)
         csrc = {renamed.get(file, file): content for file, content in library.files.items()}
         python_name = name.replace("-", "_")
@@ -78,21 +78,21 @@ class HuggingFace(Target):
             "LICENSE": licence(),
         }
 
-    def build(self, plan: Plan, folder: Path) -> None:
+    def build(self, plan: ExportPlan, folder: Path) -> None:
         run([sys.executable, "build_variant.py"], folder, operator.environment())
         run([*_CLEAN, "-c", "import selftest"], folder)
 
-    def products(self, plan: Plan, folder: Path) -> Sequence[Path]:
+    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
         return [path.parent.relative_to(folder) for path in folder.glob("build/*/metadata.json")]
 
-    def selftest(self, plan: Plan, folder: Path) -> None:
+    def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run([*_CLEAN, "selftest.py"], folder)
 
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         (metadata,) = folder.glob("build/*/metadata.json")
         name = json.loads(metadata.read_text())["id"]
         module = operator.imported(name, metadata.with_name("__init__.py"))
         return operator.caller(plan, getattr(module, plan.name))
 
 
-TARGET: Target = HuggingFace()
+TARGET: ExportTarget = HuggingFace()

@@ -10,10 +10,10 @@ from typing import Any
 from jetfire.core.tensors import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
-from jetfire.export.target import Target, cuda_home, program, run
+from jetfire.export.target import ExportTarget, cuda_home, program, run
 
 
 def tools(library: Library) -> Sequence[str]:
@@ -23,13 +23,13 @@ def tools(library: Library) -> Sequence[str]:
     return compilers, program("CXX", "c++")
 
 
-class TorchExtension(Target):
+class TorchExtension(ExportTarget):
     """`csrc/`, a package around what is built of it, self-test, benchmark and README."""
 
     def tools(self, library: Library) -> Sequence[str]:
         return tools(library)
 
-    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+    def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
         values = {**operator.values(plan, library, sample), "hub": False, "package": False}
         csrc = ("checks.h", "operator.cpp", "pybind.cpp")
         return {
@@ -44,16 +44,16 @@ class TorchExtension(Target):
             "LICENSE": licence(),
         }
 
-    def build(self, plan: Plan, folder: Path) -> None:
+    def build(self, plan: ExportPlan, folder: Path) -> None:
         run([sys.executable, "setup.py", "build_ext", "--inplace"], folder, operator.environment())
         run([sys.executable, "-c", f"from {plan.name} import development, {plan.name}"], folder)
 
-    def selftest(self, plan: Plan, folder: Path) -> None:
+    def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run([sys.executable, "selftest.py"], folder)
 
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         module = operator.imported(plan.name, folder / plan.name / "__init__.py")
         return operator.caller(plan, getattr(module, plan.name))
 
 
-TARGET: Target = TorchExtension()
+TARGET: ExportTarget = TorchExtension()

@@ -11,22 +11,22 @@ from typing import Any
 from jetfire.core.tensors import Tensors
 from jetfire.export import operator
 from jetfire.export.library import Library
-from jetfire.export.plan import Plan
+from jetfire.export.plan import ExportPlan
 from jetfire.export.render import licence, render
 from jetfire.export.samples import Sample
-from jetfire.export.target import Target, run
+from jetfire.export.target import ExportTarget, run
 from jetfire.export.targets.torch_extension import tools
 
 INSTALLED = "installed"  # where the wheel is tried, away from its sources
 
 
-class Wheel(Target):
+class Wheel(ExportTarget):
     """`csrc/`, the package, pyproject.toml, and the wheel itself in `dist/`."""
 
     def tools(self, library: Library) -> Sequence[str]:
         return tools(library)
 
-    def files(self, plan: Plan, library: Library, sample: Sample) -> dict[str, bytes]:
+    def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
         values = {**operator.values(plan, library, sample), "hub": False, "package": True}
         name = plan.name
         profile = json.dumps(plan.provenance(), indent=1) + "\n"
@@ -45,7 +45,7 @@ class Wheel(Target):
             "LICENSE": licence(),
         }
 
-    def build(self, plan: Plan, folder: Path) -> None:
+    def build(self, plan: ExportPlan, folder: Path) -> None:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
         run(
             [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", "dist", "."],
@@ -57,15 +57,15 @@ class Wheel(Target):
         run([*pip, "install", "--no-deps", "--no-index", "--target", ".", str(wheel)], away)
         run([sys.executable, "-c", f"from {plan.name} import {plan.name}"], away)
 
-    def products(self, plan: Plan, folder: Path) -> Sequence[Path]:
+    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
         return [wheel.relative_to(folder) for wheel in (folder / "dist").glob("*.whl")]
 
-    def selftest(self, plan: Plan, folder: Path) -> None:
+    def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run([sys.executable, "-m", f"{plan.name}.selftest"], folder / INSTALLED)
 
-    def call(self, plan: Plan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
         module = operator.imported(plan.name, folder / INSTALLED / plan.name / "__init__.py")
         return operator.caller(plan, getattr(module, plan.name))
 
 
-TARGET: Target = Wheel()
+TARGET: ExportTarget = Wheel()
