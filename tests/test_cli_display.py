@@ -18,7 +18,7 @@ from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
 from jetfire.tuner import show as profiles
-from jetfire.tuner.display import Display as Search
+from jetfire.tuner.display import SearchDisplay as Search
 from jetfire.tuner.trial import Measurement
 
 # A tag that closes nothing, which Rich refuses; one that would colour; a title and a colour by ESC.

@@ -43,7 +43,7 @@ from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.tuner import display as display_module
 from jetfire.tuner import shipped, summary
 from jetfire.tuner import space as space_module
-from jetfire.tuner.display import Display
+from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.final import Final, beats, decide
 from jetfire.tuner.options import TuneOptions
 from jetfire.tuner.recording import Recording
@@ -1449,7 +1449,7 @@ def clock(monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(capsys):
-    with Display("time", 2) as display:
+    with SearchDisplay("time", 2) as display:
         display.begin("gemm/triton m=1", 4, 60.0, [])
         display.trial(C, Measurement("ok", 2.0))
         display.trial(A, Measurement("ok", 3.0))  # no better: no line
@@ -1483,7 +1483,7 @@ def rendered(display):
 
 
 def test_the_table_of_a_search(clock):
-    display = Display("time", 3)
+    display = SearchDisplay("time", 3)
     assert "best so far" not in rendered(display)
     known = [(A, Measurement("ok", 4.0)), (B, Measurement("timeout"))]
     display.begin("gemm/triton m=4096", 10, 600.0, known)
@@ -1508,7 +1508,7 @@ def test_the_table_of_a_search(clock):
 
 @pytest.mark.parametrize(("objective", "unit"), [("energy", "J"), ("both", "ms·J")])
 def test_the_table_of_other_objectives(objective, unit):
-    display = Display(objective, 1)
+    display = SearchDisplay(objective, 1)
     display.begin("gemm/triton", 10, 600.0, [(A, Measurement("ok", 4.0))])  # without an energy
     assert "best so far" not in rendered(display)
     display.trial(B, Measurement("ok", 2.0, joules=0.5))
@@ -1518,7 +1518,7 @@ def test_the_table_of_other_objectives(objective, unit):
 
 def test_a_terminal_gets_the_table_and_lines_above_it():
     file = io.StringIO()
-    display = Display("time", 1)
+    display = SearchDisplay("time", 1)
     display._console = Console(file=file, force_terminal=True, width=100, color_system=None)
     with display:
         display.begin("gemm/triton", 10, 600.0, [])
@@ -1538,7 +1538,7 @@ def outcome(config=E, default=C, ms=0.5, default_ms=1.0, saved=True, peers=None,
     before = None if default_ms is None else Timing.of([default_ms] * 5)
     final = Final(config, timing, before, before, False,
                   {n: Timing.of([v] * 5) for n, v in (peers or {}).items()}, {})  # fmt: skip
-    return summary.Outcome(TOY, PROBLEM, default, final, trials, saved)
+    return summary.SearchOutcome(TOY, PROBLEM, default, final, trials, saved)
 
 
 def test_the_summary(capsys):

@@ -17,10 +17,10 @@ from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
 from jetfire.measure.plan import Case
 from jetfire.tuner import summary, unseen
-from jetfire.tuner.display import Display
+from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions, check
 from jetfire.tuner.recording import Recording
-from jetfire.tuner.session import Session, Stopped, Target, Tuned, is_current
+from jetfire.tuner.session import FinishedSearch, SearchTarget, Session, Stopped, is_current
 from jetfire.tuner.space import Space
 from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
@@ -37,7 +37,7 @@ def devices_of(text: str) -> list[Device]:
     return [device for device in found if device.name == first.name]
 
 
-def targets(asked: TuneOptions, device: Device) -> list[Target]:
+def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     """Every kernel of every problem that has something to tune.
 
     None where the shard is empty, or where nothing is missing of what was to be tuned if it is.
@@ -50,7 +50,7 @@ def targets(asked: TuneOptions, device: Device) -> list[Target]:
     index, count = asked.shard
     pairs = [(case, k) for case in asked.cases[index::count] for k in _kernels(case, asked.kernels)]
     found = [_target(asked, case, kernel, device) for case, kernel in pairs]
-    tunable = [target for target in found if isinstance(target, Target)]
+    tunable = [target for target in found if isinstance(target, SearchTarget)]
     if pairs and not tunable:
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
         elsewhere = any(needs_another_device(k, case.problem, device) for case, k in pairs)
@@ -61,7 +61,7 @@ def targets(asked: TuneOptions, device: Device) -> list[Target]:
     return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
 
 
-def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> Target | str:
+def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:
     """A kernel with what it may be tuned over, or why there is nothing."""
     default = kernel.default(case.problem, device)
     if reason := kernel.legal(case.problem, default, device):
@@ -71,19 +71,21 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> T
     space = Space.of(kernel, case.problem, device, asked.space)
     if asked.space and space.whole and not space.pool:
         return f"{kernel.name}: no config within --space is legal"
-    return Target(case, kernel, space)
+    return SearchTarget(case, kernel, space)
 
 
-def _unseen(asked: TuneOptions, device: Device) -> list[Target]:
+def _unseen(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     names = list(dict.fromkeys(case.op.name for case in asked.cases))
     drawn = unseen.draw(names, asked.unseen, asked.seed, device)
     return [
-        Target(Case(registry.get(kernel.op), problem), kernel, Space.of(kernel, problem, device))
+        SearchTarget(
+            Case(registry.get(kernel.op), problem), kernel, Space.of(kernel, problem, device)
+        )
         for kernel, problem in drawn
     ]
 
 
-def _is_tuned(target: Target, device: Device, objective: str) -> bool:
+def _is_tuned(target: SearchTarget, device: Device, objective: str) -> bool:
     found = profiles.find(target.kernel, target.case.problem, device)
     return is_current(found, objective)
 
@@ -129,10 +131,10 @@ def tune(asked: TuneOptions) -> None:
     if asked.dry_run:
         _dry_run(work, devices)
         return
-    tuned: list[Tuned] = []
+    tuned: list[FinishedSearch] = []
     failed: list[JetfireError] = []
     stopped: BaseException | None = None
-    with _terminated_as_interrupted(), Display(objective, len(work)) as display:
+    with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as display:
         session = Session(asked, objective, devices, display)
         try:
             failed = _tune_all(session, work, tuned)
@@ -162,7 +164,9 @@ def tune(asked: TuneOptions) -> None:
         )
 
 
-def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> list[JetfireError]:
+def _tune_all(
+    session: Session, work: Sequence[SearchTarget], tuned: list[FinishedSearch]
+) -> list[JetfireError]:
     """Each target in turn while there is time; those that fail are named."""
     failed: list[JetfireError] = []
     for i, target in enumerate(work):
@@ -181,7 +185,7 @@ def _tune_all(session: Session, work: Sequence[Target], tuned: list[Tuned]) -> l
     return failed
 
 
-def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
+def _dry_run(work: Sequence[SearchTarget], devices: Sequence[Device]) -> None:
     print(f"{devices[0].label}: {len(work)} searches")
     for target in work:
         space = target.space
@@ -189,7 +193,7 @@ def _dry_run(work: Sequence[Target], devices: Sequence[Device]) -> None:
         print(f"{target}: {space.size} configs, {legal}")
 
 
-def _write_files(asked: TuneOptions, tuned: Sequence[Tuned], session: Session) -> None:
+def _write_files(asked: TuneOptions, tuned: Sequence[FinishedSearch], session: Session) -> None:
     if not session.studies:
         return
     if asked.report is not None:
@@ -206,7 +210,7 @@ def _write_files(asked: TuneOptions, tuned: Sequence[Tuned], session: Session) -
         _recording(*session.studies[0]).save(asked.record)
 
 
-def _recording(target: Target, study: Study) -> Recording:
+def _recording(target: SearchTarget, study: Study) -> Recording:
     return Recording(
         target.kernel, target.case.problem, study.optuna.user_attrs["device"],
         target.space.fields, target.space.base, dict(study.finished()),

@@ -29,8 +29,8 @@ FATES = (*OUTCOMES, LOST, RUNNING)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\S\n]|[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]")
 
 
-class Final(TypedDict, total=False):
-    """A final comparison, as `final.Final.as_dict` has it."""
+class FinalRecord(TypedDict, total=False):
+    """A final comparison, as `final.Final.as_dict` gives it."""
 
     config: Required[Fields]
     ms: Required[Measured]
@@ -57,7 +57,7 @@ class Where(TypedDict, total=False):
     date: Line
 
 
-class Peaks(TypedDict, total=False):
+class PeaksRecord(TypedDict, total=False):
     """A device's, in GB/s and TOPS, and what disturbed their measuring."""
 
     copy_gbps: Measured | None
@@ -72,10 +72,10 @@ _ATTRIBUTES: dict[str, Any] = {
     **dict.fromkeys(("problem", "default"), Fields),
     "objective": Objective,
     "device": Where,
-    "peaks": Peaks,
+    "peaks": PeaksRecord,
     "space": Annotated[dict[Name, Scalars], most(100)],
     **dict.fromkeys(("flops", "bytes"), _Work),
-    "final": Final,
+    "final": FinalRecord,
 }
 
 

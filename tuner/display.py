@@ -22,7 +22,7 @@ def config_text(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.as_dict().items())
 
 
-class Display:
+class SearchDisplay:
     """The state of the search under way.
 
     Args:

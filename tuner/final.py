@@ -12,7 +12,7 @@ import numpy as np
 from jetfire.core.errors import JetfireError, WrongResultError
 from jetfire.core.kernel import Config
 from jetfire.measure.timer import Timing
-from jetfire.tuner.runner import ROUNDS, Comparison, Runner, RunnerError
+from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError, TrialRunner
 from jetfire.tuner.trial import Objective
 
 # A gain below half a percent is not worth a change, however sure.
@@ -98,7 +98,7 @@ def _middle(values: np.ndarray) -> float:
 
 
 def decide(
-    runner: Runner, finalists: Sequence[Config], default: Config, before: Config, tuned: bool,
+    runner: TrialRunner, finalists: Sequence[Config], default: Config, before: Config, tuned: bool,
     objective: Objective, budget_s: float, broken: Mapping[Config, str] | None = None,
     rounds: int = ROUNDS,
 ) -> Final:  # fmt: skip
@@ -135,7 +135,7 @@ def decide(
 
 
 def _compare(
-    runner: Runner, configs: Mapping[str, Config], budget_s: float, rounds: int,
+    runner: TrialRunner, configs: Mapping[str, Config], budget_s: float, rounds: int,
     failed: Mapping[str, str],
 ) -> Comparison:  # fmt: skip
     """A comparison that brings its worker down is repeated without the peers, one of which may be

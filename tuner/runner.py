@@ -27,7 +27,7 @@ class Comparison:
     failed: Mapping[str, str]
 
 
-class Runner(Protocol):
+class TrialRunner(Protocol):
     """Measures configs of one problem at a time."""
 
     capacity: int

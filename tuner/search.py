@@ -10,7 +10,7 @@ from pathlib import Path
 from jetfire.core import interrupts
 from jetfire.core.files import Unwritable, add, append
 from jetfire.core.kernel import Config
-from jetfire.tuner.runner import Runner
+from jetfire.tuner.runner import TrialRunner
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
 from jetfire.tuner.trial import Measurement
@@ -34,7 +34,7 @@ class Limits:
     deadline: float
 
 
-def search(study: Study, runner: Runner, limits: Limits, progress: Progress) -> None:
+def search(study: Study, runner: TrialRunner, limits: Limits, progress: Progress) -> None:
     """Try configs until either limit, or until there are none left.
 
     Whatever ends it, no trial is left under way: those without an outcome may be tried again.

@@ -20,7 +20,7 @@ from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.tuner import summary
 from jetfire.tuner.device import DeviceRunner
-from jetfire.tuner.display import Display
+from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.final import Final, decide
 from jetfire.tuner.measure import Job
 from jetfire.tuner.options import EFFORTS, TuneOptions
@@ -40,7 +40,7 @@ HOPELESS = ("wrong", "illegal", "compile")
 
 
 @dataclass(frozen=True)
-class Target:
+class SearchTarget:
     """One kernel at one problem, and what it may be tuned over."""
 
     case: Case
@@ -52,7 +52,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class FinishedSearch:
     """A search that has come to its end.
 
     Attributes:
@@ -60,17 +60,17 @@ class Tuned:
         saved: the profile that was written; None where it stays as it was.
     """
 
-    target: Target
+    target: SearchTarget
     found: Found
     final: Final
     study: Study
     saved: Path | None
 
     @property
-    def outcome(self) -> summary.Outcome:
+    def outcome(self) -> summary.SearchOutcome:
         """It as the summary shows it."""
         target = self.target
-        return summary.Outcome(
+        return summary.SearchOutcome(
             target.kernel, target.case.problem, target.space.base, self.final,
             self.study.finished(), self.saved is not None,
         )  # fmt: skip
@@ -80,14 +80,18 @@ class Session:
     """The devices, the display and the limits that all the searches of one command share."""
 
     def __init__(
-        self, asked: TuneOptions, objective: Objective, devices: Sequence[Device], display: Display
+        self,
+        asked: TuneOptions,
+        objective: Objective,
+        devices: Sequence[Device],
+        display: SearchDisplay,
     ) -> None:
         self.asked, self.objective = asked, objective
         self.device, self.display = devices[0], display
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
         self.runner = DeviceRunner(devices, asked.trial_s)
-        self.studies: list[tuple[Target, Study]] = []
+        self.studies: list[tuple[SearchTarget, Study]] = []
         self.untried = 0  # searches that there was no time for
         self._started = False
         self.end = self.runner.now() + asked.budget_s
@@ -100,7 +104,7 @@ class Session:
             )
         self.peaks = peaks.cached(self.device, self.driver)
 
-    def study(self, target: Target, first: Sequence[Point]) -> Study:
+    def study(self, target: SearchTarget, first: Sequence[Point]) -> Study:
         """The target's study, described for whoever reads it."""
         asked, problem = self.asked, target.case.problem
         name = asked.strategy
@@ -122,7 +126,7 @@ class Session:
         storage = asked.storage if asked.keep else InMemoryStorage()
         return Study(identity, strategy, storage, self.display.note, attributes)
 
-    def tune(self, target: Target, searches_left: int) -> Tuned | None:
+    def tune(self, target: SearchTarget, searches_left: int) -> FinishedSearch | None:
         """Search one target with its share of the time left, decide, save.
 
         Returns:
@@ -156,10 +160,10 @@ class Session:
             raise Stopped(tuned) from stopped
         return tuned
 
-    def _found(self, target: Target) -> Found:
+    def _found(self, target: SearchTarget) -> Found:
         return profiles.find(target.kernel, target.case.problem, self.device)
 
-    def _search(self, target: Target, study: Study, share: float) -> BaseException | None:
+    def _search(self, target: SearchTarget, study: Study, share: float) -> BaseException | None:
         """Search for so many seconds; what stopped it before, if anything did."""
         asked = self.asked
         self.display.begin(str(target), self.trials, share, study.finished())
@@ -182,8 +186,8 @@ class Session:
         return None
 
     def _finished(
-        self, target: Target, study: Study, found: Found, stopped: BaseException | None
-    ) -> tuple[Tuned, BaseException | None]:
+        self, target: SearchTarget, study: Study, found: Found, stopped: BaseException | None
+    ) -> tuple[FinishedSearch, BaseException | None]:
         """Decide and save; Ctrl-C hastens it."""
         if self.asked.keep:  # another tuner may have written a profile in the meantime
             profiles.forget()
@@ -201,7 +205,7 @@ class Session:
             self.runner.start()
             self._started = True
 
-    def _first(self, target: Target, found: Found) -> list[Point]:
+    def _first(self, target: SearchTarget, found: Found) -> list[Point]:
         """The default, the profile's config, and those of the nearest problems."""
         near = profiles.nearest(target.kernel, target.case.problem, self.device, NEAREST)
         configs = [target.space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
@@ -219,7 +223,9 @@ class Session:
                              "a higher --trials goes on"))  # fmt: skip
         return True
 
-    def _finish(self, target: Target, study: Study, found: Found, rounds_s: float) -> Tuned:
+    def _finish(
+        self, target: SearchTarget, study: Study, found: Found, rounds_s: float
+    ) -> FinishedSearch:
         begin, tuned = self.runner.now(), found.source == "tuned"
         rounds_s = min(rounds_s, max(1.0, self.end - begin))
         hopeless = {config: m.message for config, m in study.finished() if self._hopeless(m)}
@@ -242,7 +248,7 @@ class Session:
         if self.asked.keep and not (final.kept and is_current(found, self.objective)):
             saved = self._save(target, study, final)
         study.conclude(final.as_dict())
-        return Tuned(target, found, final, study, saved)
+        return FinishedSearch(target, found, final, study, saved)
 
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""
@@ -250,7 +256,7 @@ class Session:
             return self.asked.trial_s < 2 * measurement.seconds
         return measurement.outcome in HOPELESS
 
-    def _save(self, target: Target, study: Study, final: Final) -> Path:
+    def _save(self, target: SearchTarget, study: Study, final: Final) -> Path:
         timing = final.timing
         entry = Entry(
             kernel=target.kernel.name, problem=target.case.problem.as_dict(),
@@ -290,6 +296,6 @@ def _check_folder(file: Path) -> None:
 class Stopped(Exception):
     """A search that was cut short, and what it found."""
 
-    def __init__(self, tuned: Tuned) -> None:
+    def __init__(self, tuned: FinishedSearch) -> None:
         super().__init__()
         self.tuned = tuned

@@ -23,7 +23,7 @@ COLUMNS = ("problem", "kernel", "config, where not the default's", "time", "defa
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """One search's end.
 
     Attributes:
@@ -39,13 +39,13 @@ class Outcome:
     saved: bool
 
 
-def mean_gain(outcomes: Sequence[Outcome]) -> float | None:
+def mean_gain(outcomes: Sequence[SearchOutcome]) -> float | None:
     """The geometric mean of the gains over the defaults; None where every default failed."""
     gains = [o.final.gain for o in outcomes if o.final.gain is not None]
     return mean(gains) if gains else None
 
 
-def show(outcomes: Sequence[Outcome], device: Device) -> None:
+def show(outcomes: Sequence[SearchOutcome], device: Device) -> None:
     """Print the outcomes on stdout."""
     gain = mean_gain(outcomes)
     terminal.console(width=240).print(_table(outcomes))
@@ -54,7 +54,7 @@ def show(outcomes: Sequence[Outcome], device: Device) -> None:
               f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(outcomes: Sequence[SearchOutcome]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -74,7 +74,7 @@ def changes(config: Config, default: Config) -> str:
     return problem_text(found) or "the default"
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
+def _row(outcome: SearchOutcome) -> tuple[str, ...]:
     final, problem = outcome.final, outcome.problem.as_dict()
     failed = sum(not measurement.measured for _, measurement in outcome.trials)
     peers = [f"{ratio:.2f}× {name}" for name, ratio in final.vs_peer.items()]

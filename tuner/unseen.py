@@ -17,7 +17,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS
-from jetfire.tuner.session import Tuned
+from jetfire.tuner.session import FinishedSearch
 from jetfire.tuner.trial import digits
 
 SMALLEST, LARGEST = 512, 16384
@@ -66,12 +66,12 @@ def _chosen(op: Op, problem: Any, device: Device) -> Kernel | None:
     return None
 
 
-def rows(tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
+def rows(tuned: Sequence[FinishedSearch]) -> list[dict[str, Any]]:
     """A row a problem: times of the lookup's config, the default and the tuned one, in one run."""
     return [_row(t) for t in tuned if t.final.before is not None and t.final.default is not None]
 
 
-def _row(tuned: Tuned) -> dict[str, Any]:
+def _row(tuned: FinishedSearch) -> dict[str, Any]:
     final, problem, entry = tuned.final, tuned.target.case.problem, tuned.found.entry
     assert final.before is not None
     assert final.default is not None
@@ -85,7 +85,7 @@ def _row(tuned: Tuned) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _distance(tuned: Tuned, other: Mapping[str, Any]) -> float:
+def _distance(tuned: FinishedSearch, other: Mapping[str, Any]) -> float:
     problem = tuned.target.case.problem
     ratios = [math.log2(getattr(problem, d) / other[d]) for d in tuned.target.case.op.dims]
     return round(math.hypot(*ratios), 3)
