@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,26 @@ def test_no_op_s_name_stands_outside_its_own_files():
             found[str(path.relative_to(ROOT))] = others
     allowed = {file: set(names) for file, names in NAMED.items()}
     assert found == allowed
+
+
+def homes(trees):
+    """By name of a public class, where it is: modules, but all kernels are one place.
+
+    A kernel's classes are named for its schedule, and their folder for the op.
+    """
+    found = defaultdict(set)
+    for module, tree in trees.items():
+        home = "kernels" if package(module).startswith("kernels_") else module
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(home)
+    return found
+
+
+def test_no_two_classes_have_one_name():
+    found = homes({module: ast.parse(path.read_text()) for module, path in FILES.items()})
+    assert {"Quantized", "TimedOutError"} <= found.keys()
+    assert {name: sorted(where) for name, where in found.items() if len(where) > 1} == {}
 
 
 def test_the_layers_are_found_without_torch():
