@@ -130,8 +130,10 @@ def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
     if wrong := sum(bool(pair["failures"]) for pair in pairs):
         raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
     if summary["short"]:
-        raise TimedOutError(f"time ended before {len(summary['short'])} of {len(pairs)} kernels "
-                            "had their examples: raise --budget, or lower --examples")  # fmt: skip
+        raise TimedOutError(
+            f"time ended before {len(summary['short'])} of {len(pairs)} kernels "
+            "had their examples: raise --budget, or lower --examples"
+        )
     if unchecked := [f"{p['op']} {p['kernel']}" for p in pairs if _is_unchecked(p)]:
         raise UsageError(f"{', '.join(unchecked)}: no example had the memory it needs on {label}")
     if plan.against is not None and not any(pair["compared"] for pair in pairs):
@@ -148,8 +150,12 @@ def _progress(plan: FuzzPlan) -> Iterator[Callable[[int], None]]:
 
     counts = [extent.examples for extent in plan.extents.values()]
     total = None if None in counts else sum(filter(None, counts))
-    with Progress(console=terminal.console(stderr=True), transient=True, redirect_stdout=False,
-                  redirect_stderr=False) as progress:  # fmt: skip
+    with Progress(
+        console=terminal.console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
         task = progress.add_task("examples", total=total)
         yield lambda examples: progress.update(task, advance=examples)
 
@@ -264,8 +270,11 @@ def _line(failure: Failure, plan: FuzzPlan) -> str:
 def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
     """Print and save a batch's failure."""
     for failure in report.failures:
-        print(terminal.visible(_line(failure, plan)), flush=True,
-              file=sys.stdout if form == "table" else sys.stderr)  # fmt: skip
+        print(
+            terminal.visible(_line(failure, plan)),
+            flush=True,
+            file=sys.stdout if form == "table" else sys.stderr,
+        )
         store.save(failure, plan.devices[0], plan.loaded)
 
 
@@ -334,9 +343,15 @@ def _show(summary: dict[str, Any], form: str) -> None:
         if f"{pair['op']} {pair['kernel']}" in summary["short"] and pair["asked"]:
             examples += f" of {pair['asked']}"
         table.add_row(
-            pair["op"], pair["kernel"], examples, f"{pair['seconds']:.0f}",
-            str(pair["configs"]), *counts, *share, _result(pair, summary),
-        )  # fmt: skip
+            pair["op"],
+            pair["kernel"],
+            examples,
+            f"{pair['seconds']:.0f}",
+            str(pair["configs"]),
+            *counts,
+            *share,
+            _result(pair, summary),
+        )
     terminal.console(width=160).print(table)
     terminal.note("; ".join(_notes(summary)))
 

@@ -311,7 +311,7 @@ def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, in
 
 def _about_tiles(
     op: Op, tiles: Mapping[str, int], largest: int, rng: random.Random
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Of each dimension some tiles, or nearly so; those without are small."""
     sizes = {name: _size(THIN, rng) for name in op.dims}
     for name, tile in tiles.items():
@@ -446,11 +446,17 @@ class Batch:
         op, kernel, device = self._target.op, self._target.kernel, self._target.device
         config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
         return Example(
-            op.name, kernel.name, problem.as_dict(), config.as_dict(), self._data(),
-            self._rng.getrandbits(31), variant.layout, variant.offset,
+            op.name,
+            kernel.name,
+            problem.as_dict(),
+            config.as_dict(),
+            self._data(),
+            self._rng.getrandbits(31),
+            variant.layout,
+            variant.offset,
             other_of(variant.other, op, kernel, problem, config, device),
             edges=self._rng.random() < 0.25,
-        )  # fmt: skip
+        )
 
     def _empty(self) -> Example | None:
         """A call of the op's public function with one size of 0, or more."""

@@ -19,9 +19,19 @@ Shift = Annotated[int, Field(ge=0, le=1 << 16)]
 Layout = Annotated[dict[Name, tuple[Shift, Shift]], Field(max_length=100)]
 
 Kind = Literal[
-    "wrong", "nondeterministic", "unwritten", "guard", "input", "config", "kernel", "gradient",
-    "crash", "timeout", "raised", "sanitizer",
-]  # fmt: skip
+    "wrong",
+    "nondeterministic",
+    "unwritten",
+    "guard",
+    "input",
+    "config",
+    "kernel",
+    "gradient",
+    "crash",
+    "timeout",
+    "raised",
+    "sanitizer",
+]
 
 
 @dataclass(frozen=True)

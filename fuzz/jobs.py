@@ -109,8 +109,9 @@ class FuzzPlan:
         )
         if unit.number == ALONE:
             return self._run_huge(target, executor, unit.deadline)
-        return run_batch(target, unit.number, unit.examples, self.seed, executor, unit.deadline,
-                         unit.known)  # fmt: skip
+        return run_batch(
+            target, unit.number, unit.examples, self.seed, executor, unit.deadline, unit.known
+        )
 
     def _run_huge(self, target: FuzzTarget, executor: Isolated, deadline: float) -> PairReport:
         """One example, once no other job of this user's has such a one on the device."""

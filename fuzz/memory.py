@@ -53,9 +53,14 @@ def _span(x: torch.Tensor) -> int:
 
 
 def place(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, fill: int, padding: int = 0,
-    offset: int = 0, guard: int = GUARD,
-) -> Placed:  # fmt: skip
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: int,
+    padding: int = 0,
+    offset: int = 0,
+    guard: int = GUARD,
+) -> Placed:
     """A row-major tensor in a buffer filled with one byte, its elements too.
 
     Args:

@@ -237,9 +237,9 @@ def _check_written(
         left = (bits(a) == bits(poison)) & (bits(b) == bits(second))
         if bool(left.any()):
             raise _Found(
-                "unwritten", f"{name}: {int(left.sum())} of {left.numel()} elements, first at "
-                f"{first(left)}"
-            )  # fmt: skip
+                "unwritten",
+                f"{name}: {int(left.sum())} of {left.numel()} elements, first at {first(left)}",
+            )
 
 
 def _check_in_place(s: _Setting, outputs: Tensors) -> None:

@@ -90,10 +90,9 @@ class SanitizerSession:
 
         It waits as long as it takes until Python has imported torch and calls CUDA.
         """
-        return [
-            "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", find(), "--tool", self.tool,
-            "--log-file", str(self._log), "--launch-timeout", "0", *_OPTIONS[self.tool],
-        ]  # fmt: skip
+        environment = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
+        options = ["--tool", self.tool, "--log-file", str(self._log), "--launch-timeout", "0"]
+        return [*environment, find(), *options, *_OPTIONS[self.tool]]
 
     def said(self, wait_s: float = DELAY_S) -> str:
         """What is new and no mere banner, in one line; empty where nothing is wrong."""

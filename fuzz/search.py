@@ -153,7 +153,7 @@ class _Search:
 
     def __init__(
         self, target: FuzzTarget, executor: Executor, known: Mapping[str, int], most: int = FAILURES
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.report = PairReport(target.op.name, target.kernel.name, most)
         self._device, self._executor, self._known = target.device, executor, known
         self._began = time.monotonic()
@@ -185,9 +185,15 @@ class _Search:
 
 
 def run_batch(
-    target: FuzzTarget, number: int, examples: int, seed: int, executor: Executor,
-    deadline: float = math.inf, known: Mapping[str, int] | None = None, most: int = FAILURES,
-) -> PairReport:  # fmt: skip
+    target: FuzzTarget,
+    number: int,
+    examples: int,
+    seed: int,
+    executor: Executor,
+    deadline: float = math.inf,
+    known: Mapping[str, int] | None = None,
+    most: int = FAILURES,
+) -> PairReport:
     """Examples of one batch, the same for the same seed and number.
 
     Args:
@@ -216,7 +222,7 @@ def run_batch(
 
 def run_huge(
     target: FuzzTarget, seed: int, executor: Executor, deadline: float = math.inf
-) -> PairReport:  # fmt: skip
+) -> PairReport:
     """One example beyond 2^31 elements, of the few drawn the first that fits in memory."""
     rng = random.Random(f"{seed}:{target.op.name}:{target.kernel.name}:huge")
     batch, search = Batch(target, 0, rng), _Search(target, executor, {})
@@ -228,10 +234,18 @@ def run_huge(
 
 
 def fuzz_kernel(
-    op: Op, kernel: Kernel, device: Device, *, examples: int | None = None, seed: int = 0,
-    largest: int | None = None, executor: Executor | None = None, deadline: float = math.inf,
-    against: Kernel | None = None, failures: int = FAILURES,
-) -> PairReport:  # fmt: skip
+    op: Op,
+    kernel: Kernel,
+    device: Device,
+    *,
+    examples: int | None = None,
+    seed: int = 0,
+    largest: int | None = None,
+    executor: Executor | None = None,
+    deadline: float = math.inf,
+    against: Kernel | None = None,
+    failures: int = FAILURES,
+) -> PairReport:
     """Fuzz one kernel of an op until it has had its examples, or has failed too often.
 
     Args:

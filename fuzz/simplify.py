@@ -26,8 +26,13 @@ def simplify(case: Example, device: Device, fails: Fails) -> Example:
     if case.empty:
         return case
     plain: dict[str, Any] = {
-        "other": None, "layout": {}, "offset": 0, "edges": False, "data": "normal", "data_seed": 0
-    }  # fmt: skip
+        "other": None,
+        "layout": {},
+        "offset": 0,
+        "edges": False,
+        "data": "normal",
+        "data_seed": 0,
+    }
     for name, value in plain.items():
         case = _first(fails, case, [replace(case, **{name: value})])
     for name in list(case.layout):

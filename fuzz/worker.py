@@ -86,9 +86,12 @@ class Isolated:
     """
 
     def __init__(
-        self, device: Device, loaded: Sequence[Path] = (), case_s: float = CASE_S,
+        self,
+        device: Device,
+        loaded: Sequence[Path] = (),
+        case_s: float = CASE_S,
         sanitizer: sanitize.Tool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._loaded, self._case_s = device, tuple(loaded), case_s
         self._sanitizer = sanitizer
         self._worker: Worker | None = None
