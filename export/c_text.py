@@ -52,6 +52,10 @@ def unless(
 def comment(text: str, further: str = "") -> list[str]:
     """Lines of a comment; `further` begins all but the first."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent="// ", subsequent_indent=f"// {further}",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        text,
+        WIDTH,
+        initial_indent="// ",
+        subsequent_indent=f"// {further}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

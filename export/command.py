@@ -35,9 +35,9 @@ def run(asked: ExportOptions) -> None:
         print(file)
     done = "written, not built"
     if asked.check:
-        done = "built; self-test passed" if runs_here(plan) else (
-            f"built; not run: no GPU of sm_{plan.capability[0]}{plan.capability[1]} here"
-        )  # fmt: skip
+        architecture = f"sm_{plan.capability[0]}{plan.capability[1]}"
+        not_run = f"built; not run: no GPU of {architecture} here"
+        done = "built; self-test passed" if runs_here(plan) else not_run
     note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
     for row in rows:
         note(_speed(row))

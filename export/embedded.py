@@ -148,11 +148,15 @@ def _launcher(
     )
     writers = [
         Writer(
-            table, group, kernel_of, (*pointers, *plan.signature.dims), f"{codes}_CUDA_ERROR",
+            table,
+            group,
+            kernel_of,
+            (*pointers, *plan.signature.dims),
+            f"{codes}_CUDA_ERROR",
             4 if several else 2,
         )
         for group in groups
-    ]  # fmt: skip
+    ]
     launches = [writer.launches() for writer in writers]
     workspace_bytes = table.number("workspace_bytes", "size_t", everywhere, workspace)
     return render(

@@ -126,25 +126,32 @@ class Writer:
         function = calls[0].function.removesuffix("_kernel")
         several = len(self._calls()) > 1
         kernel = self.table.choice(
-            f"{function}_kernel" if several else "kernel", "int", self.group.rows,
-            [self.kernels[call] for call in calls], "which of KERNELS",
-        )  # fmt: skip
+            f"{function}_kernel" if several else "kernel",
+            "int",
+            self.group.rows,
+            [self.kernels[call] for call in calls],
+            "which of KERNELS",
+        )
         grid = [
             self._number(
-                (f"{function}_blocks" if several else "blocks") + ending, "unsigned",
+                (f"{function}_blocks" if several else "blocks") + ending,
+                "unsigned",
                 [call.grid[i] for call in calls],
             )
             for i, ending in enumerate(("", "_y", "_z"))
-        ]  # fmt: skip
+        ]
         array = self._unique(function if several else "arguments")
         self._variables[array] = ""
         launch.arguments = hang(
             f"void* {array}[] = {{", (*arguments, "&none", "&none"), "};", self.indent
         )
         launch.launch = unless(
-            "launch(", (kernel, *grid, "stream", array), ") != CUDA_SUCCESS", self.error,
+            "launch(",
+            (kernel, *grid, "stream", array),
+            ") != CUDA_SUCCESS",
+            self.error,
             self.indent,
-        )  # fmt: skip
+        )
         return launch
 
     def _argument(self, launch: LaunchCode, found: tuple[Argument, ...]) -> str:
@@ -199,11 +206,20 @@ class Writer:
         launch.setup.append(f"CUtensorMap {unique};")
         launch.setup += unless(
             "map_matrix(",
-            (f"&{unique}", f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[first.dtype]}",
-             str(first.address.of), rows, columns, pitch, *map(str, first.box),
-             f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-            ") != CUDA_SUCCESS", self.error, self.indent,
-        )  # fmt: skip
+            (
+                f"&{unique}",
+                f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[first.dtype]}",
+                str(first.address.of),
+                rows,
+                columns,
+                pitch,
+                *map(str, first.box),
+                f"CU_TENSOR_MAP_SWIZZLE_{swizzle}",
+            ),
+            ") != CUDA_SUCCESS",
+            self.error,
+            self.indent,
+        )
         return unique
 
     def _scratch_names(self) -> dict[tuple[int, tuple[int, ...]], str]:

@@ -34,10 +34,16 @@ def row_of(plan: ExportPlan, tuned: TunedProblem, target_name: str) -> Row:
     """The row of one problem, as yet without times."""
     exact = tuned.entry.problem == tuned.problem.as_dict()
     return Row(
-        plan.op.name, plan.kernel.name, "kernel", tuned.problem.as_dict(),
-        config=tuned.config.as_dict(), profile="tuned" if exact else "nearest", data="normal",
-        ok=False, export=target_name,
-    )  # fmt: skip
+        plan.op.name,
+        plan.kernel.name,
+        "kernel",
+        tuned.problem.as_dict(),
+        config=tuned.config.as_dict(),
+        profile="tuned" if exact else "nearest",
+        data="normal",
+        ok=False,
+        export=target_name,
+    )
 
 
 def measure(
@@ -102,9 +108,13 @@ def _rows(
 
 
 def _row(
-    plan: ExportPlan, tuned: TunedProblem, target_name: str, call: Call, device: Device,
+    plan: ExportPlan,
+    tuned: TunedProblem,
+    target_name: str,
+    call: Call,
+    device: Device,
     peaks: Mapping[str, Any] | None,
-) -> Row:  # fmt: skip
+) -> Row:
     case, where = Case(plan.op, tuned.problem), device.torch_device
     inputs = [plan.op.inputs(tuned.problem, where, seed) for seed in range(sets_of(case, device))]
     calls: dict[str, Call] = {

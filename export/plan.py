@@ -181,8 +181,9 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
                 )
 
 
-def make(cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int],
-         name: str | None) -> ExportPlan:  # fmt: skip
+def make(
+    cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int], name: str | None
+) -> ExportPlan:
     """The plan for some problems of one op.
 
     Args:

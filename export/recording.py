@@ -120,8 +120,11 @@ def record(requests: Sequence[Request]) -> list[LaunchRecording]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", "from jetfire.export.recording import main; main()"],
-        input=pickle.dumps(list(requests)), capture_output=True, env=environment, check=False,
-    )  # fmt: skip
+        input=pickle.dumps(list(requests)),
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"recording launches failed:\n{done.stderr.decode()[-2000:]}")
     answer: list[LaunchRecording] | JetfireError = pickle.loads(done.stdout)
@@ -184,8 +187,13 @@ def watching(memory: Memory) -> Iterator[None]:
     from jetfire.core import workspace
 
     aten = torch.ops.aten
-    allocating = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
-                  aten.new_empty_strided)  # fmt: skip
+    allocating = (
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+    )
 
     counting = False
 
@@ -278,9 +286,13 @@ def call_of(launch: Launch, memory: Memory) -> Call:
     parameters = len(re.findall(r"\.param\b", entry))
     assert parameters == len(arguments) + 2, (metadata.name, parameters, arguments)
     return Call(
-        metadata.name, launch.compiled.asm["cubin"], launch.grid, 32 * metadata.num_warps,
-        metadata.shared, arguments,
-    )  # fmt: skip
+        metadata.name,
+        launch.compiled.asm["cubin"],
+        launch.grid,
+        32 * metadata.num_warps,
+        metadata.shared,
+        arguments,
+    )
 
 
 def _arguments(launch: Launch, memory: Memory) -> Iterator[Argument]:
@@ -308,10 +320,14 @@ def _descriptor(name: str, value: Any, how: Any, memory: Memory) -> Iterator[Arg
         raise UsageError(f"parameter {name} is no plain tensor map: cannot export")
     base = value.base
     tensor_map = TensorMap(
-        memory.find(name, base), str(base.dtype).removeprefix("torch."), base.element_size(),
-        tuple(value.shape), tuple(value.strides), tuple(how["block_size"]),
+        memory.find(name, base),
+        str(base.dtype).removeprefix("torch."),
+        base.element_size(),
+        tuple(value.shape),
+        tuple(value.strides),
+        tuple(how["block_size"]),
         {0: 0, 1: 32, 2: 64, 3: 128}[how["swizzle"]],
-    )  # fmt: skip
+    )
     yield Argument(name, "map", tensor_map)
     for i, size in enumerate(value.shape):
         yield Argument(f"{name}_size{i}", "i32", size)

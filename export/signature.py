@@ -39,9 +39,9 @@ class Extent:
 
     def of(self, sizes: dict[str, int]) -> int:
         """The number of elements at some sizes."""
-        return self.factor if self.dim is None else ceil_div(
-            self.factor * sizes[self.dim], self.divisor
-        )  # fmt: skip
+        if self.dim is None:
+            return self.factor
+        return ceil_div(self.factor * sizes[self.dim], self.divisor)
 
     def c(self, prefix: str = "") -> str:
         """As C, C++ and (for positive sizes) Python compute it; `prefix` comes before the dim."""

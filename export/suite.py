@@ -109,9 +109,14 @@ def _no_row(export: Export) -> Row:
         plan = export.plan()
     except JetfireError:
         return Row(
-            export.op, export.kernel, "kernel", export.problem.as_dict(), data="normal", ok=False,
+            export.op,
+            export.kernel,
+            "kernel",
+            export.problem.as_dict(),
+            data="normal",
+            ok=False,
             export=export.target,
-        )  # fmt: skip
+        )
     return measure.row_of(plan, plan.tuned[0], export.target)
 
 
@@ -148,6 +153,13 @@ def suite(asked: command.BenchOptions) -> None:
         for done, _ in found.values():
             done.exception()  # waits: nothing else is to run while one is timed
         command.collect(
-            asked, wanted, lambda export: rows(export, *found[export], peaks), str, record,
-            existing, kind, "jetfire bench --suite export", load,
-        )  # fmt: skip
+            asked,
+            wanted,
+            lambda export: rows(export, *found[export], peaks),
+            str,
+            record,
+            existing,
+            kind,
+            "jetfire bench --suite export",
+            load,
+        )

@@ -125,9 +125,14 @@ def _start(
         if _stopped.is_set():
             raise WrongResultError(f"{shlex.join(command)}: not started, as all was stopped")
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, process_group=0,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
         _running.add(process)
         return process
 
@@ -138,9 +143,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None,
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
     timeout_s: float = 900.0,
-) -> str:  # fmt: skip
+) -> str:
     """Run a program in a folder and return what it printed.
 
     What it has started ends with it, also where this process is interrupted.

@@ -108,10 +108,17 @@ def _tensor(parameter: Parameter, sample: Sample, written: tuple[int, ...]) -> _
     tensor = sample.inputs[name] if name in sample.inputs else sample.expected[name]
     tolerance = sample.tolerance.get(name, 0.0)
     return _Tensor(
-        name, _ROLES[parameter.role], tensor.numel(), tensor.element_size(),
-        _READERS[parameter.dtype][0] if tolerance else None, f"{tolerance:.9g}",
-        _count_code(parameter.shape), tensor.shape[-1], math.prod(written[:-1]), written[-1],
-    )  # fmt: skip
+        name,
+        _ROLES[parameter.role],
+        tensor.numel(),
+        tensor.element_size(),
+        _READERS[parameter.dtype][0] if tolerance else None,
+        f"{tolerance:.9g}",
+        _count_code(parameter.shape),
+        tensor.shape[-1],
+        math.prod(written[:-1]),
+        written[-1],
+    )
 
 
 def _count_code(shape: Sequence[Extent]) -> str:
@@ -125,9 +132,10 @@ def _flops_code(plan: ExportPlan) -> str | None:
     if not plan.op.flops(plan.problem):
         return None
     factors = set()
-    for problem in (*(t.problem for t in plan.tuned), plan.with_sizes(
-        **dict(zip(plan.op.dims, (3072, 6144, 9216), strict=False))
-    )):  # fmt: skip
+    for problem in (
+        *(t.problem for t in plan.tuned),
+        plan.with_sizes(**dict(zip(plan.op.dims, (3072, 6144, 9216), strict=False))),
+    ):
         product = 1
         for size in plan.sizes(problem).values():
             product *= size
@@ -162,27 +170,36 @@ class CLibrary(ExportTarget):
             _tensor(p, sample, tensor.written)
             for p, tensor in zip(plan.signature.parameters, recorded(plan, sample), strict=True)
         ]
-        used = [p.dtype for p, t in zip(plan.signature.parameters, tensors, strict=True)
-                if t.reader]  # fmt: skip
+        used = [
+            p.dtype for p, t in zip(plan.signature.parameters, tensors, strict=True) if t.reader
+        ]
         sources = (*library.cuda_sources, *library.c_sources)
         known = (*sources, f"{plan.name}.h")
         written = [t for t in tensors if "WRITTEN" in t.role]
         tuned = [origin(plan, t) for t in plan.tuned]
         values = {
-            "plan": plan, "library": library, "workspace": library.workspace,
+            "plan": plan,
+            "library": library,
+            "workspace": library.workspace,
             "zeros": library.zeros,
-            "sm": "{}{}".format(*plan.capability), "sizes": plan.sizes(sample.problem),
-            "tensors": tensors, "partial": any(t.partial for t in tensors),
+            "sm": "{}{}".format(*plan.capability),
+            "sizes": plan.sizes(sample.problem),
+            "tensors": tensors,
+            "partial": any(t.partial for t in tensors),
             "exact": any(t.reader is None for t in written),
             "readers": list(dict.fromkeys(_READERS[d][0] for d in used)),
-            "reader_code": dict(_READERS.values()), "unwritten": f"0x{UNWRITTEN:X}",
-            "fixed": fields(plan.fixed), "tuned": tuned, "flops": _flops_code(plan),
+            "reader_code": dict(_READERS.values()),
+            "unwritten": f"0x{UNWRITTEN:X}",
+            "fixed": fields(plan.fixed),
+            "tuned": tuned,
+            "flops": _flops_code(plan),
             "rates": bool(plan.op.flops(plan.problem)),
             "size_arguments": ", ".join(f"size[{i}]" for i in range(len(plan.op.dims))),
-            "about_tuned": _about_tuned(plan, tuned), "sources": sources,
+            "about_tuned": _about_tuned(plan, tuned),
+            "sources": sources,
             "objects": [f"{Path(file).stem}.o" for file in sources],
             "others": sorted(set(library.files) - set(known)),
-        }  # fmt: skip
+        }
         made = ("selftest.c", "benchmark.c", "Makefile", "CMakeLists.txt", "README.md")
         return {
             **library.files,
@@ -247,14 +264,19 @@ class _Function:
         return outputs
 
     def _code(
-        self, addresses: Sequence[int], sizes: Sequence[int], device: torch.device | None,
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        device: torch.device | None,
         stream: int,
-    ) -> int:  # fmt: skip
+    ) -> int:
         workspace = self._workspace(tuple(sizes), device)
         code: int = self.function(
-            *map(ctypes.c_void_p, addresses), *map(ctypes.c_int, sizes),
-            *map(ctypes.c_void_p, workspace), ctypes.c_void_p(stream),
-        )  # fmt: skip
+            *map(ctypes.c_void_p, addresses),
+            *map(ctypes.c_int, sizes),
+            *map(ctypes.c_void_p, workspace),
+            ctypes.c_void_p(stream),
+        )
         return code
 
     def _text(self, code: int) -> str:

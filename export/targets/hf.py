@@ -54,14 +54,18 @@ class HuggingFace(ExportTarget):
         python_name = name.replace("-", "_")
         sources = [renamed.get(f, f) for f in (*library.cuda_sources, *library.c_sources)]
         values = {
-            **operator.values(plan, library, sample), "hub": True, "package": False,
-            "hub_name": name, "python_name": python_name, "hub_files": sorted(csrc),
+            **operator.values(plan, library, sample),
+            "hub": True,
+            "package": False,
+            "hub_name": name,
+            "python_name": python_name,
+            "hub_files": sorted(csrc),
             "major": int(jetfire.__version__.split(".")[0]),
             # Of compiled code the name of the architecture it was compiled for.
             "archs": re.sub(r"(\d)(\D*)$", r".\1\2", library.architecture),
             "class_name": "".join(part.capitalize() for part in name.split("-")),
             "quoted_sources": [f'"csrc/{source}"' for source in sources],
-        }  # fmt: skip
+        }
         return {
             **{f"csrc/{file}": content for file, content in csrc.items()},
             "torch-ext/checks.h": render("torch/checks.h.j2", **values),

@@ -49,8 +49,9 @@ class Wheel(ExportTarget):
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
         run(
             [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", "dist", "."],
-            folder, operator.environment(),
-        )  # fmt: skip
+            folder,
+            operator.environment(),
+        )
         (wheel,) = (folder / "dist").glob("*.whl")
         away = folder / INSTALLED
         away.mkdir()
