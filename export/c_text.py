@@ -9,7 +9,7 @@ WIDTH = 100
 
 
 def capital(text: str) -> str:
-    """With its first letter in upper case, and all others as they are."""
+    """Return a text with its first letter in upper case, and all others as they are."""
     return text[:1].upper() + text[1:]
 
 
@@ -42,7 +42,7 @@ def hang(
 def unless(
     start: str, items: Sequence[str], end: str, result: str, indent: int, joint: str = ", "
 ) -> list[str]:
-    """``if (…) return result;`` of a condition that is a list as `hang` has it."""
+    """Write ``if (…) return result;`` of a condition that is a list as `hang` has it."""
     line = f"if ({start}{joint.join(items)}{end}) return {result};"
     if indent + len(line) <= WIDTH:
         return [line]

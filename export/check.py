@@ -6,7 +6,7 @@ from jetfire.export.plan import ExportPlan
 
 
 def runs_here(plan: ExportPlan) -> bool:
-    """The current GPU, where exports are tested and timed, is of the plan's architecture."""
+    """Return whether the current GPU, on which exports are run, is of the plan's architecture."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == plan.capability

@@ -35,7 +35,7 @@ class Compiled:
     about: str
 
     def entry(self, export: str) -> list[str]:
-        """Its initialiser in a launcher's table."""
+        """The initialiser of a kernel in a launcher's table."""
         values = (f"{export}_{self.name}", f'"{self.function}"', self.threads, self.shared_bytes)
         return hang(f"[{self.name.upper()}] = {{", list(map(str, values)), "},", 4)
 
@@ -47,7 +47,7 @@ class Compiled:
 
 
 def files(name: str, capability: tuple[int, int], kernels: Sequence[Compiled]) -> dict[str, bytes]:
-    """``<name>_code.c`` and ``<name>_code.h``."""
+    """Return the texts of ``<name>_code.c`` and ``<name>_code.h``."""
     return {
         f"{name}_code.{ending}": render(
             f"embedded/code.{ending}.j2", name=name, capability=capability, kernels=kernels

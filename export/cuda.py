@@ -1,4 +1,4 @@
-"""CUDA kernels as readable CUDA C++: one file a config, its parameters fixed, with host code.
+"""CUDA kernels as readable CUDA C++: one file per config, its parameters fixed, with host code.
 
 To add a kernel:
 
@@ -40,12 +40,12 @@ def _hosts(op: str) -> dict[str, Host]:
 
 
 def takes(kernel: Kernel) -> bool:
-    """Whether there is host code for a kernel."""
+    """Return whether there is host code for a kernel."""
     return kernel.name in _hosts(kernel.op)
 
 
 def host_of(kernel: Kernel) -> Host:
-    """Raises UsageError where there is no host code for the kernel."""
+    """Return a kernel's host code; raise UsageError where there is none."""
     if not takes(kernel):
         known = ", ".join(f"{op}/{name}" for op in registry.names() for name in _hosts(op))
         raise UsageError(
@@ -58,7 +58,7 @@ def host_of(kernel: Kernel) -> Host:
 
 
 def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
-    """The exported function's, under any name."""
+    """Return the exported function's prototype, under any name."""
     items = parameters(plan, workspace=workspace)
     return "\n".join(hang(f"{before}int {symbol}(", items, f"){end}"))
 
@@ -88,7 +88,7 @@ def dims(plan: ExportPlan) -> str:
 
 
 def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
-    """How a config was found, in a sentence."""
+    """Say how a config was found, in a sentence."""
     entry, asked, found = tuned.entry, plan.sizes(tuned.problem), plan.sizes_tuned(tuned)
     nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
     return (
@@ -98,7 +98,7 @@ def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
 
 
 def _head(plan: ExportPlan, variant: CompiledVariant, build: str, what: str) -> str:
-    """What a file is, where its constants come from and how it is built."""
+    """Say what a file is, where its constants come from and how it is built."""
     paragraphs = [
         f"{capital(plan.op.summary)}; {fields(plan.fixed)}.",
         "",
@@ -114,7 +114,7 @@ def _head(plan: ExportPlan, variant: CompiledVariant, build: str, what: str) -> 
 
 
 def _shown(variant: CompiledVariant, code: Code) -> dict[str, object]:
-    """What the template shows of one kernel."""
+    """Return what the template shows of one kernel."""
     source = flatten.read(code.source)
     defined = (f"constexpr int {name} = {value};" for name, value in source.defined.items())
     namespace = f"{code.name}_kernel" if len(variant.codes) > 1 else ""
@@ -135,7 +135,7 @@ def _shown(variant: CompiledVariant, code: Code) -> dict[str, object]:
 def host_values(
     plan: ExportPlan, variant: CompiledVariant, *, several: bool, workspace: bool
 ) -> dict[str, object]:
-    """What the template of a launch sees of a config, but for `language`."""
+    """Return what the template of a launch sees of a config, but for `language`."""
     return {
         **variant.values,
         "plan": plan,
@@ -223,7 +223,7 @@ def _launcher(
 def _dispatch(
     plan: ExportPlan, found: tuple[CompiledVariant, ...], ending: str, *, workspace: bool
 ) -> dict[str, bytes]:
-    """For several configs: their prototypes in a header, and the function that chooses."""
+    """Return several configs' prototypes in a header, and the function that chooses."""
     values: dict[str, object] = {
         "plan": plan,
         "variants": found,
@@ -242,7 +242,7 @@ def _dispatch(
 
 
 def library(plan: ExportPlan) -> Library:
-    """As CUDA C++.
+    """Return a plan's function as CUDA C++.
 
     Raises:
         UsageError: there is no host code for the kernel, or not for such sizes.

@@ -74,7 +74,7 @@ def library(plan: ExportPlan) -> Library:
 def _compiled(
     plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
 ) -> tuple[list[Compiled], dict[Call, str]]:
-    """Each different code once, and which of them a call runs, as the launcher names it."""
+    """Return each different code once, and each call's by its name in the launcher."""
     users: dict[tuple[str, bytes, int, int], list[str]] = {}
     for problem, recording in zip(problems, recordings, strict=True):
         shown = "×".join(map(str, plan.sizes(problem).values()))
@@ -104,7 +104,7 @@ def _identity(call: Call) -> tuple[str, bytes, int, int]:
 
 
 def _workspace(recordings: Sequence[LaunchRecording]) -> tuple[list[list[int]], list[int]]:
-    """Where each recording's scratch memory lies, and how much of it there is, in bytes.
+    """Return where each recording's scratch memory lies, and how much there is, in bytes.
 
     What must be zero comes first, as much for all sizes, so that nothing that a call leaves there
     is another size's counter.
@@ -134,7 +134,7 @@ def _launcher(
     kernel_of: dict[Call, str],
     workspace: Sequence[int],
 ) -> bytes:
-    """`<name>.c`."""
+    """Return the text of `<name>.c`."""
     codes = plan.name.upper()
     everywhere = range(len(cases))
     table = ProblemTable([plan.sizes(problem) for problem in cases])

@@ -52,7 +52,7 @@ def _split_comment(text: str) -> tuple[str, str]:
 
 
 def _own_lines(text: str) -> str:
-    """Without what makes sense of several files alone."""
+    """Return lines without what makes sense of several files alone."""
     kept = [
         line for line in text.splitlines() if not (_INCLUDE.match(line) or _DROPPED.match(line))
     ]
@@ -94,7 +94,7 @@ def _as_cpp(kernel: re.Match[str]) -> str:
 
 
 def _blocks(text: str) -> list[str]:
-    """What blank lines part outside of braces."""
+    """Return what blank lines part outside of braces."""
     blocks: list[str] = []
     depth = 0
     for paragraph in re.split(r"\n\n+", text.strip()):
@@ -107,7 +107,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _names(block: str) -> set[str]:
-    """What a block defines; empty for what is not known to be a definition."""
+    """Return what a block defines; empty for what is not known to be a definition."""
     return {name for pattern in _NAMES for name in pattern.findall(block)}
 
 
@@ -154,7 +154,7 @@ def constants(header: str, notes: Mapping[str, str]) -> str:
 
 
 def functions(header: str) -> str:
-    """What follows the constants of a `config.cuh`, in lines of at most `WIDTH`."""
+    """Return what follows the constants of a `config.cuh`, in lines of at most `WIDTH`."""
     _, _, rest = header.rpartition(";\n\n") if ";\n\n" in header else ("", "", "")
     return "\n".join(part for line in rest.splitlines() for part in _folded(line)).strip()
 

@@ -120,7 +120,7 @@ def _check(plan: ExportPlan, target_name: str, built: Path) -> list[Row]:
 
 
 def _take(target: ExportTarget, plan: ExportPlan, built: Path, whole: Path) -> None:
-    """What was built and belongs to the export."""
+    """Take what was built and belongs to the export."""
     for product in target.products(plan, built):
         destination = whole / product
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _place(whole: Path, folder: Path) -> None:
-    """Rename it to its folder; into that where there is one, which may be somebody's current.
+    """Rename a folder to its place; into that where there is one, perhaps somebody's current.
 
     Raises:
         UsageError: something has appeared there while it was made.

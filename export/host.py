@@ -53,7 +53,7 @@ class CompiledVariant:
 
 
 def variants(plan: ExportPlan, host: Host) -> tuple[CompiledVariant, ...]:
-    """One for each different code, in the order of the plan's problems.
+    """Return a variant for each different code, in the order of the plan's problems.
 
     Raises:
         UsageError: a problem of the plan does not keep to what its own code asks of sizes.
@@ -76,13 +76,13 @@ def variants(plan: ExportPlan, host: Host) -> tuple[CompiledVariant, ...]:
 
 
 def aligned(plan: ExportPlan, host: Host, workspace: bool = False) -> tuple[str, ...]:
-    """What of the function's pointers must lie at multiples of 16."""
+    """Return which of the function's pointers must lie at multiples of 16."""
     names = [p.name for p in plan.signature.parameters] + ["workspace"] * workspace
     return tuple(name for name in names if name in host.aligned)
 
 
 def contract(plan: ExportPlan, found: tuple[CompiledVariant, ...]) -> tuple[str, ...]:
-    """What callers must keep to, in sentences."""
+    """Say what callers must keep to, in sentences."""
     host = found[0].host
     matrices = aligned(plan, host, any(variant.workspace for variant in found))
     multiples: dict[str, int] = {}
@@ -105,7 +105,7 @@ def contract(plan: ExportPlan, found: tuple[CompiledVariant, ...]) -> tuple[str,
 
 
 def _asked(dim: str, multiples: Mapping[str, int], most: Mapping[str, int]) -> str:
-    """What one size must be."""
+    """Say what one size must be."""
     found = [f"a multiple of {multiples[dim]}"] if dim in multiples else []
     found += [f"at most {most[dim]}"] if dim in most else []
     return f"{dim} {' and '.join(found)}"

@@ -20,7 +20,7 @@ _TAKEN = ("problem", "code", "none", "stream", "workspace", "driver", "launch", 
 
 
 def structure(recording: LaunchRecording) -> tuple[Any, ...]:
-    """What recordings have in common where their launches differ in numbers alone."""
+    """Return what recordings have in common where their launches differ in numbers alone."""
 
     def of(argument: Argument) -> tuple[Any, ...]:
         value = argument.value
@@ -38,7 +38,7 @@ class ProblemGroup:
     """Problems of one structure.
 
     Attributes:
-        rows: of the table, one a problem.
+        rows: of the table, one per problem.
         recordings: of these rows.
         places: of each recording's scratch memory, in bytes from the workspace's start.
     """
@@ -92,7 +92,7 @@ class Writer:
         return [self._launch(calls) for calls in self._calls()]
 
     def _calls(self) -> list[tuple[Call, ...]]:
-        """Each launch, for all rows."""
+        """Return each launch, for all rows."""
         return list(zip(*(r.calls for r in self.group.recordings), strict=True))
 
     def _number(self, name: str, c_type: str, values: Sequence[int], about: str = "") -> str:
@@ -106,7 +106,7 @@ class Writer:
         return unique
 
     def _variable(self, launch: LaunchCode, name: str, c_type: str, value: str) -> str:
-        """One of that type and value, declared where there is none."""
+        """Return a variable of that type and value, which is declared where there is none."""
         text = f"{c_type} {{}} = {value};"
         count, unique = 1, name
         while self._variables.get(unique, text) != text:
@@ -244,6 +244,6 @@ def _stem(parameter: str) -> str:
 
 
 def _float(value: float) -> str:
-    """As C has it, exactly as Triton passes it."""
+    """Write a float as C has it, exactly as Triton passes it."""
     text = str(np.float32(value))
     return text + ("f" if "." in text or "e" in text else ".0f")

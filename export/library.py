@@ -40,7 +40,7 @@ class Library:
 
 
 def parameters(plan: ExportPlan, *, workspace: bool) -> list[str]:
-    """The function's, with their types."""
+    """Return the function's parameters, with their types."""
     return [
         *(f"{p.pointer} {p.name}" for p in plan.signature.parameters),
         *(f"int {dim}" for dim in plan.signature.dims),
@@ -58,7 +58,7 @@ def header(
     zeros: bool = True,
     runtime: bool = False,
 ) -> bytes:
-    """`<name>.h`: the contract, the function, its error codes and their texts.
+    """Return `<name>.h`: the contract, the function, its error codes and their texts.
 
     Args:
         runtime: CUDA's runtime launches it, and not the driver.

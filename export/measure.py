@@ -1,4 +1,4 @@
-"""How fast an export is beside the workbench's own launch of the same config."""
+"""The speed of an export beside the workbench's own launch of the same config."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def row_of(plan: ExportPlan, tuned: TunedProblem, target_name: str) -> Row:
 def measure(
     plan: ExportPlan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None = None
 ) -> list[Row]:
-    """A row for each problem, of which `vs_peer` has the workbench's time over the export's.
+    """Return a row for each problem: its `vs_peer` has the workbench's time over the export's.
 
     In a process of its own: several exports may define the same operators, and what an export does
     to its process should be nobody else's.
@@ -152,7 +152,7 @@ def _bound(call: Call, problem: Any, inputs: Tensors, outputs: Tensors) -> Calla
 def _checked(
     plan: ExportPlan, tuned: TunedProblem, call: Call, inputs: Tensors, expected: Tensors
 ) -> Check:
-    """One call into poisoned outputs against the reference."""
+    """Check one call into poisoned outputs against the reference."""
     problem = tuned.problem
     outputs = plan.op.poison(problem, plan.op.outputs(problem, inputs))
     written = call(problem, inputs, outputs)

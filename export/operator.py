@@ -74,7 +74,7 @@ class Recorded:
 
 
 def sizes_of(signature: Signature) -> tuple[Size, ...]:
-    """Each size, in the function's order."""
+    """Return each size, in the function's order."""
     found = ((dim, signature.dim_from(dim)) for dim in signature.dims)
     return tuple(Size(dim, *(origin or (None, 0))) for dim, origin in found)
 
@@ -85,7 +85,7 @@ def asked(signature: Signature) -> list[str]:
 
 
 def allocated(signature: Signature) -> tuple[Parameter, ...]:
-    """What a call returns."""
+    """Return what a call allocates."""
     return tuple(p for p in signature.parameters if p.role == "output")
 
 
@@ -103,7 +103,7 @@ def schema(signature: Signature) -> str:
 
 
 def fill(items: Iterable[str], column: int, indent: int) -> str:
-    """Items with commas, from a column on, in lines of at most `WIDTH` that begin at an indent."""
+    """List items with commas, from a column on, in lines of at most `WIDTH` at an indent."""
     lines, room = [""], WIDTH - column
     for item in items:
         if lines[-1] and len(lines[-1]) + len(item) + 3 > room:
@@ -178,12 +178,12 @@ def c_shape(parameter: Parameter) -> str:
 
 
 def scalar_type(parameter: Parameter) -> str:
-    """Its dtype in C++."""
+    """Return a parameter's dtype in C++."""
     return SCALAR_TYPES[parameter.dtype]
 
 
 def dtype_name(parameter: Parameter) -> str:
-    """Its dtype without ``torch.``."""
+    """Return a parameter's dtype without ``torch.``."""
     return str(parameter.dtype).removeprefix("torch.")
 
 
@@ -217,7 +217,7 @@ def recorded(plan: ExportPlan, sample: Sample) -> list[Recorded]:
 
 
 def values(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]:
-    """What every template may use."""
+    """Return what every template may use."""
     return {
         "plan": plan,
         "library": library,
@@ -242,7 +242,7 @@ def values(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]
 
 
 def _prose(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]:
-    """What documentation, self-test and benchmark say of a plan."""
+    """Return what documentation, self-test and benchmark say of a plan."""
     return {
         "summary": capital(plan.op.summary),
         "fixed": fields(plan.fixed),
@@ -259,7 +259,7 @@ def _prose(plan: ExportPlan, library: Library, sample: Sample) -> dict[str, Any]
 
 
 def _arguments(plan: ExportPlan, library: Library) -> dict[str, Any]:
-    """What the functions of C, C++ and Python take and return."""
+    """Return what the functions of C, C++ and Python take and return."""
     signature = plan.signature
     given = allocated(signature)
     sizes = sizes_of(signature)
@@ -297,14 +297,14 @@ def _arguments(plan: ExportPlan, library: Library) -> dict[str, Any]:
 
 
 def _result(given: Sequence[Parameter]) -> str:
-    """What the C++ function returns."""
+    """Return what the C++ function returns."""
     if not given:
         return "void"
     return "Tensor" if len(given) == 1 else f"std::tuple<{', '.join(['Tensor'] * len(given))}>"
 
 
 def _returned(given: Sequence[Parameter]) -> str:
-    """What the Python function returns."""
+    """Return what the Python function returns."""
     if not given:
         return "None"
     tensors = ["torch.Tensor"] * len(given)
@@ -340,7 +340,7 @@ class Origin:
 
 
 def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
-    """Where its config comes from, in words."""
+    """Say where a problem's config comes from, in words."""
     entry, problem = tuned.entry, tuned.problem
     exact = entry.problem == problem.as_dict()
     nearest = "×".join(map(str, plan.sizes_tuned(tuned).values()))
@@ -354,7 +354,7 @@ def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
 
 
 def _rate(plan: ExportPlan, tuned: TunedProblem) -> str:
-    """Multiply-add operations a second, or bytes for an op that has none."""
+    """Return multiply-add operations per second, or bytes for an op that has none."""
     ms, flops = tuned.entry.ms, plan.op.flops(tuned.problem)
     if flops:
         return f"{flops / ms / 1e9:.0f} TFLOP/s"
@@ -364,7 +364,7 @@ def _rate(plan: ExportPlan, tuned: TunedProblem) -> str:
 def caller(
     plan: ExportPlan, function: Callable[..., Any]
 ) -> Callable[[Any, Tensors, Tensors], Tensors]:
-    """Calls the operator with a problem's tensors; it allocates what it returns."""
+    """Return a call of the operator with a problem's tensors; it allocates what it returns."""
     signature = plan.signature
     numbers = asked(signature)
     given = allocated(signature)
@@ -392,5 +392,5 @@ def imported(name: str, file: Path) -> ModuleType:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the CUDA toolkit that was found."""
+    """Return this process's environment, with the CUDA toolkit that was found."""
     return {**os.environ, "CUDA_HOME": str(cuda_home())}

@@ -37,7 +37,7 @@ class TunedProblem:
 
     @property
     def where(self) -> Foreign:
-        """On which device the config was tuned, and when: ``on NVIDIA H200, 2026-11-20``."""
+        """Device and day of the config's tuning: ``on NVIDIA H200, 2026-11-20``."""
         found = self.entry.provenance
         date = f", {found['date']}" if "date" in found else ""
         return Foreign(f"on {found.get('gpu', 'an unnamed device')}{date}")
@@ -98,11 +98,11 @@ class ExportPlan:
         return {k: v for k, v in self.problem.as_dict().items() if k not in self.op.dims}
 
     def with_sizes(self, **sizes: int) -> Any:
-        """The same problem at other sizes."""
+        """Return the same problem at other sizes."""
         return dataclasses.replace(self.problem, **sizes)
 
     def provenance(self) -> dict[str, Any]:
-        """What `profile.json` says: where each config comes from and what it was measured at."""
+        """Return what `profile.json` holds: where each config is from, what it was measured at."""
         return {
             "op": self.op.name,
             "kernel": self.kernel.name,
@@ -159,7 +159,7 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
 
 
 def _check_tunable(op: Op, problem: Any, device: Device) -> None:
-    """Raises UsageError where no kernel of the op for a GPU has anything to tune."""
+    """Raise UsageError where no kernel of the op for a GPU has anything to tune."""
     kernels = [
         k for k in registry.kernels(op.name).values() if not type(k).__module__.startswith(CPU)
     ]
@@ -170,7 +170,7 @@ def _check_tunable(op: Op, problem: Any, device: Device) -> None:
 
 
 def _alike(op: Op, problems: Sequence[Any]) -> None:
-    """They must differ in their sizes alone."""
+    """Refuse problems that differ in more than their sizes."""
     first = problems[0].as_dict()
     for problem in problems[1:]:
         for name, value in problem.as_dict().items():

@@ -1,4 +1,4 @@
-"""What a Triton kernel's `launch` launches, every argument traced to where it comes from.
+"""Launches of a Triton kernel's `launch`, every argument traced to where it comes from.
 
 `record` runs the kernel's own `launch` in a process of its own, on meta tensors, under a driver
 that compiles and launches nothing: this process may interpret Triton, or have launched it already.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """Of a byte of a tensor.
+    """The address of a byte of a tensor.
 
     Attributes:
         of: a parameter's name (`signature.Parameter`), or a number of `LaunchRecording.scratch`.
@@ -111,7 +111,7 @@ Request = tuple[str, str, tuple[int, int], Any, Any]
 
 
 def record(requests: Sequence[Request]) -> list[LaunchRecording]:
-    """What a kernel's launch does, for each request.
+    """Return what a kernel's launch does, for each request.
 
     Raises:
         UsageError: a launch does what a C program could not do after it.
@@ -180,7 +180,7 @@ class Memory:
 
 @contextmanager
 def watching(memory: Memory) -> Iterator[None]:
-    """Within, what torch allocates is noted, and whatever else it does is refused."""
+    """Note what torch allocates within, and refuse whatever else it does."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -266,7 +266,7 @@ def _record(
 
 
 def call_of(launch: Launch, memory: Memory) -> Call:
-    """One launch with its arguments.
+    """Return one launch with its arguments.
 
     Raises:
         UsageError: it needs what a plain launch does not give.
@@ -296,7 +296,7 @@ def call_of(launch: Launch, memory: Memory) -> Call:
 
 
 def _arguments(launch: Launch, memory: Memory) -> Iterator[Argument]:
-    """Those that are left after Triton has compiled some in."""
+    """Yield the arguments that are left after Triton has compiled some in."""
     maps = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
     for name, kind in launch.compiled.src.signature.items():
         if kind == "constexpr":
@@ -315,7 +315,7 @@ def _arguments(launch: Launch, memory: Memory) -> Iterator[Argument]:
 
 
 def _descriptor(name: str, value: Any, how: Any, memory: Memory) -> Iterator[Argument]:
-    """A tensor descriptor made on the host: a map, then its sizes and strides."""
+    """Yield what is passed for a tensor descriptor made on the host: map, sizes and strides."""
     if how is None or how["fp4_padded"] or getattr(value, "padding", "zero") != "zero":
         raise UsageError(f"parameter {name} is no plain tensor map: cannot export")
     base = value.base

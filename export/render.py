@@ -25,7 +25,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> bytes:
-    """A template's text with these values; it is an error to use one that is not there."""
+    """Fill a template with these values; it is an error to use one that is not there."""
     return _environment().get_template(template).render(**values).encode()
 
 

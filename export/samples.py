@@ -49,7 +49,7 @@ class Sample:
     tolerance: dict[str, float]
 
     def files(self) -> dict[str, bytes]:
-        """Raw little-endian content: ``samples/<name>.bin`` and ``samples/expected_<name>.bin``."""
+        """Return `samples/<name>.bin` and `samples/expected_<name>.bin`, raw and little-endian."""
         found = {f"samples/{name}.bin": _bytes(t) for name, t in self.inputs.items()}
         found |= {f"samples/expected_{name}.bin": _bytes(t) for name, t in self.expected.items()}
         return found
@@ -83,7 +83,7 @@ def cpu_kernel(op: Op) -> Kernel:
 
 
 def record(plan: ExportPlan) -> Sample:
-    """Make it on the CPU, by the op's kernel there, and check that against the reference.
+    """Make a sample by the op's kernel for the CPU, and check that against the reference.
 
     Raises:
         UsageError: no small problem is legal.

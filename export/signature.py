@@ -1,4 +1,4 @@
-"""What an exported function takes: an op's tensors, their shapes expressions of its sizes."""
+"""Parameters of an exported function: an op's tensors, their shapes expressions of its sizes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Extent:
     divisor: int = 1
 
     def of(self, sizes: dict[str, int]) -> int:
-        """The number of elements at some sizes."""
+        """Return the number of elements at some sizes."""
         if self.dim is None:
             return self.factor
         return ceil_div(self.factor * sizes[self.dim], self.divisor)
 
     def c(self, prefix: str = "") -> str:
-        """As C, C++ and (for positive sizes) Python compute it; `prefix` comes before the dim."""
+        """Write it as C, C++ and (for positive sizes) Python do; `prefix` comes before the dim."""
         if self.dim is None:
             return str(self.factor)
         product = f"{prefix}{self.dim}"
@@ -80,12 +80,12 @@ class Parameter:
 
     @property
     def c_type(self) -> str:
-        """Of an element; bf16 and fp16 are passed as their bits."""
+        """The C type of an element; bf16 and fp16 are passed as their bits."""
         return C_TYPES[self.dtype]
 
     @property
     def pointer(self) -> str:
-        """As a C parameter's type."""
+        """The type of a C parameter."""
         return f"{'const ' if self.role == 'input' else ''}{self.c_type}*"
 
     @property
@@ -111,16 +111,16 @@ class Signature:
 
     @property
     def inputs(self) -> tuple[Parameter, ...]:
-        """What is read, updated tensors included."""
+        """Parameters that are read, updated tensors included."""
         return tuple(p for p in self.parameters if p.role != "output")
 
     @property
     def outputs(self) -> tuple[Parameter, ...]:
-        """What is written, updated tensors included."""
+        """Parameters that are written, updated tensors included."""
         return tuple(p for p in self.parameters if p.role != "input")
 
     def tensors(self, inputs: Tensors, outputs: Tensors) -> Tensors:
-        """What to pass, by the parameters' names, of an op's inputs and outputs."""
+        """Return what to pass of an op's inputs and outputs, by the parameters' names."""
         return {p.name: (inputs if p.role == "input" else outputs)[p.key] for p in self.parameters}
 
     def dim_from(self, dim: str) -> tuple[Parameter, int] | None:
@@ -133,7 +133,7 @@ class Signature:
 
 
 def name_of_output(op: Op, problem: Any, inputs: Tensors, name: str) -> str:
-    """Its parameter's: of an output that is no input's update, another than the input's."""
+    """Return its parameter's name: where it is no input's update, another than the input's."""
     return f"{name}_out" if name in inputs and name not in op.updated(problem) else name
 
 
@@ -142,7 +142,7 @@ def _with_sizes(op: Op, problem: Any, sizes: Sequence[int]) -> Any:
 
 
 def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
-    """The one expression that has these values at these sizes.
+    """Return the one expression that has these values at these sizes.
 
     Raises:
         UsageError: none of those that are tried has.
@@ -161,7 +161,7 @@ def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
 
 
 def signature_of(op: Op, problem: Any) -> Signature:
-    """Read off the op's own inputs and outputs, at several sizes.
+    """Read the signature off the op's own inputs and outputs, at several sizes.
 
     Raises:
         UsageError: a tensor's shape is no simple function of the sizes, or its dtype has no C type.

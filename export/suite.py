@@ -44,12 +44,12 @@ class Export:
         return f"{self.op}/{self.kernel} {self.problem} as {self.target}"
 
     def plan(self) -> ExportPlan:
-        """Raises UsageError where there is no profile."""
+        """Return its plan; raise UsageError where there is no profile."""
         return make([Case(registry.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
 
 
 def exports() -> list[Export]:
-    """What ops say (`Op.exported`), each to every target that it names."""
+    """Return what ops say (`Op.exported`), each to every target that it names."""
     ops = [registry.get(name) for name in registry.names()]
     found = [(exported, op) for op in ops for exported in op.exported()]
     return [
@@ -74,7 +74,7 @@ def prepare(export: Export, folder: Path) -> ExportPlan:
 
 @contextmanager
 def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[ExportPlan], Path]]]:
-    """Each with what `prepare` comes to, and its folder, which goes away at the end."""
+    """Yield each with what `prepare` comes to, and its folder, which goes away at the end."""
     jobs = min(AT_ONCE, os.cpu_count() or 1)
     try:
         with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
@@ -95,7 +95,7 @@ def prepared(wanted: Sequence[Export]) -> Iterator[dict[Export, tuple[Future[Exp
 def rows(
     export: Export, done: Future[ExportPlan], folder: Path, peaks: Mapping[str, Any] | None
 ) -> list[Row]:
-    """Its row, or one that says what is wrong with it: whatever that is, others are measured."""
+    """Return its row, or one that is not ok: whatever is wrong, others are measured."""
     try:
         return measure.measure(done.result(), export.target, folder, peaks)
     except Exception as error:
@@ -104,7 +104,7 @@ def rows(
 
 
 def _no_row(export: Export) -> Row:
-    """That of an export without times, with its config where there is one."""
+    """Return the row of an export without times, with its config where there is one."""
     try:
         plan = export.plan()
     except JetfireError:
@@ -121,7 +121,7 @@ def _no_row(export: Export) -> Row:
 
 
 def suite(asked: command.BenchOptions) -> None:
-    """Measure, show and save.
+    """Measure, show and save a suite of exports.
 
     Raises:
         JetfireError: with the exit code of what went wrong; NoDeviceError without a Hopper GPU.

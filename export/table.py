@@ -37,7 +37,7 @@ class ProblemTable:
     def number(
         self, name: str, c_type: str, rows: Sequence[int], values: Sequence[int], about: str = ""
     ) -> str:
-        """An integer that has these values in these rows, as C has it.
+        """Write as C has it an integer that has these values in these rows.
 
         Returns:
             Itself, an expression of the sizes, or ``problem->name``.
@@ -55,7 +55,7 @@ class ProblemTable:
     def choice(
         self, name: str, c_type: str, rows: Sequence[int], values: Sequence[str], about: str = ""
     ) -> str:
-        """The same for C expressions."""
+        """Write a C expression that has these values in these rows."""
         if len(set(values)) == 1:
             return values[0]
         return self._field(name, c_type, rows, values, about)
@@ -73,7 +73,7 @@ class ProblemTable:
         return f"problem->{unique}"
 
     def _takes(self, name: str, c_type: str, wanted: dict[int, int | str]) -> bool:
-        """Whether a column may have that name and these values."""
+        """Return whether a column may have that name and these values."""
         column = self.columns.get(name)
         if column is None:
             return name not in self.sizes[0]

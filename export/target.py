@@ -1,4 +1,4 @@
-"""What a target is: the files around a library, and how they are built and called."""
+"""Targets: the files around a library, and how they are built and called."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class ExportTarget(ABC):
 
 
 def program(variable: str, default: str) -> str:
-    """What a Makefile runs where an environment variable such as CC may name another."""
+    """Return what a Makefile runs where an environment variable such as CC may name another."""
     words = shlex.split(os.environ.get(variable, ""))
     return words[0] if words else default
 
 
 def require(programs: Sequence[str]) -> None:
-    """Raises UsageError for the first program that is not on the PATH."""
+    """Raise UsageError for the first program that is not on the PATH."""
     for name in programs:
         if shutil.which(name) is None:
             raise UsageError(
@@ -113,14 +113,14 @@ def stop() -> None:
 
 
 def resume() -> None:
-    """After `stop`, once the threads that it was for have ended."""
+    """Allow programs again after `stop`, once the threads that it was for have ended."""
     _stopped.clear()
 
 
 def _start(
     command: Sequence[str], folder: Path, environment: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
-    """Raises WrongResultError after `stop`."""
+    """Start a program; raise WrongResultError after `stop`."""
     with _starting:
         if _stopped.is_set():
             raise WrongResultError(f"{shlex.join(command)}: not started, as all was stopped")

@@ -142,7 +142,7 @@ def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _progress(plan: FuzzPlan) -> Iterator[Callable[[int], None]]:
-    """What is called with the examples that were run: a bar on a terminal's stderr."""
+    """Yield what is told how many examples were run: a bar on a terminal's stderr."""
     if not sys.stderr.isatty():
         yield lambda examples: None
         return
@@ -186,7 +186,7 @@ def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> FuzzPlan:
 
 
 def _extents(asked: FuzzOptions, pairs: Sequence[Pair], device: Device) -> dict[Pair, FuzzExtent]:
-    """How much of each pair that runs here; under a sanitizer less, as it makes all slow."""
+    """Return how much of each pair that runs here; under a sanitizer less, which slows all."""
     from jetfire.fuzz.draw import usual
 
     found = {}
@@ -279,7 +279,7 @@ def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
 
 
 def _summary(plan: FuzzPlan, results: FuzzResults, elsewhere: Sequence[Pair]) -> dict[str, Any]:
-    """What a run has come to, as its JSON has it.
+    """Return what a run has come to, as its JSON has it.
 
     Args:
         elsewhere: the pairs that were asked for and that the device does not run.
@@ -319,7 +319,7 @@ def _row(report: PairReport, plan: FuzzPlan) -> dict[str, Any]:
 
 
 def _is_unchecked(pair: dict[str, Any]) -> bool:
-    """Whether every example that a kernel would have seen was skipped."""
+    """Return whether every example that a kernel would have seen was skipped."""
     skipped, empty = (pair["coverage"].get(name, 0) for name in ("skipped", "empty"))
     return skipped > 0 and skipped >= pair["examples"] - empty
 
@@ -428,7 +428,7 @@ def reproduce(
 
 
 def _illegal(case: Example, device: Device) -> str | None:
-    """Why a kernel of the case does not run it on a device; None where all do.
+    """Return why a kernel of the case does not run it on a device; None where all do.
 
     Raises:
         UsageError: it has no such kernel, problem or config.

@@ -70,7 +70,7 @@ class FuzzExtent:
     tall: bool = True
 
     def given(self, examples: int | None, largest: int | None) -> FuzzExtent:
-        """This one with what is not None in place of its own."""
+        """Return this extent with what is not None in place of its own."""
         return dataclasses.replace(
             self, examples=examples or self.examples, largest=largest or self.largest
         )
@@ -174,7 +174,7 @@ def sizes_of(op: Op) -> list[str]:
 
 
 def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
-    """How much is drawn where nothing else is asked for; None where the kernel does not run."""
+    """Return how much is drawn if nothing else is asked for; None where the kernel does not run."""
     if not _runs(op, kernel, device):
         return None
     if device.kind == "cuda":
@@ -184,12 +184,12 @@ def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
 
 
 def _runs(op: Op, kernel: Kernel, device: Device) -> bool:
-    """Whether a kernel takes any problem of some that are tried."""
+    """Return whether a kernel takes any problem of some that are tried."""
     return _typical(FuzzTarget(op, kernel, device), random.Random(0)) is not None
 
 
 def variants(target: FuzzTarget, rng: random.Random) -> list[Variant]:
-    """A batch's: defaults in a plain layout first, then configs and layouts of two sets of flags.
+    """Draw a batch's: defaults in a plain layout, then configs and layouts of two sets of flags.
 
     Empty where the kernel takes none of what was tried: it is for another device.
     """
@@ -246,7 +246,7 @@ def _variant(
 
 
 def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, int]]:
-    """How far apart the rows of each input are, and how far it is moved, where a caller may."""
+    """Draw how far apart each input's rows are, and how far it is moved, where a caller may."""
     found = {}
     for name, spec in op.reads(problem).items():
         strided = len(spec.shape) == 2 and name not in op.contiguous
@@ -258,7 +258,7 @@ def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, in
 
 
 def _other(target: FuzzTarget, problem: Any, rng: random.Random) -> Other | None:
-    """What to compare with: the kernel that is asked for, else half the time another config."""
+    """Return what to compare with: the kernel asked for, else half the time another config."""
     kernel, against = target.kernel, target.against
     if against is not None:
         return Other(against.name, _config(against, problem, target.device, rng))
@@ -274,7 +274,7 @@ def _primes(largest: int) -> list[int]:
 
 
 def _size(largest: int, rng: random.Random) -> int:
-    """One around a multiple of a tile, a small one, a prime, or any."""
+    """Draw a size: around a multiple of a tile, a small one, a prime, or any."""
     kind = rng.randrange(5)
     if kind == 0:
         return rng.randint(1, min(largest, THIN))
@@ -296,7 +296,7 @@ def _whole(largest: int, rng: random.Random) -> int:
 
 
 def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, int]:
-    """Of every dimension: any; all whole; all about the same; or one large and the others small."""
+    """Draw each dimension's: any; all whole; all about the same; one large, the others small."""
     if shape == "skinny":
         unit, long = rng.choice((1, *MULTIPLES)), rng.randint(largest, SKINNY * largest)
         size = max(1, long // unit * unit + rng.choice((-1, 0, 1)))
@@ -312,7 +312,7 @@ def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, in
 def _about_tiles(
     op: Op, tiles: Mapping[str, int], largest: int, rng: random.Random
 ) -> dict[str, int]:
-    """Of each dimension some tiles, or nearly so; those without are small."""
+    """Draw some tiles of each dimension, or nearly so; those without are small."""
     sizes = {name: _size(THIN, rng) for name in op.dims}
     for name, tile in tiles.items():
         about = tile * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((-1, 0, 1, 5))
@@ -327,13 +327,13 @@ def _tiles(op: Op, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _long(op: Op, long: str, size: int, rng: random.Random) -> dict[str, int]:
-    """One size as it is, the others small."""
+    """Draw small sizes beside one that stays as it is."""
     small = {name: _size(THIN, rng) for name in op.dims}
     return _with_others(op, {**small, long: size}, rng)
 
 
 def _with_others(op: Op, sizes: dict[str, int], rng: random.Random) -> dict[str, int]:
-    """Sizes that a problem may do without, too: about one of its own, or any up to that."""
+    """Add sizes that a problem may do without: about one of its own, or any up to that."""
     for name in sizes_of(op):
         if name not in sizes:
             size = sizes[rng.choice(op.dims)]
@@ -343,7 +343,7 @@ def _with_others(op: Op, sizes: dict[str, int], rng: random.Random) -> dict[str,
 
 
 def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The sizes, then up to what a kernel may want of one, then of all."""
+    """Yield the sizes, then rounded up to what a kernel may want of one, then of all."""
     yield dict(sizes)
     for name, size in sizes.items():
         yield {**sizes, name: -(-size // 16) * 16}
@@ -368,7 +368,7 @@ class Batch:
         self._pool = variants(target, rng)
 
     def cases(self, count: int) -> Iterator[Example]:
-        """So many, or none where the kernel takes no problem on the device.
+        """Yield so many cases, or none where the kernel takes no problem on the device.
 
         The first is a call with empty tensors where there is one, the second a tall problem.
         """
@@ -386,7 +386,7 @@ class Batch:
                 yield case
 
     def huge(self) -> Example | None:
-        """One with a matrix of more elements than 32 bits count; None where none is taken."""
+        """Draw a case with a matrix of more elements than 32 bits count; None if none is taken."""
         rng, op = self._rng, self._target.op
         dims = [name for name in op.dims if name in sizes_of(op)]
         for _ in range(TRIES if self._pool and len(dims) > 1 else 0):
@@ -401,7 +401,7 @@ class Batch:
         return None
 
     def _variant(self) -> Variant:
-        """One of the batch's; where nothing is compiled, another one."""
+        """Choose one of the batch's variants; where nothing is compiled, another one."""
         if self._target.compiled or (typical := _typical(self._target, self._rng)) is None:
             return self._rng.choice(self._pool)
         if self._rng.random() < 0.5:
@@ -421,7 +421,7 @@ class Batch:
         return None
 
     def _tall(self) -> Example | None:
-        """One size about 2^16, 2^17 or 2^15, each dimension's in turn; the others small."""
+        """Draw one size about 2^16, 2^17 or 2^15, each dimension's in turn; the others small."""
         op, rng, turn = self._target.op, self._rng, self._number
         for _ in range(TRIES):
             long, size = op.dims[turn % len(op.dims)], TALL[turn // len(op.dims) % len(TALL)]
@@ -439,7 +439,7 @@ class Batch:
         return f"{first}/{second}" if self._rng.random() < 0.25 else first
 
     def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Example | None:
-        """One of a variant and sizes; None where the kernel takes no such problem."""
+        """Return a case of a variant and sizes; None where the kernel takes no such problem."""
         problem = _taken(self._target, variant.flags, sizes)
         if problem is None:
             return None

@@ -18,7 +18,7 @@ SEEDS = (0, 1, -1, 2**31, 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63))
 
 
 def apply(op: Op, problem: Any, inputs: Tensors, seed: int) -> Tensors:
-    """The inputs with some in place of others, on the same device; the same for the same seed."""
+    """Put some inputs in place of others, on the same device; the same for the same seed."""
     rng = Random(seed)
     rare = {
         name: throughout(rng, SEEDS, x) for name, x in inputs.items() if name.startswith("seed")

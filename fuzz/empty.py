@@ -53,7 +53,7 @@ def _results(
 
 
 def _sums(op: Op, problem: Any, inputs: Tensors) -> Tensors:
-    """What the reference has of outputs that are sums over a size of 0.
+    """Return what the reference has of outputs that are sums over a size of 0.
 
     Others that are not empty may hold anything. Before the call, which may add to an input.
     """
@@ -73,7 +73,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _at_zero(op: Op, specs: Callable[[Any], Specs], fields: Mapping[str, Any]) -> Specs:
-    """What is read or written at sizes of 0: what grows from a size to twice that size is empty."""
+    """Return the specs at sizes of 0: a side that grows from a size to twice that size is empty."""
     first, second = (specs(_sized(op, fields, size)) for size in (UNIT, 2 * UNIT))
     return {
         name: spec._replace(shape=_empty(spec.shape, second[name].shape))
@@ -86,7 +86,7 @@ def _empty(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
 
 
 def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Example) -> Tensors:
-    """Those of the smaller problem, cut."""
+    """Cut the inputs of the smaller problem."""
     made = op.inputs(_sized(op, fields, UNIT), device, case.data_seed, case.data)
     return {
         name: made[name][tuple(slice(0, size) for size in spec.shape)].contiguous()

@@ -13,7 +13,7 @@ MOST = 1 << 20  # elements of an input, beyond which autograd in float64 takes t
 
 
 def inconsistency(op: Op, problem: Any, inputs: Tensors, outputs: Tensors) -> str | None:
-    """What is wrong with a backward's outputs; None where nothing is.
+    """Return what is wrong with a backward's outputs; None where nothing is.
 
     Raises:
         NotImplementedError: the op does not say what its gradients are, nor why not.

@@ -91,7 +91,7 @@ class FuzzPlan:
             yield units
 
     def _huge(self) -> list[Unit]:
-        """Where a GPU's memory is plenty, and nothing makes a case slow."""
+        """Return a huge one of each pair, on a GPU and where nothing slows a case."""
         plain = self.sanitizer is None and self.against is None
         on_gpu = self.devices[0].kind == "cuda"
         return [Unit(pair, ALONE) for pair in self.extents] if plain and on_gpu else []
@@ -114,7 +114,7 @@ class FuzzPlan:
         )
 
     def _run_huge(self, target: FuzzTarget, executor: Isolated, deadline: float) -> PairReport:
-        """One example, once no other job of this user's has such a one on the device."""
+        """Run one example, once no other job of this user's has such a one on the device."""
         folder = files.cache()
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"fuzz-{target.device.index}.lock")
@@ -147,12 +147,12 @@ class FuzzResults:
         return self.plan.deadline + shrinking_s / self.plan.jobs
 
     def add(self, report: PairReport) -> PairReport:
-        """A batch's, with those of its failures alone that are new."""
+        """Add a batch's report and return it, with those of its failures alone that are new."""
         report.failures[:] = self.pairs[report.op, report.kernel].merge(report)
         return report
 
     def units(self) -> Iterator[Unit]:
-        """What is to be run next: each has an equal share of the time that is left."""
+        """Yield what is to be run next: each has an equal share of the time that is left."""
         for units in self.plan.rounds():
             for i, unit in enumerate(units):
                 left = self.deadline - time.monotonic()
@@ -248,7 +248,7 @@ class _Elsewhere(Exception):
 
 
 def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -> None:
-    """Answers a unit of the plan with its report, or with an error.
+    """Answer a unit of the plan with its report, or with an error.
 
     Args:
         folder: of temporary files, which whoever started it removes.

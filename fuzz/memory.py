@@ -29,14 +29,14 @@ class Placed:
     start: int
 
     def on(self, buffer: torch.Tensor) -> Placed:
-        """The same view of another buffer."""
+        """Return the same view of another buffer."""
         span = _span(self.view) * self.view.itemsize
         typed = buffer[self.start : self.start + span].view(self.view.dtype)
         view = typed.as_strided(self.view.shape, self.view.stride())
         return Placed(buffer, view, self.start)
 
     def to(self, device: torch.device) -> Placed:
-        """The same on a device, by one copy of contiguous bytes."""
+        """Copy it to a device, by one copy of contiguous bytes."""
         return self.on(self.buffer.to(device)) if device != self.buffer.device else self
 
     def outside(self) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Placed:
 
 
 def _span(x: torch.Tensor) -> int:
-    """Elements from the first to behind the last."""
+    """Return how many elements there are from the first to behind the last."""
     if 0 in x.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
@@ -79,12 +79,12 @@ def place(
 
 
 def fill_bytes(x: torch.Tensor, byte: int) -> None:
-    """Every byte of a contiguous tensor."""
+    """Fill every byte of a contiguous tensor."""
     x.view(-1).view(torch.uint8).fill_(byte)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Integers of the same bits, as wide as the elements."""
+    """Return integers of the same bits, as wide as the elements."""
     return x.view(_BITS[x.itemsize])
 
 

@@ -81,7 +81,7 @@ def run_case(case: Example, device: Device, mode: Mode | None = None) -> Outcome
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether the device's memory was taken, by other jobs for example.
+    """Return whether the device's memory was taken, by other jobs for example.
 
     Besides torch's allocator the driver refuses to load a kernel, cuBLAS its workspace.
     """
@@ -91,7 +91,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _prepare(case: Example, device: Device, mode: Mode) -> _Setting | None:
-    """None where the device lacks the memory."""
+    """Prepare a case; None where the device lacks the memory."""
     op, kernel = registry.get(case.op), registry.get_kernel(case.op, case.kernel)
     problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
     if device.kind == "cuda":
@@ -142,7 +142,7 @@ def _run(s: _Setting) -> Outcome:
 
 
 def _launch(s: _Setting, kernel: Kernel, config: Any, poison: int | None = None) -> Tensors:
-    """The outputs of a launch, once nothing but them has been written.
+    """Return the outputs of a launch, once nothing but them has been written.
 
     Args:
         poison: a byte that they are filled with; None for what the op fills in. With a byte, those
@@ -223,7 +223,7 @@ def _written(s: _Setting, outputs: Tensors) -> Tensors:
 def _check_written(
     s: _Setting, outputs: Tensors, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """No element still holds what it was filled with before each launch.
+    """Check that no element still holds what it was filled with before each launch.
 
     A poison alone may be what a kernel computes, NaN say.
     """
@@ -243,7 +243,7 @@ def _check_written(
 
 
 def _check_in_place(s: _Setting, outputs: Tensors) -> None:
-    """The same bits where outputs take the place of inputs that a caller may give up."""
+    """Check that outputs in the place of inputs that a caller may give up have the same bits."""
     taken = s.op.in_place(s.problem, {name: where.view for name, where in s.placed.items()})
     if not taken:
         return
@@ -258,7 +258,7 @@ def _check_in_place(s: _Setting, outputs: Tensors) -> None:
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor, nan: bool = False) -> str:
-    """How many elements differ, and the first one; empty where none does.
+    """Return how many elements differ, and the first one; empty where none does.
 
     Args:
         nan: NaN equals any other NaN.
@@ -278,7 +278,7 @@ def _differing(a: torch.Tensor, b: torch.Tensor, nan: bool = False) -> str:
 def _compare(
     s: _Setting, outputs: Tensors, expected: Tensors, noise: torch.Tensor | None
 ) -> Outcome:
-    """With another config's or kernel's outputs: the same bits where the op says so."""
+    """Compare with another config's or kernel's outputs: the same bits where the op says so."""
     assert s.case.other is not None
     kernel = registry.get_kernel(s.case.op, s.case.other.kernel)
     config = kernel.Config.parse(s.case.other.config)

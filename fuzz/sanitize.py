@@ -35,7 +35,7 @@ _OPTIONS: dict[Tool, tuple[str, ...]] = {
 
 
 def sift(tool: Tool, op: str, kernel: str, said: str) -> tuple[str, int]:
-    """What a tool said without the reports that are known, and how many of those there were."""
+    """Return what a tool said but for known reports, and how many of those there were."""
     known_reports = [known for m in registry.beside(op, "sanitizer") for known in m.KNOWN]
     mine = [known for known in known_reports if (known.tool, known.kernel) == (tool, kernel)]
     reports = [report for report in _REPORT.split(said) if report.strip(" ·")]
@@ -65,7 +65,7 @@ def parse(tool: str) -> Tool:
 
 
 def mode(tool: Tool) -> Mode:
-    """How cases are run for a tool to see the kernel's own accesses, and only these.
+    """Return how cases are run for a tool to see the kernel's own accesses, and only these.
 
     To memcheck a guard zone is memory like any other; for initcheck nothing may be filled.
     """
@@ -86,7 +86,7 @@ class SanitizerSession:
         self._read = 0
 
     def command(self) -> list[str]:
-        """What runs Python; every tensor is an allocation of its own.
+        """Return what runs Python; every tensor is an allocation of its own.
 
         It waits as long as it takes until Python has imported torch and calls CUDA.
         """
@@ -95,7 +95,7 @@ class SanitizerSession:
         return [*environment, find(), *options, *_OPTIONS[self.tool]]
 
     def said(self, wait_s: float = DELAY_S) -> str:
-        """What is new and no mere banner, in one line; empty where nothing is wrong."""
+        """Return what is new and no mere banner, in one line; empty where nothing is wrong."""
         time.sleep(wait_s)
         if not self._log.exists():
             return ""

@@ -78,7 +78,7 @@ class PairReport:
         self.compared += outcome.compared
 
     def add_failure(self, failure: Failure) -> bool:
-        """Whether there was none like it, of the same kind and small problem."""
+        """Add a failure, and return whether there was none of the same kind and small problem."""
         new = all(_likeness(failure) != _likeness(other) for other in self.failures)
         if new and len(self.failures) < self.most:
             self.failures.append(failure)
@@ -86,7 +86,7 @@ class PairReport:
         return False
 
     def merge(self, other: PairReport) -> list[Failure]:
-        """Add another's; the failures that are new are returned."""
+        """Add another report, and return the failures that are new."""
         self.examples += other.examples
         self.failing.update(other.failing)
         self.seconds += other.seconds
@@ -194,7 +194,7 @@ def run_batch(
     known: Mapping[str, int] | None = None,
     most: int = FAILURES,
 ) -> PairReport:
-    """Examples of one batch, the same for the same seed and number.
+    """Run the examples of one batch, the same for the same seed and number.
 
     Args:
         known: examples of other batches that failed, as a PairReport has them: those that fail
@@ -223,7 +223,7 @@ def run_batch(
 def run_huge(
     target: FuzzTarget, seed: int, executor: Executor, deadline: float = math.inf
 ) -> PairReport:
-    """One example beyond 2^31 elements, of the few drawn the first that fits in memory."""
+    """Run one example beyond 2^31 elements: of a few that are drawn the first that fits."""
     rng = random.Random(f"{seed}:{target.op.name}:{target.kernel.name}:huge")
     batch, search = Batch(target, 0, rng), _Search(target, executor, {})
     for _ in range(HUGE_TRIES):

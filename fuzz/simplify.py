@@ -19,7 +19,7 @@ SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129)
 
 
 def simplify(case: Example, device: Device, fails: Fails) -> Example:
-    """A case that fails alike, with defaults where they do, in the smallest sizes.
+    """Return a case that fails alike, with defaults where they do, in the smallest sizes.
 
     Each of `fails` is a run: some dozens of them.
     """
@@ -51,12 +51,12 @@ def simplify(case: Example, device: Device, fails: Fails) -> Example:
 
 
 def _first(fails: Fails, case: Example, simpler: list[Example]) -> Example:
-    """The first of the simpler ones that fails, or else the case itself."""
+    """Return the first of the simpler cases that fails, or else the case itself."""
     return next((other for other in simpler if other != case and fails(other)), case)
 
 
 def _defaults(case: Example) -> dict[str, Any]:
-    """Fields of the problem that have a default, and it."""
+    """Return the problem's fields that have a default, and their defaults."""
     fields = dataclasses.fields(registry.get(case.op).Problem)
     return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
 
@@ -82,7 +82,7 @@ def _with_problem(
 
 
 def _smallest(case: Example, name: str, device: Device, fails: Fails) -> Example:
-    """With the first of `SIZES` that fails, or a smaller one between two of them.
+    """Return the case with the first of `SIZES` that fails, or a smaller one between two of them.
 
     Of two neighbours either is tried: a problem may take even sizes alone.
     """

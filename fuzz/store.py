@@ -49,7 +49,7 @@ class Saved:
 
 
 def folder() -> Path:
-    """Where failures are kept: ``$JETFIRE_FUZZ``, else the user's data folder."""
+    """Return where failures are kept: ``$JETFIRE_FUZZ``, else the user's data folder."""
     import platformdirs
 
     given = os.environ.get("JETFIRE_FUZZ")
@@ -66,7 +66,7 @@ def as_dict(failure: Failure) -> dict[str, Any]:
 
 
 def content(failure: Failure, device: Device, loaded: Sequence[Path]) -> dict[str, Any]:
-    """What a failure's file holds."""
+    """Return what a failure's file holds."""
     return {
         "schema": SCHEMA,
         **as_dict(failure),
@@ -88,7 +88,7 @@ def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
 
 
 def find(name: str) -> Saved:
-    """What was saved under an ID in one's own folder, or in a file (a path, or ``….json``).
+    """Find what was saved by its ID in one's own folder, or in a file (a path, or ``….json``).
 
     Raises:
         UsageError: there is none, or it is none of ours.

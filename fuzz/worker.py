@@ -33,7 +33,7 @@ class Executor(Protocol):
     def run(self, case: Example) -> Outcome: ...
 
     def late(self) -> Outcome | None:
-        """What was found out about a case after its outcome."""
+        """Return what was found out about a case after its outcome."""
         ...
 
     def close(self) -> None: ...
@@ -117,7 +117,7 @@ class Isolated:
         return replace(outcome, case=self._last) if outcome.failed else None
 
     def _look(self, case: Example, wait_s: float = sanitize.DELAY_S) -> Outcome:
-        """What comes of it and, after so many seconds, what a sanitizer said."""
+        """Return what comes of a case and, after so many seconds, what a sanitizer said."""
         outcome, usable = self._answer(case)
         self._last = case
         session, said = self._session, []
@@ -137,7 +137,7 @@ class Isolated:
         return Outcome("sanitizer", left) if left else replace(outcome, known=known)
 
     def _answer(self, case: Example) -> tuple[Outcome, bool]:
-        """What the worker says, and whether it is fit for more."""
+        """Return what the worker says, and whether it is fit for more."""
         worker = self._ready()
         case_s = self._case_s * (HUGE_TIMES if is_huge(case) else 1)
         try:
@@ -192,7 +192,7 @@ class Isolated:
 
 
 def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: Mode) -> None:
-    """Answers with None once it has started, or with why not; then cases.
+    """Answer with None once it has started, or with why not; then cases.
 
     A case is answered with None once its kernels have been imported: from here on the time is its
     own. Then with its outcome, and whether the worker is fit for more: not after an error that
@@ -221,7 +221,7 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
 
 
 def _alone() -> None:
-    """One thread: on a machine that is busy the others are waited for, for ten times as long."""
+    """Use one thread: on a busy machine the others are waited for, for ten times as long."""
     import torch
 
     torch.set_num_threads(1)

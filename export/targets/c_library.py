@@ -239,7 +239,7 @@ class _Function:
         self.workspaces: dict[tuple[int, ...], torch.Tensor] = {}
 
     def check_loads(self) -> None:
-        """It loads, and without asking for a GPU refuses sizes of 0, but not the sample's.
+        """Check that it loads, and needs no GPU to refuse sizes of 0, but not the sample's.
 
         Raises:
             WrongResultError: it does otherwise.
@@ -284,7 +284,7 @@ class _Function:
         return text.decode()
 
     def _workspace(self, sizes: tuple[int, ...], device: torch.device | None) -> list[int]:
-        """Its address, where the function takes one; none is allocated without a device."""
+        """Return the workspace's address, if there is one; without a device none is allocated."""
         bytes_of = getattr(self.library, f"{self.plan.name}_workspace_bytes", None)
         if bytes_of is None:
             return []

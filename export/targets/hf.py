@@ -24,7 +24,7 @@ _CLEAN = (sys.executable, "-B")  # the variant is shipped as it is: no bytecode 
 
 
 def hub_name(plan: ExportPlan) -> str:
-    """A kernel's name as kernel-builder takes it; the module's has underscores.
+    """Return a kernel's name as kernel-builder takes it; the module's has underscores.
 
     Raises:
         UsageError: the plan's cannot be turned into one.
@@ -38,7 +38,7 @@ def hub_name(plan: ExportPlan) -> str:
 
 
 def _as_cpp(library: Library) -> dict[str, str]:
-    """C sources → the names under which kernel-builder, which knows no C, compiles them."""
+    """Map C sources to the names under which kernel-builder, which knows no C, compiles them."""
     return {name: f"{Path(name).stem}.c.cpp" for name in library.c_sources}
 
 

@@ -17,7 +17,7 @@ from jetfire.export.target import ExportTarget, cuda_home, program, run
 
 
 def tools(library: Library) -> Sequence[str]:
-    """What an extension is built with, CUDA's headers among it."""
+    """Return what an extension is built with, CUDA's headers among it."""
     cuda_home()
     compilers = program("NVCC", "nvcc") if library.cuda_sources else program("CC", "cc")
     return compilers, program("CXX", "c++")
