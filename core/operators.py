@@ -16,14 +16,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import Any
 
 from jetfire.core.tensors import Tensors, float_name
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# Makes the fields of a problem that follow from its tensors, from all of an operator's arguments.
+Shape = tuple[int, ...]
+# Returns the fields of a problem that follow from arguments of its operator, those that its
+# parameters name: of a tensor it is given the shape, or None where there is none.
 Derive = Callable[..., dict[str, Any]]
 _ARGUMENT = re.compile(r"(\w+)(?:\((\w)!\))?(\?)? (\w+)")
 
@@ -38,16 +38,9 @@ def _packed(returns: str) -> Callable[[Tensors], Any]:
     return lambda outputs: kind(outputs.values())
 
 
-def size_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the problem's size: that of the first tensor."""
-    m, n = first.shape
+def _size(first: Shape) -> dict[str, Any]:
+    m, n = first
     return {"m": m, "n": n}
-
-
-def dtype_of_first(first: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the problem's size and float type: those of the first tensor."""
-    m, n = first.shape
-    return {"m": m, "n": n, "dtype": float_name(first.dtype)}
 
 
 class Operator:
@@ -58,30 +51,38 @@ class Operator:
 
     Args:
         schema: ``name(Tensor x, Tensor? seed, int block, …) -> Tensor[]``, tensors first.
-        op: its op's name; None for the op that the schema names.
-        derive: gives the fields that follow from tensors; by default the size of the first.
+        op: its op's name; by default the op that the schema names, ``gelu`` of ``gelu_backward…``.
+        derive: by default the first tensor is m×n.
+        dtype_field: the field that is the first tensor's dtype.
         renamed: inputs that are an argument of another name, which is that input too: ``dy`` of an
             operator that overwrites it.
-        fields: fields with the same values in every call.
+        fields: fields with the same values in every call; ``…_backward…`` has the mode bwd besides.
     """
 
     def __init__(
         self,
         schema: str,
         op: str | None = None,
-        derive: Derive = size_of_first,
+        derive: Derive | None = None,
+        dtype_field: str | None = None,
         renamed: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> None:
         self.schema = schema
         self.name, _, rest = schema.partition("(")
-        self.op = op or self.name
+        forward, backward, _ = self.name.partition("_backward")
+        self.op = op or forward
         arguments = _ARGUMENT.findall(rest.rpartition(" -> ")[0])
         self._tensors = tuple(name for kind, _, _, name in arguments if kind == "Tensor")
         self._scalars = tuple(name for kind, _, _, name in arguments if kind != "Tensor")
         self.written = tuple(name for _, writes, _, name in arguments if writes)
         self._returns = rest.rpartition(" -> ")[2]
-        self._derive, self._renamed, self._fields = derive, tuple((renamed or {}).items()), fields
+        self._renamed = tuple((renamed or {}).items())
+        self._fields = {"mode": "bwd", **fields} if backward else fields
+        self._dtype_field, self._derive = dtype_field, derive or _size
+        self._derived_from = tuple(signature(derive).parameters) if derive else self._tensors[:1]
+        self._sized = tuple(name for name in self._derived_from if name in self._tensors)
+        self._places = tuple(map(self._tensors.index, self._sized))
         if sys.modules.get("torch"):
             self.define()
 
@@ -105,17 +106,21 @@ class Operator:
         return found
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return all that a call's problem depends on: fields of the tensors, then other arguments.
+        """Return all that a call's problem depends on: the first dtype, shapes, then the scalars.
 
         A model has few keys, each many times. A key takes less time to make than the fields.
         """
-        return (*self._derive(*args).items(), *args[len(self._tensors) :])
+        shapes = [None if (x := args[i]) is None else x.shape for i in self._places]
+        return (args[0].dtype, *shapes, *args[len(self._tensors) :])
 
     def fields(self, key: tuple[Any, ...]) -> dict[str, Any]:
         """Return the fields of the problem of a call with this key."""
-        derived = len(key) - len(self._scalars)
-        scalars = zip(self._scalars, key[derived:], strict=True)
-        return {**dict(key[:derived]), **self._fields, **dict(scalars)}
+        dtype, *rest = key
+        known = dict(zip((*self._sized, *self._scalars), rest, strict=True))
+        derived = self._derive(*(known[name] for name in self._derived_from))
+        if self._dtype_field:
+            derived[self._dtype_field] = float_name(dtype)
+        return {**derived, **self._fields, **{name: known[name] for name in self._scalars}}
 
     def _define(self, schema: str, constant: bool = True) -> Any:
         """Define an overload; where `constant`, autograd takes its results for constants."""
@@ -153,6 +158,7 @@ class Differentiable(Operator):
 
     Args:
         backward, setup: as in `torch.library.register_autograd`.
+        rest: as in an `Operator`.
     """
 
     def __init__(
@@ -161,11 +167,10 @@ class Differentiable(Operator):
         leaf: int,
         backward: Callable[..., Any],
         setup: Callable[..., None],
-        derive: Derive = size_of_first,
-        **fields: Any,
+        **rest: Any,
     ) -> None:
         self._leaf, self._backward, self._setup = leaf, backward, setup
-        super().__init__(schema, derive=derive, **fields)
+        super().__init__(schema, **rest)
 
     @cached_property
     def overload(self) -> Any:

@@ -12,7 +12,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, Model, Value
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block, Layout, Problem, at_least_zero
 from jetfire.core.tensors import (
     Quantized,
@@ -230,21 +230,10 @@ OP = Adamw()
 
 
 def _codes_given(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    q: Tensor | None,
-    scale: Tensor | None,
-    qt: Tensor | None,
-    scale_t: Tensor | None,
-    grad: Tensor,
-    rate: Tensor,
-    step: Tensor,
-    grad_scale: Tensor | None,
-    *rest: Any,
+    param: Shape, q: Shape | None, qt: Shape | None, grad_scale: Shape | None
 ) -> dict[str, Any]:
     """Return fields: the codes that are given say the layout."""
-    m, n = param.shape
+    m, n = param
     layout = "q" if qt is None else "qt" if q is None else "both"
     return {"m": m, "n": n, "layout": layout, "guarded": grad_scale is not None}
 

@@ -131,13 +131,10 @@ _add = Differentiable(
     leaf=0,
     backward=_stream_gradient,
     setup=_keep_stream,
-    mode="fwd",
 )
 _add_backward = Operator(
     "add_backward(Tensor dsum, Tensor dq, Tensor dq_scale, Tensor? seed, int block, str"
     " rounding, str layout) -> Tensor[]",
-    mode="bwd",
-    op="add",
 )
 
 

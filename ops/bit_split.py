@@ -11,7 +11,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Model, SameBits
-from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.operators import Operator
 from jetfire.core.problem import FloatName, Problem
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors
@@ -114,7 +114,7 @@ OP = BitSplit()
 
 _bit_split = Operator(
     "bit_split(Tensor x, Tensor? seed, int bits) -> (Tensor, Tensor, Tensor)",
-    derive=dtype_of_first,
+    dtype_field="dtype",
 )
 
 

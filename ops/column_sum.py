@@ -100,13 +100,9 @@ def _bound(
 OP = ColumnSum()
 
 
-def _transposed(qt: Tensor, *rest: Any) -> dict[str, Any]:
-    n, m = qt.shape
-    return {"m": m, "n": n}
-
-
 _column_sum = Operator(
-    "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor", derive=_transposed
+    "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor",
+    derive=lambda qt: {"m": qt[1], "n": qt[0]},
 )
 
 

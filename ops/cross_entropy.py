@@ -12,7 +12,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Gradient, Model, SameBits
-from jetfire.core.operators import Differentiable, Operator, dtype_of_first
+from jetfire.core.operators import Differentiable, Operator
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.tensors import Spec, Specs, Tensors
 from jetfire.measure.data import Source
@@ -241,24 +241,19 @@ _cross_entropy = Differentiable(
     leaf=0,
     backward=_logits_gradient,
     setup=_keep_logits,
-    derive=dtype_of_first,
-    mode="fwd",
+    dtype_field="dtype",
 )
 _cross_entropy_backward = Operator(
     "cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, SymInt?"
     " valid) -> Tensor",
-    derive=dtype_of_first,
-    mode="bwd",
-    op="cross_entropy",
+    dtype_field="dtype",
 )
 # `dlogits` holds the logits, and then their gradient.
 _cross_entropy_backward_inplace = Operator(
     "cross_entropy_backward_inplace(Tensor(a!) dlogits, Tensor targets, Tensor lse, Tensor"
     " dloss, SymInt? valid) -> ()",
-    derive=dtype_of_first,
+    dtype_field="dtype",
     renamed={"logits": "dlogits"},
-    mode="bwd",
-    op="cross_entropy",
 )
 
 

@@ -99,13 +99,10 @@ OP = Dropout()
 
 _dropout = Operator(
     "dropout(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout) -> Tensor[]",
-    mode="fwd",
 )
 _dropout_backward = Operator(
     "dropout_backward(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout)"
     " -> Tensor[]",
-    mode="bwd",
-    op="dropout",
 )
 
 

@@ -12,7 +12,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Check, Model, SameBits
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
@@ -209,15 +209,9 @@ def _in_torch(problem: GatherRowsProblem, inputs: Tensors) -> torch.Tensor:
 OP = GatherRows()
 
 
-def _drawn(
-    q: Tensor, rows: Tensor | None, counts: Tensor | None, repeat: Tensor | None, *rest: Any
-) -> dict[str, Any]:
-    return {
-        "m": q.shape[0],
-        "n": 2 * q.shape[1],
-        "rows": None if rows is None else rows.shape[0],
-        "repeat": repeat is not None,
-    }
+def _drawn(q: Shape, rows: Shape | None, repeat: Shape | None) -> dict[str, Any]:
+    listed = None if rows is None else rows[0]
+    return {"m": q[0], "n": 2 * q[1], "rows": listed, "repeat": repeat is not None}
 
 
 _gather_rows = Operator(

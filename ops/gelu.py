@@ -137,13 +137,10 @@ OP = Gelu()
 _gelu = Operator(
     "gelu(Tensor x, Tensor x_scale, Tensor? seed, int block, str approximate, str rounding,"
     " str layout) -> Tensor[]",
-    mode="fwd",
 )
 _gelu_backward = Operator(
     "gelu_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed, int"
     " block, str approximate, str rounding, str layout) -> Tensor[]",
-    mode="bwd",
-    op="gelu",
 )
 # `q` holds dy's codes, and then dx's.
 _gelu_backward_inplace = Operator(
@@ -151,9 +148,7 @@ _gelu_backward_inplace = Operator(
     " Tensor(b!) scale, Tensor(c!) qt, Tensor(d!) scale_t, Tensor? seed, int block, str"
     " approximate, str rounding) -> ()",
     renamed={"dy": "q"},
-    mode="bwd",
     layout="both",
-    op="gelu",
 )
 
 

@@ -14,7 +14,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, Model, SameBits, Tuning
-from jetfire.core.operators import Differentiable, Operator
+from jetfire.core.operators import Differentiable, Operator, Shape
 from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported, Timed
 from jetfire.core.tensors import (
@@ -24,7 +24,6 @@ from jetfire.core.tensors import (
     Tensors,
     ceil_div,
     dtype_of,
-    float_name,
     quantized,
     seed_of,
     with_transpose,
@@ -387,14 +386,8 @@ def _check_floats(
 OP = Gemm()
 
 
-def _sizes(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, *rest: Any
-) -> dict[str, Any]:
-    return {"m": a.shape[0], "n": b.shape[0], "k": a.shape[1], "bias": bias is not None}
-
-
-def _sizes_and_type(c: Tensor, *operands: Any) -> dict[str, Any]:
-    return {**_sizes(*operands), "out": float_name(c.dtype)}
+def _sizes(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
+    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
 
 
 def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -427,7 +420,8 @@ _gemm_quantized = Operator(
 _gemm_accumulate = Operator(
     "gemm_accumulate(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
     " Tensor? bias, int block) -> ()",
-    derive=_sizes_and_type,
+    derive=_sizes,
+    dtype_field="out",
     accumulate=True,
     op="gemm",
 )

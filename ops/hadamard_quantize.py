@@ -13,10 +13,10 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Gradient, Model, SameBits
-from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import COMPILED, Exported, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of, float_name
+from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
@@ -361,20 +361,12 @@ def _backward_in_torch(
 OP = HadamardQuantize()
 
 
-def _given(
-    dx_hat: Tensor,
-    q: Tensor | None,
-    x: Tensor | None,
-    step: Tensor | None,
-    slots: Tensor | None,
-    *rest: Any,
-) -> dict[str, Any]:
-    """Of q or of x and step; with slots and unit, dx_hat holds the kept rows alone."""
-    rows, n = dx_hat.shape
+def _given(dx_hat: Shape, x: Shape | None, slots: Shape | None) -> dict[str, Any]:
+    """Return fields: of q or of x and step; with slots, dx_hat holds the kept rows alone."""
+    rows, n = dx_hat
     return {
-        "m": rows if slots is None else slots.shape[0],
+        "m": rows if slots is None else slots[0],
         "n": n,
-        "dtype": float_name(dx_hat.dtype),
         "given": "codes" if x is None else "x",
         "gathered": slots is not None,
     }
@@ -382,15 +374,13 @@ def _given(
 
 _hadamard_quantize = Operator(
     "hadamard_quantize(Tensor x, Tensor step, int group, str layout) -> Tensor[]",
-    derive=dtype_of_first,
-    mode="fwd",
+    dtype_field="dtype",
 )
 _hadamard_quantize_backward = Operator(
     "hadamard_quantize_backward(Tensor dx_hat, Tensor? q, Tensor? x, Tensor? step, Tensor?"
     " slots, Tensor? unit, int group) -> Tensor[]",
     derive=_given,
-    mode="bwd",
-    op="hadamard_quantize",
+    dtype_field="dtype",
 )
 
 

@@ -12,7 +12,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Check, Model, SameBits, Tuning
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
@@ -332,25 +332,19 @@ OP = Int4Gemm()
 
 
 def _sizes(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    counts: Tensor | None,
+    a: Shape,
+    b: Shape,
+    bias: Shape | None,
+    weight: Shape | None,
+    counts: Shape | None,
     operands: str,
-    out: str,
 ) -> dict[str, Any]:
-    """An input's gradient where a weight of each row and counts are given, a weight's where counts
-    alone are."""
-    return {
-        "m": a.shape[0],
-        "n": b.shape[0],
-        "k": a.shape[1] * (2 if operands == "packed" else 1),
-        "product": "fwd" if counts is None else "wgrad" if weight is None else "dgrad",
-        "bias": bias is not None,
-    }
+    """Return fields: counts and a weight per row are for an input's gradient, counts alone for a
+    weight's.
+    """
+    k = a[1] * (2 if operands == "packed" else 1)
+    product = "fwd" if counts is None else "wgrad" if weight is None else "dgrad"
+    return {"m": a[0], "n": b[0], "k": k, "product": product, "bias": bias is not None}
 
 
 _int4_gemm = Operator(

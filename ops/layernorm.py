@@ -10,7 +10,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import SameBits
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Tensors
@@ -120,25 +120,19 @@ class LayerNorm(Norm):
 OP = LayerNorm()
 
 
-def _statistics(
-    x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, *rest: Any
-) -> dict[str, Any]:
-    m, n = x.shape
-    return {"m": m, "n": n, "stats": "row" if mean is None else "given"}
+def _statistics(x: Shape, mean: Shape | None) -> dict[str, Any]:
+    return {"m": x[0], "n": x[1], "stats": "row" if mean is None else "given"}
 
 
 _layernorm = Operator(
     "layernorm(Tensor x, Tensor x_scale, Tensor weight, Tensor bias, Tensor? mean, Tensor?"
     " rstd, Tensor? seed, int block, float eps, str rounding, str layout) -> Tensor[]",
     derive=_statistics,
-    mode="fwd",
 )
 _layernorm_backward = Operator(
     "layernorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
     " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout) ->"
     " Tensor[]",
-    mode="bwd",
-    op="layernorm",
 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Model, SameBits
-from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
@@ -93,7 +93,7 @@ OP = Quantize()
 
 _quantize = Operator(
     "quantize(Tensor x, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
-    derive=dtype_of_first,
+    dtype_field="dtype",
 )
 
 

@@ -10,7 +10,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Model, Op
-from jetfire.core.operators import Operator, dtype_of_first
+from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
@@ -73,7 +73,7 @@ OP = QuantizeQkv()
 _quantize_qkv = Operator(
     "quantize_qkv(Tensor query, Tensor key, Tensor value, Tensor? seed, int block, str"
     " rounding, str layout) -> Tensor[]",
-    derive=dtype_of_first,
+    dtype_field="dtype",
 )
 
 

@@ -137,13 +137,10 @@ OP = RmsNorm()
 _rmsnorm = Operator(
     "rmsnorm(Tensor x, Tensor x_scale, Tensor weight, Tensor? seed, int block, float eps,"
     " str rounding, str layout) -> Tensor[]",
-    mode="fwd",
 )
 _rmsnorm_backward = Operator(
     "rmsnorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
     " Tensor rstd, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
-    mode="bwd",
-    op="rmsnorm",
 )
 
 

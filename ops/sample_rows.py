@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Model, SameBits
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
@@ -203,12 +203,9 @@ def capacity(m: int, parts: int, product: str, keep: str) -> int:
 OP = SampleRows()
 
 
-def _product(
-    squares: Tensor, x_squares: Tensor | None, seed: Tensor, parts: int, keep: str
-) -> dict[str, Any]:
-    """For a weight's gradient where x_squares are given, else for an input's."""
-    m = squares.shape[0] // parts
-    return {"m": m, "product": "dgrad" if x_squares is None else "wgrad"}
+def _product(squares: Shape, x_squares: Shape | None, parts: int) -> dict[str, Any]:
+    """Return fields: for a weight's gradient where x_squares are given, else for an input's."""
+    return {"m": squares[0] // parts, "product": "dgrad" if x_squares is None else "wgrad"}
 
 
 _sample_rows = Operator(

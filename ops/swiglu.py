@@ -157,13 +157,10 @@ OP = Swiglu()
 _swiglu = Operator(
     "swiglu(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor? seed, int block,"
     " str rounding, str layout) -> Tensor[]",
-    mode="fwd",
 )
 _swiglu_backward = Operator(
     "swiglu_backward(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor dy,"
     " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
-    mode="bwd",
-    op="swiglu",
 )
 
 
