@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jetfire.core.op import Check, Op
+from jetfire.core.op import Check, Model, Op, SameBits
 from jetfire.core.tensors import Specs, Tensors, names_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
@@ -17,12 +17,31 @@ if TYPE_CHECKING:
 
 
 class StandardOp(Op):
-    """An op whose inputs are drawn, and outputs compared, by their names and specs."""
+    """An op whose tensors' names and specs say how they are drawn and compared.
+
+    Attributes:
+        same_bits_over: what `same_bits` says of every problem.
+        in_part: outputs whose reference may be smaller: the rest may hold anything.
+    """
+
+    same_bits_over: ClassVar[SameBits] = "configs"
+    in_part: ClassVar[tuple[str, ...]] = ()
+
+    def shapes(self, model: Model) -> list[dict[str, int]]:
+        """Return the products of a block where there is a k, else what flows between its layers."""
+        if "k" in self.dims:
+            return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
+        widths = (model.width, 3 * model.width, model.hidden)
+        return [{"m": model.tokens, "n": width} for width in widths]
 
     def inputs(
         self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        return draw(self.reads(problem), Source(data, device, seed))
+        return self.drawn(problem, Source(data, device, seed))
+
+    def drawn(self, problem: Any, source: Source) -> Tensors:
+        """Return tensors for `reads`; an op has its own where `draw` says too little."""
+        return draw(self.reads(problem), source)
 
     def check(
         self,
@@ -39,7 +58,12 @@ class StandardOp(Op):
         """
         from jetfire.measure import check
 
-        return check.outputs(self.writes(problem), outputs, expected)
+        parts = {name: tuple(map(slice, expected[name].shape)) for name in self.in_part}
+        got = outputs | {name: outputs[name][part] for name, part in parts.items()}
+        return check.outputs(self.writes(problem), got, expected)
+
+    def same_bits(self, problem: Any) -> SameBits:
+        return self.same_bits_over
 
     def eager(self, problem: Any, inputs: Tensors) -> Callable[[], Any]:
         """Return a call of the same in torch operations, on BF16 tensors in place of codes."""
@@ -85,6 +109,16 @@ def unrounded(
     return expected
 
 
+def exact(problem: Any, inputs: Tensors, *names: str) -> list[torch.Tensor]:
+    """Return the float64 matrices whose codes the inputs of these names are."""
+    import torch
+
+    from jetfire.reference.dequantize import dequantize
+
+    parts = ((inputs[name], inputs[f"{name}_scale"]) for name in names)
+    return [dequantize(q, scale, problem.block, torch.float64) for q, scale in parts]
+
+
 def draw(specs: Specs, source: Source) -> Tensors:
     """Return a tensor for each spec, drawn in their order.
 
@@ -98,7 +132,11 @@ def draw(specs: Specs, source: Source) -> Tensors:
     for name, (dtype, shape, block) in specs.items():
         if name in drawn:  # scales, drawn with their codes
             continue
-        if block is not None:
+        if name == "qt" and block is not None:
+            n, m = shape
+            codes = source.quantised(m, n, block)
+            drawn["qt"], drawn["scale_t"] = (part.t().contiguous() for part in codes)
+        elif block is not None:
             parts = names_of(name)
             m, n = shape
             drawn[name], drawn[parts["scale"]] = source.quantised(m, n, block)

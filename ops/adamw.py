@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -25,7 +25,7 @@ from jetfire.core.tensors import (
 )
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
-from jetfire.measure.op import StandardOp
+from jetfire.measure.op import StandardOp, draw
 from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Adamw(StandardOp):
     name = "adamw"
     summary = "AdamW's update of a weight, and its codes both ways"
     Problem = AdamwProblem
-    contiguous: ClassVar[frozenset[str]] = frozenset(UPDATED)
+    contiguous = frozenset(UPDATED)
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": out, "n": inp} for out, inp in model.linears()]
@@ -83,24 +83,16 @@ class Adamw(StandardOp):
         codes = quantized(m, n, problem.block, layout=problem.layout)
         return dict.fromkeys(UPDATED, Spec("fp32", (m, n))) | codes
 
-    def inputs(
-        self, problem: AdamwProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
+    def drawn(self, problem: AdamwProblem, source: Source) -> Tensors:
         """Return the state of a training that is some hundreds of steps old."""
-        import torch
-
-        source, shape = Source(data, device, seed), (problem.m, problem.n)
-        inputs = {
-            "param": source.floats(*shape),
-            "grad": source.floats(*shape),
-            "exp_avg": source.floats(*shape) * 0.1,
-            "exp_avg_sq": source.floats(*shape).square(),
-            "rate": torch.full((), 1e-3, dtype=torch.float32, device=device),
-            "step": 1 + source.integers(1000).float(),
-        }
+        specs = self.reads(problem)
+        inputs = draw({name: specs[name] for name in STATE}, source)
+        inputs["exp_avg"] *= 0.1
+        inputs["exp_avg_sq"] = inputs["exp_avg_sq"].square()
+        rate = inputs["param"].new_tensor(1e-3)
+        inputs |= {"rate": rate, "step": 1 + source.integers(1000).float()}
         if problem.guarded:
-            inputs["grad_scale"] = 1 + source.normal().abs()
-            inputs["found_inf"] = torch.zeros((), dtype=torch.float32, device=device)
+            inputs |= {"grad_scale": 1 + source.normal().abs(), "found_inf": 0 * rate}
         return inputs
 
     def updated(self, problem: AdamwProblem) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Model, SameBits
+from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import FloatName, Problem
 from jetfire.core.suites import COMPILED, Timed
@@ -56,6 +56,7 @@ class BitSplit(StandardOp):
     name = "bit_split"
     summary = "a gradient as two 4-bit parts, the low one rounded stochastically"
     Problem = BitSplitProblem
+    same_bits_over = "kernels"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         widths = dict.fromkeys(out for out, _ in model.linears())
@@ -75,9 +76,6 @@ class BitSplit(StandardOp):
 
         q, unit, squares = bit_split(inputs["x"], problem.bits, inputs.get("seed"))
         return {"q": q, "unit": unit, "squares": squares}
-
-    def same_bits(self, problem: BitSplitProblem) -> SameBits:
-        return "kernels"
 
     def timed(self) -> list[Timed]:
         at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)

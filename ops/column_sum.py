@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Model, SameBits
+from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
 from jetfire.measure.bounds import OVER
-from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ class ColumnSum(StandardOp):
     name = "column_sum"
     summary = "column sums of a per-block INT8 gradient: the gradient of a bias"
     Problem = ColumnSumProblem
+    same_bits_over = "runs"
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("sums",)}
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -47,13 +47,6 @@ class ColumnSum(StandardOp):
     def writes(self, problem: ColumnSumProblem) -> Specs:
         return {"sums": Spec("fp32", (problem.n,))}
 
-    def inputs(
-        self, problem: ColumnSumProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
-        """Return the transposed copy, which is what the weight gradient's GEMM reads too."""
-        q, scale = Source(data, device, seed).quantised(problem.m, problem.n, problem.block)
-        return {"qt": q.t().contiguous(), "scale_t": scale.t().contiguous()}
-
     def reference(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
         """Return the sums in float64, and a bound on what summing in fp32 may add."""
         from jetfire.reference.column_sum import column_sum
@@ -61,9 +54,6 @@ class ColumnSum(StandardOp):
         bound, over = _bound(problem, inputs["qt"], inputs["scale_t"])
         sums = column_sum(inputs["qt"], inputs["scale_t"], problem.block)
         return {"sums": sums, "sums_bound": bound, "sums_over": over}
-
-    def same_bits(self, problem: ColumnSumProblem) -> SameBits:
-        return "runs"
 
     def eager(self, problem: ColumnSumProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the BF16 gradient's rows summed to fp32: what BF16 training does for a bias."""

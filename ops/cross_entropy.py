@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -50,8 +50,8 @@ class CrossEntropy(StandardOp):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
-    never_empty: ClassVar[frozenset[str]] = frozenset({"n"})  # no logits, no loss
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    never_empty = frozenset({"n"})  # no logits, no loss
+    modes = ("fwd", "bwd")
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """No more columns that count than there are, which the functions refuse."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, dtype_of, quantized
@@ -32,10 +31,7 @@ class Dequantize(StandardOp):
     name = "dequantize"
     summary = "per-block INT8 to float"
     Problem = DequantizeProblem
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = (model.width, 3 * model.width, model.hidden)
-        return [{"m": model.tokens, "n": width} for width in widths]
+    same_bits_over = "kernels"
 
     def reads(self, problem: DequantizeProblem) -> Specs:
         return quantized(problem.m, problem.n, problem.block)
@@ -48,9 +44,6 @@ class Dequantize(StandardOp):
 
         dtype = dtype_of(problem.out)
         return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
-
-    def same_bits(self, problem: DequantizeProblem) -> SameBits:
-        return "kernels"
 
     def eager(self, problem: DequantizeProblem, inputs: Tensors) -> Callable[[], Any]:
         """The same product written in torch: BF16 training has no such pass to compare with."""

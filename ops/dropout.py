@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Gradient, Model, SameBits
+from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Layout, Mode, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, with_transpose
@@ -43,7 +43,8 @@ class Dropout(StandardOp):
     name = "dropout"
     summary = "dropout of per-block INT8, exact: zeroes codes and rescales blocks"
     Problem = DropoutProblem
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    same_bits_over = "kernels"
+    modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
@@ -80,9 +81,6 @@ class Dropout(StandardOp):
                 got = gradient.values(outputs[q], outputs[scale], problem.block)
                 found.append(Gradient(q, got if q == "q" else got.t(), dx, allowed))
         return found
-
-    def same_bits(self, problem: DropoutProblem) -> SameBits:
-        return "kernels"
 
     def eager(self, problem: DropoutProblem, inputs: Tensors) -> Callable[[], Any]:
         """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""

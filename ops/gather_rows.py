@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Check, Model, SameBits
+from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
@@ -67,6 +67,8 @@ class GatherRows(StandardOp):
     name = "gather_rows"
     summary = "rows of packed 4-bit codes as INT8, chosen, repeated, transposed"
     Problem = GatherRowsProblem
+    same_bits_over = "kernels"
+    in_part = ("codes",)
     matched = (*StandardOp.matched, "transpose")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
@@ -91,13 +93,10 @@ class GatherRows(StandardOp):
         shape = (problem.height, problem.n)
         return {"codes": Spec("int8", shape[::-1] if problem.transpose else shape)}
 
-    def inputs(
-        self, problem: GatherRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
+    def drawn(self, problem: GatherRowsProblem, source: Source) -> Tensors:
         """Any bytes; rows as a sample of 2m has them, in order, each half ending in zeros."""
         import torch
 
-        source = Source(data, device, seed)
         inputs = {"q": (source.integers(256, problem.m, problem.n // 2) - 128).to(torch.int8)}
         if problem.rows is None:
             return inputs
@@ -109,7 +108,7 @@ class GatherRows(StandardOp):
         rows[high - count // 64 : high] = -1
         rows[count - count // 64 :] = -1
         inputs["rows"] = rows.to(torch.int32)
-        inputs["counts"] = torch.tensor([high, count], dtype=torch.int32, device=device)
+        inputs["counts"] = torch.tensor([high, count], dtype=torch.int32, device=source.device)
         if problem.repeat:
             inputs["repeat"] = source.integers(17, problem.rows).to(torch.int8)
         return inputs
@@ -121,19 +120,6 @@ class GatherRows(StandardOp):
         rows, counts, repeat = (inputs.get(name) for name in ("rows", "counts", "repeat"))
         form = {"transpose": problem.transpose, "wide": problem.wide}
         return {"codes": gather_rows(inputs["q"], rows, counts, repeat, **form)}
-
-    def check(
-        self,
-        problem: GatherRowsProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        """Equal codes in the rows that are wanted."""
-        from jetfire.measure import check
-
-        high, across = expected["codes"].shape
-        return check.exact("codes", outputs["codes"][:high, :across], expected["codes"])
 
     def bytes(self, problem: GatherRowsProblem) -> int:
         """Of the rows that `inputs` asks for: packed codes in, a byte each out, and the list."""
@@ -164,9 +150,6 @@ class GatherRows(StandardOp):
             "counts": edges.int64(rng.randint(0, count), count),
         }
         return rare | ({"repeat": edges.each(rng, (0, 1, 16), ends)} if problem.repeat else {})
-
-    def same_bits(self, problem: GatherRowsProblem) -> SameBits:
-        return "kernels"
 
     def timed(self) -> list[Timed]:
         """Of 8192 tokens' split gradient those kept, as each product reads them; a weight's all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -46,7 +46,7 @@ class Gelu(StandardOp):
     name = "gelu"
     summary = "GELU and its gradient, INT8 in and out"
     Problem = GeluProblem
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.hidden}]

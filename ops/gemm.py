@@ -13,7 +13,7 @@ from jetfire.core import expect, workloads
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.op import Check, Model, SameBits, Tuning
+from jetfire.core.op import Check, SameBits, Tuning
 from jetfire.core.operators import Differentiable, Operator, Shape
 from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported, Timed
@@ -84,12 +84,12 @@ class Gemm(StandardOp):
     name = "gemm"
     summary = "per-block INT8 GEMM, C = A·Bᵀ with a scale for each block×block tile"
     Problem = GemmProblem
-    dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
-    contiguous: ClassVar[frozenset[str]] = frozenset({"a_scale", "b_scale", "c"})
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    dims = ("m", "n", "k")
+    contiguous = frozenset({"a_scale", "b_scale", "c"})
+    modes = ("fwd", "bwd")
     tuning = Tuning(60, "cublas_bf16", "wgmma")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
-    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of other operands"
+    no_gradients = "dgrad and wgrad are its own product, of other operands"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).
@@ -110,9 +110,6 @@ class Gemm(StandardOp):
         wgrad = {"m": n, "n": k, "k": m, "block": forward.block, "out": "fp32", "accumulate": True}
         return [self.Problem.parse(dgrad), self.Problem.parse(wgrad)]
 
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
-
     def reads(self, problem: GemmProblem) -> Specs:
         m, n, k, block = problem.m, problem.n, problem.k, problem.block
         specs = quantized(m, k, block, "a") | quantized(n, k, block, "b")
@@ -127,14 +124,12 @@ class Gemm(StandardOp):
             return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
-    def inputs(
-        self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
+    def drawn(self, problem: GemmProblem, source: Source) -> Tensors:
         """Each operand from its own distribution; a C to add to is normal."""
-        source, block = Source(data, device, seed), problem.block
-        a, a_scale = source.quantised(problem.m, problem.k, block, operand=0)
-        b, b_scale = source.quantised(problem.n, problem.k, block, operand=1)
-        inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
+        inputs: Tensors = {}
+        for operand, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
+            codes, scale = source.quantised(rows, problem.k, problem.block, operand)
+            inputs |= {name: codes, f"{name}_scale": scale}
         if problem.bias:
             inputs["bias"] = source.normal(problem.n)
         if problem.accumulate:
@@ -146,8 +141,8 @@ class Gemm(StandardOp):
     ) -> Tensors:
         """The fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for the same seed."""
         source = Source(data, device, seed)
-        return {name: source.floats(rows, problem.k, operand=i)
-                for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n)))}  # fmt: skip
+        a = source.floats(problem.m, problem.k, operand=0)
+        return {"a": a, "b": source.floats(problem.n, problem.k, operand=1)}
 
     def updated(self, problem: GemmProblem) -> tuple[str, ...]:
         return ("c",) if problem.accumulate else ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Model, SameBits
+from jetfire.core.op import SameBits
 from jetfire.core.problem import Mode, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div, dtype_of
@@ -20,9 +20,6 @@ from jetfire.ops.hadamard_quantize import (
     first_step,
     step_gradient,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,11 @@ class HadamardGemm(StandardOp):
     Problem = HadamardGemmProblem
     composite = True
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
-    dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    dims = ("m", "n", "k")
+    modes = ("fwd", "bwd")
     # tests/test_hadamard_gemm.py holds them to that.
-    no_gradients: ClassVar[str | None] = "of rows drawn at random, right in the mean alone"
-    workload: ClassVar[str | None] = "int4-paper"
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
+    no_gradients = "of rows drawn at random, right in the mean alone"
+    workload = "int4-paper"
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Whole groups of k; two codes a byte of n."""
@@ -102,19 +96,13 @@ class HadamardGemm(StandardOp):
         q = Spec("int8", (m, k // 2))
         return {"c": Spec(dtype, (m, n)), "q": q, "squares": Spec("int32", (m,))}
 
-    def inputs(
-        self,
-        problem: HadamardGemmProblem,
-        device: torch.device,
-        seed: int = 0,
-        data: str = "normal",
-    ) -> Tensors:
+    def drawn(self, problem: HadamardGemmProblem, source: Source) -> Tensors:
         """The distribution's first operand is x, or backward's g; weights are the second."""
         from jetfire.reference.hadamard_quantize import quantize
         from jetfire.reference.nibbles import pack, widen
 
-        source, dtype = Source(data, device, seed), problem.dtype
-        m, n, k, group = problem.m, problem.n, problem.k, problem.group
+        m, n, k = problem.m, problem.n, problem.k
+        dtype, group = problem.dtype, problem.group
         w = source.floats(n, k, operand=1, dtype=dtype)
         if problem.mode == "fwd":
             x = source.floats(m, k, dtype=dtype)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -76,8 +76,8 @@ class HadamardQuantize(StandardOp):
     name = "hadamard_quantize"
     summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
     Problem = HadamardQuantizeProblem
-    contiguous: ClassVar[frozenset[str]] = frozenset({"slots"})
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    contiguous = frozenset({"slots"})
+    modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         """The inputs of a block's linear layers, and their weights."""
@@ -119,18 +119,11 @@ class HadamardQuantize(StandardOp):
             del codes["q" if problem.layout == "wide" else "wide"]
         return codes | {"scale": Spec("fp32", (1,)), "squares": Spec("int32", (m,))}
 
-    def inputs(
-        self,
-        problem: HadamardQuantizeProblem,
-        device: torch.device,
-        seed: int = 0,
-        data: str = "normal",
-    ) -> Tensors:
+    def drawn(self, problem: HadamardQuantizeProblem, source: Source) -> Tensors:
         """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
         from jetfire.reference.hadamard_quantize import quantize
         from jetfire.reference.nibbles import pack
 
-        source = Source(data, device, seed)
         x = source.floats(problem.m, problem.n, dtype=problem.dtype)
         quantised = {"x": x, "step": first_step(x, problem.group)}
         if problem.mode == "fwd":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Check, Model, SameBits, Tuning
+from jetfire.core.op import Tuning
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import Exported, Timed
@@ -105,13 +105,15 @@ class Int4Gemm(StandardOp):
     name = "int4_gemm"
     summary = "INT4 GEMM, C = s·A·Bᵀ with one scale a matrix; with sampled rows for gradients"
     Problem = Int4GemmProblem
-    dims: ClassVar[tuple[str, ...]] = ("m", "n", "k")
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    same_bits_over = "kernels"
+    in_part = ("c",)  # a dgrad's rows
+    dims = ("m", "n", "k")
+    modes = ("fwd", "bwd")
     baselines = ("cublas_fp16",)  # the paper's (arXiv 2306.11987)
     tuning = Tuning(40, "cublas_fp16")
     matched = (*StandardOp.matched, "operands")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"k": ("c",)}
-    no_gradients: ClassVar[str | None] = "dgrad and wgrad are its own product, of rows drawn before"
+    no_gradients = "dgrad and wgrad are its own product, of rows drawn before"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
         """Forward as it is; backward as dgrad and wgrad of half of the gradient's split rows.
@@ -133,9 +135,6 @@ class Int4Gemm(StandardOp):
             self.Problem(n, k, depth, operands="wide", product="wgrad", out=out),
         ]
 
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": out, "k": inp} for out, inp in model.linears()]
-
     def reads(self, problem: Int4GemmProblem) -> Specs:
         m, n, width = problem.m, problem.n, problem.row_bytes
         specs = {
@@ -155,11 +154,8 @@ class Int4Gemm(StandardOp):
     def writes(self, problem: Int4GemmProblem) -> Specs:
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
-    def inputs(
-        self, problem: Int4GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
+    def drawn(self, problem: Int4GemmProblem, source: Source) -> Tensors:
         """Codes of values drawn from the distribution; where nothing may be read, random bytes."""
-        source = Source(data, device, seed)
         inputs: Tensors = {}
         for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
             codes, scale = _codes(source, problem, rows, i)
@@ -188,19 +184,6 @@ class Int4Gemm(StandardOp):
         else:
             c = reference.forward(*operands, inputs.get("bias"))
         return {"c": c.to(dtype_of(problem.out))}
-
-    def check(
-        self,
-        problem: Int4GemmProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
-    ) -> Check:
-        """Equal bits, of the rows that there are."""
-        from jetfire.measure import check
-
-        wanted = expected["c"]
-        return check.exact("c", outputs["c"][: len(wanted)], wanted)
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         def operand(name: str) -> Quantized4:
@@ -246,9 +229,6 @@ class Int4Gemm(StandardOp):
             high = rng.choice((0, end, rng.randint(0, end)))
             rare["counts"] = edges.int64(high * SEGMENT, end * SEGMENT)
         return rare
-
-    def same_bits(self, problem: Int4GemmProblem) -> SameBits:
-        return "kernels"
 
     def timed(self) -> list[Timed]:
         packed = {"operands": ["packed"]}

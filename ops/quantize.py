@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
@@ -36,10 +35,7 @@ class Quantize(StandardOp):
     name = "quantize"
     summary = "float to per-block INT8, nearest or stochastic"
     Problem = QuantizeProblem
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = (model.width, 3 * model.width, model.hidden)
-        return [{"m": model.tokens, "n": width} for width in widths]
+    same_bits_over = "kernels"
 
     def reads(self, problem: QuantizeProblem) -> Specs:
         return {"x": Spec(problem.dtype, (problem.m, problem.n))} | seed_of(problem)
@@ -52,9 +48,6 @@ class Quantize(StandardOp):
 
         seed = inputs.get("seed")
         return with_transpose(*quantize(inputs["x"], problem.block, problem.rounding, seed))
-
-    def same_bits(self, problem: QuantizeProblem) -> SameBits:
-        return "kernels"
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
         """All of them."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import SameBits
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.tensors import Quantized, Tensors
@@ -42,6 +41,7 @@ class RmsNorm(Norm):
     name = "rmsnorm"
     summary = "RMSNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = RmsNormProblem
+    same_bits_over = "runs"
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight",)}
     in_torch = "rms_norm"
     parameters = ("weight",)
@@ -94,9 +94,6 @@ class RmsNorm(Norm):
         expected = {"dweight": dweight, "dweight_bound": bound, "dweight_over": size >= OVER}
         over = overflows(largest, problem.block, row_over)
         return value, worst(off, problem.block), over, expected
-
-    def same_bits(self, problem: RmsNormProblem) -> SameBits:
-        return "runs"
 
     def torch_backward(
         self, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, inputs: Tensors

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import Model, SameBits
+from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, Timed
@@ -58,7 +58,8 @@ class SampleRows(StandardOp):
     name = "sample_rows"
     summary = "leverage-score sampling of a split gradient's rows, and their compaction"
     Problem = SampleRowsProblem
-    dims: ClassVar[tuple[str, ...]] = ("m",)
+    same_bits_over = "kernels"
+    dims = ("m",)
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens}]
@@ -76,13 +77,10 @@ class SampleRows(StandardOp):
             return specs | {"repeat": Spec("int8", (room,))}
         return specs | {"weight": Spec("fp32", (room,)), "slots": Spec("int32", (problem.m, 2))}
 
-    def inputs(
-        self, problem: SampleRowsProblem, device: torch.device, seed: int = 0, data: str = "normal"
-    ) -> Tensors:
+    def drawn(self, problem: SampleRowsProblem, source: Source) -> Tensors:
         """Of the codes of a random gradient 64 wide; of one with NaN or ±Inf as `bit_split`'s."""
         import torch
 
-        source = Source(data, device, seed)
         gradient, x = source.floats(problem.m, 64), source.floats(problem.m, 64, operand=1)
         v = gradient * (98 / gradient.abs().amax().clamp(min=1e-30))
         v = torch.where(gradient.isfinite().all(), v, 0.0)
@@ -120,9 +118,6 @@ class SampleRows(StandardOp):
         return {
             name: _sizes(rng, inputs[name]) for name in ("squares", "x_squares") if name in inputs
         }
-
-    def same_bits(self, problem: SampleRowsProblem) -> SameBits:
-        return "kernels"
 
     def timed(self) -> list[Timed]:
         return [

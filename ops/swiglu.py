@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -44,7 +44,7 @@ class Swiglu(StandardOp):
     name = "swiglu"
     summary = "SwiGLU's silu(gate)·up and its gradients, INT8 in and out"
     Problem = SwigluProblem
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    modes = ("fwd", "bwd")
 
     def gradients(
         self, problem: SwigluProblem, inputs: Tensors, outputs: Tensors

@@ -8,7 +8,6 @@ from typing import Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import Model, SameBits
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Problem
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized
@@ -28,10 +27,7 @@ class Transpose(StandardOp):
     name = "transpose"
     summary = "transpose of per-block INT8 codes and scales"
     Problem = TransposeProblem
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = (model.width, 3 * model.width, model.hidden)
-        return [{"m": model.tokens, "n": width} for width in widths]
+    same_bits_over = "kernels"
 
     def reads(self, problem: TransposeProblem) -> Specs:
         return quantized(problem.m, problem.n, problem.block)
@@ -43,9 +39,6 @@ class Transpose(StandardOp):
         from jetfire.reference.transpose import transpose
 
         return dict(zip(("qt", "scale_t"), transpose(inputs["q"], inputs["scale"]), strict=True))
-
-    def same_bits(self, problem: TransposeProblem) -> SameBits:
-        return "kernels"
 
     def eager(self, problem: TransposeProblem, inputs: Tensors) -> Callable[[], Any]:
         """The BF16 transpose that feeds a BF16 GEMM."""
