@@ -30,6 +30,29 @@ def overflows(terms: torch.Tensor, block: int, rows: torch.Tensor | None = None)
     return block_amax((large if rows is None else large | rows[:, None]).float(), block) > 0
 
 
+def of_sum(
+    name: str, total: torch.Tensor, size: torch.Tensor, relative: float, lost: float = 0.0
+) -> Tensors:
+    """Return what is expected of a sum in fp32: within a bound, but where it may overflow.
+
+    Args:
+        total: the sum in float64.
+        size: that of its terms' magnitudes: beyond `OVER` a part of the sum may overflow.
+        relative: how much of that size roundings may add.
+        lost: what terms too small for fp32 may add.
+    """
+    bound = relative * size.nan_to_num(0.0) + lost
+    return {name: total, f"{name}_bound": bound, f"{name}_over": size >= OVER}
+
+
+def higham(roundings: int) -> float:
+    """Return γ_k = k·u/(1 − k·u): what k roundings in a row add to a sum, of its terms' magnitudes.
+
+    Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2; u = 2^-24.
+    """
+    return roundings * ROUNDING / (1 - roundings * ROUNDING)
+
+
 def statistics_bounds(
     x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, eps: float
 ) -> Tensors:

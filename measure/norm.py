@@ -12,7 +12,7 @@ from jetfire.core.tensors import Spec, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import NOISE, overflows, worst
 from jetfire.measure.data import Source
-from jetfire.measure.op import StandardOp, draw, unrounded
+from jetfire.measure.op import StandardOp, draw, unrounded, values_of
 
 if TYPE_CHECKING:
     from random import Random
@@ -137,15 +137,10 @@ class Norm(RowOp):
         return {name: edges.each(rng, values, inputs[name]) for name, values in ends}
 
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Return values in float64, and bounds on the error of fp32 where terms cancel."""
-        import torch
-
-        from jetfire.reference.dequantize import dequantize
-
+        """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
         wide = {name: inputs[name].double() for name in ENDS if name in inputs}
-        for name in {"x", "dy"} & inputs.keys():
-            scale = inputs[f"{name}_scale"]
-            wide[name] = dequantize(inputs[name], scale, problem.block, torch.float64)
+        codes = [name for name in ("x", "dy") if name in inputs]
+        wide |= dict(zip(codes, values_of(problem, inputs, *codes), strict=True))
         evaluate = self.backward if problem.mode == "bwd" else self.forward
         value, noise, over, rest = evaluate(problem, wide)
         return unrounded(problem, inputs, value, noise, over) | rest

@@ -109,7 +109,7 @@ def unrounded(
     return expected
 
 
-def exact(problem: Any, inputs: Tensors, *names: str) -> list[torch.Tensor]:
+def values_of(problem: Any, inputs: Tensors, *names: str) -> list[torch.Tensor]:
     """Return the float64 matrices whose codes the inputs of these names are."""
     import torch
 

@@ -29,7 +29,6 @@ from jetfire.measure.op import StandardOp, draw
 from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_adamw"]
@@ -118,7 +117,7 @@ class Adamw(StandardOp):
         problem: AdamwProblem,
         outputs: Tensors,
         expected: Tensors,
-        noise: torch.Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Check:
         """Hold the update to its bounds, and the codes to the bit: those of the kernel's own."""
         from jetfire.reference.quantize import quantize

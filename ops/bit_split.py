@@ -18,7 +18,6 @@ from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int4_bit_split"]
@@ -89,7 +88,7 @@ class BitSplit(StandardOp):
         return lambda: _in_torch(problem, inputs["x"])
 
 
-def _in_torch(problem: BitSplitProblem, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _in_torch(problem: BitSplitProblem, x: Tensor) -> tuple[Tensor, ...]:
     """Return packed codes, unit and squares by plain torch."""
     import torch
 

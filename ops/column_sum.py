@@ -13,11 +13,10 @@ from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
-from jetfire.measure.bounds import OVER
+from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_column_sum"]
@@ -48,12 +47,21 @@ class ColumnSum(StandardOp):
         return {"sums": Spec("fp32", (problem.n,))}
 
     def reference(self, problem: ColumnSumProblem, inputs: Tensors) -> Tensors:
-        """Return the sums in float64, and a bound on what summing in fp32 may add."""
+        """Return the sums in float64, and a bound on what summing in fp32 may add.
+
+        A column's b blocks are b products and b − 1 additions, in any order, of each block's scale
+        and the exact sum of its codes.
+        """
+        import torch
+
         from jetfire.reference.column_sum import column_sum
 
-        bound, over = _bound(problem, inputs["qt"], inputs["scale_t"])
-        sums = column_sum(inputs["qt"], inputs["scale_t"], problem.block)
-        return {"sums": sums, "sums_bound": bound, "sums_over": over}
+        qt, scale_t, block = inputs["qt"], inputs["scale_t"], problem.block
+        blocks = ceil_div(problem.m, block)
+        codes = torch.nn.functional.pad(qt, (0, -problem.m % block)).view(problem.n, blocks, block)
+        scales = scale_t.double().repeat_interleave(block, 0)[: problem.n]
+        size = (codes.sum(dim=2).double() * scales).abs().sum(dim=1)
+        return of_sum("sums", column_sum(qt, scale_t, block), size, higham(blocks))
 
     def eager(self, problem: ColumnSumProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the BF16 gradient's rows summed to fp32: what BF16 training does for a bias."""
@@ -64,27 +72,6 @@ class ColumnSum(StandardOp):
         wide = dequantize(inputs["qt"], inputs["scale_t"], problem.block, torch.bfloat16)
         gradient = wide.t().contiguous()
         return lambda: gradient.sum(dim=0, dtype=torch.float32)
-
-
-def _bound(
-    problem: ColumnSumProblem, qt: torch.Tensor, scale_t: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return γ_b·Σ|s_b·S_b| over a column's b blocks, S_b the exact sum of a block's codes.
-
-    And where Σ|s_b·S_b| is so large that a part of the sum may overflow.
-
-    b products and b − 1 additions, in any order, are off by at most γ_b = b·u / (1 − b·u) of the
-    terms' magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
-    u = 2^-24.
-    """
-    import torch
-
-    block, blocks = problem.block, ceil_div(problem.m, problem.block)
-    codes = torch.nn.functional.pad(qt, (0, -problem.m % block)).view(problem.n, blocks, block)
-    terms = codes.sum(dim=2).double() * scale_t.double().repeat_interleave(block, 0)[: problem.n]
-    rounding = blocks * 2.0**-24
-    size = terms.abs().sum(dim=1).nan_to_num(0.0)
-    return rounding / (1 - rounding) * size, size >= OVER
 
 
 OP = ColumnSum()

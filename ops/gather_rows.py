@@ -20,7 +20,6 @@ from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int4_gather_rows"]
@@ -171,7 +170,7 @@ class GatherRows(StandardOp):
         return lambda: _in_torch(problem, inputs)
 
 
-def _in_torch(problem: GatherRowsProblem, inputs: Tensors) -> torch.Tensor:
+def _in_torch(problem: GatherRowsProblem, inputs: Tensors) -> Tensor:
     import torch
 
     from jetfire.reference.nibbles import unpack, widen

@@ -16,10 +16,10 @@ from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
-from jetfire.measure.op import StandardOp, unrounded
+from jetfire.measure.bounds import worst
+from jetfire.measure.op import StandardOp, unrounded, values_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_gelu", "int8_gelu_backward"]
@@ -107,29 +107,26 @@ def _in_torch(problem: GeluProblem) -> str:
     return "tanh" if problem.approximate == "tanh" else "none"
 
 
-def _noise(problem: GeluProblem, inputs: Tensors, value: torch.Tensor) -> torch.Tensor:
+def _noise(problem: GeluProblem, inputs: Tensors, value: Tensor) -> Tensor:
     """What evaluation in fp32 may add to a value, by block.
 
     Where gelu' crosses 0 its two terms cancel, and what an exponential of y or our fit of Φ is off
     by, 2^-21·|y| and 2^-18 of it, is of either term. A Φ below 2^-100, or a derivative below 2^-76,
     may come as 0: 1/(1 + 2^127) does, times its argument of up to 2^50.
     """
-    import torch
 
-    from jetfire.reference.dequantize import dequantize
     from jetfire.reference.gelu import gate, slope_terms
-    from jetfire.reference.quantize import block_amax
 
-    block, approximate = problem.block, problem.approximate
-    x = dequantize(inputs["x"], inputs["x_scale"], block, torch.float64)
+    approximate = problem.approximate
+    (x,) = values_of(problem, inputs, "x")
     exponent = gate(x, approximate).clamp(min=1e-300).log().abs()
     relative = 2.0**-18 + 2.0**-21 * exponent
     if problem.mode == "fwd":
         noise = relative * value.abs() + 2.0**-100 * x.abs()
     else:
-        dy = dequantize(inputs["dy"], inputs["dy_scale"], block, torch.float64)
+        (dy,) = values_of(problem, inputs, "dy")
         noise = dy.abs() * (relative * slope_terms(x, approximate) + 2.0**-76)
-    return block_amax(noise, block).nan_to_num(0.0)
+    return worst(noise, problem.block)
 
 
 OP = Gelu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -28,8 +28,10 @@ from jetfire.core.tensors import (
     seed_of,
     with_transpose,
 )
+from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, draw, unrounded
+from jetfire.measure.peers import Factory
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +170,7 @@ class Gemm(StandardOp):
         problem: GemmProblem,
         outputs: Tensors,
         expected: Tensors,
-        noise: torch.Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Check:
         over = expected["over"]
         if noise is not None:
@@ -181,21 +183,19 @@ class Gemm(StandardOp):
 
     def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """The bias, or zeros, and what C held."""
-        import torch
-
         from jetfire.reference.quantize import quantize
 
         value = inputs.get("bias")
         if value is None:
-            value = torch.zeros(problem.n, dtype=torch.float32, device=inputs["a"].device)
+            value = inputs["a_scale"].new_zeros(problem.n)
+        value = value.expand(problem.m, problem.n)
         if problem.accumulate:
             outputs["c"] += value
         elif problem.out != "int8":
-            outputs["c"].copy_(value.expand(problem.m, problem.n))
-        elif problem.m and problem.n:
-            wide = value.expand(problem.m, problem.n)
-            q, scale = quantize(wide, problem.block, problem.rounding, inputs.get("seed"))
-            codes = with_transpose(q, scale)
+            outputs["c"].copy_(value)
+        elif value.numel():
+            seed = inputs.get("seed")
+            codes = with_transpose(*quantize(value, problem.block, problem.rounding, seed))
             for name, tensor in outputs.items():
                 tensor.copy_(codes[name])
 
@@ -283,11 +283,7 @@ class Gemm(StandardOp):
         outputs = {"out": "bf16"}, {"out": "int8"}, {"out": "fp32", "accumulate": True}
         return [self.Problem.parse({**fields, **output}) for output in outputs]
 
-    def peers(
-        self, problem: GemmProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
-        from jetfire.measure import peers
-
+    def peers(self, problem: GemmProblem, inputs: Tensors) -> dict[str, Factory]:
         return peers.gemm(problem.m, problem.n, problem.k, inputs["a"].device)
 
 
@@ -316,18 +312,21 @@ def _evaluation(problem: GemmProblem, inputs: Tensors) -> Tensors:
     if chance < steps:
         systematic += _repeats(a_scale, b_scale) * HALF_UNIT * total
     return {
-        "evaluation": min(steps, chance) * HALF_UNIT * total + systematic, "systematic": systematic,
-        "total": total, "largest": largest, "over": (total >= MOST) | (largest >= MOST),
-    }  # fmt: skip
+        "evaluation": min(steps, chance) * HALF_UNIT * total + systematic,
+        "systematic": systematic,
+        "total": total,
+        "largest": largest,
+        "over": (total >= MOST) | (largest >= MOST),
+    }
 
 
-def _repeats(a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+def _repeats(a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """How many blocks of K have the scales of the one before: float64, by block of C."""
     of_a, of_b = ((scale[:, 1:] == scale[:, :-1]).double() for scale in (a_scale, b_scale))
     return of_a @ of_b.t()
 
 
-def _half_unit(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place that a dtype has for float64 sizes, which it overwrites."""
     import torch
 
@@ -338,7 +337,7 @@ def _half_unit(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check_floats(
-    problem: GemmProblem, c: torch.Tensor, expected: Tensors, noise: torch.Tensor | None
+    problem: GemmProblem, c: Tensor, expected: Tensors, noise: Tensor | None
 ) -> Check:
     """Each element to what its terms and C's dtype allow; the whole to the tolerance.
 

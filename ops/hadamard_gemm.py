@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -12,8 +12,10 @@ from jetfire.core.op import SameBits
 from jetfire.core.problem import Mode, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div, dtype_of
+from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
+from jetfire.measure.peers import Factory
 from jetfire.ops.hadamard_quantize import (
     Group,
     HadamardQuantizeProblem,
@@ -155,12 +157,8 @@ class HadamardGemm(StandardOp):
     def timed(self) -> list[Timed]:
         return [Timed("int4", 1, self.modes, workload="int4-paper", peers=self.baselines)]
 
-    def peers(
-        self, problem: HadamardGemmProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def peers(self, problem: HadamardGemmProblem, inputs: Tensors) -> dict[str, Factory]:
         """The product, or backward's two, as training without codes has them."""
-        from jetfire.measure import peers
-
         m, n, k, device = problem.m, problem.n, problem.k, inputs["w"].device
         if problem.mode == "fwd":
             return peers.int4_gemm(m, n, k, device)

@@ -17,13 +17,12 @@ from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import COMPILED, Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
-from jetfire.measure.bounds import OVER, ROUNDING
+from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int4_quantize", "int4_quantize_backward"]
@@ -260,14 +259,14 @@ class HadamardQuantize(StandardOp):
         return lambda: in_torch(problem, inputs, h)
 
 
-def first_step(x: torch.Tensor, group: int) -> torch.Tensor:
+def first_step(x: Tensor, group: int) -> Tensor:
     """LSQ's, of x transformed: fp32 (1,). NaN and ±Inf count as 0: a learned step knows of none."""
     from jetfire.reference.hadamard import initial_step, transform
 
     return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
 
 
-def _slots(source: Source, m: int) -> torch.Tensor:
+def _slots(source: Source, m: int) -> Tensor:
     """About half of 2m parts kept, high ones first, and the rows that they are in."""
     import torch
 
@@ -277,11 +276,11 @@ def _slots(source: Source, m: int) -> torch.Tensor:
     return slots.t().contiguous().int()
 
 
-def _transformed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def _transformed(x: Tensor, h: Tensor) -> Tensor:
     return (x.reshape(-1, len(h)) @ h).view(x.shape)
 
 
-def _dense(inputs: Tensors) -> torch.Tensor:
+def _dense(inputs: Tensors) -> Tensor:
     """A gradient whose rows are the sums of the kept ones that belong to them."""
     import torch
 
@@ -293,31 +292,25 @@ def _dense(inputs: Tensors) -> torch.Tensor:
     return sum(parts, start=torch.zeros((), dtype=torch.float64, device=rows.device))
 
 
-def step_gradient(terms: torch.Tensor, name: str) -> Tensors:
-    """Return the sum of each row's terms, and what summing them in fp32 may add: γ_k·Σ|term|.
+def step_gradient(terms: Tensor, name: str) -> Tensors:
+    """Return the sum of each row's terms, and what summing them in fp32 may add.
 
-    k is the longest chain of roundings (Higham, Accuracy and Stability of Numerical Algorithms,
-    2002, section 4.2). A term has two, and may be subnormal. And where Σ|term| is so large that a
-    part of the sum may overflow.
+    Of that roundings are the longest chain; a term has two, and may be subnormal.
     """
     n = terms.shape[1]
     chain = min(n, TILE + n // LEAST_TILE + 5) + 2
-    rounding = chain * ROUNDING
-    size = terms.abs().sum(dim=1).nan_to_num(0.0)
-    bound = rounding / (1 - rounding) * size + n * 2.0**-149
-    return {name: terms.sum(dim=1), f"{name}_bound": bound, f"{name}_over": size >= OVER}
+    return of_sum(name, terms.sum(dim=1), terms.abs().sum(dim=1), higham(chain), n * 2.0**-149)
 
 
 def _forward_in_torch(
-    problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+    problem: HadamardQuantizeProblem, inputs: Tensors, h: Tensor
+) -> tuple[Tensor, ...]:
     import torch
 
     from jetfire.reference.nibbles import pack, widen
 
     x, step = inputs["x"], inputs["step"]
-    t = (x.reshape(-1, problem.group) @ h).view(x.shape)
-    codes = (t / step).round().clamp(-8, 7).to(torch.int8)
+    codes = (_transformed(x, h) / step).round().clamp(-8, 7).to(torch.int8)
     found = [widen(codes)] if problem.layout != "packed" else []
     if problem.layout != "wide":
         found.insert(0, pack(codes))
@@ -325,21 +318,21 @@ def _forward_in_torch(
 
 
 def _backward_in_torch(
-    problem: HadamardQuantizeProblem, inputs: Tensors, h: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+    problem: HadamardQuantizeProblem, inputs: Tensors, h: Tensor
+) -> tuple[Tensor, ...]:
     import torch
 
     from jetfire.reference.nibbles import unpack
 
-    group, dx_hat = problem.group, inputs["dx_hat"]
+    dx_hat = inputs["dx_hat"]
     if problem.gathered:
         slots = inputs["slots"].long()
         parts = dx_hat[slots.clamp(min=0)] * (slots >= 0)[:, :, None]
         dx_hat = parts[:, 0] + parts[:, 1]
-    sums: tuple[torch.Tensor, ...] = ()
+    sums: tuple[Tensor, ...] = ()
     if problem.given == "x":
         x = inputs["x"]
-        v = (x.reshape(-1, group) @ h).view(x.shape) / inputs["step"]
+        v = _transformed(x, h) / inputs["step"]
         q = v.round().clamp(-8, 7)
         passed = (q > -8) & (q < 7)
         delta = torch.where(passed, q - v, q)
@@ -348,7 +341,7 @@ def _backward_in_torch(
         q = unpack(inputs["q"])
         passed = (q > -8) & (q < 7)
     kept = torch.where(passed, dx_hat, 0.0).to(h.dtype)
-    return ((kept.view(-1, group) @ h).view(kept.shape), *sums)
+    return (_transformed(kept, h), *sums)
 
 
 OP = HadamardQuantize()

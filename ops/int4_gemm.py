@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,12 +16,13 @@ from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
 from jetfire.core.suites import Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
+from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
+from jetfire.measure.peers import Factory
 from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int4_gemm"]
@@ -238,12 +239,8 @@ class Int4Gemm(StandardOp):
         problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
         return [Exported("wgmma", problem, ("cuda",), turn=2)]
 
-    def peers(
-        self, problem: Int4GemmProblem, inputs: Tensors
-    ) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def peers(self, problem: Int4GemmProblem, inputs: Tensors) -> dict[str, Factory]:
         """Products as large as what is counted, without the sampling."""
-        from jetfire.measure import peers
-
         return peers.int4_gemm(*_counted(problem), inputs["a"].device)
 
 
@@ -258,7 +255,7 @@ def _counted(problem: Int4GemmProblem) -> tuple[int, int, int]:
 
 def _codes(
     source: Source, problem: Int4GemmProblem, rows: int, operand: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped.
 
     NaN and ±Inf count as 0, and make of the step a NaN.
@@ -302,7 +299,7 @@ def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
         x[:, end:] = _bytes(source, *x[:, end:].shape)
 
 
-def _bytes(source: Source, *shape: int) -> torch.Tensor:
+def _bytes(source: Source, *shape: int) -> Tensor:
     import torch
 
     return (source.integers(256, *shape) - 128).to(torch.int8)

@@ -14,11 +14,18 @@ from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Tensors
-from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, statistics_bounds, worst
+from jetfire.measure.bounds import (
+    NOISE,
+    OVER,
+    ROUNDING,
+    of_sum,
+    overflows,
+    statistics_bounds,
+    worst,
+)
 from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_layernorm", "int8_layernorm_backward"]
@@ -54,7 +61,7 @@ class LayerNorm(Norm):
     def given(self, problem: LayerNormProblem) -> bool:
         return problem.mode == "bwd" or problem.stats == "given"
 
-    def of_rows(self, x: torch.Tensor, eps: float) -> Tensors:
+    def of_rows(self, x: Tensor, eps: float) -> Tensors:
         from jetfire.reference.layernorm import statistics
 
         return dict(zip(self.statistics, statistics(x, eps), strict=True))
@@ -89,8 +96,7 @@ class LayerNorm(Norm):
         expected: Tensors = {}
         sizes = (dy.abs() * xhat).sum(dim=0), dy.abs().sum(dim=0)
         for name, total, size in zip(self.sums["m"], sums, sizes, strict=True):
-            bound = chain * size.nan_to_num(0.0) + problem.m * 2.0**-149
-            expected |= {name: total, f"{name}_bound": bound, f"{name}_over": size >= OVER}
+            expected |= of_sum(name, total, size, chain, problem.m * 2.0**-149)
         return value, worst(NOISE * terms, problem.block), over, expected
 
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
@@ -106,7 +112,7 @@ class LayerNorm(Norm):
         return [Exported("gluon", problem, ("cubin",), turn=5)]
 
     def torch_backward(
-        self, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, inputs: Tensors
+        self, x: Tensor, dy: Tensor, weight: Tensor, inputs: Tensors
     ) -> Callable[[], Any]:
         import torch
 

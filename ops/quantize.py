@@ -15,7 +15,6 @@ from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, see
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_quantize"]
@@ -62,7 +61,7 @@ class Quantize(StandardOp):
         return lambda: in_torch(problem, inputs["x"])
 
 
-def in_torch(problem: QuantizeProblem, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_torch(problem: QuantizeProblem, x: Tensor) -> tuple[Tensor, ...]:
     """Return the codes of x by plain torch, in the problem's block, rounding and layout."""
     import torch
 

@@ -15,7 +15,6 @@ from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
 from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_rmsnorm", "int8_rmsnorm_backward"]
@@ -47,7 +46,7 @@ class RmsNorm(Norm):
     parameters = ("weight",)
     statistics = ("rstd",)
 
-    def of_rows(self, x: torch.Tensor, eps: float) -> Tensors:
+    def of_rows(self, x: Tensor, eps: float) -> Tensors:
         from jetfire.reference.rmsnorm import statistics
 
         return {"rstd": statistics(x, eps)}
@@ -96,15 +95,13 @@ class RmsNorm(Norm):
         return value, worst(off, problem.block), over, expected
 
     def torch_backward(
-        self, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, inputs: Tensors
+        self, x: Tensor, dy: Tensor, weight: Tensor, inputs: Tensors
     ) -> Callable[[], Any]:
         rstd = inputs["rstd"][:, None]
         return lambda: _gradients(x, dy, weight, rstd)
 
 
-def _gradients(
-    x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _gradients(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor | None, ...]:
     """dx and dweight in torch, from the rstd [m, 1] that its forward leaves: fused on a GPU.
 
     There is no fused one on the CPU, nor under torch 2.7.
@@ -112,7 +109,7 @@ def _gradients(
     import torch
 
     if x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-        fused: tuple[torch.Tensor | None, ...] = torch.ops.aten._fused_rms_norm_backward(
+        fused: tuple[Tensor | None, ...] = torch.ops.aten._fused_rms_norm_backward(
             dy, x, [x.shape[1]], rstd, weight, [True, True]
         )
         return fused

@@ -18,7 +18,6 @@ from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int4_sample_rows"]
@@ -137,7 +136,7 @@ class SampleRows(StandardOp):
         return lambda: _in_torch(problem, inputs)
 
 
-def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[Tensor, ...]:
     """Return rows (in order, those that are not kept last), how many, and 1/p of each, in fp32."""
     import torch
 
@@ -163,13 +162,13 @@ def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[torch.Tensor
     return rows, kept.sum(), 1 / p[rows]
 
 
-def _squares(codes: torch.Tensor) -> torch.Tensor:
+def _squares(codes: Tensor) -> Tensor:
     import torch
 
     return codes.square().sum(dim=1).to(torch.int32)
 
 
-def _sizes(rng: Random, like: torch.Tensor) -> torch.Tensor:
+def _sizes(rng: Random, like: Tensor) -> Tensor:
     import torch
 
     from jetfire.measure import edges

@@ -14,10 +14,9 @@ from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
-from jetfire.measure.op import StandardOp, unrounded
+from jetfire.measure.op import StandardOp, unrounded, values_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["int8_swiglu", "int8_swiglu_backward"]
@@ -70,11 +69,10 @@ class Swiglu(StandardOp):
         return [{"m": model.tokens, "n": model.hidden}]
 
     def reads(self, problem: SwigluProblem) -> Specs:
-        names = ("gate", "up", "dy") if problem.mode == "bwd" else ("gate", "up")
-        specs = seed_of(problem)
-        for name in reversed(names):
-            specs = quantized(problem.m, problem.n, problem.block, name) | specs
-        return specs
+        specs: Specs = {}
+        for name in ("gate", "up", "dy") if problem.mode == "bwd" else ("gate", "up"):
+            specs |= quantized(problem.m, problem.n, problem.block, name)
+        return specs | seed_of(problem)
 
     def writes(self, problem: SwigluProblem) -> Specs:
         specs: Specs = {}
@@ -98,7 +96,7 @@ class Swiglu(StandardOp):
         return lambda: (torch.ops.aten.silu_backward(dy * up, gate), dy * kept)
 
 
-def _relative(z: torch.Tensor) -> torch.Tensor:
+def _relative(z: Tensor) -> Tensor:
     """What evaluation in fp32 may be off by, of σ(z) relatively.
 
     An approximate reciprocal and products, 2^-20; an exponential of z, 2^-22·|z|, for its argument
@@ -107,24 +105,11 @@ def _relative(z: torch.Tensor) -> torch.Tensor:
     return 2.0**-20 + 2.0**-22 * z.abs().clamp(max=1000.0)
 
 
-def _inputs(problem: SwigluProblem, inputs: Tensors) -> list[torch.Tensor]:
-    """Gate, up and, for backward, dy as float64."""
-    import torch
-
-    from jetfire.reference.dequantize import dequantize
-
-    return [
-        dequantize(inputs[name], inputs[f"{name}_scale"], problem.block, torch.float64)
-        for name in ("gate", "up", "dy")
-        if name in inputs
-    ]
-
-
 def _forward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
     """A σ below 2^-100 may come as 0."""
     from jetfire.reference import swiglu
 
-    gate, up = _inputs(problem, inputs)
+    gate, up = values_of(problem, inputs, "gate", "up")
     value = swiglu.silu(gate) * up
     size = (gate * up).abs()  # the product without silu's decay
     noise = worst(_relative(gate) * value.abs() + 2.0**-100 * size, problem.block)
@@ -138,16 +123,18 @@ def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
     """
     from jetfire.reference import swiglu
 
-    gate, up, dy = _inputs(problem, inputs)
-    relative, terms = _relative(gate), swiglu.slope_terms(gate)
-    block = problem.block
+    gate, up, dy = values_of(problem, inputs, "gate", "up", "dy")
+    relative = _relative(gate)
+    dgate, of_dgate = dy * up * swiglu.silu_grad(gate), (dy * up).abs()
+    dup, of_dup = dy * swiglu.silu(gate), (dy * gate).abs()
+    off_dgate = relative * swiglu.slope_terms(gate) * of_dgate + 2.0**-93 * of_dgate
+    off_dup = relative * dup.abs() + 2.0**-100 * of_dup
     expected: Tensors = {}
-    for name, value, size, off, lost in (
-        ("dgate", dy * up * swiglu.silu_grad(gate), (dy * up).abs(), relative * terms, 2.0**-93),
-        ("dup", dy * swiglu.silu(gate), (dy * gate).abs(), relative, 2.0**-100),
+    for name, value, off, size in (
+        ("dgate", dgate, off_dgate, of_dgate),
+        ("dup", dup, off_dup, of_dup),
     ):
-        of = size if name == "dgate" else value.abs()
-        noise, over = worst(off * of + lost * size, block), overflows(size, block)
+        noise, over = worst(off, problem.block), overflows(size, problem.block)
         expected |= unrounded(problem, inputs, value, noise, over, name, second=name == "dup")
     return expected
 
