@@ -137,7 +137,7 @@ class Norm(RowOp):
         return {name: edges.each(rng, values, inputs[name]) for name, values in ends}
 
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Values in float64, and bounds on what fp32 evaluation may add where terms cancel."""
+        """Return float64 values, and bounds on what fp32 evaluation may add where terms cancel."""
         wide = {name: inputs[name].double() for name in ENDS if name in inputs}
         codes = [name for name in ("x", "dy") if name in inputs]
         wide |= dict(zip(codes, values_of(problem, inputs, *codes), strict=True))

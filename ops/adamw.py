@@ -130,7 +130,7 @@ class Adamw(StandardOp):
         return {name: value for name, value in outputs.items() if name not in UPDATED}
 
     def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Any step of a long training; one that is left out; moments that have just been made."""
+        """Draw any step of a long training; one that is left out; moments that were just made."""
         import torch
 
         from jetfire.measure import edges

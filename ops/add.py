@@ -57,7 +57,7 @@ class Add(RowOp):
         return specs | dict.fromkeys(names, Spec("fp32", (m,)))
 
     def reference(self, problem: AddProblem, inputs: Tensors) -> Tensors:
-        """Equal bits, but for the statistics, of which it is known what sums in fp32 may add."""
+        """Return what has equal bits, and of the statistics what sums in fp32 may add."""
         from jetfire.reference.add import add
         from jetfire.reference.layernorm import statistics
         from jetfire.reference.quantize import quantize
@@ -73,7 +73,7 @@ class Add(RowOp):
         return {"sum": total, **copy, "mean": mean, "rstd": rstd, **bounds}
 
     def gradients(self, problem: AddProblem, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
-        """Gradients of a sum whose quantised copy passes its own on."""
+        """Return gradients of a sum whose quantised copy passes its own on."""
         import torch
 
         from jetfire.measure import gradient
@@ -88,11 +88,11 @@ class Add(RowOp):
         return [Gradient("dx", outputs["dx"], dx, noise), *quantised]
 
     def same_bits(self, problem: AddProblem) -> SameBits:
-        """The statistics are sums over tiles."""
+        """Return "runs" forward: statistics are sums over tiles."""
         return "runs" if problem.mode == "fwd" else "kernels"
 
     def eager(self, problem: AddProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The BF16 addition; forward also the statistics that the next LayerNorm needs."""
+        """Return the BF16 addition; forward also the statistics that the next LayerNorm needs."""
         import torch
 
         stream, branch = _names(problem)

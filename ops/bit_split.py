@@ -47,7 +47,7 @@ class BitSplitProblem(Problem):
 
     @property
     def rows(self) -> int:
-        """Of the codes."""
+        """Rows of the codes."""
         return self.m * (2 if self.bits == 8 else 1)
 
 
@@ -84,7 +84,7 @@ class BitSplit(StandardOp):
         ]
 
     def eager(self, problem: BitSplitProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The same as plain torch writes it, in the input's own dtype."""
+        """Return the same as plain torch writes it, in the input's own dtype."""
         return lambda: _in_torch(problem, inputs["x"])
 
 

@@ -42,7 +42,7 @@ class CrossEntropyProblem(Problem):
 
     @property
     def columns(self) -> int:
-        """How many columns are no padding."""
+        """The number of columns that are no padding."""
         return self.n if self.valid is None else min(self.n, self.valid)
 
 
@@ -54,7 +54,7 @@ class CrossEntropy(StandardOp):
     modes = ("fwd", "bwd")
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """No more columns that count than there are, which the functions refuse."""
+        """Return no more columns that count than there are, which the functions refuse."""
         valid = fields.get("valid")
         return {**fields, "valid": None if valid is None else min(valid, fields["n"])}
 
@@ -78,9 +78,9 @@ class CrossEntropy(StandardOp):
         seed: int = 0,
         data: str = "normal",
     ) -> Tensors:
-        """Return logits drawn from `data`; a row in 64 is to be ignored.
+        """Return logits drawn from `data`; one row in 64 is to be ignored.
 
-        With ``nonfinite`` a row in four has a target that is no column, or one of the padding.
+        With ``nonfinite`` one row in four has a target that is no column, or one of the padding.
         """
         import torch
 
@@ -103,7 +103,7 @@ class CrossEntropy(StandardOp):
         return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
 
     def edges(self, problem: CrossEntropyProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Half of the targets are the first column, the last one or none.
+        """Draw half of the targets from the first column, the last one and none.
 
         In one case of two some are no column, but in 32 bits the first, or to be ignored. Forward,
         rows lie far from 0.
@@ -132,7 +132,7 @@ class CrossEntropy(StandardOp):
     def gradients(
         self, problem: CrossEntropyProblem, inputs: Tensors, outputs: Tensors
     ) -> list[Gradient]:
-        """Empty where a target is no column."""
+        """Return none where a target is no column."""
         import torch
 
         from jetfire.measure import gradient
@@ -183,11 +183,11 @@ class CrossEntropy(StandardOp):
 
 
 def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
-    """Bounds for sums of at least 512 columns at a time.
+    """Return loss and lse, with bounds for sums of at least 512 columns at a time.
 
-    Σexp(x − max) is relatively off by `ULP`·(1 + |x − max|) a term, on average at most 1 + ln n of
-    them; by 2^-24 for each addition in a row, n/512 and some 40 within a tile; and by `ULP` each of
-    the at most n/512 times that the maximum rises. lse is off by as much, and by its rounding.
+    Σexp(x − max) is relatively off by `ULP`·(1 + |x − max|) per term, on average at most 1 + ln n
+    of them; by 2^-24 for each addition in a row, n/512 and some 40 within a tile; and by `ULP` each
+    of the at most n/512 times that the maximum rises. lse is off by as much, and by its rounding.
     """
     from jetfire.reference.cross_entropy import forward
 
@@ -202,7 +202,10 @@ def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
 
 
 def _backward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
-    """p = exp(x − lse) is off by a few `ULP`·(1 + |x − lse|), p − 1 by 2^-24 more; then dtype's."""
+    """Return the gradient and its bound, of p = exp(x − lse), p − 1, and their rounding to dtype.
+
+    p is off by a few `ULP`·(1 + |x − lse|), p − 1 by 2^-24 more.
+    """
     import torch
 
     from jetfire.reference.cross_entropy import backward, log_softmax

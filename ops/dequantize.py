@@ -46,7 +46,7 @@ class Dequantize(StandardOp):
         return {"x": dequantize(inputs["q"], inputs["scale"], problem.block, dtype)}
 
     def eager(self, problem: DequantizeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The same product written in torch: BF16 training has no such pass to compare with."""
+        """Return the same product in torch: BF16 training has no such pass to compare with."""
         import torch
 
         q, scale, dtype = inputs["q"], inputs["scale"], dtype_of(problem.out)

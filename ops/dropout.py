@@ -63,7 +63,7 @@ class Dropout(StandardOp):
     def gradients(
         self, problem: DropoutProblem, inputs: Tensors, outputs: Tensors
     ) -> list[Gradient]:
-        """What the forward drops of ones is what it drops, by the seed and the threshold of p."""
+        """Return dx through the mask that dropping ones shows, scaled by the threshold of p."""
         import torch
 
         from jetfire.measure import gradient
@@ -83,7 +83,7 @@ class Dropout(StandardOp):
         return found
 
     def eager(self, problem: DropoutProblem, inputs: Tensors) -> Callable[[], Any]:
-        """BF16: torch's dropout forward; backward its gradient, from the mask that it stored."""
+        """Return torch's dropout of BF16; backward its gradient, from the mask that it stored."""
         import torch
 
         x, p = inputs["q"].to(torch.bfloat16), problem.p

@@ -58,7 +58,7 @@ class GatherRowsProblem(Problem):
 
 
 def wanted(problem: GatherRowsProblem) -> int:
-    """How many rows `GatherRows.inputs` asks for: of a list, fifteen sixteenths."""
+    """Return how many rows `GatherRows.drawn` asks for: of a list, fifteen sixteenths."""
     return problem.m if problem.rows is None else problem.rows - problem.rows // 16
 
 
@@ -75,7 +75,7 @@ class GatherRows(StandardOp):
         return [{"m": model.tokens, "n": width} for width in widths]
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
-        """A matrix of any scale, which is handed on."""
+        """Return a matrix of any scale, which is handed on."""
         q = inputs["q"]
         x = Quantized4(q, None, q.new_ones(1, dtype=dtype_of("fp32")))
         return {**super().arguments(fields, inputs), "x": x}
@@ -93,7 +93,7 @@ class GatherRows(StandardOp):
         return {"codes": Spec("int8", shape[::-1] if problem.transpose else shape)}
 
     def drawn(self, problem: GatherRowsProblem, source: Source) -> Tensors:
-        """Any bytes; rows as a sample of 2m has them, in order, each half ending in zeros."""
+        """Draw any bytes; rows as a sample of 2m has them, in order, each half ending in zeros."""
         import torch
 
         inputs = {"q": (source.integers(256, problem.m, problem.n // 2) - 128).to(torch.int8)}
@@ -113,7 +113,7 @@ class GatherRows(StandardOp):
         return inputs
 
     def reference(self, problem: GatherRowsProblem, inputs: Tensors) -> Tensors:
-        """``codes``, of the rows that are wanted."""
+        """Return ``codes``, of the rows that are wanted."""
         from jetfire.reference.gather_rows import gather_rows
 
         rows, counts, repeat = (inputs.get(name) for name in ("rows", "counts", "repeat"))
@@ -121,19 +121,19 @@ class GatherRows(StandardOp):
         return {"codes": gather_rows(inputs["q"], rows, counts, repeat, **form)}
 
     def bytes(self, problem: GatherRowsProblem) -> int:
-        """Of the rows that `inputs` asks for: packed codes in, a byte each out, and the list."""
+        """Return those of the rows that `drawn` asks for: packed codes, codes, and the list."""
         listed = 0 if problem.rows is None else 5 if problem.repeat else 4
         return wanted(problem) * (problem.n // 2 + problem.n + listed)
 
     def written(self, problem: GatherRowsProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
-        """The rows that are wanted."""
+        """Return the rows that are wanted."""
         if problem.rows is None:
             return outputs
         codes, count = outputs["codes"], int(inputs["counts"][1])
         return {"codes": codes[:, :count] if problem.transpose else codes[:count]}
 
     def edges(self, problem: GatherRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Rows in any order, the first and the last of a part more often; few wanted, or all."""
+        """Draw rows in any order, a part's first and last more often; few wanted, or all."""
         import torch
 
         from jetfire.measure import edges
@@ -151,7 +151,7 @@ class GatherRows(StandardOp):
         return rare | ({"repeat": edges.each(rng, (0, 1, 16), ends)} if problem.repeat else {})
 
     def timed(self) -> list[Timed]:
-        """Of 8192 tokens' split gradient those kept, as each product reads them; a weight's all."""
+        """Return the kept of 8192 tokens' split rows, as each product reads them; a weight's."""
         from jetfire.ops.sample_rows import capacity
 
         at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
@@ -166,7 +166,7 @@ class GatherRows(StandardOp):
         ]
 
     def eager(self, problem: GatherRowsProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Of as many rows as `inputs` asks for."""
+        """Return a gather of as many rows as `drawn` asks for."""
         return lambda: _in_torch(problem, inputs)
 
 
@@ -213,7 +213,7 @@ def int4_gather_rows(
     transpose: bool = False,
     wide: bool = False,
 ) -> Quantized4:
-    """Return packed codes (m×n/2) one a byte: all rows, or those that `int4_sample_rows` drew.
+    """Return packed codes (m×n/2) one per byte: all rows, or those that `int4_sample_rows` drew.
 
     Args:
         rows, counts: of `int4_sample_rows`, both or neither; row i of them is x's row i mod m.

@@ -72,7 +72,7 @@ class Gelu(StandardOp):
         return unrounded(problem, inputs, value, _noise(problem, inputs, value))
 
     def in_place(self, problem: GeluProblem, inputs: Tensors) -> dict[str, str]:
-        """dx over dy, which must be contiguous as an output is."""
+        """Return dx over dy, which must be contiguous as an output is."""
         backward = problem.mode == "bwd" and problem.layout == "both"
         return {"q": "dy"} if backward and inputs["dy"].is_contiguous() else {}
 
@@ -108,7 +108,7 @@ def _in_torch(problem: GeluProblem) -> str:
 
 
 def _noise(problem: GeluProblem, inputs: Tensors, value: Tensor) -> Tensor:
-    """What evaluation in fp32 may add to a value, by block.
+    """Return by block what evaluation in fp32 may add to a value.
 
     Where gelu' crosses 0 its two terms cancel, and what an exponential of y or our fit of Φ is off
     by, 2^-21·|y| and 2^-18 of it, is of either term. A Φ below 2^-100, or a derivative below 2^-76,

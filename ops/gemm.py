@@ -94,7 +94,7 @@ class Gemm(StandardOp):
     no_gradients = "dgrad and wgrad are its own product, of other operands"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """Forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).
+        """Return forward as it is; backward as dgrad (m×k) and wgrad (n×k, accumulated in fp32).
 
         dgrad has the output asked for, rounded stochastically where it is int8 and no rounding
         was asked for.
@@ -127,7 +127,7 @@ class Gemm(StandardOp):
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
     def drawn(self, problem: GemmProblem, source: Source) -> Tensors:
-        """Each operand from its own distribution; a C to add to is normal."""
+        """Draw each operand from its own distribution; a C to add to is normal."""
         inputs: Tensors = {}
         for operand, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
             codes, scale = source.quantised(rows, problem.k, problem.block, operand)
@@ -141,7 +141,7 @@ class Gemm(StandardOp):
     def floats(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """The fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for the same seed."""
+        """Return the fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for that seed."""
         source = Source(data, device, seed)
         a = source.floats(problem.m, problem.k, operand=0)
         return {"a": a, "b": source.floats(problem.n, problem.k, operand=1)}
@@ -182,7 +182,7 @@ class Gemm(StandardOp):
         return super().check(problem, outputs, expected | known)
 
     def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
-        """The bias, or zeros, and what C held."""
+        """Write the bias, or zeros, and what C held."""
         from jetfire.reference.quantize import quantize
 
         value = inputs.get("bias")
@@ -200,7 +200,7 @@ class Gemm(StandardOp):
                 tensor.copy_(codes[name])
 
     def tolerance(self, problem: GemmProblem) -> float:
-        """The relative error that a float output may have before it is rounded to bf16 or fp16.
+        """Return a float output's relative error, before it is rounded to bf16 or fp16, at most.
 
         Each of the sum's ⌈k/block⌉ additions rounds by at most 2^-24, and roundings of either sign
         add up as their root.
@@ -211,7 +211,7 @@ class Gemm(StandardOp):
         return 2.0 * problem.m * problem.n * problem.k
 
     def edges(self, problem: GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """What is added to a product is much larger than it, or much smaller."""
+        """Have what is added to a product be much larger than it, or much smaller."""
         from jetfire.measure import edges
 
         rare = {}
@@ -222,11 +222,11 @@ class Gemm(StandardOp):
         return rare
 
     def same_bits(self, problem: GemmProblem) -> SameBits:
-        """Blocks of K are summed in order, but for stream-K's, which adds parts to C in fp32."""
+        """Return "runs" where stream-K adds parts to C in fp32; else K is summed in order."""
         return "runs" if problem.accumulate and problem.out == "fp32" else "configs"
 
     def timed(self) -> list[Timed]:
-        """At 8192³ with each output, ragged, as a wgrad; over models and squares; each schedule."""
+        """Return 8192³ with each output, ragged, as wgrad; models and squares; each schedule."""
         square, bf16 = {"m": [8192]}, ("cublas_bf16",)
         codes = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
         targets = partial(Timed, "targets", turn=2)
@@ -269,7 +269,7 @@ class Gemm(StandardOp):
         return [Exported("wgmma", {**square, "block": b}, None, turn=0) for b in (128, 32)]
 
     def shipped(self, workload: str, mode: Mode) -> list[dict[str, Any]]:
-        """Every output of a square, which backward is the same problem; else the float's and int8.
+        """Return a square's every output (backward is the same problem); else the float's and int8.
 
         Stochastic where int8 is a gradient.
         """
@@ -288,7 +288,7 @@ class Gemm(StandardOp):
 
 
 def _evaluation(problem: GemmProblem, inputs: Tensors) -> Tensors:
-    """What sums in fp32 may be off by, and where they may overflow; by block of C.
+    """Return by block of C what sums in fp32 may be off by, and where they may overflow.
 
     ``total``: Σ|term| at the most. ``evaluation``: n additions in any order err by at most
     n·u·Σ|term|, and by 8·√n·u·Σ|term| but with a chance of 3e-14·n (Higham and Mary, "A new
@@ -321,13 +321,13 @@ def _evaluation(problem: GemmProblem, inputs: Tensors) -> Tensors:
 
 
 def _repeats(a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """How many blocks of K have the scales of the one before: float64, by block of C."""
+    """Return how many blocks of K have the scales of the one before: float64, by block of C."""
     of_a, of_b = ((scale[:, 1:] == scale[:, :-1]).double() for scale in (a_scale, b_scale))
     return of_a @ of_b.t()
 
 
 def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half a unit in the last place that a dtype has for float64 sizes, which it overwrites."""
+    """Return half a dtype's unit in the last place of float64 sizes, which it overwrites."""
     import torch
 
     kind = torch.finfo(dtype)
@@ -339,7 +339,7 @@ def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_floats(
     problem: GemmProblem, c: Tensor, expected: Tensors, noise: Tensor | None
 ) -> Check:
-    """Each element to what its terms and C's dtype allow; the whole to the tolerance.
+    """Hold each element to what its terms and C's dtype allow, the whole to the tolerance.
 
     The former finds an error in few elements, or in small ones beside large; the latter one that is
     everywhere. Of few elements, or where terms cancel by more than random signs do, there is only

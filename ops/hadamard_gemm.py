@@ -66,7 +66,7 @@ class HadamardGemm(StandardOp):
     workload = "int4-paper"
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole groups of k; two codes a byte of n."""
+        """Return whole groups of k; an even n, two codes per byte."""
         unit = max(2, fields["group"])
         sizes = {"n": ceil_div(fields["n"], 2) * 2, "k": ceil_div(fields["k"], unit) * unit}
         return {**fields, **sizes}
@@ -99,7 +99,7 @@ class HadamardGemm(StandardOp):
         return {"c": Spec(dtype, (m, n)), "q": q, "squares": Spec("int32", (m,))}
 
     def drawn(self, problem: HadamardGemmProblem, source: Source) -> Tensors:
-        """The distribution's first operand is x, or backward's g; weights are the second."""
+        """Draw x, or backward's g, as the distribution's first operand, weights as its second."""
         from jetfire.reference.hadamard_quantize import quantize
         from jetfire.reference.nibbles import pack, widen
 
@@ -139,7 +139,7 @@ class HadamardGemm(StandardOp):
         return expected | step_gradient(expected.pop("dstep_terms"), "dstep_w")
 
     def flops(self, problem: HadamardGemmProblem) -> float:
-        """Of the product; backward of two, in each of which a row of two parts is kept once."""
+        """Return those of the product; backward of two, in each of which a row of two is kept."""
         products = 2 if problem.mode == "bwd" else 1
         return products * 2.0 * problem.m * problem.n * problem.k
 
@@ -151,14 +151,14 @@ class HadamardGemm(StandardOp):
         }
 
     def same_bits(self, problem: HadamardGemmProblem) -> SameBits:
-        """The step's gradient is a sum."""
+        """Return "runs" backward: the step's gradient is a sum."""
         return "runs" if problem.mode == "bwd" else "kernels"
 
     def timed(self) -> list[Timed]:
         return [Timed("int4", 1, self.modes, workload="int4-paper", peers=self.baselines)]
 
     def peers(self, problem: HadamardGemmProblem, inputs: Tensors) -> dict[str, Factory]:
-        """The product, or backward's two, as training without codes has them."""
+        """Return the product, or backward's two, as training without codes has them."""
         m, n, k, device = problem.m, problem.n, problem.k, inputs["w"].device
         if problem.mode == "fwd":
             return peers.int4_gemm(m, n, k, device)

@@ -40,7 +40,7 @@ TILE, LEAST_TILE = 64, 32
 class HadamardQuantizeProblem(Problem):
     """x (m×n, `dtype`) to 4-bit codes of X·blockdiag(H/√group), or their gradient to x's.
 
-    fwd: x and step (1,) to codes as `layout` says: ``packed`` is q (int8 m×n/2, two codes a byte,
+    fwd: x and step (1,) to codes as `layout` says: ``packed`` is q (int8 m×n/2, two codes per byte,
     as `reference.nibbles`), ``wide`` one in a byte's high half; to scale (1,), the step, NaN where
     x or the step is not finite; and to squares (m,) int32, Σ codes² of each row.
 
@@ -79,24 +79,24 @@ class HadamardQuantize(StandardOp):
     modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        """The inputs of a block's linear layers, and their weights."""
+        """Return the inputs of a block's linear layers, and their weights."""
         pairs = [(rows, inp) for out, inp in model.linears() for rows in (model.tokens, out)]
         return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole groups."""
+        """Return whole groups."""
         unit = max(2, fields["group"])
         return {**fields, "n": ceil_div(fields["n"], unit) * unit}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
-        """A backward reads codes of any scale."""
+        """Return q with any scale: a backward reads none of it."""
         given = super().arguments(fields, inputs)
         if (q := inputs.get("q")) is not None:
             given["q"] = Quantized4(q, None, q.new_ones(1, dtype=dtype_of("fp32")))
         return given
 
     def reads(self, problem: HadamardQuantizeProblem) -> Specs:
-        """Of gathered rows as many as `sample_rows` has room for."""
+        """Return of gathered rows as many as `sample_rows` has room for."""
         m, n, dtype, one = problem.m, problem.n, problem.dtype, Spec("fp32", (1,))
         quantised = {"x": Spec(dtype, (m, n)), "step": one}
         if problem.mode == "fwd":
@@ -119,7 +119,7 @@ class HadamardQuantize(StandardOp):
         return codes | {"scale": Spec("fp32", (1,)), "squares": Spec("int32", (m,))}
 
     def drawn(self, problem: HadamardQuantizeProblem, source: Source) -> Tensors:
-        """The step is LSQ's first; of gathered rows a few are dropped, a few kept in two parts."""
+        """Draw LSQ's first step; of gathered rows a few are dropped, a few kept in two parts."""
         from jetfire.reference.hadamard_quantize import quantize
         from jetfire.reference.nibbles import pack
 
@@ -157,7 +157,7 @@ class HadamardQuantize(StandardOp):
         return expected | {"dx": dx.to(dtype_of(problem.dtype))}
 
     def nothing(self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors) -> None:
-        """The scale is the step, or NaN where that is no step."""
+        """Write the step for the scale, or NaN where it is no step."""
         import torch
 
         from jetfire.reference.hadamard_quantize import multiplier
@@ -189,7 +189,7 @@ class HadamardQuantize(StandardOp):
     def gradients(
         self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
     ) -> list[Gradient]:
-        """Codes times the step, by LSQ: the rounding passes its gradient on, clipping does not.
+        """Return those of codes times the step, by LSQ: rounding passes them on, clipping does not.
 
         Only the Hadamard matrix and how nibbles are packed are the reference's. With a step that is
         not usable nothing is quantised: there is no gradient to compare with.
@@ -231,11 +231,11 @@ class HadamardQuantize(StandardOp):
         ]
 
     def same_bits(self, problem: HadamardQuantizeProblem) -> SameBits:
-        """The step's gradient is a sum."""
+        """Return "runs" where there is the step's gradient: it is a sum."""
         return "runs" if problem.mode == "bwd" and problem.given == "x" else "kernels"
 
     def timed(self) -> list[Timed]:
-        """One of each direction beside torch.compile, at 8192×8192; groups and layouts alone."""
+        """Return, at 8192×8192, each direction beside torch.compile; groups and layouts alone."""
         at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
         compiled = partial(at, turn=2, peers=COMPILED, power_ms=200.0)
         settings = {"group": ["1", "32", "128", "1024"], "layout": ["packed", "both"]}
@@ -250,7 +250,7 @@ class HadamardQuantize(StandardOp):
         return [Exported("rows", {"m": 8192, "n": 4096, "layout": "both"}, ("cuda",), turn=3)]
 
     def eager(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The transform is a product with H in the input's dtype."""
+        """Return the same with a product with H for the transform, in the input's dtype."""
         from jetfire.reference.hadamard import matrix
 
         backward = problem.mode == "bwd"
@@ -260,14 +260,17 @@ class HadamardQuantize(StandardOp):
 
 
 def first_step(x: Tensor, group: int) -> Tensor:
-    """LSQ's, of x transformed: fp32 (1,). NaN and ±Inf count as 0: a learned step knows of none."""
+    """Return LSQ's first step of x transformed, fp32 (1,).
+
+    NaN and ±Inf count as 0: a learned step knows of none.
+    """
     from jetfire.reference.hadamard import initial_step, transform
 
     return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
 
 
 def _slots(source: Source, m: int) -> Tensor:
-    """About half of 2m parts kept, high ones first, and the rows that they are in."""
+    """Return about half of 2m parts kept, high ones first: the places of each row's two."""
     import torch
 
     kept = source.integers(2, 2, m) == 0
@@ -281,7 +284,7 @@ def _transformed(x: Tensor, h: Tensor) -> Tensor:
 
 
 def _dense(inputs: Tensors) -> Tensor:
-    """A gradient whose rows are the sums of the kept ones that belong to them."""
+    """Return a gradient whose rows are the sums of the kept ones that belong to them."""
     import torch
 
     rows, missing = inputs["dx_hat"].double(), 0.0 * inputs["unit"].double()

@@ -43,7 +43,7 @@ MOST_K: dict[Product, int] = {
 class Int4GemmProblem(Problem):
     """C (m×n) = s·A (m×k)·Bᵀ (B n×k), both K-contiguous, s = a_scale·b_scale.
 
-    Operands are 4-bit codes, ``packed`` two to a byte or ``wide``, one in a byte's high half
+    Operands are 4-bit codes, ``packed`` two per byte or ``wide``, one in a byte's high half
     (`reference.nibbles`), the sixteenth of which is meant. Products other than `fwd` read
     ``counts`` (2,) int32 on the device:
 
@@ -76,17 +76,17 @@ class Int4GemmProblem(Problem):
 
     @property
     def shifted(self) -> bool:
-        """Operands are wide codes, in the high halves of their bytes."""
+        """Whether operands are wide codes, in the high halves of their bytes."""
         return self.operands == "wide" and self.product != "wgrad"
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of A or B."""
+        """Bytes of a row of A or B."""
         return self.k // 2 if self.operands == "packed" else self.k
 
 
 def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
-    """The counts that `Int4Gemm.inputs` gives: rows of a dgrad, depth of a wgrad.
+    """Return the counts that `Int4Gemm.drawn` gives: rows of a dgrad, depth of a wgrad.
 
     As `sample_rows` has them of a split gradient, of whose kept rows about 60% are high ones. What
     it keeps for a dgrad, a multiple of 128, all but always fills its capacity; of a wgrad's a ninth
@@ -104,7 +104,7 @@ def sampled(problem: Int4GemmProblem) -> tuple[int, int]:
 
 class Int4Gemm(StandardOp):
     name = "int4_gemm"
-    summary = "INT4 GEMM, C = s·A·Bᵀ with one scale a matrix; with sampled rows for gradients"
+    summary = "INT4 GEMM, C = s·A·Bᵀ with one scale per matrix; with sampled rows for gradients"
     Problem = Int4GemmProblem
     same_bits_over = "kernels"
     in_part = ("c",)  # a dgrad's rows
@@ -117,7 +117,7 @@ class Int4Gemm(StandardOp):
     no_gradients = "dgrad and wgrad are its own product, of rows drawn before"
 
     def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
-        """Forward as it is; backward as dgrad and wgrad of half of the gradient's split rows.
+        """Return forward as it is; backward as dgrad and wgrad of half the gradient's split rows.
 
         Both multiply what was gathered, wide. wgrad's output is fp32 unless asked otherwise.
         """
@@ -156,7 +156,7 @@ class Int4Gemm(StandardOp):
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
     def drawn(self, problem: Int4GemmProblem, source: Source) -> Tensors:
-        """Codes of values drawn from the distribution; where nothing may be read, random bytes."""
+        """Return codes of values of the distribution; where nothing may be read, random bytes."""
         inputs: Tensors = {}
         for i, (name, rows) in enumerate((("a", problem.m), ("b", problem.n))):
             codes, scale = _codes(source, problem, rows, i)
@@ -168,7 +168,7 @@ class Int4Gemm(StandardOp):
         return inputs
 
     def reference(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
-        """``c`` as every kernel must round it; of a dgrad, the rows that there are."""
+        """Return ``c`` as every kernel must round it; of a dgrad, the rows that there are."""
         from jetfire.reference import int4_gemm as reference
         from jetfire.reference.nibbles import narrow, unpack
 
@@ -195,24 +195,24 @@ class Int4Gemm(StandardOp):
         return {**super().arguments(fields, inputs), "a": operand("a"), "b": operand("b")}
 
     def nothing(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
-        """The bias, or zeros."""
+        """Write the bias, or zeros."""
         outputs["c"].zero_()
         if problem.bias:
             outputs["c"] += inputs["bias"]
 
     def flops(self, problem: Int4GemmProblem) -> float:
-        """Of the rows or the depth that `sampled` says there are."""
+        """Return those of the rows or the depth that `sampled` says there are."""
         m, n, k = _counted(problem)
         return 2.0 * m * n * k
 
     def written(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
-        """Of a dgrad, the rows that there are."""
+        """Return of a dgrad the rows that there are."""
         if problem.product != "dgrad":
             return outputs
         return {"c": outputs["c"][: int(inputs["counts"][1])]}
 
     def edges(self, problem: Int4GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Scales of any size; all rows wanted, one or none; of a depth a part, or none."""
+        """Draw scales of any size; all rows wanted, one or none; of a depth a part, or none."""
         from jetfire.measure import edges
 
         scales = (0.0, 1.0, 2.0**-60, 2.0**60, math.nan)
@@ -240,12 +240,12 @@ class Int4Gemm(StandardOp):
         return [Exported("wgmma", problem, ("cuda",), turn=2)]
 
     def peers(self, problem: Int4GemmProblem, inputs: Tensors) -> dict[str, Factory]:
-        """Products as large as what is counted, without the sampling."""
+        """Return products as large as what is counted, without the sampling."""
         return peers.int4_gemm(*_counted(problem), inputs["a"].device)
 
 
 def _counted(problem: Int4GemmProblem) -> tuple[int, int, int]:
-    """m, n and k without the rows or the depth that are not read."""
+    """Return m, n and k without the rows or the depth that are not read."""
     if problem.product == "dgrad":
         return sampled(problem)[1], problem.n, problem.k
     if problem.product == "wgrad":
@@ -256,7 +256,7 @@ def _counted(problem: Int4GemmProblem) -> tuple[int, int, int]:
 def _codes(
     source: Source, problem: Int4GemmProblem, rows: int, operand: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped.
+    """Return codes and step (1,) of an operand, each value over 2·mean|x|/√7, rounded and clipped.
 
     NaN and ±Inf count as 0, and make of the step a NaN.
     """
@@ -278,7 +278,7 @@ def _codes(
 
 
 def _sample(source: Source, problem: Int4GemmProblem, inputs: Tensors) -> None:
-    """Counts; weights of a dgrad's rows, repeats of a wgrad's depth; bytes beyond the counts."""
+    """Draw counts; a dgrad's weights by row, a wgrad's repeats; bytes beyond the counts."""
     import torch
 
     a = inputs["a"]

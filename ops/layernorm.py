@@ -103,7 +103,7 @@ class LayerNorm(Norm):
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        """Forward, too, with statistics that it is given."""
+        """Return those of ops in general; forward, too, with statistics that it is given."""
         given = {"rounding": ["nearest"], "stats": ["given"]}
         return [*super().settings(mode), *([given] if mode == "fwd" else [])]
 

@@ -49,7 +49,7 @@ class Quantize(StandardOp):
         return with_transpose(*quantize(inputs["x"], problem.block, problem.rounding, seed))
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        """All of them."""
+        """Return every rounding in every layout."""
         return [{"rounding": ["nearest", "stochastic"], "layout": ["q", "qt", "both"]}]
 
     def exported(self) -> list[Exported]:
@@ -57,7 +57,7 @@ class Quantize(StandardOp):
         return [Exported("triton", problem, ("cubin", "torch", "wheel"), turn=1)]
 
     def eager(self, problem: QuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The same quantisation as plain torch writes it, in the input's own dtype."""
+        """Return the same quantisation as plain torch writes it, in the input's own dtype."""
         return lambda: in_torch(problem, inputs["x"])
 
 

@@ -102,7 +102,7 @@ class RmsNorm(Norm):
 
 
 def _gradients(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor | None, ...]:
-    """dx and dweight in torch, from the rstd [m, 1] that its forward leaves: fused on a GPU.
+    """Return dx and dweight in torch, from the rstd [m, 1] that its forward leaves: fused on a GPU.
 
     There is no fused one on the CPU, nor under torch 2.7.
     """
@@ -119,7 +119,7 @@ def _gradients(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Ten
 
 
 def _chain(n: int) -> float:
-    """What adding up n terms errs by, relatively to the sum of their magnitudes.
+    """Return what adding up n terms errs by, relatively to the sum of their magnitudes.
 
     Kernels add at most n/32 numbers to one another and then, in pairs, what those sums leave.
     """

@@ -77,7 +77,7 @@ class SampleRows(StandardOp):
         return specs | {"weight": Spec("fp32", (room,)), "slots": Spec("int32", (problem.m, 2))}
 
     def drawn(self, problem: SampleRowsProblem, source: Source) -> Tensors:
-        """Of the codes of a random gradient 64 wide; of one with NaN or ±Inf as `bit_split`'s."""
+        """Return squares of a random gradient's codes, 64 wide; as `bit_split`'s of NaN or ±Inf."""
         import torch
 
         gradient, x = source.floats(problem.m, 64), source.floats(problem.m, 64, operand=1)
@@ -101,7 +101,7 @@ class SampleRows(StandardOp):
         return sample_rows(squares, seed, problem.parts, problem.keep, problem.room, x_squares)
 
     def edges(self, problem: SampleRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Sizes from 1 to 2^23, of all rows, half of them or few: so that levels rise many times.
+        """Draw sizes from 1 to 2^23, of all rows, half or few: so that levels rise many times.
 
         Or sizes of which every row weighs the same: the most that weights sum to.
         """
@@ -132,7 +132,7 @@ class SampleRows(StandardOp):
         ]
 
     def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The same sampling in torch operations that do not wait for the device."""
+        """Return the same sampling in torch operations that do not wait for the device."""
         return lambda: _in_torch(problem, inputs)
 
 
@@ -181,7 +181,7 @@ def _sizes(rng: Random, like: Tensor) -> Tensor:
 
 
 def capacity(m: int, parts: int, product: str, keep: str) -> int:
-    """Rows that are enough for whatever is kept, each part's padded to a multiple of `SEGMENT`.
+    """Return how many rows hold whatever is kept, each part's padded to a multiple of `SEGMENT`.
 
     Systematic draws keep ⌈Σp⌉ rows at most. Σp is m but for what raising the smallest
     probabilities adds: less than one row for dgrad, a sixteenth of 2m for wgrad.

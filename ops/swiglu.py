@@ -84,7 +84,7 @@ class Swiglu(StandardOp):
         return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
 
     def eager(self, problem: SwigluProblem, inputs: Tensors) -> Callable[[], Any]:
-        """torch's silu and products, or what its autograd runs for them, of BF16 tensors."""
+        """Return torch's silu and products, or what its autograd runs for them, of BF16 tensors."""
         import torch
         from torch.nn import functional
 
@@ -97,7 +97,7 @@ class Swiglu(StandardOp):
 
 
 def _relative(z: Tensor) -> Tensor:
-    """What evaluation in fp32 may be off by, of σ(z) relatively.
+    """Return what evaluation in fp32 may be off by, of σ(z) relatively.
 
     An approximate reciprocal and products, 2^-20; an exponential of z, 2^-22·|z|, for its argument
     is rounded.
@@ -106,7 +106,7 @@ def _relative(z: Tensor) -> Tensor:
 
 
 def _forward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
-    """A σ below 2^-100 may come as 0."""
+    """Return y and its bounds: a σ below 2^-100 may come as 0."""
     from jetfire.reference import swiglu
 
     gate, up = values_of(problem, inputs, "gate", "up")
@@ -117,22 +117,23 @@ def _forward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
 
 
 def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
-    """The derivative's two terms cancel where it crosses 0: what is off is of their magnitudes.
+    """Return dgate and dup and their bounds.
 
-    A σ below 2^-100 may come as 0, and a derivative below 2^-93, of it times z + 1.
+    The derivative's two terms cancel where it crosses 0: what is off is of their magnitudes. A σ
+    below 2^-100 may come as 0, and a derivative below 2^-93, of it times z + 1.
     """
     from jetfire.reference import swiglu
 
     gate, up, dy = values_of(problem, inputs, "gate", "up", "dy")
     relative = _relative(gate)
-    dgate, of_dgate = dy * up * swiglu.silu_grad(gate), (dy * up).abs()
-    dup, of_dup = dy * swiglu.silu(gate), (dy * gate).abs()
-    off_dgate = relative * swiglu.slope_terms(gate) * of_dgate + 2.0**-93 * of_dgate
-    off_dup = relative * dup.abs() + 2.0**-100 * of_dup
+    dgate, gate_size = dy * up * swiglu.silu_grad(gate), (dy * up).abs()
+    dup, up_size = dy * swiglu.silu(gate), (dy * gate).abs()
+    gate_off = relative * swiglu.slope_terms(gate) * gate_size + 2.0**-93 * gate_size
+    up_off = relative * dup.abs() + 2.0**-100 * up_size
     expected: Tensors = {}
     for name, value, off, size in (
-        ("dgate", dgate, off_dgate, of_dgate),
-        ("dup", dup, off_dup, of_dup),
+        ("dgate", dgate, gate_off, gate_size),
+        ("dup", dup, up_off, up_size),
     ):
         noise, over = worst(off, problem.block), overflows(size, problem.block)
         expected |= unrounded(problem, inputs, value, noise, over, name, second=name == "dup")

@@ -41,7 +41,7 @@ class Transpose(StandardOp):
         return dict(zip(("qt", "scale_t"), transpose(inputs["q"], inputs["scale"]), strict=True))
 
     def eager(self, problem: TransposeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """The BF16 transpose that feeds a BF16 GEMM."""
+        """Return the BF16 transpose that feeds a BF16 GEMM."""
         import torch
 
         x = inputs["q"].to(torch.bfloat16)
