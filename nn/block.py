@@ -196,7 +196,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """What is no longer wanted is dropped at once: the peak of a step's memory is in here."""
+        """Drop at once what is no longer wanted: the peak of a step's memory is in here."""
         setting = ctx.setting
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
@@ -292,7 +292,7 @@ class Int8Block(nn.Module):
         self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
 
     def forward(self, stream: Stream, batch: int) -> Stream:
-        """The stream of batch·length tokens × width after this block."""
+        """Return the stream of batch·length tokens × width after this block."""
         if not isinstance(stream, Stream):
             raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
         if stream.codes.block != self.block:

@@ -118,7 +118,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something else runs with it, `torch.nn.utils.weight_norm` for instance."""
+    """Return whether something else runs with it, `torch.nn.utils.weight_norm` for instance."""
     return bool(
         module._forward_pre_hooks
         or module._forward_hooks
@@ -128,7 +128,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """Output heads: what the model says is one, and what shares its weight with an embedding."""
+    """Return output heads: what the model says is one, what shares an embedding's weight."""
     found = set()
     ask = getattr(model, "get_output_embeddings", None)
     if ask is not None and ask() is not None:
@@ -140,7 +140,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 def _why_not(
     module: nn.Module, recipe: Recipe, skipped: bool, head: bool, unused: bool
 ) -> str | None:
-    """Why a module with a matrix is not replaced; None if it is."""
+    """Return why a module with a matrix is not replaced; None if it is."""
     kind = type(module)
     if isinstance(module, Int8Linear | Int8Conv1D):
         return f"{kind.__name__} already, in blocks of {module.block}"
@@ -181,9 +181,7 @@ def _replacement(module: Any, recipe: Recipe) -> nn.Module:
     if _is_conv1d(module):
         new = Int8Conv1D(module.weight, module.bias, recipe.block)
     else:
-        new = Int8Linear(
-            module.in_features, module.out_features, module.bias is not None, recipe.block,
-            device="meta",
-        )  # fmt: skip
+        sizes = module.in_features, module.out_features
+        new = Int8Linear(*sizes, module.bias is not None, recipe.block, device="meta")
         new.weight, new.bias = module.weight, module.bias
     return new.train(module.training)

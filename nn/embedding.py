@@ -16,7 +16,7 @@ class TiedGradient:
     """The head's gradient of a table, on its way to the embedding's backward.
 
     Autograd would fill a second table with zeros and the embedding's rows, and add the two: 16
-    bytes an element, 0.8 of the 43 ms of a step of width 4096 (H200). One forward, one use.
+    bytes per element, 0.8 of the 43 ms of a step of width 4096 (H200). One forward, one use.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 def _dense(gradient: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """A table of zeros but for the sums of the rows of each id, in an order that is always so."""
+    """Return a table of zeros but for the sums of each id's rows, in an order that is always so."""
     return torch.ops.aten.embedding_dense_backward(gradient, ids, rows, -1, False)
 
 
@@ -74,7 +74,7 @@ def add_rows(table: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> 
 
 @checked
 def tied_embedding(table: torch.Tensor, ids: torch.Tensor, tied: TiedGradient) -> torch.Tensor:
-    """`torch.nn.functional.embedding`; backward adds to what the head left in `tied`, if anything.
+    """Return torch's embedding; backward adds to what the head left in `tied`, if anything.
 
     Args:
         table: rows × width; ids: int64, any shape.

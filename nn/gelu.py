@@ -47,7 +47,7 @@ class _Int8GELUFunction(torch.autograd.Function):
 
 
 class Int8GELU(nn.GELU):
-    """`torch.nn.GELU`, quantised per block at both ends; backward keeps one byte an element.
+    """`torch.nn.GELU`, quantised per block at both ends; backward keeps one byte per element.
 
     Args:
         approximate: "none" (erf) or "tanh", as torch names them.
@@ -62,7 +62,7 @@ class Int8GELU(nn.GELU):
         self.block = checked_block(block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, n) → the same, in the autocast dtype if there is one."""
+        """Map (…, n) to the same, in the autocast dtype if there is one."""
         x = rows(input, input.shape[-1] if input.dim() else 1)
         seeds = keys_for_backward(2, x.device, self.training)
         with torch.autocast(x.device.type, enabled=False):

@@ -5,7 +5,7 @@ the two transforms cancel, and rounded to steps that are learned (LSQ, Esser et 
 the output's gradient is split into two 4-bit parts, of whose rows as many as there are tokens are
 drawn, each with a probability as its norm is, so that both gradients are unbiased.
 
-What backward keeps of an input is its codes, half a byte an element, and for the step's own
+What backward keeps of an input is its codes, half a byte per element, and for the step's own
 gradient one in `SAMPLED` of its rows.
 """
 
@@ -47,7 +47,7 @@ from jetfire.ops.sample_rows import Keep, Parts, SampledRows, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
 
 Tensor = torch.Tensor
-SAMPLED = 64  # in bf16 that many rows are 1/32 byte an element
+SAMPLED = 64  # in bf16 that many rows are 1/32 byte per element
 # Codes reach 7: LSQ scales a step's gradient by 1/√(7·elements).
 _TOP = 7
 # A step stays above this part of the first batch's, whatever an optimizer makes of it.
@@ -165,7 +165,7 @@ class _Split(NamedTuple):
 
     @classmethod
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
-        """One of m×n; `seeds` are three: for its parts, and for each product's rows."""
+        """Return that of m×n; `seeds` are three: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
         codes = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
         return cls(codes, parts, keep, seeds)
@@ -177,14 +177,14 @@ class _Split(NamedTuple):
         )
 
     def times(self, wt: Quantized4, out: FloatName) -> tuple[Tensor, Tensor]:
-        """Rows of the gradient that are kept, times the weight, and where each token's are."""
+        """Return the gradient's kept rows times the weight, and where each token's are."""
         rows, counts, weight, slots, _ = self._draw(self.seeds[1:2])
         assert slots is not None
         kept = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
         return int4_gemm(kept, wt, weight=weight, counts=counts, out=out), slots
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
-        """Gᵀ·X of the input's packed codes."""
+        """Return Gᵀ·X of the input's packed codes."""
         rows, counts, _, _, repeat = self._draw(self.seeds[2:3], x.squares)
         gt = int4_gather_rows(self.codes, rows=rows, counts=counts, repeat=repeat, transpose=True)
         xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
@@ -192,7 +192,7 @@ class _Split(NamedTuple):
 
 
 def _sampled(x: Tensor) -> Tensor:
-    """One in `SAMPLED` of the rows, int64, with replacement: without would take a sort.
+    """Return one in `SAMPLED` of the rows, int64, with replacement: without would take a sort.
 
     Not by `randint`: what is drawn from nothing a compiler may draw anew in backward.
     """
@@ -201,12 +201,12 @@ def _sampled(x: Tensor) -> Tensor:
 
 
 def _lsq(of_rows: Tensor, share: float, elements: int) -> Tensor:
-    """A step's gradient from those of rows, which are one in `share`, as LSQ scales it."""
+    """Return a step's gradient from those of rows, which are one in `share`, as LSQ scales it."""
     return of_rows.sum().view(1) * (share / math.sqrt(_TOP * elements))
 
 
 def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:
-    """The matrix with contiguous rows of inputs."""
+    """Return the matrix with contiguous rows of inputs."""
     rows = weight.detach()
     rows = rows.t() if transposed else rows
     return rows if rows.stride(1) == 1 else rows.contiguous()
@@ -243,13 +243,13 @@ class _Int4Layer(nn.Module):
         self._codes: MadeOfWeight[tuple[Quantized4, Quantized4]] = MadeOfWeight()
 
     def _sizes(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Return how many outputs and inputs there are."""
         outputs, inputs = self.weight.shape[:: -1 if self.transposed else 1]
         return outputs, inputs
 
     @property
     def group(self) -> Group | None:
-        """How many inputs a transform mixes; None where the first batch has yet to say."""
+        """The number of inputs that a transform mixes; None until the first batch says it."""
         return self._group if self.int4.group == "search" else self.int4.group
 
     @property
@@ -261,14 +261,14 @@ class _Int4Layer(nn.Module):
         return step_x.detach(), step_w.detach()
 
     def _scaled(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps that are never 0 or below; where a factor is, autograd minds its sign."""
+        """Return steps that are never 0 or below; where a factor is, autograd minds its sign."""
         return (
             (self.step_x.float().abs() + _FLOOR) * first[0:1].float(),
             (self.step_w.float().abs() + _FLOOR) * first[1:2].float(),
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, in) → (…, out), in the autocast dtype if there is one."""
+        """Map (…, in) to (…, out), in the autocast dtype if there is one."""
         outputs, inputs = self._sizes()
         x = rows(input, inputs)
         sample, seeds = self._drawn(x.detach())
@@ -287,7 +287,7 @@ class _Int4Layer(nn.Module):
         return y.reshape(*input.shape[:-1], outputs)
 
     def _drawn(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The rows and the keys that backward needs of a batch; None where it will not run."""
+        """Return the rows and the keys that backward needs of a batch; None if it will not run."""
         sample = seeds = None
         if backward_may_follow(self.training):
             sample, seeds = _sampled(x), draw(3, x.device)
@@ -300,7 +300,7 @@ class _Int4Layer(nn.Module):
         return sample, seeds
 
     def _codes_of(self, step: Tensor, group: Group) -> tuple[Quantized4, Quantized4]:
-        """The weight's wide codes and their transpose, made once an optimizer step."""
+        """Return the weight's wide codes and their transpose, made once per optimizer step."""
         weight = checked_weight(self.weight)
 
         def make() -> tuple[Quantized4, Quantized4]:
@@ -315,7 +315,7 @@ class _Int4Layer(nn.Module):
 
     @torch.no_grad()
     def _first_batch(self, x: Tensor) -> tuple[Group, Tensor]:
-        """The group and calibration that a batch asks for, kept if this is training.
+        """Return the group and calibration that a batch asks for, kept if this is training.
 
         Processes that train together take the mean of their steps. Nothing is kept of a batch or a
         weight that is zero throughout or not finite: the next one is asked.
@@ -345,7 +345,7 @@ class _Int4Layer(nn.Module):
         return group, torch.where(usable, found, 1.0)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As any module's; what a linear layer leaves has no steps: the next batch is the first."""
+        """Load as any module; a linear layer's has no steps: the next batch is the first."""
         if not any(prefix + name in state_dict for name in STATE):
             for name, value in zip(STATE, (1.0, 1.0, 0.0), strict=True):
                 state_dict[prefix + name] = torch.full_like(getattr(self, name), value)
@@ -365,14 +365,14 @@ class _Int4Layer(nn.Module):
 
 
 def _capturing(tensor: Tensor) -> bool:
-    """Whether what is launched on its device becomes part of a CUDA graph."""
+    """Return whether what is launched on its device becomes part of a CUDA graph."""
     if torch.compiler.is_compiling() or not tensor.is_cuda:
         return False
     return torch.cuda.is_current_stream_capturing()
 
 
 def is_int4_state(name: str) -> bool:
-    """Whether an entry of a state dict is one that INT4 layers have and linear layers have not."""
+    """Return whether a state dict's entry is one that INT4 layers have, linear layers not."""
     return name.rpartition(".")[2] in STATE
 
 
@@ -388,15 +388,20 @@ class Int4Linear(_Int4Layer, nn.Linear):
 
     @checked
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, int4: Int4 = DEFAULT,
-        device: Placed = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        int4: Int4 = DEFAULT,
+        device: Placed = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self._begin(int4)
 
     @classmethod
     def over(cls, linear: nn.Linear, int4: Int4) -> Int4Linear:
-        """A layer with the parameters of another."""
+        """Return a layer with the parameters of another."""
         new = cls(
             linear.in_features, linear.out_features, linear.bias is not None, int4, device="meta"
         )
@@ -405,7 +410,7 @@ class Int4Linear(_Int4Layer, nn.Linear):
         return new
 
     def reset_parameters(self) -> None:
-        """The linear layer's; the next batch in training is the first again."""
+        """Reset as a linear layer; the next batch in training is the first again."""
         nn.Linear.reset_parameters(self)
         if hasattr(self, "calibration"):
             nn.init.ones_(self.step_x)

@@ -76,7 +76,7 @@ class Int8LayerNorm(nn.LayerNorm):
         self.block = checked_block(block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, width) → the same, in the autocast dtype if there is one."""
+        """Map (…, width) to the same, in the autocast dtype if there is one."""
         x = rows(input, self.normalized_shape[0])
         seeds = keys_for_backward(2, x.device, self.training)
         with torch.autocast(x.device.type, enabled=False):

@@ -80,7 +80,7 @@ def _apply(
     transposed: bool,
     training: bool,
 ) -> torch.Tensor:
-    """(…, in features) → (…, out features), in the autocast dtype if there is one."""
+    """Map (…, in features) to (…, out features), in the autocast dtype if there is one."""
     assert codes.q is not None
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
@@ -114,11 +114,11 @@ class Int8Linear(nn.Linear):
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Quantized:
-        """Return the weight's codes and their transpose, quantised once an optimizer step."""
+        """Return the weight's codes and their transpose, quantised once per optimizer step."""
         return self._quantised.of(self.weight, self.block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) → (…, out_features), in the autocast dtype if there is one."""
+        """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
         return _apply(input, self.weight, self.bias, self.codes(), False, self.training)
 
     def extra_repr(self) -> str:
@@ -141,7 +141,7 @@ class Int8Conv1D(nn.Module):
         self._quantised = QuantisedWeight()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in) → (…, out), in the autocast dtype if there is one."""
+        """Map (…, in) to (…, out), in the autocast dtype if there is one."""
         codes = self._quantised.of(self.weight, self.block).t
         return _apply(input, self.weight, self.bias, codes, True, self.training)
 
@@ -165,7 +165,7 @@ def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:
 
 @checked
 def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, Block]]:
-    """The parameters that a model's INT8 linear layers multiply by, their codes and block.
+    """Return the parameters that a model's INT8 linear layers multiply by, their codes and block.
 
     Not those that are sharded, or no parameters any more (`torch.nn.utils.parametrize`); of a
     parameter that several layers share, the first layer's codes.
@@ -178,7 +178,7 @@ def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWei
 
 
 def rows(input: torch.Tensor, width: int) -> torch.Tensor:
-    """(…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
+    """Return (…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
 
     Raises:
         UsageError: it is no tensor, or of another dtype or width.

@@ -66,7 +66,7 @@ def linear_cross_entropy(
     Args:
         x: rows × width, bf16, fp16 or fp32; the product is of this dtype.
         weight: vocabulary × width, of any float dtype.
-        targets: int64, one a row; −100 gives a loss of 0.
+        targets: int64, one per row; −100 gives a loss of 0.
         valid: how many of the vocabulary's rows are tokens; the rest is padding.
         tied: takes the weight's gradient, for the `tied_embedding` that x comes from to return.
     """

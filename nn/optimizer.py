@@ -1,7 +1,7 @@
 """AdamW that leaves INT8 layers the codes of their new weights: the next forward quantises nothing.
 
 torch's fused update and then quantisation move a weight of fp32 through memory three times; one
-kernel that does both moves 30 bytes an element where they move 38.
+kernel that does both moves 30 bytes per element where they move 38.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _leave_codes(self) -> None:
-        """After a step: all that it updated have their codes."""
+        """Leave codes with all that the step updated."""
         self._last, self._updated = self._updated, []
         for mine in self._last:
             mine.leave()
@@ -233,7 +233,7 @@ register_optimizer_step_post_hook(_after_step)
 
 @contextmanager
 def replaying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around the replay of a CUDA graph of a training step, the last that the optimizer ran.
+    """Enclose the replay of a CUDA graph of a training step, the last that the optimizer ran.
 
     The graph reads codes of the weights where they were captured, and renews them: they are made
     anew before it if someone else has changed the weights, and serve whoever reads them after it.

@@ -43,12 +43,12 @@ def checked_block(block: int) -> Block:
 
 
 def draw(count: int, device: torch.device) -> torch.Tensor:
-    """Philox keys from torch's own generator, so that torch.manual_seed makes a run repeat."""
+    """Draw Philox keys from torch's own generator: torch.manual_seed makes a run repeat."""
     return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
 
 def backward_may_follow(training: bool) -> bool:
-    """Whether a module draws what its backward will need.
+    """Return whether a module draws what its backward will need.
 
     In training it draws without gradients too. Reentrant checkpointing runs forward so first, and
     again with gradients in backward, from one state of torch's generator: dropout draws from it
@@ -59,7 +59,7 @@ def backward_may_follow(training: bool) -> bool:
 
 
 def keys_for_backward(count: int, device: torch.device, training: bool) -> torch.Tensor | None:
-    """Keys of what a module's backward rounds; None in evaluation without gradients."""
+    """Return keys of what a module's backward rounds; None in evaluation without gradients."""
     return draw(count, device) if backward_may_follow(training) else None
 
 
@@ -101,7 +101,7 @@ class Handoff:
         self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
     def take(self, gradient: torch.Tensor) -> Quantized | None:
-        """The codes of this gradient, once; None where it is another, or a hook has changed it."""
+        """Return this gradient's codes, once; None where it is another, or a hook changed it."""
         same = gradient is self._gradient and gradient._version == self._version
         codes = self._codes if same else None
         self._gradient = self._codes = None
@@ -109,12 +109,12 @@ class Handoff:
 
 
 def stamp(weight: torch.Tensor) -> tuple[int, int]:
-    """What changes when torch sees a weight change."""
+    """Return what changes when torch sees a weight change."""
     return weight._version, weight.data_ptr()
 
 
 class MadeOfWeight(Generic[Made]):
-    """What is made of a weight as it is, once an optimizer step."""
+    """What is made of a weight as it is, once per optimizer step."""
 
     def __init__(self) -> None:
         self._weight: weakref.ref[torch.Tensor] | None = None
@@ -124,7 +124,7 @@ class MadeOfWeight(Generic[Made]):
     def found(
         self, weight: torch.Tensor, key: Hashable, make: Callable[[], Made], *beside: torch.Tensor
     ) -> Made:
-        """What `make` gave since the last step for this weight and key, or gives now.
+        """Return what `make` gave for this weight and key since the last step, or gives now.
 
         What `torch.compile` traces is made anew each time: a version cannot be a constant.
 
@@ -155,7 +155,7 @@ class MadeOfWeight(Generic[Made]):
 
 
 def checked_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The weight.
+    """Return the weight.
 
     Raises:
         UsageError: it is of a dtype that nothing quantises.
@@ -169,7 +169,7 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
     """A weight's INT8 codes, both ways."""
 
     def of(self, weight: torch.Tensor, block: Block) -> Quantized:
-        """The codes of the weight as it is now."""
+        """Return the codes of the weight as it is now."""
         checked_weight(weight)
         return self.found(weight, block, lambda: _quantised_weight(weight, block))
 
@@ -179,7 +179,7 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
 
     @property
     def latest(self) -> Quantized | None:
-        """The codes last made, which may no longer be the weight's."""
+        """Return the codes last made, which may no longer be the weight's."""
         return self._made
 
 

@@ -16,7 +16,7 @@ GROUPS = get_args(Group)
 
 
 def as_group(number: int) -> Group:
-    """The number, as a group.
+    """Return the number, as a group.
 
     Raises:
         UsageError: there is no such transform.
@@ -99,7 +99,7 @@ RECIPES = {
 
 
 def get(name: str, group: Group | Literal["search"] | None = None) -> Recipe:
-    """The recipe of a name.
+    """Return the recipe of a name.
 
     Args:
         group: in place of that of an INT4 recipe.
