@@ -16,12 +16,7 @@ from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.measure.peers import Factory
-from jetfire.ops.hadamard_quantize import (
-    Group,
-    HadamardQuantizeProblem,
-    first_step,
-    step_gradient,
-)
+from jetfire.ops.hadamard_quantize import Group, first_step, step_gradient, whole_groups
 
 
 @dataclass(frozen=True)
@@ -44,11 +39,7 @@ class HadamardGemmProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k % self.group or self.k % 2:
-            try:
-                HadamardQuantizeProblem(1, self.k, group=self.group)
-            except UsageError as error:
-                raise UsageError(str(error).replace("n=", "k=")) from None
+        whole_groups("k", self.k, self.group)
         if self.mode == "bwd" and self.n % 2:
             raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
 

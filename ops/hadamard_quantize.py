@@ -63,12 +63,21 @@ class HadamardQuantizeProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n % 2:
-            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
-        if self.n % self.group:
-            most = min(self.n & -self.n, 1024)
-            expected = f"a power of two that divides n={self.n}, at most {most}"
-            raise UsageError(f"group={self.group}: expected {expected}")
+        whole_groups("n", self.n, self.group)
+
+
+def whole_groups(name: str, size: int, group: int) -> None:
+    """Have a size be even and a multiple of the group.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if size % 2:
+        raise UsageError(f"{name}={size}: expected an even number, of two codes a byte")
+    if size % group:
+        most = min(size & -size, 1024)
+        expected = f"a power of two that divides {name}={size}, at most {most}"
+        raise UsageError(f"group={group}: expected {expected}")
 
 
 class HadamardQuantize(StandardOp):

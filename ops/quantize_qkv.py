@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Model, Op
+from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Rounding
-from jetfire.core.suites import Exported
+from jetfire.core.problem import Block, Layout, Rounding
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
-from jetfire.ops.quantize import Quantize, QuantizeProblem, in_torch
+from jetfire.measure.op import StandardOp
+from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +29,11 @@ class QuantizeQkvProblem(QuantizeProblem):
     """query, key and value (each m×n, `dtype`) to the codes of the m×3n matrix of all three."""
 
 
-class QuantizeQkv(Quantize):
+class QuantizeQkv(StandardOp):
     name = "quantize_qkv"
     summary = "three floats side by side to per-block INT8: the gradient of a QKV product"
     Problem = QuantizeQkvProblem
+    same_bits_over = "kernels"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
@@ -52,13 +53,6 @@ class QuantizeQkv(Quantize):
         seed = inputs.get("seed")
         codes = quantize_qkv(query, key, value, problem.block, problem.rounding, seed)
         return with_transpose(*codes)
-
-    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        """Return those of ops in general: `quantize` shows the rest."""
-        return Op.settings(self, mode)
-
-    def exported(self) -> list[Exported]:
-        return []
 
     def eager(self, problem: QuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return that of `quantize`, after the copy that puts the three side by side."""
