@@ -24,9 +24,11 @@ from jetfire.nn.products import (
     Handoff,
     Placed,
     checked_block,
+    flat,
     keys_for_backward,
     product_of_transposes,
     quantised_gradient,
+    unflat,
 )
 from jetfire.ops import (
     int8_add,
@@ -88,7 +90,8 @@ class _Setting(NamedTuple):
 class _Enter(torch.autograd.Function):
     """LayerNorm → query, key, value (batch×heads×length×head).
 
-    The stream passes through, so that backward adds to it in one pass.
+    The stream passes through, so that backward adds to it in one pass. `codes` are the tensors of
+    the weight's `Quantized`: autograd looks into no tuple.
     """
 
     @staticmethod
@@ -108,10 +111,9 @@ class _Enter(torch.autograd.Function):
         bias: Tensor,
         *codes: Tensor,
     ) -> tuple[Tensor, ...]:
-        block = setting.block
-        w = Quantized.of(codes, "both", block)
+        s, w = Quantized(q, scale, block=setting.block), Quantized.of(codes, "both", setting.block)
         h, mean, rstd = int8_layernorm(
-            Quantized(q, scale, block=block),
+            s,
             norm_weight,
             norm_bias,
             mean=mean,
@@ -121,18 +123,16 @@ class _Enter(torch.autograd.Function):
         )
         y = int8_gemm(h, w, out="bf16", bias=bias)
         ctx.handoff, ctx.setting = handoff, setting
-        ctx.save_for_backward(
-            seeds, q, scale, mean, rstd, norm_weight, h.qt, h.scale_t, w.qt, w.scale_t
-        )
+        ctx.save_for_backward(seeds, mean, rstd, norm_weight, *flat(s, h.t, w.t))
         shape = (setting.batch, -1, 3, setting.heads, x.shape[1] // setting.heads)
         return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, q, scale, mean, rstd, norm_weight, *transposed = ctx.saved_tensors
+        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         block, handoff = ctx.setting.block, ctx.handoff
-        s, ht, wt = _quantized(block, q, scale, *transposed)
+        s, ht, wt = unflat(codes, block)
         dx, *dqkv = grads
         # Attention's gradients come as batch×heads×length×head, laid out as tokens × width.
         parts = (d.transpose(1, 2).reshape(dx.shape) for d in dqkv)
@@ -155,7 +155,10 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Attention's output → projection → add; LayerNorm → FC1 → GELU → FC2 → add."""
+    """Attention's output → projection → add; LayerNorm → FC1 → GELU → FC2 → add.
+
+    `codes` are the tensors of the three weights' `Quantized`, one after another.
+    """
 
     @staticmethod
     def forward(
@@ -189,8 +192,8 @@ class _Leave(torch.autograd.Function):
         out, copy, *statistics = int8_add(x, y, eps=eps)
         ctx.mark_non_differentiable(*copy.tensors, *statistics)
         ctx.handoff, ctx.setting = handoff, setting
-        transposed = (part for value in (a, h, w0, w1, w2) for part in value.t[:2])
-        ctx.save_for_backward(seeds, mean, rstd, norm_weight, *s.tensors, *f.tensors, *transposed)
+        kept = flat(s, f, a.t, h.t, w0.t, w1.t, w2.t)
+        ctx.save_for_backward(seeds, mean, rstd, norm_weight, *kept)
         return out, *copy.tensors, *statistics
 
     @staticmethod
@@ -200,7 +203,7 @@ class _Leave(torch.autograd.Function):
         setting = ctx.setting
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
-        s, f, at, ht, w0t, w1t, w2t = _quantized(setting.block, *codes)
+        s, f, at, ht, w0t, w1t, w2t = unflat(codes, setting.block)
         del codes
         dx = grads[0]
 
@@ -236,12 +239,6 @@ class _Leave(torch.autograd.Function):
         of_linears = dw0, db0, dw1, db1, dw2, db2
         of_parameters = dnorm_weight, dnorm_bias, *of_linears
         return None, None, None, dx, dattended, *of_parameters, *[None] * 12
-
-
-def _quantized(block: Block, *parts: Tensor) -> list[Quantized]:
-    """Return the values of codes and scales that were saved one after another."""
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [Quantized(q, scale, block=block) for q, scale in pairs]
 
 
 def _dropped(y: Quantized, setting: _Setting, seeds: Tensor | None, index: int) -> Quantized:

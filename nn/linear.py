@@ -20,9 +20,11 @@ from jetfire.nn.products import (
     Placed,
     QuantisedWeight,
     checked_block,
+    flat,
     keys_for_backward,
     product_of_transposes,
     quantised_gradient,
+    unflat,
 )
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 
@@ -30,8 +32,8 @@ from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 class _Int8LinearFunction(torch.autograd.Function):
     """y = x·Wᵀ + b; gradients are quantised stochastically, so both products are unbiased.
 
-    `w` are the codes of W, out×in; where the parameter itself is stored `transposed`, in×out, its
-    gradient is too.
+    `codes` are the tensors of the `Quantized` W, out×in: autograd looks into no tuple. Where the
+    parameter itself is stored `transposed`, in×out, its gradient is too.
     """
 
     @staticmethod
@@ -47,7 +49,7 @@ class _Int8LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         w = Quantized.of(codes, "both", block)
         a = int8_quantize(x, block=block, layout="both")
-        ctx.save_for_backward(a.qt, a.scale_t, w.qt, w.scale_t, seed)
+        ctx.save_for_backward(seed, *flat(a.t, w.t))
         ctx.block, ctx.transposed = block, transposed
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.dtype = FLOATS[x.dtype]
@@ -57,10 +59,9 @@ class _Int8LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        qt, scale_t, wqt, w_scale_t, seed = ctx.saved_tensors
-        block = ctx.block
-        at, wt = Quantized(qt, scale_t, block=block), Quantized(wqt, w_scale_t, block=block)
-        g = quantised_gradient(grads[0], block, seed)
+        seed, *codes = ctx.saved_tensors
+        at, wt = unflat(codes, ctx.block)
+        g = quantised_gradient(grads[0], ctx.block, seed)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = int8_gemm(g, wt, out=ctx.dtype)

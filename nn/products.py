@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar, get_args
 
 import torch
@@ -68,6 +68,17 @@ def quantised_gradient(gradient: torch.Tensor, block: Block, seed: torch.Tensor)
     return int8_quantize(
         gradient.contiguous(), block=block, layout="both", rounding="stochastic", seed=seed
     )
+
+
+def flat(*values: Quantized) -> list[torch.Tensor | None]:
+    """Return codes and scale of each value, one after another, for autograd to save."""
+    return [part for value in values for part in (value.q, value.scale)]
+
+
+def unflat(parts: Sequence[torch.Tensor], block: Block) -> list[Quantized]:
+    """Return the values that `flat` was given, less their transposes."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [Quantized(q, scale, block=block) for q, scale in pairs]
 
 
 def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -179,7 +190,7 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
 
     @property
     def latest(self) -> Quantized | None:
-        """Return the codes last made, which may no longer be the weight's."""
+        """The codes last made, which may no longer be the weight's."""
         return self._made
 
 
