@@ -151,8 +151,7 @@ class Norm(RowOp):
 
         from jetfire.measure import gradient
 
-        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block)
-        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
+        x, dy = values_of(problem, inputs, "x", "dy")
         own = self.of_rows(x, problem.eps)
         if not all(torch.allclose(inputs[k].double(), v, 1e-3, 1e-3) for k, v in own.items()):
             return []

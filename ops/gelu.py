@@ -81,9 +81,9 @@ class Gelu(StandardOp):
 
         from jetfire.measure import gradient
 
-        x = gradient.values(inputs["x"], inputs["x_scale"], problem.block).requires_grad_()
-        dy = gradient.values(inputs["dy"], inputs["dy_scale"], problem.block)
-        (dx,) = gradient.of(functional.gelu(x, approximate=_in_torch(problem)), dy, x)
+        x, dy = values_of(problem, inputs, "x", "dy")
+        y = functional.gelu(x.requires_grad_(), approximate=_in_torch(problem))
+        (dx,) = gradient.of(y, dy, x)
         return gradient.quantised(problem, outputs, dx, gradient.FP32 * dy.abs())
 
     def exported(self) -> list[Exported]:

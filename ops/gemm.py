@@ -200,7 +200,7 @@ class Gemm(StandardOp):
                 tensor.copy_(codes[name])
 
     def tolerance(self, problem: GemmProblem) -> float:
-        """Return a float output's relative error, before it is rounded to bf16 or fp16, at most.
+        """Return how far off a float output may be, relatively, before it is rounded to its dtype.
 
         Each of the sum's ⌈k/block⌉ additions rounds by at most 2^-24, and roundings of either sign
         add up as their root.

@@ -52,10 +52,7 @@ class Swiglu(StandardOp):
 
         from jetfire.measure import gradient
 
-        gate, up, dy = (
-            gradient.values(inputs[name], inputs[f"{name}_scale"], problem.block)
-            for name in ("gate", "up", "dy")
-        )
+        gate, up, dy = values_of(problem, inputs, "gate", "up", "dy")
         gate, up = gate.requires_grad_(), up.requires_grad_()
         dgate, dup = gradient.of(silu(gate) * up, dy, gate, up)
         of_gate = gradient.FP32 * (dy * up.detach()).abs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -40,7 +40,7 @@ class Softsign(StandardOp):
     name = "softsign"
     summary = "softsign and its gradient, INT8 in and out"
     Problem = SoftsignProblem
-    modes: ClassVar[tuple[Mode, ...]] = ("fwd", "bwd")
+    modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.hidden}]
@@ -91,13 +91,10 @@ OP = Softsign()
 _softsign = Operator(
     "softsign(Tensor x, Tensor x_scale, Tensor? seed, int block, str rounding, str layout)"
     " -> Tensor[]",
-    mode="fwd",
 )
 _softsign_backward = Operator(
     "softsign_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed,"
     " int block, str rounding, str layout) -> Tensor[]",
-    mode="bwd",
-    op="softsign",
 )
 
 
