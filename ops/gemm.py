@@ -231,12 +231,8 @@ class Gemm(StandardOp):
         codes = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
         targets = partial(Timed, "targets", turn=2)
         ragged = {"m": [8191], "n": [8193], "k": [8200]}
-        wgrad = partial(
-            targets,
-            sizes={"m": [4096], "n": [4096], "k": [8192]},
-            peers=bf16,
-            kernels=SUITE_KERNELS,
-        )
+        deep = {"m": [4096], "n": [4096], "k": [8192]}
+        wgrad = partial(targets, sizes=deep, peers=bf16, kernels=SUITE_KERNELS)
         models = partial(
             Timed,
             "gemm",
@@ -245,13 +241,7 @@ class Gemm(StandardOp):
             rounds=6,
             kernels=SUITE_KERNELS,
         )
-        promotion = partial(
-            Timed,
-            "promotion",
-            sizes=square,
-            peers=PROMOTION_PEERS,
-            schedules=True,
-        )
+        promotion = partial(Timed, "promotion", sizes=square, peers=PROMOTION_PEERS, schedules=True)
         return [
             targets(sizes=square, power_ms=200.0),
             targets(sizes=square, settings=codes, peers=bf16, rounds=6),

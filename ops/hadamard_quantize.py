@@ -184,14 +184,9 @@ class HadamardQuantize(StandardOp):
 
         rare = {"step": edges.step(rng, inputs["step"])} if "step" in inputs else {}
         if "slots" in inputs:
-            room = len(inputs["dx_hat"])
-            rare["slots"] = torch.randint(
-                -1,
-                rng.choice((0, 1, room)),
-                inputs["slots"].shape,
-                generator=edges.generator(rng),
-                device="cpu",
-            )
+            shape, end = inputs["slots"].shape, rng.choice((0, 1, len(inputs["dx_hat"])))
+            generator = edges.generator(rng)
+            rare["slots"] = torch.randint(-1, end, shape, generator=generator, device="cpu")
             rare["unit"] = edges.throughout(rng, (0.0, 1.0, math.inf, math.nan), inputs["unit"])
         return rare
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -119,17 +120,8 @@ class SampleRows(StandardOp):
         }
 
     def timed(self) -> list[Timed]:
-        return [
-            Timed(
-                "int4",
-                3,
-                sizes={"m": [8192, 16384]},
-                settings={"product": ["dgrad", "wgrad"]},
-                peers=COMPILED,
-                rounds=20,
-                power_ms=200.0,
-            )
-        ]
+        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
+        return [at(sizes={"m": [8192, 16384]}, settings={"product": ["dgrad", "wgrad"]})]
 
     def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the same sampling in torch operations that do not wait for the device."""
