@@ -302,7 +302,8 @@ def _dense(inputs: Tensors) -> Tensor:
 def step_gradient(terms: Tensor, name: str) -> Tensors:
     """Return the sum of each row's terms, and what summing them in fp32 may add.
 
-    Of that roundings are the longest chain; a term has two, and may be subnormal.
+    Roundings are those of the longest chain of additions and the two of a term, which may be
+    subnormal.
     """
     n = terms.shape[1]
     chain = min(n, TILE + n // LEAST_TILE + 5) + 2
