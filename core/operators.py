@@ -22,8 +22,8 @@ from typing import Any
 from jetfire.core.tensors import Tensors, float_name
 
 Shape = tuple[int, ...]
-# A function from arguments of an operator, those that its parameters name, to the fields that follow
-# from them: of a tensor it is given the shape, or None where there is none.
+# Makes fields of a problem that follow from its operator's arguments, those that its parameters
+# name: of a tensor it gets the shape, or None where there is none.
 Derive = Callable[..., dict[str, Any]]
 _ARGUMENT = re.compile(r"(\w+)(?:\((\w)!\))?(\?)? (\w+)")
 
