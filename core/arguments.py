@@ -36,6 +36,8 @@ _NAMES = {
     "float": "a number",
     "str": "text",
     "NoneType": "None",
+    "Quantized": "a Quantized, as int8_quantize returns",
+    "Quantized4": "a Quantized4, as int4_quantize returns",
 }
 _SHOWN = (bool, int, float, str, type(None))
 _LONGEST = 40  # characters of a value in a message

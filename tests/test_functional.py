@@ -228,7 +228,11 @@ def test_refuses_in_one_line(draw, device):
     alone = int8.int8_quantize(torch.ones(9, 9, device=device), layout="qt")
     message = "x holds its transpose alone: expected its own codes (layout=q, both)"
     refuse(message, int8.int8_gelu, alone)
-    refuse("x is of type tuple: expected a Quantized", int8.int8_gelu, (q, scale))
+    refuse(
+        "x is of type tuple: expected a Quantized, as int8_quantize returns",
+        int8.int8_gelu,
+        (q, scale),
+    )
 
 
 def test_refuses_operands_that_do_not_fit(draw, device):
