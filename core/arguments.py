@@ -39,6 +39,7 @@ _NAMES = {
     "Quantized": "a Quantized, as int8_quantize returns",
     "Quantized4": "a Quantized4, as int4_quantize returns",
 }
+_VALUES = (_NAMES["Quantized"], _NAMES["Quantized4"])
 _SHOWN = (bool, int, float, str, type(None))
 _LONGEST = 40  # characters of a value in a message
 
@@ -57,6 +58,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             wrong = mistake(function, args, options)
             if wrong is None:
+                if isinstance(error, TypeError) and (note := _on_values(function, args, options)):
+                    error.add_note(note)
                 raise
             raise UsageError(wrong) from error
 
@@ -78,6 +81,21 @@ def mistake(
     for name, value in given.items():
         if name in hints and (wrong := _mistaken(name, value, hints[name])) is not None:
             return wrong
+    return None
+
+
+def _on_values(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> str | None:
+    """Return a note on arguments that do not fit a function of quantised matrices, or None."""
+    signature, hints = _parameters(function)
+    values = [name for name in signature.parameters if _name(hints.get(name)) in _VALUES]
+    try:
+        signature.bind(*args, **options)
+    except TypeError:
+        if values:
+            named = " and ".join(values)
+            return f"{named}: codes, scales and block are one value, as int8_quantize returns"
     return None
 
 

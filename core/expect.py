@@ -69,13 +69,11 @@ def quantized(
     """
     q, scale, block = x.q, x.scale, x.block
     if q is None or scale is None:
-        raise UsageError(
-            f"{name} holds its transpose alone: expected its own codes (layout=q, both)"
-        )
+        raise UsageError(f"{name} lacks q or scale: expected both (layout=q or both)")
     matrix(name, q, ("int8",))
     if isinstance(like, tuple):
         if block != like.block:
-            raise UsageError(f"{name} has block={block}: expected {like.block}, as before it")
+            raise UsageError(f"{name} has block={block}: expected {like.block}, as the first has")
         like = like.q
     if like is not None:
         same_device(name, q, like)

@@ -86,6 +86,6 @@ _column_sum = Operator(
 @checked
 def int8_column_sum(x: Quantized) -> Tensor:
     """Return the column sums (fp32, n) of x (m×n) from its transpose: a bias's gradient."""
-    if x.qt is None:
-        raise UsageError("x has no transpose: expected codes of layout=qt or both")
-    return _column_sum(*expect.quantized("qt", x.t), x.block)
+    if x.qt is None or x.scale_t is None:
+        raise UsageError("x lacks qt or scale_t: expected both (layout=qt or both)")
+    return _column_sum(*expect.quantized("x.t", x.t), x.block)

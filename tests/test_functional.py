@@ -222,17 +222,29 @@ def test_refuses_in_one_line(draw, device):
         "x is on meta: expected cuda or cpu", int8.int8_transpose, Quantized(q.to("meta"), scale)
     )
     one, other = (int8.int8_quantize(torch.ones(9, 9, device=device), block=b) for b in (32, 64))
-    message = "dy has block=64: expected 32, as before it"
+    message = "dy has block=64: expected 32, as the first has"
     refuse(message, int8.int8_gelu_backward, one, other)
     refuse("a has block=32 and b block=64: expected one block", int8.int8_gemm, one, other)
     alone = int8.int8_quantize(torch.ones(9, 9, device=device), layout="qt")
-    message = "x holds its transpose alone: expected its own codes (layout=q, both)"
+    message = "x lacks q or scale: expected both (layout=q or both)"
     refuse(message, int8.int8_gelu, alone)
     refuse(
         "x is of type tuple: expected a Quantized, as int8_quantize returns",
         int8.int8_gelu,
         (q, scale),
     )
+
+
+def test_a_call_with_codes_and_scales_apart_is_told_of_the_value(draw):
+    x, _ = draw()
+    for args, options in ((x.tensors, {}), ((x,), {"block": BLOCK})):
+        with pytest.raises(TypeError) as error:
+            int8.int8_gelu(*args, **options)
+        (note,) = error.value.__notes__
+        assert note == "x: codes, scales and block are one value, as int8_quantize returns"
+    with pytest.raises(TypeError) as error:
+        int8.int8_quantize(x.q, scale=x.scale)
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_refuses_operands_that_do_not_fit(draw, device):
