@@ -99,6 +99,7 @@ class Op(ABC):
         workload: the workload that is timed on a GPU where no sizes are given.
         matched: fields that a tuned problem shares with every problem that its config is used for.
         composite: its kernels launch those of other ops (`Kernel.parts`), so it is not tuned.
+        untuned: no GPU has tuned it yet, so no profiles of it are shipped.
         contiguous: matrices that a launch takes contiguous alone; others may have any row stride.
         no_gradients: why a backward has no `gradients`; every other op with a backward has them.
         never_empty: sizes that may not be 0.
@@ -116,6 +117,7 @@ class Op(ABC):
     matched: ClassVar[tuple[str, ...]] = ("block", "mode", "out", "dtype")
     tuning: ClassVar[Tuning] = Tuning()
     composite: ClassVar[bool] = False
+    untuned: ClassVar[bool] = False
     contiguous: ClassVar[frozenset[str]] = frozenset()
     no_gradients: ClassVar[str | None] = None
     never_empty: ClassVar[frozenset[str]] = frozenset()

@@ -134,8 +134,9 @@ def test_every_function_is_called():
     assert sorted(calls) == sorted(functions.names())
     for name, keywords in calls.items():
         parameters = set(inspect.signature(getattr(ops, name)).parameters)
-        # Room for results, of which few functions take any, is given by tests of its own.
-        assert parameters - {"out"} <= set().union(*keywords), name
+        # Room for results, which one function takes, is given by tests of its own.
+        room = {"out"} if name == "int8_adamw" else set()
+        assert parameters - room <= set().union(*keywords), name
 
 
 def launches(which):

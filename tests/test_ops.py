@@ -23,6 +23,8 @@ INT8_OPS = (
     "layernorm",
     "quantize",
     "quantize_qkv",
+    "rmsnorm",
+    "swiglu",
     "transpose",
 )
 SMALL = {"m": 40, "n": 70, "k": 33}

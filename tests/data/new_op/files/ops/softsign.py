@@ -40,6 +40,7 @@ class Softsign(StandardOp):
     name = "softsign"
     summary = "softsign and its gradient, INT8 in and out"
     Problem = SoftsignProblem
+    untuned = True
     modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
