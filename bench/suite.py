@@ -124,7 +124,7 @@ def entries(name: str) -> list[SuiteEntry]:
 
 
 def _unsaid(text: str) -> None:
-    """That an op of a list has no backward needs no telling here."""
+    """Ignore a note: that an op of a suite has no backward goes without saying."""
 
 
 def cases(name: str, options: Options) -> list[tuple[Case, Options]]:

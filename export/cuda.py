@@ -5,9 +5,10 @@ To add a kernel:
 * a `Host` in `HOSTS` of the module ``host`` in its folder (core/host.py): which sources and
   `config.cuh` a config has, what its constants mean, what sizes and addresses must be;
 * a template beside it: the C function, of the common subset of C and C++, for `.cu` and
-  for the C file of `embedded` alike. It sees `plan`, `variant` (host.CompiledVariant), `names` of
-  the function's tensors, `codes` (what error codes begin with), `prototype`, `check_alignment`,
-  `several`, `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
+  for the C file of `embedded` alike. It sees `plan`, `variant` (export.host.CompiledVariant),
+  `names` of the function's tensors, `codes` (what error codes begin with), `prototype`,
+  `check_alignment`, `several`, `takes_workspace`, `language` and what `Host.values` gives; what it
+  may call is said in
   kernels_cuda/gemm/wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument
   structs; for C the template does.
 
@@ -35,7 +36,7 @@ from jetfire.kernels_cuda.compile import compile_cubin
 
 
 def _hosts(op: str) -> dict[str, Host]:
-    """The op's kernels that there is host code for, by name."""
+    """Return the host code of an op's kernels, by the kernels' names."""
     return {name: host for m in registry.beside(op, "host") for name, host in m.HOSTS.items()}
 
 

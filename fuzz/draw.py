@@ -28,7 +28,8 @@ from jetfire.measure.data import DISTRIBUTIONS
 
 VARIANTS = 4  # of a batch, where kernels are compiled
 # Batches of one length before they get four times as long; fewer where over MANY examples are asked
-# for. In batches of 25 an example takes 0.8 s of a core (H200, 14 jobs), 80% of it for compiling.
+# for. In batches of 25 an example takes 0.8 s of a core (`jetfire-fuzz` on an H200), most of it for
+# compiling.
 GROWS, MANY, GROWS_OF_MANY = 20, 2000, 5
 TRIES = 60  # at flags that the op and the kernel take together, at a legal config or problem
 # Of fields that are no integers, by name: where arithmetic changes, and between.

@@ -98,7 +98,7 @@ def codes_to_index(q, block):
 
 @triton.jit
 def codes_nearest(x, multiplier):
-    """Return rint(x·multiplier) as int8, rounded once; |x·multiplier| must be 127 at most."""
+    """Return rint(x·multiplier) as int8; the product, rounded once, must be within ±127."""
     if INTERPRETED:
         return ((x * multiplier + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
     return tl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
 """Rows of a quantised matrix in Gluon, for LayerNorm and RMSNorm.
 
-Layouts are chosen so that no element moves between threads. A thread holds sixteen neighbours (a
-run) of some rows; what belongs to a run, a row or a column is loaded where it is used. Triton alone
-has vectors of columns and rows reach the tile through shared memory with ten-way bank conflicts,
-which took four times as long as the instructions (ncu, H200).
+Layouts are chosen so that no element moves between threads, but for transposed codes. A thread
+holds sixteen neighbours (a run) of some rows; what belongs to a run, a row or a column is loaded
+where it is used. Triton alone has vectors of columns and rows reach the tile through shared memory
+with ten-way bank conflicts, which took four times as long as the instructions (ncu, H200).
 """
 
 from __future__ import annotations

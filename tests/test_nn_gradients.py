@@ -307,7 +307,7 @@ def kernel_noise(a, b, found, block, out):
 
 
 def multiplied(codes, linear, parameters, block, out="int8"):
-    """A branch's product; codes and parameters are pairs (float64 graph, what nn has)."""
+    """A branch's product; codes are (float64 graph, `Quantized`), parameters (graph, nn's)."""
     x, own = codes
     weight, bias = parameters
     w = ops.Quantized(*linear.codes()[:2], block=block)

@@ -213,8 +213,8 @@ class Staged(Kernel):
     def parts(self, workload: str) -> list[tuple[str, Any]]:
         """Return the stages' problems, the product of packed codes, a weight's transpose (`wt`).
 
-        The INT4 paper's layers are timed like this. In a model that is trained weights and their
-        gradients are fp32.
+        The INT4 paper's layers are timed like this. In training, weights and their gradients are
+        fp32.
         """
         op, trained = registry.get(self.op), workload in workloads.MODELS
         forward: list[Any] = workloads.problems(op, workload, "fwd", {})

@@ -108,7 +108,10 @@ class TritonColumnSum(TritonKernel):
         return None
 
     def default(self, problem: Any, device: Device) -> ColumnSumConfig:
-        """Return a tile that makes 512 programs or more, where n allows: four per SM of an H200."""
+        """Return a tile that makes 512 programs or more, where n allows.
+
+        That is about four per SM of an H200.
+        """
         tile_m = min(2048, max(problem.block, triton.next_power_of_2(problem.m)))
         # Rows that do not begin at 16 bytes are loaded code by code: a register each.
         choices = (8, 4, 2) if problem.m % 16 == 0 else (2,)

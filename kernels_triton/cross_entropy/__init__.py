@@ -1,4 +1,4 @@
-"""Softmax cross-entropy: one row per program and pass forward, a tile of one backward."""
+"""Softmax cross-entropy: one row per program forward, in one pass; one tile of a row backward."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from jetfire.kernels_triton.gluon_rows import (
 
 @gluon.jit
 def finite(x):
-    """Replace ∞ by fp32's largest number, so that a code of 0 times it is 0."""
+    """Replace ∞ by fp32's largest number, so that a code of 0 times it is 0; x is not −∞."""
     return gl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -164,7 +164,10 @@ class TritonRmsNorm(TritonKernel):
         return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """Return 32 elements per thread, or 64 where 16 warps have too few registers each."""
+        """Return 32 elements per thread; 64 in blocks of 128.
+
+        Threads of 16 warps would have too few registers.
+        """
         block, tile_n = problem.block, max(problem.block, 64)
         return TileConfig(block, tile_n, min(8, block * tile_n // 1024))
 
