@@ -118,6 +118,13 @@ def load_vector(ptr, places, size):
 
 
 @gluon.jit
+def run_scales(ptr, rows, runs, M, N, stride, BLOCK: gl.constexpr):
+    """Load each run's scale, 0 beyond the matrix, in the shape that rows and runs make."""
+    at = (rows // BLOCK).to(gl.int64) * stride + runs // BLOCK
+    return gl.load(ptr + at, mask=(rows < M) & (runs < N), other=0.0)
+
+
+@gluon.jit
 def squares4(q):
     """Add up the squares of every four neighbours: int32 of q's shape, zeros in three places."""
     return gl.inline_asm_elementwise(

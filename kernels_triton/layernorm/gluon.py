@@ -13,6 +13,7 @@ from jetfire.kernels_triton.gluon_rows import (
     load_vector,
     row_places,
     run_places,
+    run_scales,
     squares4,
     store_quantised,
     to_floats,
@@ -23,13 +24,6 @@ _SUM4 = gl.constexpr("""{
 dp4a.s32.s32 $0, $4, 0x01010101, 0;
 mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 }""")
-
-
-@gluon.jit
-def run_scales(ptr, rows, runs, M, N, stride, BLOCK: gl.constexpr):
-    """Load each run's scale, 0 beyond the matrix, in the shape that rows and runs make."""
-    at = (rows // BLOCK).to(gl.int64) * stride + runs // BLOCK
-    return gl.load(ptr + at, mask=(rows < M) & (runs < N), other=0.0)
 
 
 @gluon.jit

@@ -1,8 +1,7 @@
-"""RMSNorm in Gluon: one launch reads whole rows of blocks twice, the second time from a cache.
+"""RMSNorm in Gluon: statistics, sums and tiles are launches of their own, as LayerNorm's are.
 
-Threads hold runs of sixteen neighbours, and warps lie side by side along a row,
-so that a block of 32 rows is one warp's and its maximum crosses no barrier. The second pass goes
-back from the last columns to the first: the last are still in the SM's own cache.
+One launch whose programs go twice through a row of blocks was as fast in blocks of 32, but leaves
+half of an H200 idle in blocks of 128: 8192 rows are 64 programs (66 µs forward, not 35).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from jetfire.kernels_triton.gluon_rows import (
     load_vector,
     row_places,
     run_places,
+    run_scales,
     squares4,
     store_quantised,
     to_floats,
@@ -32,100 +32,39 @@ def finite(x):
 
 
 @gluon.jit
-def block_row_scales(ptr, row0, runs, N, stride, BLOCK: gl.constexpr):
-    """Load each run's scale in the row of blocks at row0, [1, RUNS, 1]; 0 beyond the matrix."""
-    at = (row0 // BLOCK).to(gl.int64) * stride + runs // BLOCK
-    return gl.load(ptr + at, mask=runs < N, other=0.0)
-
-
-@gluon.jit
-def by_row(values, layout: gl.constexpr):
-    """Convert a number for each row, [BLOCK], to the layout of a tile: [BLOCK, 1, 1]."""
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    return gl.convert_layout(values, rows).expand_dims(1).expand_dims(2)
-
-
-@gluon.jit
-def forward_kernel(
+def statistics_kernel(
     x_ptr,
     x_scale_ptr,
-    weight_ptr,
-    seed_ptr,
-    q_ptr,
-    scale_ptr,
-    qt_ptr,
-    scale_t_ptr,
     rstd_ptr,
     M,
     N,
     x_stride,
     x_scale_stride,
     eps,
-    SUM_RUNS: gl.constexpr,
+    R: gl.constexpr,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    STOCHASTIC: gl.constexpr,
-    sums: gl.constexpr,
     layout: gl.constexpr,
-    pairs: gl.constexpr,
-    qt_layout: gl.constexpr,
 ):
-    """Write rstd and y = x·rstd·weight of a row of blocks; a run's squares add up as integers."""
-    SUM_WIDTH: gl.constexpr = SUM_RUNS * RUN
-    WIDTH: gl.constexpr = RUNS * RUN
-    row0 = gl.program_id(0) * BLOCK
-    rows = row_places(row0, BLOCK, sums)
-    square = gl.full([BLOCK, SUM_RUNS], 0.0, gl.float32, gl.SliceLayout(2, sums))
-    for col0 in range(0, N, SUM_WIDTH):
-        cols, runs = col_places(col0, SUM_RUNS, sums), run_places(col0, SUM_RUNS, sums)
-        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        squares = squares4(x)
-        s = gl.sum(block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK), 2)
+    """Write rstd of R whole rows; a run's squares add up as integers."""
+    row0 = gl.program_id(0) * R
+    rows = row_places(row0, R, layout)
+    square = gl.full([R, RUNS], 0.0, gl.float32, gl.SliceLayout(2, layout))
+    for col0 in range(0, N, RUNS * RUN):
+        cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
+        squares = squares4(load_codes(x_ptr, rows, cols, M, N, x_stride))
+        s = gl.sum(run_scales(x_scale_ptr, rows, runs, M, N, x_scale_stride, BLOCK), 2)
         # In this order a row of zeros adds 0 whatever the scale, whose square may be infinite.
         square += s * (s * gl.sum(squares, 2).to(gl.float32))
     mean = gl.sum(square, 1) / N
-    out = row0 + gl.arange(0, BLOCK, layout=mean.type.layout)
-    # Without eps the rstd of rows beyond the last would be infinite.
-    row_rstd = gl.where(out < M, gl.rsqrt(mean + eps), 0.0)
-    gl.store(rstd_ptr + out, row_rstd, mask=out < M)
-    rows = row_places(row0, BLOCK, layout)
-    rstd = by_row(row_rstd, layout)
-    last = (gl.cdiv(N, WIDTH) - 1) * WIDTH
-    for back in range(0, N, WIDTH):
-        col0 = last - back
-        cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
-        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        weight = load_vector(weight_ptr, cols, N)
-        s = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
-        y = to_floats(x) * finite(s * rstd) * weight
-        store_quantised(
-            y,
-            seed_ptr,
-            q_ptr,
-            scale_ptr,
-            qt_ptr,
-            scale_t_ptr,
-            rows,
-            cols,
-            row0,
-            col0,
-            M,
-            N,
-            BLOCK,
-            LAYOUT,
-            STOCHASTIC,
-            pairs,
-            qt_layout,
-        )
+    out = row0 + gl.arange(0, R, layout=mean.type.layout)
+    gl.store(rstd_ptr + out, gl.rsqrt(mean + eps), mask=out < M)
 
 
 @gluon.jit
-def backward_kernel(
+def normalise_kernel(
     x_ptr,
     x_scale_ptr,
-    dy_ptr,
-    dy_scale_ptr,
     weight_ptr,
     rstd_ptr,
     seed_ptr,
@@ -133,87 +72,193 @@ def backward_kernel(
     scale_ptr,
     qt_ptr,
     scale_t_ptr,
-    part_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STOCHASTIC: gl.constexpr,
+    layout: gl.constexpr,
+    pairs: gl.constexpr,
+    qt_layout: gl.constexpr,
+):
+    """Write y = x·rstd·weight of a row of blocks, the last row of them first.
+
+    The statistics' pass ended there, so part of it is still in the L2 cache.
+    """
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    col0 = gl.program_id(0) * (RUNS * RUN)
+    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    cols = col_places(col0, RUNS, layout)
+    x = load_codes(x_ptr, rows, cols, M, N, x_stride)
+    weight = load_vector(weight_ptr, cols, N)
+    rstd = load_vector(rstd_ptr, rows, M)
+    s = run_scales(x_scale_ptr, rows * 0 + row0, runs, M, N, x_scale_stride, BLOCK)
+    store_quantised(
+        to_floats(x) * finite(s * rstd) * weight,
+        seed_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        rows,
+        cols,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        pairs,
+        qt_layout,
+    )
+
+
+@gluon.jit
+def sums_kernel(
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    along_ptr,
+    dweight_ptr,
     M,
     N,
     x_stride,
     x_scale_stride,
     dy_stride,
     dy_scale_stride,
-    SUM_RUNS: gl.constexpr,
+    R: gl.constexpr,
+    STEPS: gl.constexpr,
+    RUNS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Write a warp's sums over its part of STEPS·R rows and RUNS runs of columns.
+
+    Σg·x̂ of each row, with g = dy·weight, goes to along_ptr [programs across, M]; Σdy·x̂ of each
+    column, to dweight_ptr [programs down, N].
+    """
+    col0 = gl.program_id(0) * (RUNS * RUN)
+    cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
+    weight = load_vector(weight_ptr, cols, N)
+    dweight = gl.full([RUNS, RUN], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    for i in range(STEPS):
+        row0 = (gl.program_id(1) * STEPS + i) * R
+        rows = row_places(row0, R, layout)
+        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
+        dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
+        block_row = rows * 0 + row0
+        x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
+        dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+        rstd = load_vector(rstd_ptr, rows, M)
+        product = to_floats(x) * to_floats(dy)
+        # Scales in this order keep every step about as large as x̂ or its product with dy.
+        of_run = gl.sum(product * weight, 2) * gl.sum(x_scale * rstd, 2)
+        along = gl.sum(of_run * gl.sum(dy_scale, 2), 1)
+        out = row0 + gl.arange(0, R, layout=along.type.layout)
+        gl.store(along_ptr + gl.program_id(0).to(gl.int64) * M + out, along, mask=out < M)
+        dweight += gl.sum(product * rstd, 0) * gl.max(x_scale, 0) * gl.max(dy_scale, 0)
+    places = gl.max(cols, 0)
+    at = gl.program_id(1).to(gl.int64) * N + places
+    gl.store(dweight_ptr + at, dweight, mask=places < N)
+
+
+@gluon.jit
+def finish_kernel(
+    along_ptr,
+    dweight_parts_ptr,
+    rstd_ptr,
+    slope_ptr,
+    dweight_ptr,
+    M,
+    N,
+    across,
+    down,
+    row_programs,
+    P: gl.constexpr,
+    W: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Add up the parts of the rows (the first row_programs) and of the columns.
+
+    Each row gets rstd·mean(g·x̂), its slope.
+    """
+    pid = gl.program_id(0)
+    lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
+    if pid < row_programs:
+        rows = pid * W + lanes
+        mean = add_parts(along_ptr, rows, M, across, P, layout) / N
+        gl.store(slope_ptr + rows, mean * load_vector(rstd_ptr, rows, M), mask=rows < M)
+    else:
+        cols = (pid - row_programs) * W + lanes
+        dweight = add_parts(dweight_parts_ptr, cols, N, down, P, layout)
+        gl.store(dweight_ptr + cols, dweight, mask=cols < N)
+
+
+@gluon.jit
+def gradient_kernel(
+    x_ptr,
+    x_scale_ptr,
+    dy_ptr,
+    dy_scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    slope_ptr,
+    seed_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    x_stride,
+    x_scale_stride,
+    dy_stride,
+    dy_scale_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
-    sums: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
     qt_layout: gl.constexpr,
 ):
-    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, and its Σ dy·x̂.
-
-    The sums of each column go to part_ptr [programs, N].
-    """
-    SUM_WIDTH: gl.constexpr = SUM_RUNS * RUN
-    WIDTH: gl.constexpr = RUNS * RUN
-    row0 = gl.program_id(0) * BLOCK
-    rows = row_places(row0, BLOCK, sums)
-    rstd = gl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-    part_at = part_ptr + gl.program_id(0).to(gl.int64) * N
-    along = gl.full([BLOCK, SUM_RUNS], 0.0, gl.float32, gl.SliceLayout(2, sums))
-    for col0 in range(0, N, SUM_WIDTH):
-        cols, runs = col_places(col0, SUM_RUNS, sums), run_places(col0, SUM_RUNS, sums)
-        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
-        weight = load_vector(weight_ptr, cols, N)
-        x_scale = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
-        dy_scale = block_row_scales(dy_scale_ptr, row0, runs, N, dy_scale_stride, BLOCK)
-        product = to_floats(x) * to_floats(dy)
-        # Scales in this order keep every step about as large as x̂ or its product with dy.
-        of_run = gl.sum(product * weight, 2) * gl.sum(x_scale * rstd, 2)
-        along += of_run * gl.sum(dy_scale, 2)
-        dweight = gl.sum(product * rstd, 0) * gl.max(x_scale, 0) * gl.max(dy_scale, 0)
-        places = gl.max(cols, 0)
-        gl.store(part_at + places, dweight, mask=places < N)
-    rows = row_places(row0, BLOCK, layout)
-    rstd = gl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-    slope = by_row(gl.sum(along, 1) / N, layout) * rstd
-    last = (gl.cdiv(N, WIDTH) - 1) * WIDTH
-    for back in range(0, N, WIDTH):
-        col0 = last - back
-        cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
-        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
-        dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
-        weight = load_vector(weight_ptr, cols, N)
-        x_scale = block_row_scales(x_scale_ptr, row0, runs, N, x_scale_stride, BLOCK)
-        dy_scale = block_row_scales(dy_scale_ptr, row0, runs, N, dy_scale_stride, BLOCK)
-        of_x = to_floats(x) * (x_scale * rstd * slope)
-        dx = to_floats(dy) * finite(dy_scale * rstd) * weight - of_x
-        store_quantised(
-            dx,
-            seed_ptr,
-            q_ptr,
-            scale_ptr,
-            qt_ptr,
-            scale_t_ptr,
-            rows,
-            cols,
-            row0,
-            col0,
-            M,
-            N,
-            BLOCK,
-            LAYOUT,
-            STOCHASTIC,
-            pairs,
-            qt_layout,
-        )
-
-
-@gluon.jit
-def columns_kernel(
-    part_ptr, out_ptr, N, parts, P: gl.constexpr, W: gl.constexpr, layout: gl.constexpr
-):
-    """Add up parts, in a fixed order, of part_ptr [parts, N]."""
-    cols = gl.program_id(0) * W + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
-    gl.store(out_ptr + cols, add_parts(part_ptr, cols, N, parts, P, layout), mask=cols < N)
+    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, the last row first."""
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    col0 = gl.program_id(0) * (RUNS * RUN)
+    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    cols = col_places(col0, RUNS, layout)
+    x = load_codes(x_ptr, rows, cols, M, N, x_stride)
+    dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
+    weight = load_vector(weight_ptr, cols, N)
+    rstd = load_vector(rstd_ptr, rows, M)
+    slope = load_vector(slope_ptr, rows, M)
+    block_row = rows * 0 + row0
+    x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
+    dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+    of_x = to_floats(x) * (x_scale * rstd * slope)
+    store_quantised(
+        to_floats(dy) * finite(dy_scale * rstd) * weight - of_x,
+        seed_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        rows,
+        cols,
+        row0,
+        col0,
+        M,
+        N,
+        BLOCK,
+        LAYOUT,
+        STOCHASTIC,
+        pairs,
+        qt_layout,
+    )
