@@ -33,6 +33,7 @@ class RegisterConfig(TileConfig):
     registers: int = 255
 
 
+WARPS = (1, 2, 4, 8, 16, 32)
 TILE_SPACE: dict[str, Sequence[Any]] = {
     "tile_m": (32, 64, 128, 256),
     "tile_n": (32, 64, 128, 256, 512, 1024),
@@ -60,8 +61,8 @@ def tile_reason(
         size = getattr(config, name)
         if size % block or size & (size - 1):
             return f"{name}={size}: expected a power of two that is a multiple of block={block}"
-    if config.warps not in TILE_SPACE["warps"]:
-        return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
+    if config.warps not in WARPS:
+        return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
     per_thread = config.tile_m * config.tile_n // (32 * config.warps)
     if not 1 <= per_thread <= most:
         return f"{per_thread} elements per thread: expected 1 to {most}"

@@ -334,7 +334,7 @@ class TritonSwiglu(TritonKernel):
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
-        return {**TILE_SPACE, "warps": (2, 4, 8, 16), "registers": (64, 80, 96, 128, 255)}
+        return {**TILE_SPACE, "warps": (2, 4, 8, 16, 32), "registers": (64, 80, 96, 128, 255)}
 
     def launch(
         self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
