@@ -185,6 +185,11 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
         out.write(data)
 
 
+def is_stream(path: Path) -> bool:
+    """Return whether each `write` adds to what is there, as to a pipe, rather than replaces it."""
+    return _descriptor(path) is not None or (path.exists() and not path.is_file())
+
+
 @contextlib.contextmanager
 def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Iterator[IO[bytes]]:
     """Give a file to write, which then takes the place of `path`, whole and on the disk.

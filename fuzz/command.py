@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
-from jetfire.core.files import check_writable, write
+from jetfire.core.files import check_writable, is_stream, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.example import Example, Failure
 from jetfire.measure import data
@@ -38,6 +38,7 @@ SANITIZED_EXAMPLES, SANITIZED_LARGEST, SANITIZED_USUAL_S = 25, 300, 3600.0
 SLOW_S = 300.0  # for a case, under a sanitizer or Triton's interpreter
 COUNTED = ("ragged", "one", "empty", "tall", "huge", "strided", "edges", "compared", "skipped")
 MESSAGE = 300  # characters of a failure's that its line has
+SAVE_S = 2.0  # at least, between a run's records
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,45 @@ def fuzz(asked: FuzzOptions) -> None:
     _note_ungraded(plan)
     results = jobs.FuzzResults(plan)
     elsewhere = [pair for pair in pairs if pair not in plan.extents]
+    record = _Record(asked.output, lambda: _summary(plan, results, elsewhere))
+    record.keep()
     try:
         with _progress(plan) as step:
             for report in jobs.run(plan, results):
                 step(report.examples)
                 _say(report, plan, asked.format)
+                record.keep()
     finally:  # after Ctrl-C too
         summary = _summary(plan, results, elsewhere)
         _show(summary, asked.format)
-        if asked.output is not None:
-            write(asked.output, json.dumps(summary, indent=1) + "\n")
+        record.write(summary)
     _judge(plan, summary)
+
+
+class _Record:
+    """A run's file, which has its summary from its beginning on: it may be killed before its end.
+
+    A pipe or a device is given the last one alone.
+
+    Args:
+        file: None where none was asked for.
+        summary: makes it of what there is by then.
+    """
+
+    def __init__(self, file: Path | None, summary: Callable[[], dict[str, Any]]) -> None:
+        self._file, self._summary = file, summary
+        self._replaced = file is not None and not is_stream(file)
+        self._saved = -math.inf
+
+    def keep(self) -> None:
+        """Write the summary, unless it was written just now."""
+        if self._replaced and time.monotonic() - self._saved >= SAVE_S:
+            self.write(self._summary())
+            self._saved = time.monotonic()
+
+    def write(self, summary: dict[str, Any]) -> None:
+        if self._file is not None:
+            write(self._file, json.dumps(summary, indent=1) + "\n")
 
 
 def _note_ungraded(plan: FuzzPlan) -> None:
@@ -268,7 +297,7 @@ def _line(failure: Failure, plan: FuzzPlan) -> str:
 
 
 def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
-    """Print and save a batch's failure."""
+    """Print and save new failures."""
     for failure in report.failures:
         print(
             terminal.visible(_line(failure, plan)),
@@ -292,6 +321,7 @@ def _summary(plan: FuzzPlan, results: FuzzResults, elsewhere: Sequence[Pair]) ->
         "seed": plan.seed,
         "against": plan.against,
         "sanitizer": plan.sanitizer,
+        "finished": results.finished,
         "out_of_time": results.out_of_time,
         "short": [" ".join(pair) for pair in results.short()],
         "elsewhere": [" ".join(pair) for pair in elsewhere],
@@ -324,6 +354,10 @@ def _is_unchecked(pair: dict[str, Any]) -> bool:
     return skipped > 0 and skipped >= pair["examples"] - empty
 
 
+def _is_short(pair: dict[str, Any], summary: dict[str, Any]) -> bool:
+    return f"{pair['op']} {pair['kernel']}" in summary["short"]
+
+
 def _show(summary: dict[str, Any], form: str) -> None:
     if form == "json":
         print(json.dumps(summary, indent=1))
@@ -333,14 +367,14 @@ def _show(summary: dict[str, Any], form: str) -> None:
 
     table = Table(box=box.SIMPLE_HEAD)
     columns = ("op", "kernel", "examples", "s", "configs", *COUNTED)
-    against = summary["against"]
+    against, unfinished = summary["against"], not summary["finished"]
     for name in (*columns, *(["differing"] if against else []), "result"):
         table.add_column(name, justify="left" if name in ("op", "kernel", "result") else "right")
     for pair in summary["pairs"]:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
         examples = str(pair["examples"])
-        if f"{pair['op']} {pair['kernel']}" in summary["short"] and pair["asked"]:
+        if pair["examples"] < (pair["asked"] or 0) and (_is_short(pair, summary) or unfinished):
             examples += f" of {pair['asked']}"
         table.add_row(
             pair["op"],
@@ -361,8 +395,10 @@ def _result(pair: dict[str, Any], summary: dict[str, Any]) -> Text:
     if pair["failures"]:
         kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
         result = terminal.styled(", ".join(kinds), "red")
-    elif f"{pair['op']} {pair['kernel']}" in summary["short"]:
+    elif _is_short(pair, summary):
         result = terminal.styled("out of time", "red")
+    elif not pair["examples"]:
+        result = terminal.styled("not run", "red")
     elif _is_unchecked(pair):
         result = terminal.styled("nothing checked", "red")
     else:
@@ -376,6 +412,8 @@ def _result(pair: dict[str, Any], summary: dict[str, Any]) -> Text:
 def _notes(summary: dict[str, Any]) -> list[str]:
     """Return what a run was, and what of it was left out."""
     notes = [f"seed {summary['seed']}, {summary['device']}"]
+    if not summary["finished"]:
+        notes.append("it did not finish")
     if summary["out_of_time"]:
         notes.append("the budget ended it")
     if elsewhere := summary["elsewhere"]:

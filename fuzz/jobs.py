@@ -96,7 +96,8 @@ class FuzzPlan:
         on_gpu = self.devices[0].kind == "cuda"
         return [Unit(pair, ALONE) for pair in self.extents] if plain and on_gpu else []
 
-    def run(self, unit: Unit, device: Device, executor: Isolated) -> PairReport:
+    def run(self, unit: Unit, device: Device, executor: Isolated) -> Iterator[PairReport]:
+        """Run a unit, and yield what came of it in parts."""
         name, kernel = unit.pair
         extent = self.extents[unit.pair]
         target = FuzzTarget(
@@ -108,8 +109,9 @@ class FuzzPlan:
             None if self.against is None else registry.get_kernel(name, self.against),
         )
         if unit.number == ALONE:
-            return self._run_huge(target, executor, unit.deadline)
-        return run_batch(
+            yield self._run_huge(target, executor, unit.deadline)
+            return
+        yield from run_batch(
             target, unit.number, unit.examples, self.seed, executor, unit.deadline, unit.known
         )
 
@@ -132,11 +134,13 @@ class FuzzResults:
 
     Attributes:
         out_of_time: the deadline ended it.
+        finished: nothing is still to be run, or time ended it: neither Ctrl-C nor an error did.
     """
 
     plan: FuzzPlan
     pairs: dict[Pair, PairReport] = field(default_factory=dict)
     out_of_time: bool = False
+    finished: bool = False
 
     def __post_init__(self) -> None:
         self.pairs |= {pair: PairReport(*pair) for pair in self.plan.extents}
@@ -147,7 +151,7 @@ class FuzzResults:
         return self.plan.deadline + shrinking_s / self.plan.jobs
 
     def add(self, report: PairReport) -> PairReport:
-        """Add a batch's report and return it, with those of its failures alone that are new."""
+        """Add a part of a batch and return it, with those of its failures alone that are new."""
         report.failures[:] = self.pairs[report.op, report.kernel].merge(report)
         return report
 
@@ -179,15 +183,17 @@ class FuzzResults:
 
 
 def run(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
-    """Run all that a plan asks for, a batch's report at a time; the results have them too."""
-    return _run_here(plan, results) if plan.jobs == 1 else _run_in_jobs(plan, results)
+    """Run all that a plan asks for, and yield parts of batches; the results have them too."""
+    yield from (_run_here if plan.jobs == 1 else _run_in_jobs)(plan, results)
+    results.finished = True
 
 
 def _run_here(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     device = plan.devices[0]
     with contextlib.closing(plan.executor(device)) as executor:
         for unit in results.units():
-            yield results.add(plan.run(unit, device, executor))
+            for part in plan.run(unit, device, executor):
+                yield results.add(part)
 
 
 def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
@@ -208,9 +214,11 @@ def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
             if not busy:
                 return
             for ready in mp_connection.wait(list(busy)):
-                job = busy.pop(ready)
-                idle.append(job)
-                yield results.add(_answer(job))
+                part = _answer(busy[ready])
+                if part is None:
+                    idle.append(busy.pop(ready))
+                else:
+                    yield results.add(part)
     finally:
         end = time.monotonic() + END_S
         jobs = [*idle, *busy.values()]
@@ -221,15 +229,16 @@ def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
         folder.cleanup()
 
 
-def _answer(job: Worker) -> PairReport:
+def _answer(job: Worker) -> PairReport | None:
+    """Return a part of the job's unit, or None after the last one."""
     try:
         answer: Any = job.answer()
     except EOFError:
         raise JetfireError(f"a job ended: {job.last_words()}") from None
     if isinstance(answer, _Error):
         raise answer.error from _Elsewhere(answer.told)
-    report: PairReport = answer
-    return report
+    part: PairReport | None = answer
+    return part
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ class _Elsewhere(Exception):
 
 
 def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -> None:
-    """Answer a unit of the plan with its report, or with an error.
+    """Answer a unit of the plan with its parts and then None, or with an error.
 
     Args:
         folder: of temporary files, which whoever started it removes.
@@ -260,7 +269,9 @@ def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -
         while True:
             (unit,) = connection.recv()
             try:
-                connection.send(plan.run(unit, device, executor))
+                for part in plan.run(unit, device, executor):
+                    connection.send(part)
+                connection.send(None)
             except JetfireError as error:
                 connection.send(_Error(error, traceback.format_exc()))
             except OSError as error:  # no disk, no rights: the user's to mend

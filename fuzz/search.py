@@ -6,8 +6,9 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jetfire.core import registry
 from jetfire.core.device import Device
@@ -25,6 +26,7 @@ SHRINK_S = 30.0  # to make one failing case smaller
 # made small, and a kernel has its further ones until so many failures differ once they are small,
 # or so many examples have ended the worker.
 ALIKE, FAILURES, ENDED = 2, 4, 3
+PART_S = 2.0  # of a batch, after which it hands over what came of its examples by then
 
 
 @dataclass
@@ -147,6 +149,10 @@ class _Shrinking:
 class _Search:
     """Runs a batch's cases, and makes those that fail small.
 
+    Attributes:
+        report: what came of the examples of all parts.
+        part: what is still to be handed over: all that came of those since the part before.
+
     Args:
         known: examples of other batches that failed, by how.
     """
@@ -154,13 +160,15 @@ class _Search:
     def __init__(
         self, target: FuzzTarget, executor: Executor, known: Mapping[str, int], most: int = FAILURES
     ) -> None:
-        self.report = PairReport(target.op.name, target.kernel.name, most)
+        self._new = partial(PairReport, target.op.name, target.kernel.name, most)
+        self.report, self.part = self._new(), self._new()
         self._device, self._executor, self._known = target.device, executor, known
         self._began = time.monotonic()
 
     def try_case(self, case: Example) -> Outcome:
         outcome = self._executor.run(case)
-        self.report.add(case, outcome)
+        for report in (self.report, self.part):
+            report.add(case, outcome)
         how = _how(outcome)
         if outcome.failed and self._known.get(how, 0) + self.report.failing[how] <= ALIKE:
             self._found(outcome.case or case, outcome)
@@ -172,16 +180,27 @@ class _Search:
         began = time.monotonic()
         shrinking = _Shrinking(self._executor, Failure(case, outcome.message, outcome.kind))
         simplify(case, self._device, shrinking.fails)
-        self.report.add_failure(shrinking.failure)
-        self.report.shrinking_s += time.monotonic() - began
+        if self.report.add_failure(shrinking.failure):
+            self.part.failures.append(shrinking.failure)
+        self.part.shrinking_s += time.monotonic() - began
+
+    def due(self) -> bool:
+        """Return whether a part has an example, and has taken `PART_S`."""
+        return self.part.examples > 0 and time.monotonic() - self._began >= PART_S
+
+    def hand_over(self) -> PairReport:
+        """Return the part, and begin another."""
+        part, self.part = self.part, self._new()
+        now = time.monotonic()
+        part.seconds, self._began = now - self._began, now
+        return part
 
     def done(self) -> PairReport:
-        """The report, with what the executor found out last."""
+        """Return the last part, with what the executor found out last."""
         if not self.report.failures and (late := self._executor.late()) is not None:
             assert late.case is not None
             self._found(late.case, late)
-        self.report.seconds = time.monotonic() - self._began
-        return self.report
+        return self.hand_over()
 
 
 def run_batch(
@@ -193,8 +212,10 @@ def run_batch(
     deadline: float = math.inf,
     known: Mapping[str, int] | None = None,
     most: int = FAILURES,
-) -> PairReport:
+) -> Iterator[PairReport]:
     """Run the examples of one batch, the same for the same seed and number.
+
+    Yield what came of them in parts, which add up to the batch: it may be long, and cut off.
 
     Args:
         known: examples of other batches that failed, as a PairReport has them: those that fail
@@ -209,15 +230,17 @@ def run_batch(
     search = _Search(target, executor, known or {}, most)
     try:
         for case in Batch(target, number, rng).cases(examples):
-            search.report.cut = time.monotonic() >= deadline
-            if search.report.cut or search.report.ended:
+            search.part.cut = time.monotonic() >= deadline
+            if search.part.cut or search.report.ended:
                 break
+            if search.due():
+                yield search.hand_over()
             search.try_case(case)
     except Exception:
         if not search.report.failures:
             raise
-        search.report.broken = True
-    return search.done()
+        search.part.broken = True
+    yield search.done()
 
 
 def run_huge(
@@ -265,10 +288,9 @@ def fuzz_kernel(
     for number, wanted in extent.batches():
         if report.ended or time.monotonic() >= deadline:
             break
-        batch = run_batch(
-            target, number, wanted, seed, executor, deadline, report.failing, failures
-        )
-        if not batch.examples:
+        before, known = report.examples, dict(report.failing)
+        for part in run_batch(target, number, wanted, seed, executor, deadline, known, failures):
+            report.merge(part)
+        if report.examples == before:
             break
-        report.merge(batch)
     return report

@@ -183,7 +183,8 @@ class Adamw(StandardOp):
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
     """Return a few roundings of the terms of each sum; the update's besides as `UPDATE` says.
 
-    ``param_over``: where the update may overflow on its way.
+    ``param_over``: where the update may overflow, or a part of it on its way, though the new
+    param, in which it meets a param of the other sign, would not.
 
     The gradient has been scaled with two roundings, its square has five. What is below 2^-126 is
     rounded to 2^-149: of v that moves the denominator by up to the root, and of the rate times m
@@ -212,8 +213,8 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
     of_p = (step * (of_m + moved * expected["exp_avg"].abs()) + least) / denominator
     bounds = (of_p + 3 * ROUNDING * p + least, of_m, of_v)
     found = {name: bound.nan_to_num(0.0) for name, bound in zip(names, bounds, strict=True)}
-    # The quotient alone, or the rate times the moment, may come first.
-    largest = expected["exp_avg"].abs() * (1 / denominator).clamp(min=step)
+    # The update, and what may come first: the quotient alone, or the rate times the moment.
+    largest = expected["exp_avg"].abs() * (max(step, 1.0) / denominator).clamp(min=step)
     return found | {"param_over": largest >= OVER}
 
 

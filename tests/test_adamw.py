@@ -100,6 +100,23 @@ def test_a_second_moment_beyond_fp32_is_infinite_and_moves_nothing(device, name)
     assert moved["param"][0, 3] == decayed
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_an_update_may_overflow_where_the_new_param_would_not(device, name):
+    """It is beyond fp32 by itself, and has the param's sign: they would meet within its range."""
+    kernel = registry.get_kernel("adamw", name)
+    problem = OP.Problem(2, 40, beta1=0.99, eps=0.1)
+    inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
+    inputs["rate"].fill_(0.1)
+    inputs["step"].fill_(1.0)
+    inputs["grad"][0, 3] = inputs["exp_avg_sq"][0, 3] = 0.0
+    inputs["param"][0, 3], inputs["exp_avg"][0, 3] = -3e38, -4e36
+    expected = OP.reference(problem, inputs)
+    assert float(expected["param"][0, 3]) == pytest.approx(0.96e38, rel=1e-2)
+    assert expected["param_over"].nonzero().tolist() == [[0, 3]]
+    check(problem, inputs, kernel.default(problem, Device.of(inputs["param"])), kernel)
+
+
 def test_without_eps_the_padding_stays_out_of_the_scales(device):
     problem = OP.Problem(5, 7, eps=0.0)
     check(problem, OP.inputs(problem, device))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from jetfire.fuzz.example import Other
 from jetfire.fuzz.gradients import inconsistency
 from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import run_case
-from jetfire.fuzz.search import ENDED, run_huge
+from jetfire.fuzz.search import ENDED, PairReport, run_batch, run_huge
 from jetfire.fuzz.simplify import simplify
 from jetfire.reference.cross_entropy import IGNORED
 from jetfire.reference.sample_rows import factors
@@ -325,6 +326,32 @@ def test_a_failure_keeps_its_kind_while_it_shrinks():
                          executor=seen, failures=1)  # fmt: skip
     (failure,) = report.failures
     assert (failure.kind, failure.case.problem["n"]) == ("guard", 41)
+
+
+def test_the_parts_of_a_batch_add_up_to_it(monkeypatch):
+    """Failures that are alike are told once, whichever parts they are in."""
+
+    def outcome(case):
+        size = case.problem["n"]
+        return Outcome("guard" if size > 400 else "wrong", "off") if size > 40 else Outcome()
+
+    def parts(seconds):
+        monkeypatch.setattr("jetfire.fuzz.search.PART_S", seconds)
+        return list(run_batch(target, 0, 50, 3, Recorder(outcome)))
+
+    target = FuzzTarget(
+        registry.get("quantize"), registry.get_kernel("quantize", "triton"), H200, 512
+    )
+    (whole,) = parts(math.inf)
+    each = parts(0.0)
+    assert [part.examples for part in each] == [1] * whole.examples
+    assert whole.failing.keys() == {"wrong", "guard"}
+    assert sum(len(part.failures) for part in each) == len(whole.failures) == 2
+    total = PairReport("quantize", "triton")
+    for part in each:
+        total.merge(part)
+    times = {"seconds": 0.0, "shrinking_s": 0.0}
+    assert dataclasses.replace(total, **times) == dataclasses.replace(whole, **times)
 
 
 def test_nothing_is_begun_after_the_deadline():

@@ -1,5 +1,6 @@
 """`jetfire-fuzz`: what it prints, saves and exits with."""
 
+import itertools
 import json
 import os
 import signal
@@ -264,9 +265,114 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
     finally:
         child.kill()
     assert child.returncode == 130, err
-    torch, _ = json.loads((tmp_path / "o").read_text())["pairs"]
+    summary = json.loads((tmp_path / "o").read_text())
+    torch, _ = summary["pairs"]
     assert torch["examples"] >= 25
-    assert f" {torch['examples']} " in out
+    assert f" {torch['examples']} of 100000 " in out
+    assert summary["finished"] is False
+    assert "it did not finish" in err
+
+
+def test_a_kernel_that_an_interrupted_run_did_not_come_to_has_not_run(
+    here, tmp_path, monkeypatch, capsys
+):
+    def run(self, case):
+        if case.op == "transpose":
+            raise KeyboardInterrupt
+        return Outcome()
+
+    monkeypatch.setattr(InProcess, "run", run)
+    words = ["gelu", "transpose", "--kernel", "torch", "--examples", "30"]
+    assert fuzz(*words, "-o", str(tmp_path / "o")) == 130
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " torch " in line]
+    assert [(row[0], row[-1]) for row in rows] == [("gelu", "ok"), ("transpose", "run")]
+    assert rows[1][-2:] == ["not", "run"]
+    summary = json.loads((tmp_path / "o").read_text())
+    assert [pair["examples"] for pair in summary["pairs"]] == [25, 0]
+    assert summary["finished"] is False
+
+
+SLOW = """
+import time
+from jetfire.core import registry
+from jetfire.core.kernel import Kernel
+
+RIGHT = registry.get_kernel("gelu", "torch")
+
+class Slow(Kernel):
+    op, name, Config = "gelu", "slow", RIGHT.Config
+    default, space, legal = RIGHT.default, RIGHT.space, RIGHT.legal
+
+    def launch(self, problem, config, inputs, outputs):
+        time.sleep(1.0)
+        RIGHT.launch(problem, config, inputs, outputs)
+
+KERNELS = (Slow(),)
+"""
+
+
+def test_a_killed_run_leaves_what_its_jobs_had_done_by_then(tmp_path):
+    """Within a batch too: the slow kernel's first has 25 examples, and takes a minute."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["gelu", "--load", str(tmp_path / "slow.py"), "--kernel", "slow", "--kernel", "torch",
+             "--examples", "100000", "--largest", "40", "--device", "cpu", "--jobs", "2",
+             "-o", str(tmp_path / "o")]  # fmt: skip
+    (tmp_path / "o").write_text('{"finished": true}')  # of a run before
+    with open(tmp_path / "said", "w") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "jetfire.cli", "fuzz", *words],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "TMPDIR": str(tmp_path)},  # its jobs' folder stays
+        )
+    try:
+        end = time.monotonic() + 300
+        while not all(examples := counts(tmp_path / "o")):
+            assert child.poll() is None, (tmp_path / "said").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        child.kill()
+        child.wait()
+    _, slow = examples
+    assert 0 < slow < 25
+    summary = json.loads((tmp_path / "o").read_text())
+    assert (summary["finished"], summary["out_of_time"]) == (False, False)
+
+
+def counts(file):
+    """The examples of each kernel, as a run's file has them by now."""
+    return [pair["examples"] for pair in json.loads(file.read_text()).get("pairs", ())] or [0]
+
+
+def test_the_record_is_written_now_and_then_and_is_unfinished_until_the_end(
+    clock, tmp_path, monkeypatch
+):
+    clock, records = clock(), []
+
+    def write(path, text):
+        assert path == tmp_path / "o"
+        records.append((clock.now, json.loads(text)))
+
+    monkeypatch.setattr("jetfire.fuzz.command.write", write)
+    words = ["gemm", "transpose", "--kernel", "int_mm", "--kernel", "torch", "--examples", "60"]
+    assert fuzz(*words, "-o", str(tmp_path / "o")) == 0
+    *before, (_, last) = records
+    times = [now for now, _ in before]
+    assert times[0] == 1000.0
+    assert all(2.0 <= later - now <= 4.0 for now, later in itertools.pairwise(times))
+    done = [sum(pair["examples"] for pair in record["pairs"]) for _, record in records]
+    assert (done[0], done[-1]) == (0, 60 * len(last["pairs"]))
+    assert done == sorted(done)
+    assert [record["finished"] for _, record in records] == [False] * len(before) + [True]
+
+
+def test_what_is_no_file_has_the_record_once(clock, capfd):
+    clock()
+    words = ["gemm", "--kernel", "int_mm", "--examples", "60", "-o", "/dev/stdout"]
+    assert fuzz(*words) == 0
+    out = capfd.readouterr().out
+    assert out.count('"schema"') == out.count('"finished": true') == 1
 
 
 @pytest.mark.parametrize(
@@ -474,7 +580,8 @@ def test_what_the_system_refuses_a_job_is_a_usage_error(tmp_path, monkeypatch):
 
 def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
     def full(path, text):
-        raise UsageError("disk full")
+        if json.loads(text)["finished"]:
+            raise UsageError("disk full")
 
     monkeypatch.setattr("jetfire.fuzz.command.write", full)
     words = ["transpose", "--kernel", "torch", "--examples", "2", "--largest", "20"]
@@ -504,5 +611,5 @@ def test_a_huge_example_waits_for_another_until_the_deadline(tmp_path, monkeypat
     plan = jobs.FuzzPlan({pair: FuzzExtent()}, [device], 0)
     with FileLock(tmp_path / "fuzz-0.lock"):
         unit = jobs.Unit(pair, jobs.ALONE, deadline=time.monotonic() + 0.3)
-        report = plan.run(unit, device, None)
+        (report,) = plan.run(unit, device, None)
     assert (report.kernel, report.examples) == ("triton", 0)

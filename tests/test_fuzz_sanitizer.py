@@ -215,7 +215,7 @@ def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
     plan = jobs.FuzzPlan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
     try:
         reports = jobs.run(plan, jobs.FuzzResults(plan))
-        assert next(reports).kernel == "torch"
+        assert any(report.kernel == "torch" for report in reports)
         found = pids()
         assert list(folder.iterdir())
         reports.close()
