@@ -44,6 +44,8 @@ class Dropout(StandardOp):
     summary = "dropout of per-block INT8, exact: zeroes codes and rescales blocks"
     Problem = DropoutProblem
     same_bits_over = "kernels"
+    # With a tile tuned for one layout, both in blocks of 32 took 5% longer than with the default.
+    matched = (*StandardOp.matched, "layout")
     modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:

@@ -84,3 +84,21 @@ def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(entries):
             if known == case.op.untuned:
                 missing.append(f"{case.op.name}/{kernel.name} {case.problem}")
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("op", "field", "value"),
+    [
+        ("quantize", "rounding", "stochastic"),
+        ("quantize", "layout", "qt"),
+        ("dropout", "layout", "both"),
+    ],
+)
+def test_a_tile_is_not_taken_for_another_rounding_or_layout_that_it_was_slow_for(
+    shipped, op, field, value
+):
+    kernel, problem = registry.get_kernel(op, "triton"), registry.get(op).Problem
+    tuned = problem(m=8192, n=4096)
+    assert profiles.find(kernel, tuned, H200).source == "tuned"
+    other = dataclasses.replace(tuned, **{field: value})
+    assert profiles.find(kernel, other, H200).source == "default"
