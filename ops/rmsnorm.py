@@ -40,7 +40,6 @@ class RmsNorm(Norm):
     name = "rmsnorm"
     summary = "RMSNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = RmsNormProblem
-    untuned = True
     same_bits_over = "runs"
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight",)}
     in_torch = "rms_norm"

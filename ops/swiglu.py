@@ -43,7 +43,6 @@ class Swiglu(StandardOp):
     name = "swiglu"
     summary = "SwiGLU's silu(gate)·up and its gradients, INT8 in and out"
     Problem = SwigluProblem
-    untuned = True
     modes = ("fwd", "bwd")
 
     def gradients(
