@@ -72,7 +72,7 @@ class Problem:
         hints = hints_of(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "out_block" and value is None:
+            if field.name == "out_block" and str(value).lower() == "none":
                 value = vars(self)["block"]
             value = parse_field(field.name, hints[field.name], value)
             object.__setattr__(self, field.name, value)

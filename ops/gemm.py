@@ -225,6 +225,11 @@ class Gemm(StandardOp):
             rare["c"] = inputs["c"] * rng.choice((0.0, 2.0**-12, 2.0**10))
         return rare
 
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields without the block of codes where none are written."""
+        codes = fields.get("out") == "int8"
+        return {name: v for name, v in fields.items() if codes or name != "out_block"}
+
     def same_bits(self, problem: GemmProblem) -> SameBits:
         """Return "runs" where stream-K adds parts to C in fp32; else K is summed in order."""
         return "runs" if problem.accumulate and problem.out == "fp32" else "configs"

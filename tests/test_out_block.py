@@ -94,6 +94,7 @@ def test_left_out_it_is_block(name):
         assert plain.out_block == block
         assert kind.parse({**fields, "block": block, "out_block": block}) == plain
         assert kind.parse({**fields, "block": block, "out_block": None}) == plain
+        assert kind.parse({**fields, "block": block, "out_block": "none"}) == plain
         assert "out_block" not in plain.as_dict()
         assert "out_block" not in str(plain)
         assert kind.parse(plain.as_dict()) == plain
