@@ -20,7 +20,7 @@ def split(results: Results) -> tuple[Results, list[Row]]:
 
 def _described(row: Row) -> str:
     """``gemm wgmma 8192×8192×8192 block=128``"""
-    fields = [name for name in ("block",) if name in row.problem]
+    fields = ("block", "out_block")
     mode = row.problem.get("mode", "")
     return " ".join(filter(None, [row.op, mode, row.kernel, shape_text(row.problem, fields)]))
 

@@ -40,7 +40,8 @@ def series_of(rows: Sequence[Row]) -> list[Series]:
     _, differing = show.varying(timed) if timed else ({}, [])
     found: dict[tuple[str, str], list[Row]] = {}
     for row in timed:
-        fields = [f"{n} {row.problem.get(n)}" for n in differing] if row.role == "kernel" else []
+        named = [n for n in differing if n in row.problem] if row.role == "kernel" else []
+        fields = [f"{name} {row.problem[name]}" for name in named]
         found.setdefault((row.role, ", ".join([row.kernel, *fields])), []).append(row)
     ordered = sorted(found.items(), key=lambda item: item[0][0] != "kernel")
     return [Series(label, role, tuple(members)) for (role, label), members in ordered]

@@ -22,7 +22,7 @@ from jetfire.core import files, registry, schema
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.core.workloads import MODELS
-from jetfire.measure.results import Results, Row, problem_text, shape_text
+from jetfire.measure.results import Results, Row, blocks_text, problem_text, shape_text
 from jetfire.ops.gemm import PROMOTION_DATA
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -160,8 +160,8 @@ def large(results: Results) -> MarkdownTable | None:
             continue
         key = (row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row))
         other = compiled.get(key)
-        settings = {n: v for n, v in row.problem.items()
-                    if n in ("block", "mode", "stats", "rounding", "layout")}  # fmt: skip
+        named = ("block", "out_block", "mode", "stats", "rounding", "layout")
+        settings = {name: v for name, v in row.problem.items() if name in named}
         lines.append([
             f"{row.op} {problem_text(settings)}", row.kernel,
             f"{row.problem['m']}×{row.problem['n']}", show.number((row.ms or 0) * 1e3, 1),
@@ -229,7 +229,7 @@ def small_models(results: Results) -> MarkdownTable | None:
         for mode in ("fwd", "bwd"):
             same = [r for r in rows if r.op == op and r.problem.get("mode", "fwd") == mode
                     and r.problem.get("layout", "q") == "q"
-                    and r.problem.get("stats", "row") == "row"
+                    and r.problem.get("stats", "row") == "row" and "out_block" not in r.problem
                     and r.problem.get("rounding", "") in ("", _usual(mode))]  # fmt: skip
             for width in sorted({r.problem["n"] for r in same if r.problem["m"] == 8192}):
                 here = [r for r in same if _shape(r) == (8192, width)]
@@ -381,7 +381,8 @@ def readme_table(results: Results) -> str:
         if row is not None:
             mode = f" {row.problem['mode']}" if "mode" in row.problem else ""
             given = ", statistics given" if row.problem.get("stats") == "given" else ""
-            block_text = f", block {row.problem['block']}" if "block" in row.problem else ""
+            blocks = blocks_text(row.problem)
+            block_text = f", block {blocks}" if blocks else ""
             lines.append([f"{row.op}{mode} 8192×4096{block_text}{given}",
                           show.time_text(row.ms), show.rate_text(row), _share(row),
                           show.ratio_text(row)])  # fmt: skip
@@ -402,7 +403,7 @@ def _plots(results: Results, file: Path) -> dict[str, list[Row]]:
         for row in square
         if row.op != "gemm" and row.role == "kernel" and row.problem.get("layout", "q") == "q"
         and row.problem.get("rounding", "") in ("", _usual(row.problem.get("mode", "fwd")))
-        and row.problem.get("block", 32) == 32
+        and row.problem.get("block", 32) == 32 and "out_block" not in row.problem
     ]  # fmt: skip
     gemm = [row for row in gemm if _plain_gemm(row)]
     found = {
@@ -510,10 +511,11 @@ def _problem(row: Row, file: Path) -> dict[str, Any]:
     if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")
     op = registry.get(row.op)
-    problem: dict[str, Any] = op.Problem.parse(row.problem).as_dict()
+    parsed = op.Problem.parse(row.problem)
+    problem: dict[str, Any] = parsed.as_dict()
     for name, value in row.problem.items():
-        if value != problem[name]:
-            raise UsageError(f"problem.{name}={value!r}: expected {problem[name]!r}")
+        if value != (meant := getattr(parsed, name)):
+            raise UsageError(f"problem.{name}={value!r}: expected {meant!r}")
     for name in op.dims:
         if problem[name] > schema.LARGEST:
             raise UsageError(f"problem.{name}={problem[name]}: expected at most {schema.LARGEST}")

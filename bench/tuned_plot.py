@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
 from jetfire.bench.tuned_report import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
+from jetfire.measure.results import blocks_text
 
 _T = TypeVar("_T", ShippedEntry, Lookup)
 
@@ -26,8 +27,8 @@ def plot(
 
 
 def _block(one: ShippedEntry) -> str:
-    block = one.entry.problem.get("block")
-    return "no blocks" if block is None else f"block {block}"
+    blocks = blocks_text(one.entry.problem)
+    return f"block {blocks}" if blocks else "no blocks"
 
 
 def figure(

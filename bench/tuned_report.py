@@ -23,7 +23,7 @@ from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
-from jetfire.measure.results import Amount, Milliseconds, shape_text
+from jetfire.measure.results import Amount, Milliseconds, blocks_text, shape_text
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -207,18 +207,25 @@ def overall(entries: Sequence[ShippedEntry]) -> MarkdownTable:
     return MarkdownTable("", "", head, rows)
 
 
+def _blocks(problem: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the blocks of what is read and written; zeros where there are none."""
+    block = problem.get("block", 0)
+    return block, problem.get("out_block", block)
+
+
 def by_kernel(entries: Sequence[ShippedEntry]) -> MarkdownTable:
     """A row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
     rows = []
     for op, kernel, kind in sorted(found, key=lambda k: (order[k[0]], k[1], k[2] == "bwd", k[2])):
-        blocks = grouped(found[op, kernel, kind], lambda one: one.entry.problem.get("block", "–"))
-        for block, part in sorted(blocks.items()):
+        blocks = grouped(found[op, kernel, kind], lambda one: _blocks(one.entry.problem))
+        for _, part in sorted(blocks.items()):
             best = max(part, key=lambda one: one.gain or 0)
             where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"
+            text = blocks_text(part[0].entry.problem) or "–"
             rows.append([
-                f"{op} {kind}".strip(), kernel, str(block), str(len(part)),
+                f"{op} {kind}".strip(), kernel, text, str(len(part)),
                 mean_gain(part), mean_gain([best]), where,
                 str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
             ])  # fmt: skip
@@ -288,7 +295,7 @@ def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
 
 def _worst(part: Sequence[Lookup], ratio: Callable[[Lookup], float]) -> str:
     worst = max(part, key=ratio)
-    return f"{ratio(worst):.2f}× ({shape_text(worst.problem, ('block',))})"
+    return f"{ratio(worst):.2f}× ({shape_text(worst.problem, ('block', 'out_block'))})"
 
 
 def near(found: Iterable[Lookup]) -> int:

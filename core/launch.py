@@ -105,7 +105,8 @@ def _warn(text: str) -> None:
 
 def _missing(op: Op, problem: Any, device: Device) -> str:
     fields = problem.as_dict()
-    shape = " ".join(f"{n}={fields[n]}" for n in (*op.dims, "block", "mode") if n in fields)
+    named = (*op.dims, "block", "out_block", "mode")
+    shape = " ".join(f"{n}={fields[n]}" for n in named if n in fields)
     return f"{op.name}: no profile for {shape} on {device.label}"
 
 

@@ -114,7 +114,7 @@ class Op(ABC):
     dims: ClassVar[tuple[str, ...]] = ("m", "n")
     modes: ClassVar[tuple[Mode, ...]] = ("fwd",)
     workload: ClassVar[str | None] = None
-    matched: ClassVar[tuple[str, ...]] = ("block", "mode", "out", "dtype")
+    matched: ClassVar[tuple[str, ...]] = ("block", "out_block", "mode", "out", "dtype")
     tuning: ClassVar[Tuning] = Tuning()
     composite: ClassVar[bool] = False
     untuned: ClassVar[bool] = False

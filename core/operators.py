@@ -46,6 +46,9 @@ def _size(first: Shape) -> dict[str, Any]:
 class Operator:
     """A torch operator of an op, called with the arguments of its schema in their order.
 
+    Of the last ones, torch leaves out those that are their schema's defaults: the op's fields then
+    have their own.
+
     It returns the op's outputs in order, as its schema says. Where it writes to its arguments it
     returns nothing.
 
@@ -116,11 +119,12 @@ class Operator:
     def fields(self, key: tuple[Any, ...]) -> dict[str, Any]:
         """Return the fields of the problem of a call with this key."""
         dtype, *rest = key
-        known = dict(zip((*self._sized, *self._scalars), rest, strict=True))
+        known = dict(zip((*self._sized, *self._scalars), rest, strict=False))
         derived = self._derive(*(known[name] for name in self._derived_from))
         if self._dtype_field:
             derived[self._dtype_field] = float_name(dtype)
-        return {**derived, **self._fields, **{name: known[name] for name in self._scalars}}
+        given = {name: known[name] for name in self._scalars if name in known}
+        return {**derived, **self._fields, **given}
 
     def _define(self, schema: str, constant: bool = True) -> Any:
         """Define an overload; where `constant`, autograd takes its results for constants."""

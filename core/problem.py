@@ -18,6 +18,9 @@ Layout = Literal["q", "qt", "both"]
 Mode = Literal["fwd", "bwd"]
 Rounding = Literal["nearest", "stochastic"]
 
+# The default of a field `out_block`, for which `Problem` puts what `block` is: codes are written in
+# blocks as they are read.
+AS_READ: Any = None
 # The most in a matrix, and so the largest size: no device holds more, and bytes fit in an int64.
 MOST_ELEMENTS = 2**40
 # Cached: it takes 0.1 ms, and a training's first step makes dozens of problems, a profile hundreds.
@@ -57,7 +60,9 @@ def parse_field(name: str, annotation: Any, value: Any) -> Any:
 class Problem:
     """The shape, dtypes, block and rounding of one call; each op derives its own.
 
-    ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape).
+    ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape). ``block`` is
+    the side of the blocks of the codes that it reads. An op that also writes codes may have, after
+    it, ``out_block``: the side of theirs, by default `AS_READ`.
     """
 
     m: int
@@ -66,7 +71,10 @@ class Problem:
     def __post_init__(self) -> None:
         hints = hints_of(type(self))
         for field in dataclasses.fields(self):
-            value = parse_field(field.name, hints[field.name], getattr(self, field.name))
+            value = getattr(self, field.name)
+            if field.name == "out_block" and str(value).lower() == "none":
+                value = vars(self)["block"]
+            value = parse_field(field.name, hints[field.name], value)
             object.__setattr__(self, field.name, value)
 
     @classmethod
@@ -82,10 +90,24 @@ class Problem:
         return cls(**fields)
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Return the fields by name, without an `out_block` that is what `block` is.
+
+        So what was saved before there was the field has the same text, and the same hash.
+        """
+        fields = dataclasses.asdict(self)
+        if "out_block" in fields and fields["out_block"] == fields["block"]:
+            del fields["out_block"]
+        return fields
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+
+
+def unequal_blocks(problem: Any) -> str | None:
+    """Return why a kernel for one side of blocks does not take a problem of two, or None."""
+    if problem.out_block == problem.block:
+        return None
+    return f"out_block={problem.out_block} with block={problem.block}: expected equal blocks"
 
 
 def at_least_zero(problem: Problem, *fields: str) -> None:

@@ -171,9 +171,9 @@ def _check_tunable(op: Op, problem: Any, device: Device) -> None:
 
 def _alike(op: Op, problems: Sequence[Any]) -> None:
     """Refuse problems that differ in more than their sizes."""
-    first = problems[0].as_dict()
+    first = vars(problems[0])
     for problem in problems[1:]:
-        for name, value in problem.as_dict().items():
+        for name, value in vars(problem).items():
             if name not in op.dims and value != first[name]:
                 raise UsageError(
                     f"{name}={first[name]} and {name}={value}: one export has one {name}; give "

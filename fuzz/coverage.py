@@ -17,11 +17,13 @@ def traits(case: Example, outcome: Outcome) -> list[str]:
     """Names of what a case covers."""
     dims = [case.problem[name] for name in registry.get(case.op).dims]
     block: int = case.problem.get("block") or case.problem.get("group", 32)
+    block = max(block, case.problem.get("out_block", block))
     found = {
         "skipped": outcome.kind == "skipped",
         "known reports": outcome.known > 0,
         "empty": case.empty,
         "ragged": any(size % max(block, 2) for size in dims),
+        "two blocks": "out_block" in case.problem,
         "whole": not any(size % 16 for size in dims),
         "one": 1 in dims,
         "tall": max(dims) >= min(TALL) - 1,

@@ -57,6 +57,7 @@ def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:
-    """Quantise a float tensor to ``q, scale, qt, scale_t``, rounded as the problem says."""
-    q, scale = quantize(value, problem.block, problem.rounding, inputs.get("seed"))
+    """Quantise a float tensor to ``q, scale, qt, scale_t``, in blocks as the problem says."""
+    block = getattr(problem, "out_block", problem.block)  # an op that reads floats has one alone
+    q, scale = quantize(value, block, problem.rounding, inputs.get("seed"))
     return with_transpose(q, scale)

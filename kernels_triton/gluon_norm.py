@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_triton.gluon_rows import qt_layout, run_layout
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -55,6 +56,8 @@ class GluonNorm(TritonKernel):
     def legal(self, problem: Any, config: NormConfig, device: Device) -> str | None:
         if device.kind != "cuda" or (device.capability or (0, 0)) < (8, 0):
             return "needs a CUDA device of sm_80 or newer"
+        if (reason := unequal_blocks(problem)) is not None:
+            return reason
         for name in ("tile_n", "warps", "rows", "steps"):
             value = getattr(config, name)
             if value < 1 or value & (value - 1):

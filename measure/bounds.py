@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jetfire.core.tensors import blocks_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +22,19 @@ def worst(terms: torch.Tensor, block: int) -> torch.Tensor:
     from jetfire.reference.quantize import block_amax
 
     return block_amax(terms, block).nan_to_num(0.0, 0.0, 0.0)
+
+
+def reblocked(bounds: torch.Tensor, m: int, n: int, block: int, out_block: int) -> torch.Tensor:
+    """Return bounds on all elements of an m×n tensor's blocks for its blocks of another side.
+
+    Args:
+        bounds: at least 0, or bool, ⌈m/block⌉×⌈n/block⌉. Of blocks within one the largest holds.
+    """
+    from jetfire.reference.quantize import block_amax, spread
+
+    if out_block > block:
+        return block_amax(bounds.double(), out_block // block).to(bounds.dtype)
+    return spread(bounds, block // out_block, *blocks_of(m, n, out_block))
 
 
 def overflows(terms: torch.Tensor, block: int, rows: torch.Tensor | None = None) -> torch.Tensor:

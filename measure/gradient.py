@@ -34,13 +34,13 @@ def quantised(
     problem: Any, outputs: Tensors, exact: torch.Tensor, noise: Any, name: str = "q"
 ) -> list[Gradient]:
     """Return a name's codes, beside the exact values: they may differ by a step, or by half."""
-    step = 1.0 if problem.rounding == "stochastic" else 0.5
+    step = 1.0 if getattr(problem, "rounding", "nearest") == "stochastic" else 0.5
     q, scale, qt, scale_t = names_of(name).values()
     found = []
     for own, own_scale in ((q, scale), (qt, scale_t)):
         if own in outputs:
             codes, s = outputs[own], outputs[own_scale]
-            got, wide = values(codes, s, problem.block), _spread(s, problem.block, codes)
+            got, wide = values(codes, s, problem.out_block), _spread(s, problem.out_block, codes)
             if own == qt:
                 got, wide = got.t(), wide.t()
             found.append(Gradient(own, got, exact, wide * (step + 0.01) + noise + 2.0**-100))

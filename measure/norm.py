@@ -106,7 +106,7 @@ class Norm(RowOp):
 
     def writes(self, problem: Any) -> Specs:
         m, n = problem.m, problem.n
-        codes = quantized(m, n, problem.block, layout=problem.layout)
+        codes = quantized(m, n, problem.out_block, layout=problem.layout)
         if problem.mode == "bwd":
             return codes | dict.fromkeys(self.sums["m"], Spec("fp32", (n,)))
         names = () if self.given(problem) else self.statistics
@@ -195,6 +195,7 @@ def forward_bounds(
     """Return per block fp32's error of (x − mean)·rstd·weight + bias, and where it may overflow.
 
     Args:
+        block: of the codes that are written.
         wide: x, weight and, where there is one, bias.
         computed: the statistics' bounds (`statistics_bounds`); empty where statistics are inputs.
     """

@@ -87,8 +87,8 @@ def unrounded(
 
     Args:
         value: the matrix in float64, m×n.
-        noise: per block, what evaluation in fp32 may add to a value.
-        over: per block, whether evaluation may overflow.
+        noise: per block of the codes, what evaluation in fp32 may add to a value.
+        over: per block of the codes, whether evaluation may overflow.
         name: the name of the codes among the outputs.
         second: it is the op's second output, which has random bits of its own.
     """
@@ -98,7 +98,7 @@ def unrounded(
     m, n = value.shape
     expected = {
         name: value,
-        names_of(name)["scale"]: scales(value.float(), problem.block)[0],
+        names_of(name)["scale"]: scales(value.float(), problem.out_block)[0],
         f"{name}_noise": noise,
     }
     if over is not None:

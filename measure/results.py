@@ -296,5 +296,10 @@ def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
     return " ".join(text for text in (sizes, problem_text(rest)) if text)
 
 
+def blocks_text(problem: Mapping[str, Any]) -> str:
+    """Return ``128``, or ``128→32`` where the codes that are written have another block."""
+    return "→".join(str(problem[name]) for name in ("block", "out_block") if name in problem)
+
+
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

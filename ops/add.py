@@ -10,7 +10,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Gradient, SameBits
 from jetfire.core.operators import Differentiable, Operator
-from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
 from jetfire.measure import peers
 from jetfire.measure.bounds import statistics_bounds
@@ -33,6 +33,7 @@ class AddProblem(RowProblem):
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     rounding: Rounding = "nearest"
     layout: Layout = "q"
@@ -52,7 +53,7 @@ class Add(RowOp):
     def writes(self, problem: AddProblem) -> Specs:
         m, n = problem.m, problem.n
         total = {"dx" if problem.mode == "bwd" else "sum": Spec("bf16", (m, n))}
-        specs = total | quantized(m, n, problem.block, layout=problem.layout)
+        specs = total | quantized(m, n, problem.out_block, layout=problem.layout)
         names = () if problem.mode == "bwd" else ("mean", "rstd")
         return specs | dict.fromkeys(names, Spec("fp32", (m,)))
 
@@ -64,7 +65,8 @@ class Add(RowOp):
 
         stream, branch = _names(problem)
         total = add(inputs[stream], inputs[branch], inputs[f"{branch}_scale"], problem.block)
-        copy = with_transpose(*quantize(total, problem.block, problem.rounding, inputs.get("seed")))
+        seed = inputs.get("seed")
+        copy = with_transpose(*quantize(total, problem.out_block, problem.rounding, seed))
         if problem.mode == "bwd":
             return {"dx": total, **copy}
         wide = total.double()
@@ -122,19 +124,20 @@ def _keep_stream(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 
 
 def _stream_gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return grads[0], None, None, None, None, None, None, None
+    # One for each argument that was given: torch leaves out a last one that is its default.
+    return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 _add = Differentiable(
     "add(Tensor x, Tensor y, Tensor y_scale, Tensor? seed, int block, float eps, str"
-    " rounding, str layout) -> Tensor[]",
+    " rounding, str layout, int? out_block=None) -> Tensor[]",
     leaf=0,
     backward=_stream_gradient,
     setup=_keep_stream,
 )
 _add_backward = Operator(
     "add_backward(Tensor dsum, Tensor dq, Tensor dq_scale, Tensor? seed, int block, str"
-    " rounding, str layout) -> Tensor[]",
+    " rounding, str layout, int? out_block=None) -> Tensor[]",
 )
 
 
@@ -147,8 +150,12 @@ def int8_add(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor]:
     """Return the residual stream x (m×n bf16) plus a quantised branch.
+
+    Args:
+        out_block: the block of the copy's codes; None is that of y.
 
     Returns:
         The sum (bf16); its quantised copy; and the mean and rstd (with `eps`) of its rows, fp32, m.
@@ -156,8 +163,8 @@ def int8_add(
     expect.matrix("the stream", x, ("bfloat16",))
     q, scale = expect.quantized("y", y, like=x)
     seed = expect.rounding_seed(rounding, seed, layout, x)
-    total, *copy, mean, rstd = _add(x, q, scale, seed, y.block, eps, rounding, layout)
-    return total, Quantized.of(copy, layout, y.block), mean, rstd
+    total, *copy, mean, rstd = _add(x, q, scale, seed, y.block, eps, rounding, layout, out_block)
+    return total, Quantized.of(copy, layout, out_block or y.block), mean, rstd
 
 
 @checked
@@ -168,8 +175,12 @@ def int8_add_backward(
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Tensor, Quantized]:
     """Return the stream's gradient (m×n bf16) plus the one that its quantised copy received.
+
+    Args:
+        out_block: the block of the copy's codes; None is that of dq.
 
     Returns:
         dx (bf16), and its quantised copy.
@@ -177,5 +188,5 @@ def int8_add_backward(
     expect.matrix("the stream", dsum, ("bfloat16",))
     q, scale = expect.quantized("dq", dq, like=dsum)
     seed = expect.rounding_seed(rounding, seed, layout, dsum)
-    dx, *copy = _add_backward(dsum, q, scale, seed, dq.block, rounding, layout)
-    return dx, Quantized.of(copy, layout, dq.block)
+    dx, *copy = _add_backward(dsum, q, scale, seed, dq.block, rounding, layout, out_block)
+    return dx, Quantized.of(copy, layout, out_block or dq.block)

@@ -11,7 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Problem
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, with_transpose
 from jetfire.measure.op import StandardOp
 
@@ -25,10 +25,12 @@ __all__ = ["int8_dropout", "int8_dropout_backward"]
 class DropoutProblem(Problem):
     """(q, scale) of an m×n tensor, dropped with probability `p`, in the given layout.
 
-    Backward is the same map on the gradient: one seed gives both the same mask.
+    Backward is the same map on the gradient: one seed gives both the same mask. Where `out_block`
+    is another than `block`, what is kept is quantised anew, to nearest; else it keeps its codes.
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     p: float = 0.1
     layout: Layout = "q"
@@ -55,12 +57,14 @@ class Dropout(StandardOp):
         return quantized(problem.m, problem.n, problem.block) | {"seed": Spec("int64", (1,))}
 
     def writes(self, problem: DropoutProblem) -> Specs:
-        return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
+        return quantized(problem.m, problem.n, problem.out_block, layout=problem.layout)
 
     def reference(self, problem: DropoutProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.dropout import dropout
 
-        return with_transpose(*dropout(inputs["q"], inputs["scale"], problem.p, inputs["seed"]))
+        q, scale, seed = (inputs[name] for name in ("q", "scale", "seed"))
+        blocks = problem.block, problem.out_block
+        return with_transpose(*dropout(q, scale, problem.p, seed, *blocks))
 
     def gradients(
         self, problem: DropoutProblem, inputs: Tensors, outputs: Tensors
@@ -77,6 +81,8 @@ class Dropout(StandardOp):
         x = torch.zeros_like(dy, requires_grad=True)
         (dx,) = gradient.of(x * kept / (1 - drop_threshold(problem.p) / 65536), dy, x)
         allowed = gradient.FP32 * dx.abs() + 2.0**-140
+        if problem.out_block != problem.block:
+            return gradient.quantised(problem, outputs, dx, allowed)
         found = []
         for q, scale in (("q", "scale"), ("qt", "scale_t")):
             if q in outputs:
@@ -98,33 +104,56 @@ class Dropout(StandardOp):
 OP = Dropout()
 
 _dropout = Operator(
-    "dropout(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout) -> Tensor[]",
+    "dropout(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout, int?"
+    " out_block=None) -> Tensor[]",
 )
 _dropout_backward = Operator(
-    "dropout_backward(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout)"
-    " -> Tensor[]",
+    "dropout_backward(Tensor q, Tensor scale, Tensor seed, float p, int block, str layout, int?"
+    " out_block=None) -> Tensor[]",
 )
 
 
 @checked
-def int8_dropout(x: Quantized, seed: Tensor, *, p: float = 0.1, layout: Layout = "q") -> Quantized:
+def int8_dropout(
+    x: Quantized,
+    seed: Tensor,
+    *,
+    p: float = 0.1,
+    layout: Layout = "q",
+    out_block: Block | None = None,
+) -> Quantized:
     """Return x with codes zeroed with probability p and scales divided by 1 − p.
 
-    Nothing is requantised.
+    Args:
+        out_block: the block of the result's codes. Where it is another than x's what is kept is
+            quantised anew, to nearest; else, and where it is None, it keeps its codes.
     """
-    return _dropped(_dropout, x, seed, p, layout)
+    return _dropped(_dropout, x, seed, p, layout, out_block)
 
 
 @checked
 def int8_dropout_backward(
-    x: Quantized, seed: Tensor, *, p: float = 0.1, layout: Layout = "q"
+    x: Quantized,
+    seed: Tensor,
+    *,
+    p: float = 0.1,
+    layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> Quantized:
     """Return the gradient of `int8_dropout` with the same seed, from its output's gradient."""
-    return _dropped(_dropout_backward, x, seed, p, layout)
+    return _dropped(_dropout_backward, x, seed, p, layout, out_block)
 
 
-def _dropped(drop: Operator, x: Quantized, seed: Tensor, p: float, layout: Layout) -> Quantized:
+def _dropped(
+    drop: Operator,
+    x: Quantized,
+    seed: Tensor,
+    p: float,
+    layout: Layout,
+    out_block: Block | None,
+) -> Quantized:
     q, scale = expect.quantized("x", x)
     expect.seed_on(seed, q)
     expect.choice("layout", layout, Layout)
-    return Quantized.of(drop(q, scale, seed, p, x.block, layout), layout, x.block)
+    found = drop(q, scale, seed, p, x.block, layout, out_block)
+    return Quantized.of(found, layout, out_block or x.block)

@@ -12,9 +12,9 @@ from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
+from jetfire.core.tensors import Quantized, Specs, Tensors, blocks_of, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import worst
 from jetfire.measure.op import StandardOp, unrounded, values_of
@@ -36,6 +36,7 @@ class GeluProblem(Problem):
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     approximate: Approximate = "tanh"
     rounding: Rounding = "nearest"
@@ -57,7 +58,7 @@ class Gelu(StandardOp):
         return quantized(m, n, block, "x") | dy | seed_of(problem)
 
     def writes(self, problem: GeluProblem) -> Specs:
-        return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
+        return quantized(problem.m, problem.n, problem.out_block, layout=problem.layout)
 
     def reference(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import gelu
@@ -108,7 +109,7 @@ def _in_torch(problem: GeluProblem) -> str:
 
 
 def _noise(problem: GeluProblem, inputs: Tensors, value: Tensor) -> Tensor:
-    """Return by block what evaluation in fp32 may add to a value.
+    """Return by block of the result what evaluation in fp32 may add to a value.
 
     Where gelu' crosses 0 its two terms cancel, and what an exponential of y or our fit of Φ is off
     by, 2^-21·|y| and 2^-18 of it, is of either term. A Φ below 2^-100, or a derivative below 2^-76,
@@ -126,24 +127,24 @@ def _noise(problem: GeluProblem, inputs: Tensors, value: Tensor) -> Tensor:
     else:
         (dy,) = values_of(problem, inputs, "dy")
         noise = dy.abs() * (relative * slope_terms(x, approximate) + 2.0**-76)
-    return worst(noise, problem.block)
+    return worst(noise, problem.out_block)
 
 
 OP = Gelu()
 
 _gelu = Operator(
     "gelu(Tensor x, Tensor x_scale, Tensor? seed, int block, str approximate, str rounding,"
-    " str layout) -> Tensor[]",
+    " str layout, int? out_block=None) -> Tensor[]",
 )
 _gelu_backward = Operator(
     "gelu_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed, int"
-    " block, str approximate, str rounding, str layout) -> Tensor[]",
+    " block, str approximate, str rounding, str layout, int? out_block=None) -> Tensor[]",
 )
 # `q` holds dy's codes, and then dx's.
 _gelu_backward_inplace = Operator(
     "gelu_backward_inplace(Tensor x, Tensor x_scale, Tensor(a!) q, Tensor dy_scale,"
     " Tensor(b!) scale, Tensor(c!) qt, Tensor(d!) scale_t, Tensor? seed, int block, str"
-    " approximate, str rounding) -> ()",
+    " approximate, str rounding, int? out_block=None) -> ()",
     renamed={"dy": "q"},
     layout="both",
 )
@@ -157,13 +158,18 @@ def int8_gelu(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> Quantized:
-    """Return gelu(x), quantised; `approximate` is "tanh" or "erf"."""
+    """Return gelu(x), quantised; `approximate` is "tanh" or "erf".
+
+    Args:
+        out_block: the block of the result's codes; None is that of x.
+    """
     q, scale = expect.quantized("x", x)
     expect.choice("approximate", approximate, Approximate)
     seed = expect.rounding_seed(rounding, seed, layout, q)
-    y = _gelu(q, scale, seed, x.block, approximate, rounding, layout)
-    return Quantized.of(y, layout, x.block)
+    y = _gelu(q, scale, seed, x.block, approximate, rounding, layout, out_block)
+    return Quantized.of(y, layout, out_block or x.block)
 
 
 @checked
@@ -176,6 +182,7 @@ def int8_gelu_backward(
     seed: Tensor | None = None,
     layout: Layout = "q",
     inplace: bool = False,
+    out_block: Block | None = None,
 ) -> Quantized:
     """Return dx = dy·gelu'(x), quantised; the rest is as in `int8_gelu`.
 
@@ -188,15 +195,17 @@ def int8_gelu_backward(
     seed = expect.rounding_seed(rounding, seed, layout, q)
     operands, block = (q, scale, dq, dq_scale), x.block
     if not inplace:
-        dx = _gelu_backward(*operands, seed, block, approximate, rounding, layout)
-        return Quantized.of(dx, layout, block)
+        dx = _gelu_backward(*operands, seed, block, approximate, rounding, layout, out_block)
+        return Quantized.of(dx, layout, out_block or block)
     if layout != "both" or not dq.is_contiguous():
         raise UsageError(
             f"inplace with layout={layout}, strides {dq.stride()}: expected "
             "layout=both and contiguous dy"
         )
     refuse_in_place({"dy": dq}, {"x": q})
-    scales = dq_scale.new_empty(dq_scale.shape)
-    transposed = dq.new_empty(dq.shape[::-1]), scales.new_empty(scales.shape[::-1])
-    _gelu_backward_inplace(*operands, scales, *transposed, seed, block, approximate, rounding)
-    return Quantized(dq, scales, *transposed, block)
+    m, n = dq.shape
+    scales = dq_scale.new_empty(blocks_of(m, n, out_block or block))
+    transposed = dq.new_empty((n, m)), scales.new_empty(scales.shape[::-1])
+    options = seed, block, approximate, rounding, out_block
+    _gelu_backward_inplace(*operands, scales, *transposed, *options)
+    return Quantized(dq, scales, *transposed, out_block or block)

@@ -15,7 +15,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, SameBits, Tuning
 from jetfire.core.operators import Differentiable, Operator, Shape
-from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
+from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported, Timed
 from jetfire.core.tensors import (
     Quantized,
@@ -29,6 +29,7 @@ from jetfire.core.tensors import (
     with_transpose,
 )
 from jetfire.measure import peers
+from jetfire.measure.bounds import reblocked
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, draw, unrounded
 from jetfire.measure.peers import Factory
@@ -44,8 +45,8 @@ __all__ = ["int8_gemm"]
 class GemmProblem(Problem):
     """C (m×n) = A (m×k) · Bᵀ (B n×k), both K-contiguous.
 
-    ``out="int8"`` requantises C per block in the epilogue, with `rounding` and `layout`;
-    `accumulate` adds to what a float C holds.
+    ``out="int8"`` requantises C in the epilogue, in blocks of `out_block`, with `rounding` and
+    `layout`; `accumulate` adds to what a float C holds.
 
     Sums are in fp32, of integers times products of two scales. Where these overflow (from values of
     A times values of B of 2^118 on) C is ±Inf or NaN.
@@ -53,6 +54,7 @@ class GemmProblem(Problem):
 
     k: int
     block: Block = 32
+    out_block: Block = AS_READ
     out: Literal["bf16", "fp16", "fp32", "int8"] = "bf16"
     rounding: Rounding = "nearest"
     layout: Layout = "q"
@@ -67,6 +69,8 @@ class GemmProblem(Problem):
             raise UsageError(f"rounding=stochastic out={self.out}: expected out=int8")
         if self.layout != "q" and self.out != "int8":
             raise UsageError(f"layout={self.layout} out={self.out}: expected out=int8")
+        if self.out_block != self.block and self.out != "int8":
+            raise UsageError(f"out_block={self.out_block} out={self.out}: expected out=int8")
 
 
 HALF_UNIT = 2.0**-24  # of an fp32 rounding, relatively
@@ -123,7 +127,7 @@ class Gemm(StandardOp):
 
     def writes(self, problem: GemmProblem) -> Specs:
         if problem.out == "int8":
-            return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
+            return quantized(problem.m, problem.n, problem.out_block, layout=problem.layout)
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
     def drawn(self, problem: GemmProblem, source: Source) -> Tensors:
@@ -161,7 +165,7 @@ class Gemm(StandardOp):
             c += inputs["c"].double()
         expected = {"c": c, **_evaluation(problem, inputs)}
         if problem.out == "int8":
-            noise, over = expected["evaluation"], expected["over"]
+            noise, over = (_of_written(problem, expected[k]) for k in ("evaluation", "over"))
             expected |= unrounded(problem, inputs, c, noise, over)
         return expected
 
@@ -177,8 +181,8 @@ class Gemm(StandardOp):
             over = over | (expected["largest"] >= MOST_TELESCOPED)
         if problem.out != "int8":
             return _check_floats(problem, outputs["c"], {**expected, "over": over}, noise)
-        evaluation = expected["evaluation"]
-        known = {"q_noise": evaluation if noise is None else evaluation + noise, "q_over": over}
+        off = expected["evaluation"] if noise is None else expected["evaluation"] + noise
+        known = {"q_noise": _of_written(problem, off), "q_over": _of_written(problem, over)}
         return super().check(problem, outputs, expected | known)
 
     def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
@@ -195,7 +199,7 @@ class Gemm(StandardOp):
             outputs["c"].copy_(value)
         elif value.numel():
             seed = inputs.get("seed")
-            codes = with_transpose(*quantize(value, problem.block, problem.rounding, seed))
+            codes = with_transpose(*quantize(value, problem.out_block, problem.rounding, seed))
             for name, tensor in outputs.items():
                 tensor.copy_(codes[name])
 
@@ -220,6 +224,11 @@ class Gemm(StandardOp):
         if problem.accumulate:
             rare["c"] = inputs["c"] * rng.choice((0.0, 2.0**-12, 2.0**10))
         return rare
+
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields without the block of codes where none are written."""
+        codes = fields.get("out") == "int8"
+        return {name: v for name, v in fields.items() if codes or name != "out_block"}
 
     def same_bits(self, problem: GemmProblem) -> SameBits:
         """Return "runs" where stream-K adds parts to C in fp32; else K is summed in order."""
@@ -310,6 +319,11 @@ def _evaluation(problem: GemmProblem, inputs: Tensors) -> Tensors:
     }
 
 
+def _of_written(problem: GemmProblem, bound: Tensor) -> Tensor:
+    """Return a bound on the elements of C's blocks by the blocks of the codes that are written."""
+    return reblocked(bound, problem.m, problem.n, problem.block, problem.out_block)
+
+
 def _repeats(a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """Return how many blocks of K have the scales of the one before: float64, by block of C."""
     of_a, of_b = ((scale[:, 1:] == scale[:, :-1]).double() for scale in (a_scale, b_scale))
@@ -396,7 +410,7 @@ _gemm = Differentiable(
 )
 _gemm_quantized = Operator(
     "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
-    " Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    " Tensor? seed, int block, str rounding, str layout, int? out_block=None) -> Tensor[]",
     derive=_sizes,
     out="int8",
     op="gemm",
@@ -422,14 +436,17 @@ def int8_gemm(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> Any:
     """Return A·Bᵀ + bias of A (m×k) and B (n×k), quantised in equal blocks.
 
     Args:
-        out: "bf16", "fp16", "fp32", or "int8" to requantise with `rounding` and `layout`.
+        out: "bf16", "fp16", "fp32", or "int8" to requantise with `rounding`, `layout` and
+            `out_block`.
         bias: fp32, n.
         c: m×n contiguous of dtype `out`: the product is added to it, in place. It shares no memory
             with another argument.
+        out_block: the block of C's codes; None is that of A and B.
 
     Returns:
         C, m×n; for int8, `Quantized`.
@@ -444,6 +461,8 @@ def int8_gemm(
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
         bias = expect.vector("bias", bias, n, q)
+    if out_block not in (None, block) and out != "int8":
+        raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
     if c is not None:
         _accumulator(c, m, n, out, q)
         read = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias}
@@ -452,8 +471,8 @@ def int8_gemm(
         return c
     if out == "int8":
         seed = expect.rounding_seed(rounding, seed, layout, q)
-        codes = _gemm_quantized(*operands, bias, seed, block, rounding, layout)
-        return Quantized.of(codes, layout, block)
+        codes = _gemm_quantized(*operands, bias, seed, block, rounding, layout, out_block)
+        return Quantized.of(codes, layout, out_block or block)
     expect.choice("out", out, FloatName, "int8")
     if layout != "q":
         raise UsageError(f"layout={layout} out={out}: expected out=int8")

@@ -11,7 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import SameBits
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
 from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import (
@@ -42,6 +42,7 @@ class LayerNormProblem(RowProblem):
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     stats: Literal["row", "given"] = "row"
     rounding: Rounding = "nearest"
@@ -75,7 +76,7 @@ class LayerNorm(Norm):
             wide, computed = wide | known, known | statistics_bounds(x, **known, eps=problem.eps)
         mean, rstd = wide["mean"], wide["rstd"]
         value = layernorm.forward(x, mean, rstd, wide["weight"], wide["bias"])
-        return value, *forward_bounds(problem.block, wide, mean, rstd, computed), computed
+        return value, *forward_bounds(problem.out_block, wide, mean, rstd, computed), computed
 
     def backward(self, problem: LayerNormProblem, wide: Tensors) -> Evaluated:
         """Bound column sums, which are chains of at most m/32 + 64 additions."""
@@ -91,13 +92,13 @@ class LayerNorm(Norm):
         rows = g.mean(dim=1, keepdim=True) + xhat * (g * xhat).mean(dim=1, keepdim=True)
         terms = (g + rows) * rstd[:, None]
         row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
-        over = overflows(torch.maximum(terms, g + rows), problem.block, row_over)
+        over = overflows(torch.maximum(terms, g + rows), problem.out_block, row_over)
         chain = max(1e-5, (problem.m / 32 + 64) * ROUNDING)
         expected: Tensors = {}
         sizes = (dy.abs() * xhat).sum(dim=0), dy.abs().sum(dim=0)
         for name, total, size in zip(self.sums["m"], sums, sizes, strict=True):
             expected |= of_sum(name, total, size, chain, problem.m * 2.0**-149)
-        return value, worst(NOISE * terms, problem.block), over, expected
+        return value, worst(NOISE * terms, problem.out_block), over, expected
 
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
@@ -132,13 +133,14 @@ def _statistics(x: Shape, mean: Shape | None) -> dict[str, Any]:
 
 _layernorm = Operator(
     "layernorm(Tensor x, Tensor x_scale, Tensor weight, Tensor bias, Tensor? mean, Tensor?"
-    " rstd, Tensor? seed, int block, float eps, str rounding, str layout) -> Tensor[]",
+    " rstd, Tensor? seed, int block, float eps, str rounding, str layout, int? out_block=None)"
+    " -> Tensor[]",
     derive=_statistics,
 )
 _layernorm_backward = Operator(
     "layernorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
-    " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout) ->"
-    " Tensor[]",
+    " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout, int?"
+    " out_block=None) -> Tensor[]",
 )
 
 
@@ -154,6 +156,7 @@ def int8_layernorm(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Quantized, Tensor, Tensor]:
     """Return LayerNorm of whole rows, quantised, and the rows' mean and rstd, fp32, m.
 
@@ -161,6 +164,7 @@ def int8_layernorm(
         weight, bias: fp32, n.
         mean, rstd: the statistics where known (from `int8_add`), to be handed back; both or
             neither.
+        out_block: the block of the result's codes; None is that of x.
     """
     q, scale = expect.quantized("x", x)
     m, n = q.shape
@@ -170,10 +174,12 @@ def int8_layernorm(
     if mean is not None and rstd is not None:
         mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
     seed = expect.rounding_seed(rounding, seed, layout, q)
-    found = _layernorm(q, scale, weight, bias, mean, rstd, seed, x.block, eps, rounding, layout)
+    found = _layernorm(
+        q, scale, weight, bias, mean, rstd, seed, x.block, eps, rounding, layout, out_block
+    )
     if mean is None or rstd is None:
         *found, mean, rstd = found
-    return Quantized.of(found, layout, x.block), mean, rstd
+    return Quantized.of(found, layout, out_block or x.block), mean, rstd
 
 
 @checked
@@ -187,8 +193,12 @@ def int8_layernorm_backward(
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Quantized, Tensor, Tensor]:
     """Return the gradients of `int8_layernorm`, through the statistics as well.
+
+    Args:
+        out_block: the block of dx's codes; None is that of x.
 
     Returns:
         dx, quantised; dweight and dbias, fp32, n.
@@ -200,6 +210,6 @@ def int8_layernorm_backward(
     mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
     seed = expect.rounding_seed(rounding, seed, layout, q)
     *dx, dweight, dbias = _layernorm_backward(
-        *codes, weight, mean, rstd, seed, x.block, rounding, layout
+        *codes, weight, mean, rstd, seed, x.block, rounding, layout, out_block
     )
-    return Quantized.of(dx, layout, x.block), dweight, dbias
+    return Quantized.of(dx, layout, out_block or x.block), dweight, dbias

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
 from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
@@ -30,6 +30,7 @@ class RmsNormProblem(RowProblem):
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     rounding: Rounding = "nearest"
     layout: Layout = "q"
@@ -69,7 +70,7 @@ class RmsNorm(Norm):
         bound = (least - rstd * (1 - 4 * ROUNDING)).nan_to_num(0.0).masked_fill(rows, torch.inf)
         over, mean = rows | torch.isinf(least), torch.zeros_like(rstd)
         computed = {"mean_bound": mean, "rstd_bound": bound, "row_over": over}
-        noises = forward_bounds(problem.block, wide, mean, rstd, computed)
+        noises = forward_bounds(problem.out_block, wide, mean, rstd, computed)
         expected = {"rstd": rstd, "rstd_bound": bound, "rstd_over": over}
         return rmsnorm.forward(x, rstd, wide["weight"]), *noises, expected
 
@@ -91,8 +92,8 @@ class RmsNorm(Norm):
         lost = (dy.abs().sum(dim=0) + problem.m) * 2.0**-149
         bound = ((_chain(problem.m) + NOISE) * size + lost).nan_to_num(0.0)
         expected = {"dweight": dweight, "dweight_bound": bound, "dweight_over": size >= OVER}
-        over = overflows(largest, problem.block, row_over)
-        return value, worst(off, problem.block), over, expected
+        over = overflows(largest, problem.out_block, row_over)
+        return value, worst(off, problem.out_block), over, expected
 
     def torch_backward(
         self, x: Tensor, dy: Tensor, weight: Tensor, inputs: Tensors
@@ -130,11 +131,12 @@ OP = RmsNorm()
 
 _rmsnorm = Operator(
     "rmsnorm(Tensor x, Tensor x_scale, Tensor weight, Tensor? seed, int block, float eps,"
-    " str rounding, str layout) -> Tensor[]",
+    " str rounding, str layout, int? out_block=None) -> Tensor[]",
 )
 _rmsnorm_backward = Operator(
     "rmsnorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
-    " Tensor rstd, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    " Tensor rstd, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
+    " -> Tensor[]",
 )
 
 
@@ -147,11 +149,13 @@ def int8_rmsnorm(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Quantized, Tensor]:
     """Return RMSNorm of whole rows, quantised (Zhang and Sennrich, arXiv 1910.07467, equation 4).
 
     Args:
         weight: fp32, n.
+        out_block: the block of the result's codes; None is that of x.
 
     Returns:
         y, quantised; rstd, fp32, m: 1/√(mean(x²) + eps).
@@ -159,8 +163,8 @@ def int8_rmsnorm(
     q, scale = expect.quantized("x", x)
     weight = expect.vector("weight", weight, q.shape[1], q)
     seed = expect.rounding_seed(rounding, seed, layout, q)
-    *y, rstd = _rmsnorm(q, scale, weight, seed, x.block, eps, rounding, layout)
-    return Quantized.of(y, layout, x.block), rstd
+    *y, rstd = _rmsnorm(q, scale, weight, seed, x.block, eps, rounding, layout, out_block)
+    return Quantized.of(y, layout, out_block or x.block), rstd
 
 
 @checked
@@ -173,8 +177,12 @@ def int8_rmsnorm_backward(
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Quantized, Tensor]:
     """Return the gradients of `int8_rmsnorm`, through rstd as well.
+
+    Args:
+        out_block: the block of dx's codes; None is that of x.
 
     Returns:
         dx, quantised; dweight, fp32, n.
@@ -184,5 +192,7 @@ def int8_rmsnorm_backward(
     m, n = q.shape
     weight, rstd = expect.vector("weight", weight, n, q), expect.vector("rstd", rstd, m, q)
     seed = expect.rounding_seed(rounding, seed, layout, q)
-    *dx, dweight = _rmsnorm_backward(*codes, weight, rstd, seed, x.block, rounding, layout)
-    return Quantized.of(dx, layout, x.block), dweight
+    *dx, dweight = _rmsnorm_backward(
+        *codes, weight, rstd, seed, x.block, rounding, layout, out_block
+    )
+    return Quantized.of(dx, layout, out_block or x.block), dweight

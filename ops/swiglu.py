@@ -10,7 +10,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Problem, Rounding
+from jetfire.core.problem import AS_READ, Block, Layout, Mode, Problem, Rounding
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
@@ -34,6 +34,7 @@ class SwigluProblem(Problem):
     """
 
     block: Block = 32
+    out_block: Block = AS_READ
     mode: Mode = "fwd"
     rounding: Rounding = "nearest"
     layout: Layout = "q"
@@ -74,7 +75,7 @@ class Swiglu(StandardOp):
     def writes(self, problem: SwigluProblem) -> Specs:
         specs: Specs = {}
         for name in GRADIENTS if problem.mode == "bwd" else ("q",):
-            specs |= quantized(problem.m, problem.n, problem.block, name, problem.layout)
+            specs |= quantized(problem.m, problem.n, problem.out_block, name, problem.layout)
         return specs
 
     def reference(self, problem: SwigluProblem, inputs: Tensors) -> Tensors:
@@ -109,8 +110,8 @@ def _forward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
     gate, up = values_of(problem, inputs, "gate", "up")
     value = swiglu.silu(gate) * up
     size = (gate * up).abs()  # the product without silu's decay
-    noise = worst(_relative(gate) * value.abs() + 2.0**-100 * size, problem.block)
-    return unrounded(problem, inputs, value, noise, overflows(size, problem.block))
+    noise = worst(_relative(gate) * value.abs() + 2.0**-100 * size, problem.out_block)
+    return unrounded(problem, inputs, value, noise, overflows(size, problem.out_block))
 
 
 def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
@@ -132,7 +133,7 @@ def _backward(problem: SwigluProblem, inputs: Tensors) -> Tensors:
         ("dgate", dgate, gate_off, gate_size),
         ("dup", dup, up_off, up_size),
     ):
-        noise, over = worst(off, problem.block), overflows(size, problem.block)
+        noise, over = worst(off, problem.out_block), overflows(size, problem.out_block)
         expected |= unrounded(problem, inputs, value, noise, over, name, second=name == "dup")
     return expected
 
@@ -141,11 +142,12 @@ OP = Swiglu()
 
 _swiglu = Operator(
     "swiglu(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor? seed, int block,"
-    " str rounding, str layout) -> Tensor[]",
+    " str rounding, str layout, int? out_block=None) -> Tensor[]",
 )
 _swiglu_backward = Operator(
     "swiglu_backward(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor dy,"
-    " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
+    " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
+    " -> Tensor[]",
 )
 
 
@@ -157,11 +159,17 @@ def int8_swiglu(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> Quantized:
-    """Return silu(gate)·up, quantised: SwiGLU without its products (arXiv 2002.05202, eq. 6)."""
+    """Return silu(gate)·up, quantised: SwiGLU without its products (arXiv 2002.05202, eq. 6).
+
+    Args:
+        out_block: the block of the result's codes; None is that of the gate.
+    """
     operands = *expect.quantized("gate", gate), *expect.quantized("up", up, like=gate)
     seed = expect.rounding_seed(rounding, seed, layout, operands[0])
-    return Quantized.of(_swiglu(*operands, seed, gate.block, rounding, layout), layout, gate.block)
+    y = _swiglu(*operands, seed, gate.block, rounding, layout, out_block)
+    return Quantized.of(y, layout, out_block or gate.block)
 
 
 @checked
@@ -173,10 +181,14 @@ def int8_swiglu_backward(
     rounding: Rounding = "stochastic",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out_block: Block | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate), both quantised.
 
     Rounded stochastically, each draws random bits of its own from the one seed.
+
+    Args:
+        out_block: the block of the results' codes; None is that of the gate.
     """
     operands = (
         *expect.quantized("gate", gate),
@@ -184,7 +196,7 @@ def int8_swiglu_backward(
         *expect.quantized("dy", dy, like=gate),
     )
     seed = expect.rounding_seed(rounding, seed, layout, operands[0])
-    found = _swiglu_backward(*operands, seed, gate.block, rounding, layout)
-    half = len(found) // 2
-    dgate, dup = (Quantized.of(t, layout, gate.block) for t in (found[:half], found[half:]))
+    found = _swiglu_backward(*operands, seed, gate.block, rounding, layout, out_block)
+    half, block = len(found) // 2, out_block or gate.block
+    dgate, dup = (Quantized.of(t, layout, block) for t in (found[:half], found[half:]))
     return dgate, dup

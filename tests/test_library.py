@@ -41,19 +41,26 @@ def overloads(name, problem):
 
 
 def problems():
-    """Every combination of modes, layouts and roundings, and every dtype, at one ragged size."""
+    """Every combination of modes, layouts and roundings, and every dtype, at one ragged size.
+
+    Of two blocks there is one pair.
+    """
     found = []
     for name in sorted(set(registry.names()) - set(INT4)):
         kind = registry.get(name).Problem
-        hints = {field: hint for field, hint in get_type_hints(kind).items() if field != "block"}
+        hints = get_type_hints(kind)
+        blocks = {field: hints.pop(field, None) for field in ("block", "out_block")}
         choices = {
             field: (False, True) if hint is bool else get_args(hint)
             for field, hint in hints.items()
             if hint is bool or get_origin(hint) is Literal
         }
+        pairs = [{}, {"block": 128, "out_block": 64}] if blocks["out_block"] else [{}]
         seen = set()
-        for values in itertools.product(*choices.values()):
-            fields = dict(zip(choices, values, strict=True))
+        for pair, *values in itertools.product(pairs, *choices.values()):
+            fields = dict(zip(choices, values, strict=True)) | pair
+            if pair and fields["layout"] != "both":
+                continue
             plain = fields.get("rounding") == "nearest" and fields.get("layout") == "q"
             if "rounding" in fields and fields.get("dtype", "bf16") != "bf16" and not plain:
                 continue

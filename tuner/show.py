@@ -73,7 +73,8 @@ class Wanted:
         problem = entry.problem
         if self.kernels and entry.kernel not in self.kernels:
             return False
-        if any(str(problem.get(name)).lower() not in v for name, v in self.fields.items()):
+        meant = {"out_block": problem.get("block"), **problem}
+        if any(str(meant.get(name)).lower() not in v for name, v in self.fields.items()):
             return False
         return self.shapes is None or _sizes(registry.get(op), problem) in self.shapes.get(op, ())
 

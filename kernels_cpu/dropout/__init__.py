@@ -13,7 +13,9 @@ class TorchDropout(TorchKernel):
     op = "dropout"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        return with_transpose(*dropout(inputs["q"], inputs["scale"], problem.p, inputs["seed"]))
+        q, scale, seed = (inputs[name] for name in ("q", "scale", "seed"))
+        blocks = problem.block, problem.out_block
+        return with_transpose(*dropout(q, scale, problem.p, seed, *blocks))
 
 
 KERNELS = (TorchDropout(),)

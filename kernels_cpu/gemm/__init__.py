@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from jetfire.core.tensors import Tensors, with_transpose
-from jetfire.kernels_cpu.common import TorchKernel, integers
-from jetfire.reference.quantize import quantize, spread
+from jetfire.core.tensors import Tensors
+from jetfire.kernels_cpu.common import TorchKernel, integers, quantised
+from jetfire.reference.quantize import spread
 
 
 def product(
@@ -37,8 +37,7 @@ class IntMm(TorchKernel):
         if problem.bias:
             c += inputs["bias"]
         if problem.out == "int8":
-            q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
-            return with_transpose(q, scale)
+            return quantised(c, problem, inputs)
         return {"c": c + inputs["c"] if problem.accumulate else c}
 
 

@@ -16,9 +16,8 @@ class TorchSwiglu(TorchKernel):
     op = "swiglu"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        block, rounding = problem.block, problem.rounding
         gate, up, *rest = (
-            dequantize(inputs[name], inputs[f"{name}_scale"], block)
+            dequantize(inputs[name], inputs[f"{name}_scale"], problem.block)
             for name in ("gate", "up", "dy")
             if name in inputs
         )
@@ -30,7 +29,8 @@ class TorchSwiglu(TorchKernel):
             ("dgate", dy * silu_grad(gate) * up, STREAM_ROUNDING),
             ("dup", dy * silu(gate), STREAM_SECOND),
         ):
-            codes = quantize(value, block, rounding, inputs.get("seed"), stream)
+            seed = inputs.get("seed")
+            codes = quantize(value, problem.out_block, problem.rounding, seed, stream)
             results |= with_transpose(*codes, name)
         return results
 

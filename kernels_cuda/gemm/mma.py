@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver, mma_tiles
 from jetfire.kernels_cuda.compile import header
@@ -132,6 +133,7 @@ class MmaGemm(Kernel):
     def legal(self, problem: GemmProblem, config: MmaConfig, device: Device) -> str | None:
         return (
             mma_tiles.unsupported(device)
+            or unequal_blocks(problem)
             or mma_tiles.outside(config, SPACE)
             or mma_tiles.misfit(config)
             or _misfit(problem, config)

@@ -14,6 +14,7 @@ import numpy as np
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
@@ -154,7 +155,8 @@ class WgmmaGemm(Kernel):
     Config = WgmmaConfig
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        if reason := unfit(device) or outside(config, SPACE) or _misfit(problem, config):
+        reason = unfit(device) or unequal_blocks(problem) or outside(config, SPACE)
+        if reason := reason or _misfit(problem, config):
             return reason
         limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
         if accumulators(config) > limit:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.codes import codes_to_floats
@@ -248,7 +249,8 @@ class TritonAdd(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.block, config, device)
+        reason = unequal_blocks(problem)
+        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the fastest tile at 8192×4096 and 8192×16384 on an H200, of those measured."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import INTERPRETED, STREAM_DROPOUT, random_u16, random_words
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -118,7 +119,8 @@ class TritonDropout(TritonKernel):
     Config = RegisterConfig
 
     def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        return register_reason(problem.m, problem.n, problem.block, config, device)
+        reason = unequal_blocks(problem)
+        return reason or register_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return the best tile measured on an H200 at 8192×4096 and 8192×16384."""

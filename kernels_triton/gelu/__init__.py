@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.blocked import (
     LARGEST_SCALE,
@@ -192,7 +193,8 @@ class TritonGelu(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.block, config, device)
+        reason = unequal_blocks(problem)
+        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the best of ten tiles for each block on an H200 at 8192×4096."""

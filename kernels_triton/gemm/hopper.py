@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
@@ -66,7 +67,7 @@ class GluonGemm(TritonKernel):
     Config = HopperConfig
 
     def legal(self, problem: Any, config: HopperConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
+        if (reason := device_reason(device) or unequal_blocks(problem)) is not None:
             return reason
         if device.capability != (9, 0):
             return "needs sm_90: it is written in warp-group instructions"

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -165,7 +166,7 @@ class TritonGemm(TritonKernel):
     Config = PortableConfig
 
     def legal(self, problem: Any, config: PortableConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
+        if (reason := device_reason(device) or unequal_blocks(problem)) is not None:
             return reason
         for name in ("tile_m", "tile_n"):
             size = getattr(config, name)

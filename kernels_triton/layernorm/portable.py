@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -203,7 +204,8 @@ class TritonLayerNorm(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.block, config, device)
+        reason = unequal_blocks(problem)
+        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         tile = max(problem.block, 64)

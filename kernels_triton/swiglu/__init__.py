@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.blocked import (
     LARGEST_SCALE,
@@ -317,7 +318,8 @@ class TritonSwiglu(TritonKernel):
     Config = RegisterConfig
 
     def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        return register_reason(problem.m, problem.n, problem.block, config, device)
+        reason = unequal_blocks(problem)
+        return reason or register_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return gelu's tile; both gradients of 64 elements per thread would take 246 registers.
