@@ -601,9 +601,12 @@ def _train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="bf16, int8-block32, -block64, -block128, int4-hq-lss, "
-                     "int4-hq, int4-naive (int8-block32).",
-                     autocompletion=o.completing(o.RECIPES)),
+        typer.Option(
+            metavar="NAME",
+            help="bf16, int8, int8-block32, -block64, -block128, int4-hq-lss, int4-hq, int4-naive"
+            " (int8).",
+            autocompletion=o.completing(o.RECIPES),
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -827,7 +830,7 @@ def _tune_training(
     recipe: Annotated[
         list[str] | None,
         typer.Option(parser=o.some("--recipe"), metavar="NAME,...",
-                     help="As for training, but bf16 (int8-block32).",
+                     help="As for training, but bf16 (int8).",
                      autocompletion=o.completing(o.MEASURED)),
     ] = None,
     set_: Annotated[

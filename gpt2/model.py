@@ -99,7 +99,7 @@ class Block(nn.Module):
 def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
     """A block whose products are a recipe's."""
     if recipe.block is not None:
-        return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block)
+        return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block, recipe.flow)
     if recipe.int4 is not None:
         return Block(shape, partial(Int4Linear, int4=recipe.int4, dtype=torch.float32))
     return Block(shape, partial(nn.Linear, dtype=torch.float32))
@@ -160,7 +160,7 @@ class GPT2(nn.Module):
         x = x + self.positions.weight[: ids.shape[1]]
         if self.training and self.shape.dropout:
             x = F.dropout(x, self.shape.dropout)
-        x = self._plain(x) if self.recipe.block is None else self._int8(x, self.recipe.block)
+        x = self._plain(x) if self.recipe.flow is None else self._int8(x, self.recipe.flow)
         valid = self.shape.vocabulary
         if targets is None:
             return F.linear(x, table.to(x.dtype))[..., :valid]

@@ -39,15 +39,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # What --resume may change: the rest would make it another run.
-CHANGEABLE = frozenset({
-    "recipe", "group", "steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep",
-    "compile", "graph", "deterministic", "parallel",
-})  # fmt: skip
+PRECISION = ("recipe", "group", "block", "flow")
+PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
+MANNER = ("compile", "graph", "deterministic", "parallel")
+CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 
 
 Group = Literal[
     "recipe", "search", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024"
 ]
+Side = Literal["recipe", "32", "64", "128"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Settings:
     Attributes:
         recipe: a name of `jetfire.nn.recipes.RECIPES`.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
+        block, flow: of an INT8 recipe's products and of the flow between, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
@@ -73,8 +75,10 @@ class Settings:
     layers: int
     heads: int
     width: int
-    recipe: str = "int8-block32"
+    recipe: str = recipes.USUAL
     group: Group = "recipe"
+    block: Side = "recipe"
+    flow: Side = "recipe"
     context: int = 1024
     dropout: float = 0.0
     batch: int = 8
@@ -116,16 +120,21 @@ class Settings:
         return dataclasses.asdict(self)
 
     def precision(self) -> recipes.Recipe:
-        """The recipe, with the group that was asked for.
+        """Return the recipe, with the group and the blocks that were asked for.
 
         Raises:
-            UsageError: there is no such recipe, or it has no groups, or no such one.
+            UsageError: there is no such recipe, or it has no groups, or no such one, or no blocks.
         """
-        if self.group == "recipe":
-            return recipes.get(self.recipe)
+        chosen: dict[str, Any] = {
+            name: int(side)
+            for name in ("block", "flow")
+            if (side := getattr(self, name)) != "recipe"
+        }
         if self.group == "search":
-            return recipes.get(self.recipe, "search")
-        return recipes.get(self.recipe, recipes.as_group(int(self.group)))
+            chosen["group"] = "search"
+        elif self.group != "recipe":
+            chosen["group"] = recipes.as_group(int(self.group))
+        return recipes.get(self.recipe, **chosen)
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, counted from 1: linear warm-up, then a cosine down to the floor."""

@@ -171,7 +171,7 @@ class BlockSubject(Subject):
         self.wrong = ""
 
     def _outputs(self) -> torch.Tensor:
-        x, side = self.x, self.recipe.block
+        x, side = self.x, self.recipe.flow
         if not self.recipe.plain:
             weights_changed()
         if side is None:

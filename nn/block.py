@@ -4,6 +4,9 @@ The residual stream is BF16; what flows between the layers of a branch, and what
 backward, is INT8 codes: of LayerNorm's input and of each product's, transposed as the weight
 gradient reads it. But GELU's output, the widest, is made again from its input's codes: to the same
 bits, as it is rounded to nearest.
+
+What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
+another, `flow`: a product's INT8 output, LayerNorm's and GELU's inputs, the gradients between.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, block: Block) -> Stream:
-        """Return the stream of a bf16 matrix."""
+        """Return the stream of a bf16 matrix, its codes in blocks of the flow's side."""
         return cls(x, int8_quantize(x.detach(), block=block))
 
 
@@ -80,6 +83,7 @@ class _Setting(NamedTuple):
     """What both halves of a block know besides their tensors."""
 
     block: Block
+    flow: Block
     batch: int
     heads: int
     eps: float
@@ -111,7 +115,8 @@ class _Enter(torch.autograd.Function):
         bias: Tensor,
         *codes: Tensor,
     ) -> tuple[Tensor, ...]:
-        s, w = Quantized(q, scale, block=setting.block), Quantized.of(codes, "both", setting.block)
+        block = setting.block
+        s, w = Quantized(q, scale, block=setting.flow), Quantized.of(codes, "both", block)
         h, mean, rstd = int8_layernorm(
             s,
             norm_weight,
@@ -120,6 +125,7 @@ class _Enter(torch.autograd.Function):
             rstd=rstd,
             eps=setting.eps,
             layout="both",
+            out_block=block,
         )
         y = int8_gemm(h, w, out="bf16", bias=bias)
         ctx.handoff, ctx.setting = handoff, setting
@@ -131,15 +137,15 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
-        block, handoff = ctx.setting.block, ctx.handoff
-        s, ht, wt = unflat(codes, block)
+        block, flow, handoff = ctx.setting.block, ctx.setting.flow, ctx.handoff
+        (s,), (ht, wt) = unflat(codes[:2], flow), unflat(codes[2:], block)
         dx, *dqkv = grads
         # Attention's gradients come as batch×heads×length×head, laid out as tokens × width.
         parts = (d.transpose(1, 2).reshape(dx.shape) for d in dqkv)
         g = int8_quantize_qkv(
             *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
         )
-        dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2])
+        dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         dw = product_of_transposes(g.t, ht, torch.float32)
         db = int8_column_sum(g)
         del g
@@ -147,7 +153,7 @@ class _Enter(torch.autograd.Function):
             s, dh, norm_weight, mean, rstd, seed=seeds[2:3]
         )
         layout: Layout = "q" if handoff is None else "both"
-        dx, copy = int8_add_backward(dx, dq, seed=seeds[3:4], layout=layout)
+        dx, copy = int8_add_backward(dx, dq, seed=seeds[3:4], layout=layout, out_block=block)
         if handoff is not None:
             handoff.put(dx, copy)
         of_norm_and_qkv = dnorm_weight, dnorm_bias, dw, db
@@ -178,17 +184,26 @@ class _Leave(torch.autograd.Function):
         bias2: Tensor,
         *codes: Tensor,
     ) -> tuple[Tensor, ...]:
-        block, eps = setting.block, setting.eps
+        block, flow, eps = setting.block, setting.flow, setting.eps
         w0, w1, w2 = (Quantized.of(codes[i : i + 4], "both", block) for i in (0, 4, 8))
         a = int8_quantize(attended, block=block, layout="both")
-        y = _dropped(int8_gemm(a, w0, out="int8", bias=bias0), setting, seeds, _MASK0)
+        y = int8_gemm(a, w0, out="int8", bias=bias0, out_block=flow)
+        y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
         h, *_ = int8_layernorm(
-            s, norm_weight, norm_bias, mean=mean, rstd=rstd, eps=eps, layout="both"
+            s,
+            norm_weight,
+            norm_bias,
+            mean=mean,
+            rstd=rstd,
+            eps=eps,
+            layout="both",
+            out_block=block,
         )
-        f = int8_gemm(h, w1, out="int8", bias=bias1)
-        u = int8_gelu(f, approximate=setting.approximate)
-        y = _dropped(int8_gemm(u, w2, out="int8", bias=bias2), setting, seeds, _MASK2)
+        f = int8_gemm(h, w1, out="int8", bias=bias1, out_block=flow)
+        u = int8_gelu(f, approximate=setting.approximate, out_block=block)
+        y = int8_gemm(u, w2, out="int8", bias=bias2, out_block=flow)
+        y = _dropped(y, setting, seeds, _MASK2)
         out, copy, *statistics = int8_add(x, y, eps=eps)
         ctx.mark_non_differentiable(*copy.tensors, *statistics)
         ctx.handoff, ctx.setting = handoff, setting
@@ -201,9 +216,10 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Drop at once what is no longer wanted: the peak of a step's memory is in here."""
         setting = ctx.setting
+        block, flow = setting.block, setting.flow
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
-        s, f, at, ht, w0t, w1t, w2t = unflat(codes, setting.block)
+        (s, f), (at, ht, w0t, w1t, w2t) = unflat(codes[:4], flow), unflat(codes[4:], block)
         del codes
         dx = grads[0]
 
@@ -213,25 +229,31 @@ class _Leave(torch.autograd.Function):
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
         if g is None:
             dx = dx.contiguous()  # that of a sum has no strides
-            g = quantised_gradient(dx, setting.block, seed(0))
+            g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
-        u = int8_gelu(f, approximate=setting.approximate, layout="qt")
+        u = int8_gelu(f, approximate=setting.approximate, layout="qt", out_block=block)
         dw2 = product_of_transposes(g.t, u.t, torch.float32)
         db2 = int8_column_sum(g)
         del u
-        du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1))
+        du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
         df = int8_gelu_backward(
-            f, du, approximate=setting.approximate, layout="both", seed=seed(2), inplace=True
+            f,
+            du,
+            approximate=setting.approximate,
+            layout="both",
+            seed=seed(2),
+            inplace=True,
+            out_block=block,
         )
         del g, du
-        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3))
+        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         dw1 = product_of_transposes(df.t, ht, torch.float32)
         db1 = int8_column_sum(df)
         del df
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             s, dh, norm_weight, mean, rstd, seed=seed(4)
         )
-        dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5))
+        dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5), out_block=block)
         g = _undropped(copy, setting, seeds, _MASK0)
         dattended = int8_gemm(g, w0t, out="bf16")
         dw0 = product_of_transposes(g.t, at, torch.float32)
@@ -265,12 +287,19 @@ class Int8Block(nn.Module):
     Args:
         width: of the stream, a multiple of heads.
         dropout: probability, of attention's weights and of both branches' outputs.
-        block: 32, 64 or 128, the side of a quantisation block.
+        block: 32, 64 or 128, the side of the blocks whose codes are multiplied.
+        flow: as `block`, of what flows between products; None is `block`.
     """
 
     @checked
     def __init__(
-        self, width: int, heads: int, dropout: float = 0.0, block: int = 32, device: Placed = None
+        self,
+        width: int,
+        heads: int,
+        dropout: float = 0.0,
+        block: int = 128,
+        flow: int | None = 32,
+        device: Placed = None,
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
@@ -279,6 +308,7 @@ class Int8Block(nn.Module):
             raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
         self.width, self.heads, self.dropout = width, heads, dropout
         self.block = checked_block(block)
+        self.flow = self.block if flow is None else checked_block(flow, "flow")
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
@@ -292,14 +322,15 @@ class Int8Block(nn.Module):
         """Return the stream of batch·length tokens × width after this block."""
         if not isinstance(stream, Stream):
             raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
-        if stream.codes.block != self.block:
-            raise UsageError(f"stream in blocks of {stream.codes.block}: expected {self.block}")
+        if stream.codes.block != self.flow:
+            raise UsageError(f"stream in blocks of {stream.codes.block}: expected {self.flow}")
         if not isinstance(batch, int) or batch < 1:
             raise UsageError(f"batch={batch}: expected an integer of at least 1")
         if stream.x.shape[0] % batch:
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
-        setting = _Setting(self.block, batch, self.heads, self.norm1.eps, dropout, "tanh")
+        sides, eps = (self.block, self.flow), self.norm1.eps
+        setting = _Setting(*sides, batch, self.heads, eps, dropout, "tanh")
         seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, self.training)
         enter = leave = None
         if seeds is not None:
@@ -334,7 +365,7 @@ class Int8Block(nn.Module):
             *(p for linear in linears for p in (linear.weight, linear.bias)),
             *(t for linear in linears for t in linear.codes().tensors),
         )
-        return Stream(x, Quantized(q, scale, block=self.block), mean, rstd, handoff)
+        return Stream(x, Quantized(q, scale, block=self.flow), mean, rstd, handoff)
 
     def extra_repr(self) -> str:
-        return f"width={self.width}, heads={self.heads}, block={self.block}"
+        return f"width={self.width}, heads={self.heads}, block={self.block}, flow={self.flow}"

@@ -41,7 +41,10 @@ class Report:
 
 @checked
 def convert(
-    model: nn.Module, recipe: str | Recipe, skip: tuple[str, ...] = (), head: bool = False
+    model: nn.Module,
+    recipe: str | Recipe = recipes.USUAL,
+    skip: tuple[str, ...] = (),
+    head: bool = False,
 ) -> Report:
     """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 

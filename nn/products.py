@@ -31,15 +31,15 @@ FLOATS: dict[torch.dtype, FloatName] = {
 _FEW = 768 * 768
 
 
-def checked_block(block: int) -> Block:
-    """Return the side of a block.
+def checked_block(block: int, name: str = "block") -> Block:
+    """Return the side of a block, which an argument of this name gives.
 
     Raises:
         UsageError: kernels have no such blocks.
     """
     with contextlib.suppress(TypeError, ValueError):  # of what is no integer, or no side
         return _BLOCKS[_BLOCKS.index(operator.index(block))]
-    raise UsageError(f"block={block}: expected {' or '.join(map(str, _BLOCKS))}")
+    raise UsageError(f"{name}={block}: expected {' or '.join(map(str, _BLOCKS))}")
 
 
 def draw(count: int, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from jetfire.core.arguments import shown
 from jetfire.core.errors import UsageError, unknown
@@ -65,6 +65,8 @@ class Int4:
 
 
 DEFAULT = Int4()
+# What `convert` and jetfire-train take where none is named.
+USUAL = "int8"
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,20 @@ class Recipe:
     """A name and what it stands for.
 
     Attributes:
-        block: side of an INT8 quantisation block.
+        block: side of the blocks whose codes are multiplied.
+        flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
+            is `block`.
         int4: how the products are made in 4 bits.
     """
 
     name: str
     block: Block | None = None
+    flow: Block | None = None
     int4: Int4 | None = None
+
+    def __post_init__(self) -> None:
+        if self.flow is None:
+            object.__setattr__(self, "flow", self.block)
 
     @property
     def plain(self) -> bool:
@@ -90,6 +99,10 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("bf16"),
+        # The speed is in the products, and the accuracy in the flow: 124M over 82M tokens ends
+        # 0.0016 nats under BF16's loss so, 0.0106 over it with both in blocks of 128, 0.0017 over
+        # it with both in blocks of 32, which multiply half as fast.
+        Recipe("int8", 128, 32),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int4-hq-lss", int4=DEFAULT),
         Recipe("int4-hq", int4=Int4(gradient="split")),
@@ -98,18 +111,30 @@ RECIPES = {
 }
 
 
-def get(name: str, group: Group | Literal["search"] | None = None) -> Recipe:
+def get(
+    name: str,
+    group: Group | Literal["search"] | None = None,
+    block: Block | None = None,
+    flow: Block | None = None,
+) -> Recipe:
     """Return the recipe of a name.
 
     Args:
         group: in place of that of an INT4 recipe.
+        block, flow: in place of those of an INT8 recipe.
 
     Raises:
-        UsageError: there is none, or it has no groups.
+        UsageError: there is none, or it has no groups, or no blocks.
     """
     if name not in RECIPES:
         raise unknown(f"no recipe {name!r}", name, RECIPES)
     recipe = RECIPES[name]
+    sides: dict[str, Any] = {"block": block, "flow": flow}
+    sides = {field: side for field, side in sides.items() if side is not None}
+    for field, side in sides.items():
+        if recipe.block is None:
+            raise UsageError(f"{field}={side} with recipe={name}: expected an INT8 recipe")
+    recipe = replace(recipe, **sides)
     if group is None:
         return recipe
     if recipe.int4 is None:

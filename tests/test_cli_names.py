@@ -26,7 +26,7 @@ NEAR = [
     (["export", "gemm", "--target", "toch", "-o", "x"], "--target toch (did you mean torch?)"),
     (["train", "gpt2-124"], "no preset 'gpt2-124' (did you mean gpt2-124m?)"),
     (["train", "tiny", "--recipe", "int8_block32"], "(did you mean int8-block32?)"),
-    (["train", "tiny", "--recipe", "int8"], "no recipe 'int8' (did you mean int8-block32?)"),
+    (["train", "tiny", "--recipe", "int9"], "no recipe 'int9' (did you mean int8?)"),
     (["train", "tiny", "--set", "parallel=dpd"], "parallel=dpd (did you mean ddp?)"),
     (["train", "bench", "widee"], "no case 'widee' (did you mean wide?)"),
     (["train", "bench", "tiny", "--set", "layer=2"], "--set layer=2 (did you mean layers?)"),

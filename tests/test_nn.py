@@ -31,6 +31,7 @@ from jetfire.nn import (
 )
 from jetfire.nn import block as block_module
 from jetfire.nn.products import checked_block
+from jetfire.nn.recipes import get
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,11 +64,20 @@ def sequential(device):
 
 
 def test_recipes():
-    int8 = ["int8-block32", "int8-block64", "int8-block128"]
+    int8 = ["int8", "int8-block32", "int8-block64", "int8-block128"]
     assert list(RECIPES) == ["bf16", *int8, "int4-hq-lss", "int4-hq", "int4-naive"]
-    assert [r.block for r in RECIPES.values()] == [None, 32, 64, 128, None, None, None]
-    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 6]
+    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, 128, None, None, None]
+    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, None, None, None]
+    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 7]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
+
+
+def test_a_recipe_takes_other_blocks():
+    assert get("int8", block=64) == Recipe("int8", 64, 32)
+    assert get("int8-block128", flow=64) == Recipe("int8-block128", 128, 64)
+    for name in ("bf16", "int4-hq"):
+        with pytest.raises(UsageError, match=f"flow=32 with recipe={name}: expected an INT8 recip"):
+            get(name, flow=32)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -800,7 +810,7 @@ def test_repr():
     assert repr(Int8Linear(8, 4)).endswith("out_features=4, bias=True, block=32)")
     assert "block=64" in repr(Int8LayerNorm(8, block=64))
     assert repr(Int8GELU()) == "Int8GELU(approximate='tanh', block=32)"
-    assert "width=64, heads=2, block=32" in repr(Int8Block(64, 2))
+    assert "width=64, heads=2, block=128, flow=32" in repr(Int8Block(64, 2))
     conv = Int8Conv1D(nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(4)))
     assert repr(conv) == "Int8Conv1D(in_features=8, out_features=4, block=32)"
 

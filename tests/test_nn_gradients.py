@@ -275,7 +275,7 @@ class _Rounded(torch.autograd.Function):
         return g * (1 + BF16 * signs), None
 
 
-def normalised(codes, statistics, norm, parameters, block):
+def normalised(codes, statistics, norm, parameters, out_block):
     """LayerNorm of a stream's codes about given statistics, which depend on what the codes hold."""
     x, own = codes
     mean, rstd = (t.double()[:, None] for t in statistics)
@@ -292,8 +292,9 @@ def normalised(codes, statistics, norm, parameters, block):
         mean=statistics[0],
         rstd=statistics[1],
         eps=norm.eps,
+        out_block=out_block,
     )
-    return nearest(y, found, block), found
+    return nearest(y, found, out_block), found
 
 
 def kernel_noise(a, b, found, block, out):
@@ -306,28 +307,32 @@ def kernel_noise(a, b, found, block, out):
     return 0.0 if noise is None else spread(noise, block, m, n)
 
 
-def multiplied(codes, linear, parameters, block, out="int8"):
-    """A branch's product; codes are (float64 graph, `Quantized`), parameters (graph, nn's)."""
+def multiplied(codes, linear, parameters, out_block=None):
+    """A branch's product; codes are (float64 graph, `Quantized`), parameters (graph, nn's).
+
+    Without a block for its codes it is bf16.
+    """
     x, own = codes
+    block, out = own.block, "bf16" if out_block is None else "int8"
     weight, bias = parameters
     w = ops.Quantized(*linear.codes()[:2], block=block)
     y = x @ nearest(weight, w, block).t() + bias
-    found = ops.int8_gemm(own, w, out=out, bias=linear.bias.detach())
+    found = ops.int8_gemm(own, w, out=out, bias=linear.bias.detach(), out_block=out_block)
     if out == "int8":
-        return nearest(y, found, block), found
+        return nearest(y, found, out_block), found
     slack = BF16 * y.abs() + 1e-5 + kernel_noise(own, w, found, block, out)
     assert bool(((found.double() - y).abs() <= slack).all())
     return straight_through(y, found), found
 
 
-def dropped(codes, keep, p, block):
+def dropped(codes, keep, p):
     """A branch's output after dropout with a known mask."""
     y, own = codes
     if keep is None:
         return codes
     kept = torch.full_like(own.scale, 1 - drop_threshold(p) / 65536)
     own = own._replace(q=own.q * keep, scale=own.scale / kept)
-    return straight_through(y * keep / kept[0, 0], values(own, block)), own
+    return straight_through(y * keep / kept[0, 0], values(own, own.block)), own
 
 
 def attention(y, found, module, batch, keep, noise):
@@ -371,34 +376,33 @@ def reference(module, x, own, batch, parameters, noise, keep=(None, None, None))
     Returns:
         The stream after it, as both.
     """
-    block, eps, dropout = module.block, module.norm1.eps, module.dropout
+    block, flow = module.block, module.flow
+    eps, dropout = module.norm1.eps, module.dropout
 
     def of(name):
         return parameters[f"{name}.weight"], parameters[f"{name}.bias"]
 
     x = _Rounded.apply(x, noise)
-    codes = (nearest(x, own.codes, block), own.codes)
+    codes = (nearest(x, own.codes, flow), own.codes)
     statistics = (own.mean, own.rstd)
     if own.mean is None:
-        wide = values(own.codes, block)
+        wide = values(own.codes, flow)
         variance, mean = torch.var_mean(wide, 1, correction=0)
         statistics = (mean.float(), (variance + eps).rsqrt().float())
     h = normalised(codes, statistics, module.norm1, of("norm1"), block)
-    y, found = multiplied(h, module.qkv, of("qkv"), block, out="bf16")
+    y, found = multiplied(h, module.qkv, of("qkv"))
     a, attended = attention(y, found, module, batch, keep[0], noise)
     found = ops.int8_quantize(attended, block=block)
     codes = (straight_through(_Rounded.apply(a, noise), values(found, block)), found)
-    y = dropped(
-        multiplied(codes, module.projection, of("projection"), block), keep[1], dropout, block
-    )
+    y = dropped(multiplied(codes, module.projection, of("projection"), flow), keep[1], dropout)
     total, copy, mean, rstd = ops.int8_add(own.x.detach(), y[1], eps=eps)
     x = _Rounded.apply(added(x, y, total), noise)
-    codes = (nearest(x, copy, block), copy)
+    codes = (nearest(x, copy, flow), copy)
     h = normalised(codes, (mean, rstd), module.norm2, of("norm2"), block)
-    f = multiplied(h, module.expand, of("expand"), block)
-    found = ops.int8_gelu(f[1])
+    f = multiplied(h, module.expand, of("expand"), flow)
+    found = ops.int8_gelu(f[1], out_block=block)
     u = (nearest(functional.gelu(f[0], approximate="tanh"), found, block), found)
-    y = dropped(multiplied(u, module.contract, of("contract"), block), keep[2], dropout, block)
+    y = dropped(multiplied(u, module.contract, of("contract"), flow), keep[2], dropout)
     out = Stream(*ops.int8_add(total, y[1], eps=eps))
     return added(x, y, out.x), out
 
@@ -406,10 +410,10 @@ def reference(module, x, own, batch, parameters, noise, keep=(None, None, None))
 BATCH, TOKENS, WIDTH = 2, 24, 72
 
 
-def blocks_of(count, block, device, dropout=0.0):
+def blocks_of(count, block, flow, device, dropout=0.0):
     """Blocks whose every parameter matters."""
     made = torch.nn.ModuleList(
-        Int8Block(WIDTH, 2, dropout, block, device=device) for _ in range(count)
+        Int8Block(WIDTH, 2, dropout, block, flow, device=device) for _ in range(count)
     )
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -420,13 +424,13 @@ def blocks_of(count, block, device, dropout=0.0):
 
 def check_blocks(modules, device, keep=(None, None, None)):
     """Forward to the bit, and gradients over 200 draws, of a chain of blocks."""
-    block = modules[0].block
+    flow = modules[0].flow
     x = leaf(BATCH * TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
     g = torch.randn(BATCH * TOKENS, WIDTH, device=device).to(torch.bfloat16)
     parameters = dict(modules.named_parameters())
 
     def forward():
-        stream = Stream.of(x, block)
+        stream = Stream.of(x, flow)
         for module in modules:
             stream = module(stream, BATCH)
         return stream.x
@@ -434,7 +438,7 @@ def check_blocks(modules, device, keep=(None, None, None)):
     (wide,) = double(x)
     doubles = dict(zip(parameters, double(*parameters.values()), strict=True))
     noise = SimpleNamespace(generator=None)
-    y, own = wide, Stream.of(x, block)
+    y, own = wide, Stream.of(x, flow)
     for index, module in enumerate(modules):
         of_it = {k.partition(".")[2]: v for k, v in doubles.items() if k.startswith(f"{index}.")}
         y, own = reference(module, y, own, BATCH, of_it, noise, keep)
@@ -458,15 +462,17 @@ def check_blocks(modules, device, keep=(None, None, None)):
         unbiased(found, expected, found.std(0), rounding, student(expected.numel()))
 
 
-def test_block(device):
+@pytest.mark.parametrize(("block", "flow"), [(32, 32), (128, 32)])
+def test_block(device, block, flow):
     torch.manual_seed(0)
-    check_blocks(blocks_of(1, 32, device), device)
+    check_blocks(blocks_of(1, block, flow, device), device)
 
 
-def test_two_blocks(device):
+@pytest.mark.parametrize(("block", "flow"), [(128, 128), (64, 32)])
+def test_two_blocks(device, block, flow):
     """The second's gradient comes with codes, which the first takes."""
     torch.manual_seed(0)
-    check_blocks(blocks_of(2, 128, device), device)
+    check_blocks(blocks_of(2, block, flow, device), device)
 
 
 DROPOUT = 0.25
@@ -497,14 +503,14 @@ def masks(monkeypatch):
 def test_block_with_dropout(masks):
     cpu = torch.device("cpu")
     torch.manual_seed(0)
-    check_blocks(blocks_of(1, 64, cpu, DROPOUT), cpu, masks)
+    check_blocks(blocks_of(1, 64, 32, cpu, DROPOUT), cpu, masks)
 
 
 @pytest.mark.parametrize("branch", ["projection", "contract"])
 def test_dropout_keeps_the_expectation(device, branch):
     """Over masks, of what is linear in them: one branch's output, with the other branch zero."""
     torch.manual_seed(0)
-    (module,) = blocks_of(1, 32, device, DROPOUT)
+    (module,) = blocks_of(1, 32, 32, device, DROPOUT)
     other = module.contract if branch == "projection" else module.projection
     with torch.no_grad():
         other.weight.zero_()
