@@ -8,6 +8,8 @@ have these fields beside the usual ones:
 
 - peak_gib, activation_gib: as `jetfire.gpt2.subjects.Probe` has them; peer_peak_gib and
   peer_activation_gib the peers' {name: GiB}.
+- noise: of a recipe whose gradients are right on average alone, how far one call's gradient is from
+  BF16 eager's, relatively, at the most. `rel_err` is then how far its part along BF16 eager's is.
 - first_step_s: wall time of the variant's first call in the process, compiling included.
 - ms_graph, ms_launched: with and without a CUDA graph, where both were timed.
 
@@ -21,7 +23,7 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,31 +74,48 @@ CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
 
-def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float, str]:
-    """The largest relative error of a gradient, and what is wrong, if anything, in a line.
+@dataclass(frozen=True)
+class Difference:
+    """How far a call is from BF16 eager's.
+
+    Attributes:
+        error: the largest relative error of a gradient; of noisy ones, of their part along it.
+        noise: the largest relative error of a noisy gradient; None of others.
+        wrong: what is wrong, in a line; empty if nothing is.
+    """
+
+    error: float
+    noise: float | None = None
+    wrong: str = ""
+
+
+def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Difference:
+    """Compare a call's loss and gradients with those of BF16 eager.
 
     Args:
         noisy: whether gradients are right on average, not each time.
     """
-    worst, wrong, far = 0.0, "", 0.0
+    errors, noises, wrong, far = [0.0], [0.0], "", 0.0
     for name, its in theirs.items():
         left, right = ours[name].double(), its.double()
         error = float((left - right).norm() / right.norm())
         if name == "loss":
             if not abs(error) <= LOSS_TOLERANCE:
-                return error, f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+                what = f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+                return Difference(error, wrong=what)
             continue
-        worst = error if not error <= worst else worst
         off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
             off = abs(float((left * right).sum() / right.square().sum()) - 1)
             limit = ATTENTION_TOLERANCE if name.endswith(_ATTENTION) else ALONG_TOLERANCE
             what = "relative error along it"
+        errors.append(off)
+        noises.append(error)
         if not off / limit <= max(far, 1.0):
             far, wrong = off / limit, f"{name}: {what} {off:.2g} against BF16 eager's"
             if math.isnan(off):
-                break
-    return worst, wrong
+                return Difference(off, off if noisy else None, wrong)
+    return Difference(max(errors), max(noises) if noisy else None, wrong)
 
 
 class TrainingBench:
@@ -171,10 +190,17 @@ class TrainingBench:
         for name in subjects:
             if name not in PEERS:
                 noisy = RECIPES[name].int4 is not None
-                off, wrong = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
-                rows[name] = replace(rows[name], ok=not wrong, rel_err=off, error=wrong)
-                if wrong:
-                    self.note(f"{case}: {name} is wrong: {wrong}")
+                found = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
+                noise = {} if found.noise is None else {"noise": found.noise}
+                rows[name] = replace(
+                    rows[name],
+                    ok=not found.wrong,
+                    rel_err=found.error,
+                    error=found.wrong,
+                    extra={**rows[name].extra, **noise},
+                )
+                if found.wrong:
+                    self.note(f"{case}: {name} is wrong: {found.wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
 
     def _failed(self, case: TrainingCase, name: str, error: Exception) -> None:

@@ -502,6 +502,19 @@ def test_made_in_inference(device):
         assert error_of(linear(x) - linear.bias, 2 * (before - linear.bias)) < 1e-5
 
 
+@pytest.mark.gpu
+def test_codes_made_on_one_stream_are_waited_for_on_another(device):
+    layer, x = Int8Linear(512, 512, device=device), torch.randn(64, 512, device=device)
+    expected = layer(x)
+    weights_changed()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2**28)  # a tenth of a second, and then they are made
+        layer.codes()
+    assert torch.equal(layer(x), expected)
+
+
 # What is drawn
 
 
