@@ -2,9 +2,9 @@
 
 A step is forward, backward and clipped fused AdamW; a block is forward and backward. Every variant
 is checked against BF16 eager in the same process, its memory is measured in eager calls, and then
-all are timed in turns: recipes as CUDA graphs, as one GPU trains them; a step under `compile` as
-torch launches it, a block under it with and without a graph, of which the faster is the peer. Rows
-have these fields beside the usual ones:
+all are timed in turns: recipes as CUDA graphs, as one GPU trains them; a compiled step as torch
+launches it, a compiled block with and without a graph, of which the faster is the peer. Rows have
+these fields beside the usual ones:
 
 - peak_gib, activation_gib: as `jetfire.gpt2.subjects.Probe` has them; peer_peak_gib and
   peer_activation_gib the peers' {name: GiB}.
@@ -123,7 +123,7 @@ class TrainingBench:
 
     def __init__(
         self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = 200.0,
-        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = PEERS, debug: bool = False,
+        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = tuple(PEERS), debug: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.where = device, device.torch_device
         self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
@@ -174,7 +174,7 @@ class TrainingBench:
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
         # Peers last: what a process does once counts for the first recipe's first step.
-        for name in (*case.recipes, *self.peers):
+        for name in (*case.recipes, *self._peers_of(case)):
             role = "peer" if name in PEERS else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
@@ -202,6 +202,11 @@ class TrainingBench:
                 if found.wrong:
                     self.note(f"{case}: {name} is wrong: {found.wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
+
+    def _peers_of(self, case: TrainingCase) -> list[str]:
+        """Return the peers that a case has: a block has no loss."""
+        step = isinstance(case.problem, StepProblem)
+        return [name for name in self.peers if step or not PEERS[name].own_loss]
 
     def _failed(self, case: TrainingCase, name: str, error: Exception) -> None:
         if self.debug:
