@@ -461,7 +461,7 @@ def int8_gemm(
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
         bias = expect.vector("bias", bias, n, q)
-    if out_block not in (None, block) and out != "int8":
+    if out_block is not None and out_block != block and out != "int8":
         raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
     if c is not None:
         _accumulator(c, m, n, out, q)
