@@ -33,6 +33,7 @@ from jetfire.bench import command
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.suites import STEADY_MS
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import (
     EAGER,
@@ -122,7 +123,7 @@ class TrainingBench:
     """Measures cases on one device."""
 
     def __init__(
-        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = 200.0,
+        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = STEADY_MS,
         sample_ms: float = SAMPLE_MS, peers: Sequence[str] = tuple(PEERS), debug: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.where = device, device.torch_device
