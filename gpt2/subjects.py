@@ -21,7 +21,7 @@ from jetfire.gpt2.cases import PEERS, BlockProblem, StepProblem, TorchVariant
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Stream, recipes, weights_changed
+from jetfire.nn import Int8Block, Stream, recipes, weights_changed
 
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _WARM = 3  # a GraphedStep captures itself on its third call
@@ -185,6 +185,8 @@ class BlockSubject(Subject):
         with x.device:
             shape = Shape(1, problem.heads, problem.width, problem.context, vocabulary=64)
             self.module: nn.Module = block_of(shape, self.recipe)
+        if isinstance(self.module, Int8Block):
+            self.module.adds_gradients = True  # as a `Step` has it
         peer = PEERS.get(name, TorchVariant(name, compiled=False))
         if peer.fp8 is not None:
             in_fp8(self.module, peer.fp8)

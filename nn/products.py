@@ -97,6 +97,22 @@ def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> t
     return int8_gemm(at, bt, out=FLOATS[dtype], c=c)
 
 
+def weight_gradient(
+    at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool
+) -> torch.Tensor | None:
+    """Return an fp32 weight's gradient Aᵀ·B; None where it was added to the one that is there.
+
+    Args:
+        at, bt: as in `product_of_transposes`.
+        adds: whether it may be added in the product itself.
+    """
+    grad = weight.grad if adds else None
+    if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
+        return product_of_transposes(at, bt, torch.float32)
+    int8_gemm(at, bt, out="fp32", c=grad)
+    return None
+
+
 class Handoff:
     """Codes of a gradient on their way from the node that made both to the one that takes it.
 
