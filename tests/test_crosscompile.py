@@ -23,6 +23,7 @@ VARIATIONS = (
 GEMM_VARIATIONS = (
     {"block": 128},
     {"out": "int8", "layout": "both", "rounding": "stochastic"},
+    {"out": "int8", "layout": "both", "rounding": "stochastic", "block": 128, "out_block": 32},
 )
 
 
