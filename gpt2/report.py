@@ -66,7 +66,7 @@ class FinishedRun:
     @property
     def ms(self) -> float | None:
         """Milliseconds a step, the median; None where the run had not the GPU to itself."""
-        if self.head.get("kept", {}).get("runs_at_once", 1) > 1:
+        if log.shared(self.records):
             return None
         return median(record["ms"] for record in self._of("step"))
 

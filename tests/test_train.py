@@ -1,6 +1,7 @@
 """Training GPT-2: settings, the step, faults, checkpoints, the log, curves and the command."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
@@ -578,6 +579,8 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
         "run", *["step"] * 4, "evaluation", "checkpoint", "step", "step", "evaluation",
         "checkpoint", "end"]  # fmt: skip
     assert records[0]["settings"]["width"] == 32
+    assert (records[0]["runs_at_once"], len(records[0]["sources"])) == (1, 1)
+    assert records[0]["sources"][0]["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
     assert {"step", "loss", "norm", "rate", "ms", "tokens_per_s", "mfu", "peak_gib"} < set(
         records[1]
     )
