@@ -38,6 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                    "accumulate": 128},
 }  # fmt: skip
 
+# A run's file of them, and what that has beside them.
+SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
 PRECISION = ("recipe", "group", "block", "flow")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
