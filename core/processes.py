@@ -10,9 +10,10 @@ import os
 import resource
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,32 @@ if sys.platform == "linux":
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
+
+
+def started(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, which ends with this process.
+
+    Ctrl-C on the terminal does not reach it. Its stdout and stderr are one pipe, to be read. The
+    thread that calls must live as long as the command: to Linux it is the parent.
+    """
+    python = os.fsdecode(spawn.get_executable())
+    return subprocess.Popen(
+        [python, "-ISc", _START, str(os.getpid()), *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,  # before the child runs any Python that Ctrl-C would interrupt
+    )
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    """Kill what `started` gave where it still runs, with all of its group, and wait for it."""
+    if process.poll() is None:  # else its number may be another's by now
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class _Output:

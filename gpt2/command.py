@@ -73,7 +73,7 @@ class Stop:
                 signal.signal(number, handler)
 
 
-def _prepared(settings: Settings) -> Path:
+def prepared_data(settings: Settings) -> Path:
     """Where the run's tokens are; text is prepared on first use, into the cache.
 
     Raises:
@@ -127,7 +127,8 @@ def _header(kind: str, training: Training, run: Run, device: Device) -> dict[str
         step=training.done,
         parameters=sum(p.numel() for p in training.model.parameters()),
         vocabulary=training.vocabulary,
-        tokens=training.tokens_seen, flops_per_token=training.flops, graphed=training.graphed,
+        tokens=training.tokens_seen, sources=training.tokens.meta.get("sources", []),
+        flops_per_token=training.flops, graphed=training.graphed,
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def _enough_memory() -> Iterator[None]:
 
 def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
     begin = time.monotonic()
-    folder = group.once(lambda: _prepared(run.settings))
+    folder = group.once(lambda: prepared_data(run.settings))
     tokens = group.each(lambda: _tokens(run.settings, folder, group))
     with ExitStack() as stack:
         stack.enter_context(algorithms(run.settings))

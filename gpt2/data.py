@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jetfire.gpt2.prepare import prepare
 from jetfire.gpt2.prepared import SPLITS, Meta
 from jetfire.gpt2.tokenizers import Tokenizer
 
-__all__ = ["Tokens", "batch", "evaluation", "open_tokens", "prepare"]
+__all__ = ["Tokens", "batch", "evaluation", "open_tokens", "prepare", "shuffled"]
 
 Array = NDArray[Any]
 
@@ -141,6 +142,34 @@ def batch(
     # is below 2^-24 for any number of tokens that fits a disk.
     starts = generator.random_raw(rows) % np.uint64(len(tokens) - context)
     return _windows(tokens, starts.tolist(), context, torch.device(device))
+
+
+def shuffled(
+    tokens: Array, context: int, rows: int, *, seed: int, first: int,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return what `batch` does, of windows that share no target until all have been read.
+
+    Args:
+        first: rows that the run has read before these.
+
+    Raises:
+        UsageError: there are too few tokens for one window.
+    """
+    if len(tokens) <= context:
+        raise UsageError(f"{len(tokens)} tokens: expected more than context={context}")
+    count = (len(tokens) - 1) // context
+    rounds = (divmod(row, count) for row in range(first, first + rows))
+    starts = [int(_permutation(count, seed, epoch)[place]) * context for epoch, place in rounds]
+    return _windows(tokens, starts, context, torch.device(device))
+
+
+@lru_cache(maxsize=2)
+def _permutation(count: int, seed: int, epoch: int) -> Array:
+    """Return the order in which an epoch reads so many windows: that of as many random numbers."""
+    # No process of `batch` has this rank, so no batch has these numbers.
+    generator = np.random.Philox(key=seed % 2**64, counter=[0, 0, epoch, 1 << 32])
+    return generator.random_raw(count).argsort(kind="stable")
 
 
 def evaluation(

@@ -1,6 +1,7 @@
 """A run's log: JSON lines that are only ever added to, the first a header.
 
-``{"kind": "run"}`` has settings, versions and device; ``step`` has step, loss, norm, rate, ms,
+``{"kind": "run"}`` has settings, versions, device, how many runs shared it, the counts and digests
+of the tokens and what text they were made of; ``step`` has step, loss, norm, rate, ms,
 tokens_per_s, mfu and peak_gib; ``evaluation`` step and loss; ``checkpoint`` the step of one that
 was written; ``fault`` and ``end`` what they say. ``resume`` has what ``run`` has and the step that
 a process goes on after, of which what was logged before of later steps no longer counts; ``cut``
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -26,10 +28,12 @@ from jetfire.core import files, schema
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import MIB, Unreadable
-from jetfire.core.schema import BadLine, Count, Line, Name, NotNegative
+from jetfire.core.schema import BadLine, Count, Line, Name, NotNegative, Size
 from jetfire.gpt2.utilisation import Peak
 
 NAME = "log.jsonl"
+# In the environment of a run: how many runs share its device, where they are more than one.
+RUNS_AT_ONCE = "JETFIRE_RUNS_AT_ONCE"
 Record = dict[str, Any]
 # Bytes: a million steps have 230 MB.
 MOST = 256 * MIB
@@ -57,6 +61,7 @@ class _Head(TypedDict, total=False):
     device: Required[_Device]
     step: Count
     cut: bool
+    runs_at_once: Size
 
 
 class _Step(TypedDict, total=False):
@@ -147,6 +152,16 @@ def records(file: Path) -> list[Record]:
     return kept
 
 
+def shared(found: Sequence[Record]) -> bool:
+    """Return whether a run's device had other runs at any time, so that no step's time is its own.
+
+    `jetfire.gpt2.keep` may have been told so later.
+    """
+    heads = [record for record in found if record["kind"] in ("run", "resume")]
+    at_once = [head.get("runs_at_once", 1) for head in heads]
+    return max(*at_once, found[0].get("kept", {}).get("runs_at_once", 1)) > 1
+
+
 def _drop_after(kept: list[Record], step: int) -> None:
     """Drop what no longer counts once a process has gone on after a step."""
     while len(kept) > 1 and (kept[-1]["kind"] == "end" or kept[-1].get("step", 0) > step):
@@ -226,10 +241,18 @@ def header(
     return {
         "kind": kind, "settings": settings, "versions": versions,
         "device": {"name": device.label, "kind": device.kind, "processes": processes},
+        "runs_at_once": _runs_at_once(),
         "peak": None if peak is None else {"bf16_tflops": peak.tflops, "from": peak.source},
         "commit": commit(), "command": [os.path.basename(sys.argv[0]), *map(_text, sys.argv[1:])],
         **more,
     }  # fmt: skip
+
+
+def _runs_at_once() -> int:
+    given = os.environ.get(RUNS_AT_ONCE, "1")
+    if not re.fullmatch("[1-9][0-9]{0,8}", given):
+        raise UsageError(f"{RUNS_AT_ONCE}={given[:50]!r}: expected how many runs share the device")
+    return int(given)
 
 
 def _text(argument: str) -> str:

@@ -2,7 +2,8 @@
 
 `jetfire.bench.report` writes them; from here come a section for each preset of the logs in
 training/*.jsonl.gz beside the file (`jetfire.gpt2.keep`) that are of its device, its plot of the
-losses, and the README's lines.
+losses, a section for each study-*.json there (`jetfire train study --record`), and the README's
+lines.
 """
 
 from __future__ import annotations
@@ -13,82 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from jetfire.bench import report, show
 from jetfire.bench.markdown import MarkdownTable
 from jetfire.bench.report import Addition, Chart
-from jetfire.core.errors import UsageError
-from jetfire.gpt2 import log
-from jetfire.gpt2.curves import Curve, CurveGroup, image
+from jetfire.gpt2 import study_record
+from jetfire.gpt2.curves import CurveGroup, image
+from jetfire.gpt2.finished import FinishedRun
+from jetfire.gpt2.study_record import StudyRecord
 from jetfire.measure.results import Results
 from jetfire.nn.recipes import RECIPES
 
 FOLDER, BASE = "training", "bf16"
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A finished run's log."""
-
-    file: Path
-    records: list[log.Record]
-
-    @classmethod
-    def read(cls, file: Path) -> FinishedRun:
-        """
-        Raises:
-            UsageError: it is no log, or of a run that did not come to its end.
-        """
-        run = cls(file, log.read(file))
-        if run.records[-1]["kind"] != "end" or not run._of("evaluation") or not run._of("step"):
-            raise UsageError(f"{file}: expected a finished run's log, with an evaluation")
-        return run
-
-    @property
-    def head(self) -> log.Record:
-        return self.records[0]
-
-    def setting(self, name: str) -> Any:
-        return self.head["settings"][name]
-
-    def _of(self, kind: str) -> list[log.Record]:
-        return [record for record in self.records if record["kind"] == kind]
-
-    @property
-    def final(self) -> float:
-        return float(self._of("evaluation")[-1]["loss"])
-
-    @property
-    def best(self) -> float:
-        return min(float(record["loss"]) for record in self._of("evaluation"))
-
-    @property
-    def ms(self) -> float | None:
-        """Milliseconds a step, the median; None where the run had not the GPU to itself."""
-        if self.head.get("kept", {}).get("runs_at_once", 1) > 1:
-            return None
-        return median(record["ms"] for record in self._of("step"))
-
-    @property
-    def tokens(self) -> int:
-        """A step's."""
-        s, processes = self.head["settings"], self.head["device"]["processes"]
-        return int(s["batch"] * s["accumulate"] * s["context"] * processes)
-
-    @property
-    def peak_gib(self) -> float:
-        return max(float(record["peak_gib"]) for record in self._of("step"))
-
-    @property
-    def how(self) -> str:
-        """In what way its steps were run."""
-        if self.setting("graph"):
-            return "CUDA graph"
-        return "torch.compile" if self.setting("compile") else "eager"
-
-    def curve(self) -> Curve:
-        return Curve.of(self.file, self.records, self.setting("recipe"))
 
 
 @dataclass(frozen=True)
@@ -244,15 +181,45 @@ def readme(found: Sequence[Preset]) -> str:
     return "\n" + MarkdownTable("", "", head, rows).markdown()
 
 
+def studies(folder: Path, device: str | None) -> list[StudyRecord]:
+    """The records of studies in a folder that are of a device."""
+    found = [study_record.read(file) for file in sorted(folder.glob("study-*.json"))]
+    return [record for record in found if record["device"] == device]
+
+
+def study_table(record: StudyRecord) -> MarkdownTable:
+    s, data = record["settings"], record["data"]
+    text = (
+        f"{s['steps']} steps of {record['tokens'] // s['steps']} tokens, "
+        f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
+        f"{data['tokens']['train'] / 1e6:.1f} M. {study_record.explained(record)}"
+    )
+    title = f"Study of recipes, {record['preset']}"
+    return MarkdownTable(title, text, study_record.columns(record), study_record.rows(record))
+
+
+def _study_lines(found: Sequence[StudyRecord]) -> str:
+    """The README's lines; empty without studies."""
+    tables = []
+    for record in found:
+        head, *more = study_record.columns(record)
+        tokens = f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens"
+        tables.append(MarkdownTable("", "", [f"{tokens}: {head}", *more],
+                                    study_record.rows(record)).markdown())  # fmt: skip
+    return "".join(f"\n{table}" for table in tables)
+
+
 def addition(results: Results, file: Path) -> Addition:
-    """What the runs beside a results file add to its documents."""
+    """What the runs and studies beside a results file add to its documents."""
+    studied = studies(file.parent, results.device.get("name"))
     found = presets(file.parent / FOLDER, results.device.get("name"))
     charts = [preset.chart(file) for preset in found]
     sections = [
         f"{preset.table().markdown()}\n![{chart.path.name}]({chart.path.name})\n"
         for preset, chart in zip(found, charts, strict=True)
     ]
-    return Addition(sections, readme(found), charts)
+    sections += [study_table(record).markdown() for record in studied]
+    return Addition(sections, readme(found) + _study_lines(studied), charts)
 
 
 if __name__ == "__main__":

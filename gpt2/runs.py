@@ -23,9 +23,9 @@ from jetfire.gpt2 import checkpoint, data, log, parallel, tokenizers
 from jetfire.gpt2.checkpoint import Checkpoint
 from jetfire.gpt2.options import TrainOptions
 from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.settings import CHANGEABLE, Settings, checked, resumed
+from jetfire.gpt2.settings import CHANGEABLE, PROCESSES, SETTINGS, Settings, checked, resumed
 
-SETTINGS, TOKENIZER, PROCESSES = "settings.json", "tokenizer", "processes"
+TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)

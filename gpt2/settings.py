@@ -38,6 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                    "accumulate": 128},
 }  # fmt: skip
 
+# A run's file of them, and what that has beside them.
+SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
 PRECISION = ("recipe", "group", "block", "flow")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
@@ -64,6 +66,8 @@ class Settings:
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
         evaluate_every, checkpoint_every: steps between, 0 for only the end.
         keep: checkpoints to keep beside the best.
+        order: windows of tokens drawn at random, any of them again, or all of them shuffled, each
+            once an epoch.
         data: a data set's name, a folder of prepared tokens, or text to prepare.
         tokenizer: what text is prepared with; auto is what that data usually gets.
         compile: torch.compile the model.
@@ -97,6 +101,7 @@ class Settings:
     checkpoint_every: int = 250
     keep: int = 2
     seed: int = 0
+    order: Literal["drawn", "shuffled"] = "drawn"
     data: str = "python"
     tokenizer: Literal["auto", "byte", "char", "gpt2"] = "auto"
     compile: bool = False

@@ -170,11 +170,18 @@ class Training:
         They are dealt out: any number of processes trains on the same ones together.
         """
         one, group = self.settings, self.group
-        return [
-            data.batch(self.tokens.train, one.context, one.batch, seed=one.seed, step=step,
-                       micro=micro, device=self.device)
-            for micro in range(group.rank, one.accumulate * group.world, group.world)
-        ]  # fmt: skip
+        count = one.accumulate * group.world
+        return [self._micro(step, micro, count) for micro in range(group.rank, count, group.world)]
+
+    def _micro(self, step: int, micro: int, count: int) -> Micro:
+        """Return one of the micro-batches of a step, which has so many."""
+        one, tokens = self.settings, self.tokens.train
+        if one.order == "drawn":
+            return data.batch(tokens, one.context, one.batch, seed=one.seed, step=step,
+                              micro=micro, device=self.device)  # fmt: skip
+        first = ((step - 1) * count + micro) * one.batch
+        return data.shuffled(tokens, one.context, one.batch, seed=one.seed, first=first,
+                             device=self.device)  # fmt: skip
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step.

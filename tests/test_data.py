@@ -501,6 +501,22 @@ def test_batches_reach_every_window():
     assert seen == set(range(8))
 
 
+def test_shuffled_batches_read_every_token_once_an_epoch():
+    tokens = np.arange(1 + 10 * 6 + 3, dtype=np.uint16)  # ten windows, and a rest too short for one
+    rows = [data.shuffled(tokens, 6, 4, seed=3, first=first) for first in range(0, 40, 4)]
+    starts = torch.cat([ids[:, 0] for ids, _ in rows]).tolist()
+    targets = torch.cat([targets for _, targets in rows])
+    epochs = [starts[i : i + 10] for i in range(0, 40, 10)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(0, 60, 6))] * 4
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert sorted(targets[:10].flatten().tolist()) == list(range(1, 61))
+    assert all(torch.equal(ids[:, 1:], targets[:, :-1]) for ids, targets in rows)
+    # Philox4x64 is published, as the order of drawn windows is: this one must never change.
+    assert starts[:10] == [18, 36, 24, 30, 48, 6, 12, 54, 42, 0]
+    other, _ = data.shuffled(tokens, 6, 10, seed=4, first=0)
+    assert other[:, 0].tolist() != starts[:10]
+
+
 def test_evaluation_spreads_over_the_split():
     tokens = np.arange(1000, dtype=np.uint16)
     windows = list(data.evaluation(tokens, 9, 4, 5))
@@ -516,6 +532,8 @@ def test_too_few_tokens_are_told(folder):
     few = tokens.train[:16]
     with pytest.raises(UsageError, match="16 tokens: expected more than context=16"):
         data.batch(few, 16, 1, seed=0, step=0)
+    with pytest.raises(UsageError, match="16 tokens: expected more than context=16"):
+        data.shuffled(few, 16, 1, seed=0, first=0)
     with pytest.raises(UsageError, match="16 tokens: expected more than context=16"):
         next(data.evaluation(few, 16, 1, 1))
     tokens.require(16, 256)

@@ -88,12 +88,13 @@ def norms(run: Path) -> list[float]:
 # --- what needs no second process ---------------------------------------------------------------
 
 
-def test_any_number_of_processes_sees_the_same_sequences(tmp_path, monkeypatch):
+@pytest.mark.parametrize("order", ["drawn", "shuffled"])
+def test_any_number_of_processes_sees_the_same_sequences(order, tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     folder = preparation.prepare(tmp_path / "text.txt", "byte", tmp_path / "tokens")
     tokens = data.open_tokens(folder)
-    one = make("tiny", {"recipe": "bf16", "layers": 1, "accumulate": 4})
+    one = make("tiny", {"recipe": "bf16", "layers": 1, "accumulate": 4, "order": order})
     training = Training(one, tokens, Device.parse("cpu"), None, lambda record: None)
 
     def seen(world: int) -> set[bytes]:

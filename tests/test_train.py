@@ -1,6 +1,7 @@
 """Training GPT-2: settings, the step, faults, checkpoints, the log, curves and the command."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
@@ -23,6 +24,7 @@ from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import PRESETS, Settings, make, resumed
 from jetfire.gpt2.step import Step, seed_step
 from jetfire.gpt2.train import Training, build
+from jetfire.nn.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -268,11 +270,31 @@ def test_random_numbers_are_a_functions_of_the_step():
 
 RESUMED = [
     {"recipe": "bf16"},
+    {"recipe": "bf16", "order": "shuffled"},
     {"recipe": "int8-block32"},
     {"recipe": "int4-hq-lss"},
     {"recipe": "int4-hq", "group": "search"},
     {"recipe": "int4-naive"},
 ]
+
+
+@pytest.mark.parametrize("order", ["drawn", "shuffled"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+def test_a_seed_gives_every_recipe_the_same_weights_and_batches(recipe, order, tokens):
+    """What `jetfire-train study` pairs its runs by; another seed gives others."""
+
+    def begun(recipe: str, seed: int):
+        one = settings_of(recipe=recipe, seed=seed, order=order, accumulate=2)
+        training = Training(one, tokens, HERE, None, lambda record: None)
+        batches = [torch.cat(pair) for step in (1, 8) for pair in training.micros(step)]
+        return dict(training.model.named_parameters()), torch.cat(batches)
+
+    (base, read), (ours, same), (_, others) = begun("bf16", 5), begun(recipe, 5), begun(recipe, 6)
+    assert base.keys() <= ours.keys()
+    for name, weight in base.items():
+        assert torch.equal(weight, ours[name]), name
+    assert torch.equal(read, same)
+    assert not torch.equal(read, others)
 
 
 # --- the loop ---------------------------------------------------------------------------------
@@ -557,6 +579,8 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
         "run", *["step"] * 4, "evaluation", "checkpoint", "step", "step", "evaluation",
         "checkpoint", "end"]  # fmt: skip
     assert records[0]["settings"]["width"] == 32
+    assert (records[0]["runs_at_once"], len(records[0]["sources"])) == (1, 1)
+    assert records[0]["sources"][0]["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
     assert {"step", "loss", "norm", "rate", "ms", "tokens_per_s", "mfu", "peak_gib"} < set(
         records[1]
     )

@@ -366,15 +366,15 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
     run = tmp_path / "runs" / "one"
     words = ["tiny", "--data", str(home / "text.txt"), "--steps", "4", "--set", SETTINGS,
              "-o", str(run)]  # fmt: skip
-    real, codes = command._prepared, []
+    real, codes = command.prepared_data, []
 
     def meanwhile(settings):
-        monkeypatch.setattr(command, "_prepared", real)
+        monkeypatch.setattr(command, "prepared_data", real)
         codes.append(execute("train", words))
         codes.append(execute("train", ["--resume", "-o", str(run)]))
         return real(settings)
 
-    monkeypatch.setattr(command, "_prepared", meanwhile)
+    monkeypatch.setattr(command, "prepared_data", meanwhile)
     assert execute("train", words) == 0
     assert codes == [2, 2]
     said = capsys.readouterr().err.splitlines()
