@@ -58,12 +58,14 @@ WGMMA = [
     (fields(m=4090, out="int8", layout="both"), WgmmaConfig(4, tile_n=32)),
     (fields(n=4090, out="int8", layout="qt"), WgmmaConfig(4, tile_n=64)),
     (fields(out="int8", layout="q"), WgmmaConfig(1, 2, 192, 4)),
+    (fields(block=128, out_block=32, out="int8", layout="both"), WgmmaConfig()),
 ]  # fmt: skip
 MMA = [
     (fields(), MmaConfig()),
     (fields(n=4090, k=4092, out="fp32", accumulate=True, bias=True), MmaConfig(64, 64, 2, 2, 4)),
     (fields(k=4093, block=64, out="int8", layout="both", rounding="stochastic"), MmaConfig()),
     (fields(m=4090, out="int8", layout="qt"), MmaConfig(64, 128, 2, 2)),
+    (fields(block=128, out_block=32, out="int8"), MmaConfig(64, 64, 2, 2, 4)),
 ]
 CASES = [("wgmma", *case) for case in WGMMA] + [("mma", *case) for case in MMA]
 
@@ -107,9 +109,9 @@ def test_constants_are_those_of_the_config():
     text = source_of(plan_of("wgmma", (fields(out="fp32"), config)))
     found = dict(re.findall(r"^constexpr \w+ (\w+) = (\w+); +// \w", text, re.MULTILINE))
     assert found == {
-        "BLOCK": "32", "OUTPUT": "0", "BIAS": "false", "ACCUMULATE": "false", "STOCHASTIC": "false",
-        "Q": "false", "QT": "false", "TMA_OUT": "true", "TMA_QT": "false", "GROUPS": "2",
-        "ROWS": "1", "TILE_N": "64", "STAGES": "7", "BUFFERS": "2", "CLUSTER_M": "2",
+        "BLOCK": "32", "OUT_BLOCK": "32", "OUTPUT": "0", "BIAS": "false", "ACCUMULATE": "false",
+        "STOCHASTIC": "false", "Q": "false", "QT": "false", "TMA_OUT": "true", "TMA_QT": "false",
+        "GROUPS": "2", "ROWS": "1", "TILE_N": "64", "STAGES": "7", "BUFFERS": "2", "CLUSTER_M": "2",
         "CLUSTER_N": "1", "RASTER": "16", "IN_FLIGHT": "1", "STREAM": "false", "TELESCOPED": "true",
         "CONSUMER_REGISTERS": "224", "PRODUCER_REGISTERS": "56", "CHUNK_WARPS": "4",
     } | {name: found[name] for name in found if name in ("SUMS", "WINDOW")}  # fmt: skip
@@ -168,7 +170,7 @@ def nvrtc_missing():
 
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
-@pytest.mark.parametrize("case", [CASES[2], CASES[7]], ids=["wgmma", "mma"])
+@pytest.mark.parametrize("case", [CASES[2], ("mma", *MMA[0])], ids=["wgmma", "mma"])
 def test_the_flattened_source_is_the_same_program(case, tmp_path, monkeypatch):
     """By the same compiler: instruction by instruction what the workbench launches."""
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
