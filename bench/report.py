@@ -29,6 +29,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
 MOST_TEXT = 64 * files.MIB
 LARGE = ((8192, 4096), (8192, 16384))
+STATISTICS = ", statistics given (the peer computes them)"
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ def readme_table(results: Results) -> str:
         row = _fastest(r for r in compared if (r.op, tuple(r.problem.items())) == problem)
         if row is not None:
             mode = f" {row.problem['mode']}" if "mode" in row.problem else ""
-            given = ", statistics given" if row.problem.get("stats") == "given" else ""
+            given = STATISTICS if row.problem.get("stats") == "given" else ""
             blocks = blocks_text(row.problem)
             block_text = f", block {blocks}" if blocks else ""
             lines.append([f"{row.op}{mode} 8192×4096{block_text}{given}",

@@ -26,7 +26,7 @@ NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 def time_text(ms: float | None) -> str:
     if ms is None:
         return "–"
-    return f"{ms * 1e3:.2f} µs" if ms < 1 else f"{ms:.3f} ms"
+    return f"{_three(ms * 1e3)} µs" if ms < 1 else f"{_three(ms)} ms"
 
 
 def spread_text(row: Row) -> str:
@@ -42,13 +42,16 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits at least, no exponent."""
+    """Three digits, no exponent: from run to run the third differs."""
+    if value >= 1000:
+        return f"{float(f'{value:.3g}'):.0f}"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def rate_text(row: Row) -> str:
     if row.tflops is not None:
-        return f"{row.tflops:.1f} TFLOP/s" if row.tflops >= 1 else f"{row.tflops * 1e3:.1f} GFLOP/s"
+        tera = row.tflops >= 1
+        return f"{_three(row.tflops)} TFLOP/s" if tera else f"{_three(row.tflops * 1e3)} GFLOP/s"
     return "–" if row.gbps is None else f"{_three(row.gbps)} GB/s"
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from jetfire.core import registry, workloads
 from jetfire.core.errors import unknown
 from jetfire.core.op import Op
-from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 
@@ -69,7 +69,7 @@ def _memory_bound(op: Op) -> Iterator[Timed]:
                 if i == 0 or settings.keys() - PLAIN:
                     first = {name: values[:1] for name, values in settings.items()}
                     made = replace(alone, blocks=blocks, settings=first, peers=COMPILED)
-                    yield replace(made, power_ms=200.0)
+                    yield replace(made, power_ms=STEADY_MS)
                 yield replace(alone, peers=("copy",))
     every = Timed("elementwise", modes=op.modes, peers=("copy",))
     yield replace(every, sizes={"m": workloads.SQUARES}, blocks=blocks)

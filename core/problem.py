@@ -103,6 +103,11 @@ class Problem:
         return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
 
 
+def written_block(problem: Any) -> int:
+    """Return the block of the codes that a problem has written; `block` where it has one alone."""
+    return int(getattr(problem, "out_block", problem.block))
+
+
 def unequal_blocks(problem: Any) -> str | None:
     """Return why a kernel for one side of blocks does not take a problem of two, or None."""
     if problem.out_block == problem.block:

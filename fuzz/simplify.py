@@ -41,6 +41,8 @@ def simplify(case: Example, device: Device, fails: Fails) -> Example:
     case = _first(fails, case, _with_problem(case, case.problem, device, default=True))
     for name, value in _defaults(case).items():
         case = _first(fails, case, _with_problem(case, {**case.problem, name: value}, device))
+    # The default of another problem: that of smaller blocks has smaller tiles.
+    case = _first(fails, case, _with_problem(case, case.problem, device, default=True))
     for _ in range(PASSES):
         before = case
         for name in sizes_of(registry.get(case.op)):

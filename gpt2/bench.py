@@ -2,12 +2,14 @@
 
 A step is forward, backward and clipped fused AdamW; a block is forward and backward. Every variant
 is checked against BF16 eager in the same process, its memory is measured in eager calls, and then
-all are timed in turns: recipes as CUDA graphs, as one GPU trains them; a step under `compile` as
-torch launches it, a block under it with and without a graph, of which the faster is the peer. Rows
-have these fields beside the usual ones:
+all are timed in turns: recipes as CUDA graphs, as one GPU trains them; a compiled step as torch
+launches it, a compiled block with and without a graph, of which the faster is the peer. Rows have
+these fields beside the usual ones:
 
 - peak_gib, activation_gib: as `jetfire.gpt2.subjects.Probe` has them; peer_peak_gib and
   peer_activation_gib the peers' {name: GiB}.
+- noise: of a recipe whose gradients are right on average alone, how far one call's gradient is from
+  BF16 eager's, relatively, at the most. `rel_err` is then how far its part along BF16 eager's is.
 - first_step_s: wall time of the variant's first call in the process, compiling included.
 - ms_graph, ms_launched: with and without a CUDA graph, where both were timed.
 
@@ -21,7 +23,7 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,7 @@ from jetfire.bench import command
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.suites import STEADY_MS
 from jetfire.gpt2 import settings
 from jetfire.gpt2.cases import (
     EAGER,
@@ -72,39 +75,56 @@ CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
 SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
 
 
-def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> tuple[float, str]:
-    """The largest relative error of a gradient, and what is wrong, if anything, in a line.
+@dataclass(frozen=True)
+class Difference:
+    """How far a call is from BF16 eager's.
+
+    Attributes:
+        error: the largest relative error of a gradient; of noisy ones, of their part along it.
+        noise: the largest relative error of a noisy gradient; None of others.
+        wrong: what is wrong, in a line; empty if nothing is.
+    """
+
+    error: float
+    noise: float | None = None
+    wrong: str = ""
+
+
+def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Difference:
+    """Compare a call's loss and gradients with those of BF16 eager.
 
     Args:
         noisy: whether gradients are right on average, not each time.
     """
-    worst, wrong, far = 0.0, "", 0.0
+    errors, noises, wrong, far = [0.0], [0.0], "", 0.0
     for name, its in theirs.items():
         left, right = ours[name].double(), its.double()
         error = float((left - right).norm() / right.norm())
         if name == "loss":
             if not abs(error) <= LOSS_TOLERANCE:
-                return error, f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+                what = f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+                return Difference(error, wrong=what)
             continue
-        worst = error if not error <= worst else worst
         off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
             off = abs(float((left * right).sum() / right.square().sum()) - 1)
             limit = ATTENTION_TOLERANCE if name.endswith(_ATTENTION) else ALONG_TOLERANCE
             what = "relative error along it"
+        errors.append(off)
+        noises.append(error)
         if not off / limit <= max(far, 1.0):
             far, wrong = off / limit, f"{name}: {what} {off:.2g} against BF16 eager's"
             if math.isnan(off):
-                break
-    return worst, wrong
+                return Difference(off, off if noisy else None, wrong)
+    return Difference(max(errors), max(noises) if noisy else None, wrong)
 
 
 class TrainingBench:
     """Measures cases on one device."""
 
     def __init__(
-        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = 200.0,
-        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = PEERS, debug: bool = False,
+        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = STEADY_MS,
+        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = tuple(PEERS), debug: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.where = device, device.torch_device
         self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
@@ -155,7 +175,7 @@ class TrainingBench:
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
         # Peers last: what a process does once counts for the first recipe's first step.
-        for name in (*case.recipes, *self.peers):
+        for name in (*case.recipes, *self._peers_of(case)):
             role = "peer" if name in PEERS else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
@@ -171,11 +191,23 @@ class TrainingBench:
         for name in subjects:
             if name not in PEERS:
                 noisy = RECIPES[name].int4 is not None
-                off, wrong = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
-                rows[name] = replace(rows[name], ok=not wrong, rel_err=off, error=wrong)
-                if wrong:
-                    self.note(f"{case}: {name} is wrong: {wrong}")
+                found = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
+                noise = {} if found.noise is None else {"noise": found.noise}
+                rows[name] = replace(
+                    rows[name],
+                    ok=not found.wrong,
+                    rel_err=found.error,
+                    error=found.wrong,
+                    extra={**rows[name].extra, **noise},
+                )
+                if found.wrong:
+                    self.note(f"{case}: {name} is wrong: {found.wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
+
+    def _peers_of(self, case: TrainingCase) -> list[str]:
+        """Return the peers that a case has: a block has no loss."""
+        step = isinstance(case.problem, StepProblem)
+        return [name for name in self.peers if step or not PEERS[name].own_loss]
 
     def _failed(self, case: TrainingCase, name: str, error: Exception) -> None:
         if self.debug:

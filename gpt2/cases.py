@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2 import settings
@@ -14,9 +14,37 @@ from jetfire.gpt2.utilisation import flops_per_token
 from jetfire.nn.recipes import RECIPES
 
 STEP, BLOCK = "gpt2_step", "gpt2_block"
-# What recipes are measured against, as rows name it.
+
+
+@dataclass(frozen=True)
+class TorchVariant:
+    """What recipes are measured against: torch's own modules, under BF16 autocast.
+
+    Attributes:
+        name: as rows name it.
+        compiled: by torch.compile.
+        fp8: torchao's recipe of float8 training, for the blocks' linear layers.
+        own_loss: the head and its loss are `jetfire.nn.linear_cross_entropy`, as recipes have them,
+            so that what INT8 gains shows by itself. Of a step alone.
+    """
+
+    name: str
+    compiled: bool = True
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    own_loss: bool = False
+
+
 EAGER, COMPILE = "eager", "compile"
-PEERS = (EAGER, COMPILE)
+PEERS = {
+    variant.name: variant
+    for variant in (
+        TorchVariant(EAGER, compiled=False),
+        TorchVariant(COMPILE),
+        TorchVariant("compile_own_loss", own_loss=True),
+        TorchVariant("fp8_tensorwise", fp8="tensorwise"),
+        TorchVariant("fp8_rowwise", fp8="rowwise"),
+    )
+}
 INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
 # All but the one that the peers have.
 MEASURED = tuple(recipe.name for recipe in RECIPES.values() if not recipe.plain)
@@ -146,7 +174,7 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
 
 
 def peers_of(texts: Sequence[str]) -> list[str]:
-    """Peers by name; both where none is given.
+    """Peers by name; all where none is given.
 
     Raises:
         UsageError: one is none.

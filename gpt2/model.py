@@ -115,12 +115,16 @@ class GPT2(nn.Module):
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
             blocks in INT8 and the rest in BF16; INT4 recipes the blocks' linear layers alone, and
             the rest as bf16 does.
+        own_loss: the head and its loss are `linear_cross_entropy`; None is so but of bf16.
     """
 
-    def __init__(self, shape: Shape, recipe: str | Recipe = "bf16") -> None:
+    def __init__(
+        self, shape: Shape, recipe: str | Recipe = "bf16", own_loss: bool | None = None
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+        self.own_loss = not self.recipe.plain if own_loss is None else own_loss
         if shape.width % shape.heads:
             raise UsageError(f"width={shape.width}: expected a multiple of heads={shape.heads}")
         self.tokens = nn.Embedding(shape.rows, shape.width, dtype=torch.float32)
@@ -153,7 +157,7 @@ class GPT2(nn.Module):
             )
         # Who wants logits may do anything with them; and a compiler traces no object of ours.
         tied = None
-        if not self.recipe.plain and targets is not None:
+        if self.own_loss and targets is not None:
             tied = None if torch.compiler.is_compiling() else TiedGradient()
         table = self.tokens.weight
         x = self.tokens(ids) if tied is None else tied_embedding(table, ids, tied)
@@ -164,7 +168,7 @@ class GPT2(nn.Module):
         valid = self.shape.vocabulary
         if targets is None:
             return F.linear(x, table.to(x.dtype))[..., :valid]
-        if self.recipe.plain:
+        if not self.own_loss:
             logits = F.linear(x, table)[..., :valid]
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         if torch.is_autocast_enabled(x.device.type):

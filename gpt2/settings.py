@@ -72,7 +72,8 @@ class Settings:
         tokenizer: what text is prepared with; auto is what that data usually gets.
         compile: torch.compile the model.
         graph: replay steps as CUDA graphs; auto does where it can, unless the model is compiled.
-        deterministic: only algorithms that give the same bits again, as resuming bit for bit needs.
+        deterministic: only algorithms that give the same bits again, as resuming bit for bit needs
+            on a GPU, where attention's backward then takes longer: 40.3, not 29.3 ms at 124M.
     """
 
     preset: str
@@ -105,7 +106,7 @@ class Settings:
     tokenizer: Literal["auto", "byte", "char", "gpt2"] = "auto"
     compile: bool = False
     graph: Literal["auto", "true", "false"] = "auto"
-    deterministic: bool = True
+    deterministic: bool = False
     parallel: Literal["none", "ddp", "fsdp"] = "none"
 
     def __post_init__(self) -> None:

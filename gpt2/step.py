@@ -17,7 +17,7 @@ from torch import nn
 from jetfire.gpt2 import parallel
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.settings import Settings
-from jetfire.nn import AdamW
+from jetfire.nn import AdamW, Int8Block
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,6 +64,9 @@ class Step:
         self.rate = torch.zeros((), dtype=torch.float32, device=device)
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer = self._optimizer(settings)
+        for module in model.modules():
+            if isinstance(module, Int8Block):  # DDP and FSDP2 wait for autograd's accumulation
+                module.adds_gradients = settings.parallel == "none" and not settings.compile
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
         """Fused on any device; matrices decay, biases and LayerNorm's weights do not."""

@@ -1,8 +1,8 @@
 """What the training bench measures: a whole optimizer step, or one transformer block.
 
 Each variant is a subject that stays alive on the device while the others are measured: the recipes
-in INT8 and INT4, and as peers torch's own modules under BF16 autocast, eager and with
-torch.compile, with the same fp32 parameters and the same optimizer.
+in INT8 and INT4, and as peers torch's own modules under BF16 autocast (`cases.TorchVariant`), with
+the same fp32 parameters and the same optimizer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from jetfire.core.errors import UsageError
 from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import COMPILE, PEERS, BlockProblem, StepProblem
+from jetfire.gpt2.cases import PEERS, BlockProblem, StepProblem, TorchVariant
 from jetfire.gpt2.graph import GraphedStep
 from jetfire.gpt2.model import GPT2, Shape, block_of
 from jetfire.gpt2.step import Micro, Step, autocast
-from jetfire.nn import Stream, recipes, weights_changed
+from jetfire.nn import Int8Block, Stream, recipes, weights_changed
 
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _WARM = 3  # a GraphedStep captures itself on its third call
@@ -64,6 +65,19 @@ class Subject(ABC):
         return ""
 
 
+def in_fp8(module: nn.Module, recipe: str) -> None:
+    """Have torchao train a module's linear layers in FP8, as its users do, in place.
+
+    Raises:
+        UsageError: torchao is not installed.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise UsageError("needs torchao, which is not installed: pip install torchao") from None
+    convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
 def _gradients(module: nn.Module, last: int) -> Tensors:
     """Copies of the gradients of the matrices outside the blocks, of the first and the last one."""
     ends = tuple(f"blocks.{i}." for i in (0, last))
@@ -86,22 +100,26 @@ class StepSubject(Subject):
     def __init__(
         self, problem: StepProblem, name: str, micros: list[Micro], device: torch.device, seed: int
     ) -> None:
+        # A recipe's own step is launched as it is, and its loss is its own.
+        peer = PEERS.get(name, TorchVariant(name, compiled=False))
         recipe = "bf16" if name in PEERS else name
         sizes = {n: getattr(problem, n) for n in ("layers", "heads", "width", "context", "batch")}
         chosen = settings.make("gpt2-124m", {
             **sizes, "accumulate": problem.accumulate, "recipe": recipe,
-            "compile": name == COMPILE,
+            "compile": peer.compiled,
         })  # fmt: skip
         shape = Shape(problem.layers, problem.heads, problem.width, problem.context,
                       problem.vocabulary)  # fmt: skip
         torch.manual_seed(seed)  # the same parameters for every recipe
         with device:
-            self.model = GPT2(shape, recipe)
+            self.model = GPT2(shape, recipe, peer.own_loss or None)
+        if peer.fp8 is not None:
+            in_fp8(self.model.blocks, peer.fp8)
         self.step = Step(self.model, chosen, device)
         self.step.set_rate(RATE)
         self.micros = micros
         # Capturing a compiled step fails (torch 2.11), and leaves torch's generator of no use.
-        self.captures = name != COMPILE
+        self.captures = not peer.compiled
         self.loss = 0.0
         self.graphed: GraphedStep | None = None
 
@@ -167,7 +185,12 @@ class BlockSubject(Subject):
         with x.device:
             shape = Shape(1, problem.heads, problem.width, problem.context, vocabulary=64)
             self.module: nn.Module = block_of(shape, self.recipe)
-        self.forward = torch.compile(self.module) if name == COMPILE else self.module
+        if isinstance(self.module, Int8Block):
+            self.module.adds_gradients = True  # as a `Step` has it
+        peer = PEERS.get(name, TorchVariant(name, compiled=False))
+        if peer.fp8 is not None:
+            in_fp8(self.module, peer.fp8)
+        self.forward = torch.compile(self.module) if peer.compiled else self.module
         self.wrong = ""
 
     def _outputs(self) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config, Kernel
+from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.reference.quantize import quantize
 
@@ -58,6 +59,5 @@ def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:
     """Quantise a float tensor to ``q, scale, qt, scale_t``, in blocks as the problem says."""
-    block = getattr(problem, "out_block", problem.block)  # an op that reads floats has one alone
-    q, scale = quantize(value, block, problem.rounding, inputs.get("seed"))
+    q, scale = quantize(value, written_block(problem), problem.rounding, inputs.get("seed"))
     return with_transpose(q, scale)

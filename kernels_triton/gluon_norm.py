@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_triton.gluon_rows import qt_layout, run_layout
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -56,20 +55,18 @@ class GluonNorm(TritonKernel):
     def legal(self, problem: Any, config: NormConfig, device: Device) -> str | None:
         if device.kind != "cuda" or (device.capability or (0, 0)) < (8, 0):
             return "needs a CUDA device of sm_80 or newer"
-        if (reason := unequal_blocks(problem)) is not None:
-            return reason
         for name in ("tile_n", "warps", "rows", "steps"):
             value = getattr(config, name)
             if value < 1 or value & (value - 1):
                 return f"{name}={value}: expected a power of two"
-        if not problem.block <= config.tile_n <= 1024:
-            return f"tile_n={config.tile_n}: expected block={problem.block} to 1024"
-        held = problem.block * config.tile_n // (32 * config.warps)
+        if not problem.out_block <= config.tile_n <= 1024:
+            return f"tile_n={config.tile_n}: expected out_block={problem.out_block} to 1024"
+        held = problem.out_block * config.tile_n // (32 * config.warps)
         if not RUN <= held <= 8 * RUN or config.warps > 16:
             return f"{held} elements per thread, {config.warps} warps: expected 16 to 128, up to 16"
         if config.rows > 8 or config.steps > 32:
             return f"rows={config.rows} steps={config.steps}: expected at most 8 and 32"
-        if ceil_div(problem.m, problem.block) > 65535:
+        if ceil_div(problem.m, problem.out_block) > 65535:
             return f"m={problem.m}: expected at most 65535 rows of blocks"
         down = ceil_div(problem.m, STEP_ROWS * config.steps)
         if problem.mode == "bwd" and down > 65535:
@@ -77,7 +74,7 @@ class GluonNorm(TritonKernel):
         return None
 
     def default(self, problem: Any, device: Device) -> NormConfig:
-        tile_n, warps = {32: (64, 1), 64: (64, 2), 128: (128, 4)}[problem.block]
+        tile_n, warps = {32: (64, 1), 64: (64, 2), 128: (128, 4)}[problem.out_block]
         return NormConfig(tile_n, warps)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -86,24 +83,25 @@ class GluonNorm(TritonKernel):
 
 def tile_options(problem: Any, config: NormConfig) -> dict[str, Any]:
     """Return the options of a kernel that writes a row of blocks."""
-    block, runs = problem.block, config.tile_n // RUN
-    shape = (block, runs)
+    rows, runs = problem.out_block, config.tile_n // RUN
+    shape = (rows, runs)
     across = min(4, runs)
     return {
         "RUNS": runs,
-        "BLOCK": block,
+        "BLOCK": problem.block,
+        "OUT_BLOCK": rows,
         "LAYOUT": problem.layout,
         "STOCHASTIC": problem.rounding == "stochastic",
         "layout": run_layout(*shape, RUN, config.warps, across),
         "pairs": run_layout(*shape, 2, config.warps, across),
-        "qt_layout": qt_layout(block, config.warps),
+        "qt_layout": qt_layout(rows, config.warps),
         "num_warps": config.warps,
     }
 
 
 def tile_grid(problem: Any, config: NormConfig) -> tuple[int, int]:
     """Return the grid of a kernel that writes a row of blocks per program."""
-    return ceil_div(problem.n, config.tile_n), ceil_div(problem.m, problem.block)
+    return ceil_div(problem.n, config.tile_n), ceil_div(problem.m, problem.out_block)
 
 
 def statistics_grid(problem: Any, config: NormConfig) -> tuple[int]:

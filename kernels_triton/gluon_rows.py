@@ -125,6 +125,17 @@ def run_scales(ptr, rows, runs, M, N, stride, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def tile_scales(ptr, rows, row0, runs, M, N, stride, BLOCK: gl.constexpr, OUT_BLOCK: gl.constexpr):
+    """Load each run's scale of a tile [OUT_BLOCK, RUNS, RUN] at row0, of codes in blocks of BLOCK.
+
+    Where these are at least as high as the tile, one row of them serves all its rows.
+    """
+    if OUT_BLOCK <= BLOCK:
+        rows = rows * 0 + row0
+    return run_scales(ptr, rows, runs, M, N, stride, BLOCK)
+
+
+@gluon.jit
 def squares4(q):
     """Add up the squares of every four neighbours: int32 of q's shape, zeros in three places."""
     return gl.inline_asm_elementwise(

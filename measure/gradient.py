@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jetfire.core.op import Gradient
+from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, names_of
 
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # more than one rounding's error
@@ -35,12 +36,13 @@ def quantised(
 ) -> list[Gradient]:
     """Return a name's codes, beside the exact values: they may differ by a step, or by half."""
     step = 1.0 if getattr(problem, "rounding", "nearest") == "stochastic" else 0.5
+    block = written_block(problem)
     q, scale, qt, scale_t = names_of(name).values()
     found = []
     for own, own_scale in ((q, scale), (qt, scale_t)):
         if own in outputs:
             codes, s = outputs[own], outputs[own_scale]
-            got, wide = values(codes, s, problem.out_block), _spread(s, problem.out_block, codes)
+            got, wide = values(codes, s, block), _spread(s, block, codes)
             if own == qt:
                 got, wide = got.t(), wide.t()
             found.append(Gradient(own, got, exact, wide * (step + 0.01) + noise + 2.0**-100))

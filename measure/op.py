@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jetfire.core.op import Check, Model, Op, SameBits
+from jetfire.core.problem import written_block
 from jetfire.core.tensors import Specs, Tensors, names_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
@@ -98,7 +99,7 @@ def unrounded(
     m, n = value.shape
     expected = {
         name: value,
-        names_of(name)["scale"]: scales(value.float(), problem.out_block)[0],
+        names_of(name)["scale"]: scales(value.float(), written_block(problem))[0],
         f"{name}_noise": noise,
     }
     if over is not None:

@@ -67,6 +67,7 @@ class Extra(TypedDict, total=False):
     """Fields that only some rows have: times of stages in milliseconds, and memory in GiB."""
 
     stages: Annotated[dict[Name, Milliseconds], most(100)]
+    noise: Amount | None
     peak_gib: Amount | None
     activation_gib: Amount | None
     peer_peak_gib: Gibibytes

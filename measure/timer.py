@@ -182,13 +182,14 @@ class _Variant:
         """Return the power over at least `power_ms` without pause; None where no counter moves.
 
         On an H200 the counter of joules moves every 100 ms and takes 7 ms to read. So count from
-        one move to another, with the next batch of work queued while it is read.
+        one move to another, with the next batch of work queued while it is read. A quarter of
+        `power_ms` is run before: the draw must settle at the board's cap first.
         """
         batch = max(1, round(10 / (float(np.median(self.samples)) * self.repeats)))
         queued = self._queue(batch)
         last, first = monitor.joules(), None
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < power_ms / 1e3 + 0.5:
+        settled = time.perf_counter() + power_ms / 4e3
+        while time.perf_counter() < settled + power_ms / 1e3 + 0.5:
             ahead = self._queue(batch)
             now, joules = time.perf_counter(), monitor.joules()
             queued.synchronize()
@@ -197,7 +198,7 @@ class _Variant:
                 continue
             last = joules
             if first is None:
-                first = now, joules
+                first = (now, joules) if now >= settled else None
             elif (now - first[0]) * 1e3 >= power_ms:
                 torch.cuda.synchronize()
                 return (joules - first[1]) / (now - first[0])

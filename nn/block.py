@@ -29,9 +29,9 @@ from jetfire.nn.products import (
     checked_block,
     flat,
     keys_for_backward,
-    product_of_transposes,
     quantised_gradient,
     unflat,
+    weight_gradient,
 )
 from jetfire.ops import (
     int8_add,
@@ -89,6 +89,7 @@ class _Setting(NamedTuple):
     eps: float
     dropout: float
     approximate: Literal["tanh", "erf"]
+    adds: bool
 
 
 class _Enter(torch.autograd.Function):
@@ -128,7 +129,7 @@ class _Enter(torch.autograd.Function):
             out_block=block,
         )
         y = int8_gemm(h, w, out="bf16", bias=bias)
-        ctx.handoff, ctx.setting = handoff, setting
+        ctx.handoff, ctx.setting, ctx.weight = handoff, setting, weight
         ctx.save_for_backward(seeds, mean, rstd, norm_weight, *flat(s, h.t, w.t))
         shape = (setting.batch, -1, 3, setting.heads, x.shape[1] // setting.heads)
         return x.view_as(x), *y.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
@@ -146,7 +147,7 @@ class _Enter(torch.autograd.Function):
             *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
         )
         dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
-        dw = product_of_transposes(g.t, ht, torch.float32)
+        dw = weight_gradient(g.t, ht, ctx.weight, ctx.setting.adds)
         db = int8_column_sum(g)
         del g
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
@@ -206,7 +207,7 @@ class _Leave(torch.autograd.Function):
         y = _dropped(y, setting, seeds, _MASK2)
         out, copy, *statistics = int8_add(x, y, eps=eps)
         ctx.mark_non_differentiable(*copy.tensors, *statistics)
-        ctx.handoff, ctx.setting = handoff, setting
+        ctx.handoff, ctx.setting, ctx.weights = handoff, setting, (weight0, weight1, weight2)
         kept = flat(s, f, a.t, h.t, w0.t, w1.t, w2.t)
         ctx.save_for_backward(seeds, mean, rstd, norm_weight, *kept)
         return out, *copy.tensors, *statistics
@@ -216,7 +217,8 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Drop at once what is no longer wanted: the peak of a step's memory is in here."""
         setting = ctx.setting
-        block, flow = setting.block, setting.flow
+        block, flow, adds = setting.block, setting.flow, setting.adds
+        weight0, weight1, weight2 = ctx.weights
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         (s, f), (at, ht, w0t, w1t, w2t) = unflat(codes[:4], flow), unflat(codes[4:], block)
@@ -232,7 +234,7 @@ class _Leave(torch.autograd.Function):
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
         u = int8_gelu(f, approximate=setting.approximate, layout="qt", out_block=block)
-        dw2 = product_of_transposes(g.t, u.t, torch.float32)
+        dw2 = weight_gradient(g.t, u.t, weight2, adds)
         db2 = int8_column_sum(g)
         del u
         du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
@@ -247,7 +249,7 @@ class _Leave(torch.autograd.Function):
         )
         del g, du
         dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
-        dw1 = product_of_transposes(df.t, ht, torch.float32)
+        dw1 = weight_gradient(df.t, ht, weight1, adds)
         db1 = int8_column_sum(df)
         del df
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
@@ -256,7 +258,7 @@ class _Leave(torch.autograd.Function):
         dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5), out_block=block)
         g = _undropped(copy, setting, seeds, _MASK0)
         dattended = int8_gemm(g, w0t, out="bf16")
-        dw0 = product_of_transposes(g.t, at, torch.float32)
+        dw0 = weight_gradient(g.t, at, weight0, adds)
         db0 = int8_column_sum(g)
         of_linears = dw0, db0, dw1, db1, dw2, db2
         of_parameters = dnorm_weight, dnorm_bias, *of_linears
@@ -289,6 +291,12 @@ class Int8Block(nn.Module):
         dropout: probability, of attention's weights and of both branches' outputs.
         block: 32, 64 or 128, the side of the blocks whose codes are multiplied.
         flow: as `block`, of what flows between products; None is `block`.
+
+    Attributes:
+        adds_gradients: where a weight has a gradient, add to it in the product that makes the next
+            one, and give autograd none: nine bytes per token and column fewer at the peak of a
+            backward over 16384 tokens of width 4096. Only where nothing waits for autograd to
+            accumulate: no hook, no DDP, no FSDP.
     """
 
     @checked
@@ -309,6 +317,7 @@ class Int8Block(nn.Module):
         self.width, self.heads, self.dropout = width, heads, dropout
         self.block = checked_block(block)
         self.flow = self.block if flow is None else checked_block(flow, "flow")
+        self.adds_gradients = False
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
@@ -330,7 +339,8 @@ class Int8Block(nn.Module):
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
         sides, eps = (self.block, self.flow), self.norm1.eps
-        setting = _Setting(*sides, batch, self.heads, eps, dropout, "tanh")
+        adds = self.adds_gradients
+        setting = _Setting(*sides, batch, self.heads, eps, dropout, "tanh", adds)
         seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, self.training)
         enter = leave = None
         if seeds is not None:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName
@@ -96,6 +97,22 @@ def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> t
     return int8_gemm(at, bt, out=FLOATS[dtype], c=c)
 
 
+def weight_gradient(
+    at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool
+) -> torch.Tensor | None:
+    """Return an fp32 weight's gradient Aᵀ·B; None where it was added to the one that is there.
+
+    Args:
+        at, bt: as in `product_of_transposes`.
+        adds: whether it may be added in the product itself.
+    """
+    grad = weight.grad if adds else None
+    if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
+        return product_of_transposes(at, bt, torch.float32)
+    int8_gemm(at, bt, out="fp32", c=grad)
+    return None
+
+
 class Handoff:
     """Codes of a gradient on their way from the node that made both to the one that takes it.
 
@@ -125,12 +142,17 @@ def stamp(weight: torch.Tensor) -> tuple[int, int]:
 
 
 class MadeOfWeight(Generic[Made]):
-    """What is made of a weight as it is, once per optimizer step."""
+    """What is made of a weight as it is, once per optimizer step.
+
+    It is a tuple of tensors, or of such tuples. A CUDA stream that is not the one where it was made
+    waits for that one before it reads it.
+    """
 
     def __init__(self) -> None:
         self._weight: weakref.ref[torch.Tensor] | None = None
         self._key: tuple[tuple[int, int], Hashable, int] | None = None
         self._made: Made | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def found(
         self, weight: torch.Tensor, key: Hashable, make: Callable[[], Made], *beside: torch.Tensor
@@ -153,16 +175,34 @@ class MadeOfWeight(Generic[Made]):
                 made = make()
             self._keep(weight, key, made, stamp(weight))
         assert self._made is not None
+        if self._stream is not None:
+            _wait_for(self._stream, self._made)
         return self._made
 
     def _keep(self, weight: torch.Tensor, key: Hashable, made: Made, of: tuple[int, int]) -> None:
         self._made, self._weight, self._key = made, weakref.ref(weight), (of, key, _steps)
+        self._stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
 
     def __deepcopy__(self, memo: object) -> MadeOfWeight[Made]:
         return type(self)()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
+
+
+def _wait_for(stream: torch.cuda.Stream, made: object) -> None:
+    """Have the current stream wait for another, and its memory wait for the current one.
+
+    Not while a CUDA graph is captured, which may not wait for what lies outside: `torch.cuda.graph`
+    waits for the whole device before it begins.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    if current == stream or torch.cuda.is_current_stream_capturing():
+        return
+    current.wait_stream(stream)
+    for tensor in tree_leaves(made):
+        if isinstance(tensor, torch.Tensor):
+            tensor.record_stream(current)
 
 
 def checked_weight(weight: torch.Tensor) -> torch.Tensor:

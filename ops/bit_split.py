@@ -13,7 +13,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import FloatName, Problem
-from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors
 from jetfire.measure.op import StandardOp
 
@@ -79,7 +79,7 @@ class BitSplit(StandardOp):
     def timed(self) -> list[Timed]:
         at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
         return [
-            at(turn=3, peers=COMPILED, power_ms=200.0),
+            at(turn=3, peers=COMPILED, power_ms=STEADY_MS),
             at(turn=5, settings={"bits": ["4"]}, peers=("copy",)),
         ]
 

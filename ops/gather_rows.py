@@ -14,7 +14,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
-from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
@@ -154,7 +154,7 @@ class GatherRows(StandardOp):
         """Return the kept of 8192 tokens' split rows, as each product reads them; a weight's."""
         from jetfire.ops.sample_rows import capacity
 
-        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
+        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=STEADY_MS)
         kept = partial(at, sizes={"m": [2 * 8192], "n": [8192]})
         dgrad, wgrad = ([str(capacity(8192, 2, p, "half"))] for p in ("dgrad", "wgrad"))
         repeated = {"repeat": ["true"], "transpose": ["true"]}

@@ -16,7 +16,7 @@ from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, SameBits, Tuning
 from jetfire.core.operators import Differentiable, Operator, Shape
 from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
-from jetfire.core.suites import Exported, Timed
+from jetfire.core.suites import STEADY_MS, Exported, Timed
 from jetfire.core.tensors import (
     Quantized,
     Spec,
@@ -252,7 +252,7 @@ class Gemm(StandardOp):
         )
         promotion = partial(Timed, "promotion", sizes=square, peers=PROMOTION_PEERS, schedules=True)
         return [
-            targets(sizes=square, power_ms=200.0),
+            targets(sizes=square, power_ms=STEADY_MS),
             targets(sizes=square, settings=codes, peers=bf16, rounds=6),
             targets(sizes=square, settings={"out": ["fp16", "fp32"]}, peers=bf16, rounds=6),
             targets(sizes=ragged, peers=bf16, rounds=6, kernels=SUITE_KERNELS),
@@ -461,7 +461,7 @@ def int8_gemm(
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
         bias = expect.vector("bias", bias, n, q)
-    if out_block not in (None, block) and out != "int8":
+    if out_block is not None and out_block != block and out != "int8":
         raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
     if c is not None:
         _accumulator(c, m, n, out, q)

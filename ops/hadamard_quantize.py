@@ -15,7 +15,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
-from jetfire.core.suites import COMPILED, Exported, Timed
+from jetfire.core.suites import COMPILED, STEADY_MS, Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.data import Source
@@ -241,7 +241,7 @@ class HadamardQuantize(StandardOp):
     def timed(self) -> list[Timed]:
         """Return, at 8192×8192, each direction beside torch.compile; groups and layouts alone."""
         at = partial(Timed, "int4", sizes={"m": [8192], "n": [8192]}, rounds=20)
-        compiled = partial(at, turn=2, peers=COMPILED, power_ms=200.0)
+        compiled = partial(at, turn=2, peers=COMPILED, power_ms=STEADY_MS)
         settings = {"group": ["1", "32", "128", "1024"], "layout": ["packed", "both"]}
         return [
             compiled(),

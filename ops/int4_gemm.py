@@ -14,7 +14,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.op import Tuning
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
-from jetfire.core.suites import Exported, Timed
+from jetfire.core.suites import STEADY_MS, Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
@@ -233,7 +233,7 @@ class Int4Gemm(StandardOp):
 
     def timed(self) -> list[Timed]:
         packed = {"operands": ["packed"]}
-        return [Timed("int4", workload="int4-paper", settings=packed, power_ms=200.0)]
+        return [Timed("int4", workload="int4-paper", settings=packed, power_ms=STEADY_MS)]
 
     def exported(self) -> list[Exported]:
         problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}

@@ -13,7 +13,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
-from jetfire.core.suites import COMPILED, Timed
+from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
@@ -120,7 +120,7 @@ class SampleRows(StandardOp):
         }
 
     def timed(self) -> list[Timed]:
-        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=200.0)
+        at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=STEADY_MS)
         return [at(sizes={"m": [8192, 16384]}, settings={"product": ["dgrad", "wgrad"]})]
 
     def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> Callable[[], Any]:

@@ -19,10 +19,13 @@ VARIATIONS = (
     {"layout": "both", "rounding": "stochastic"},
     {"block": 128, "rounding": "stochastic"},
     {"approximate": "erf"},
+    {"block": 32, "out_block": 128, "layout": "both", "rounding": "stochastic"},
+    {"block": 128, "out_block": 32, "rounding": "stochastic"},
 )
 GEMM_VARIATIONS = (
     {"block": 128},
     {"out": "int8", "layout": "both", "rounding": "stochastic"},
+    {"out": "int8", "layout": "both", "rounding": "stochastic", "block": 128, "out_block": 32},
 )
 
 

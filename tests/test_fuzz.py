@@ -247,6 +247,41 @@ def test_what_is_drawn_for_a_cpu():
     assert any(case.data_seed for case in seen.cases)
 
 
+def test_every_pair_of_blocks_is_drawn():
+    """Where codes are written; and a product's other outputs have one block."""
+    for name, kernel in (("gemm", "int_mm"), ("gelu", "torch")):
+        op, seen = registry.get(name), Recorder()
+        fuzz_kernel(op, registry.get_kernel(name, kernel), Device(kind="cpu"), executor=seen)
+        problems = [op.Problem.parse(case.problem) for case in seen.cases if not case.empty]
+        codes = [p for p in problems if getattr(p, "out", "int8") == "int8"]
+        assert {(p.block, p.out_block) for p in codes} == set(
+            itertools.product((32, 64, 128), repeat=2)
+        )
+        assert all(p.block == p.out_block for p in problems if p not in codes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "drawn", "small"),
+    [
+        (lambda block, out_block: True, (128, 64), (32, 32)),
+        (lambda block, out_block: block == 64, (64, 128), (64, 64)),
+        (lambda block, out_block: out_block != block, (64, 128), (32, 128)),
+        (lambda block, out_block: out_block < block, (128, 64), (128, 64)),
+    ],
+)
+def test_two_blocks_shrink_to_one_where_that_fails_too(wrong, drawn, small):
+    op = registry.get("gelu")
+
+    def fails(case):
+        problem = op.Problem.parse(case.problem)
+        return problem.m > 3 and wrong(problem.block, problem.out_block)
+
+    problem = op.Problem(70, 90, block=drawn[0], out_block=drawn[1], mode="bwd", layout="both")
+    case = simplify(Example("gelu", "torch", problem.as_dict(), {}), Device(kind="cpu"), fails)
+    expected = op.Problem(4, 1, block=small[0], out_block=small[1])
+    assert case.problem == expected.as_dict()
+
+
 def test_another_seed_draws_other_examples():
     op, kernel, drawn = registry.get("quantize"), registry.get_kernel("quantize", "triton"), []
     for seed in (0, 0, 1):

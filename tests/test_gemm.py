@@ -36,6 +36,13 @@ OPTIONS = (
     {"out": "int8", "layout": "qt", "bias": True},
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
 )
+# Of codes, for products in blocks of one side and codes in blocks of another.
+CODES = (
+    {"layout": "q"},
+    {"layout": "qt", "rounding": "stochastic"},
+    {"layout": "both", "rounding": "stochastic", "bias": True},
+)
+UNEQUAL = list(itertools.permutations(BLOCKS, 2))
 KERNELS = ("gluon", "triton", "int_mm", "wgmma", "mma")
 EXACT_KERNELS = ("gluon", "triton", "wgmma", "mma")
 
@@ -314,6 +321,16 @@ def test_every_option_matches_the_reference(device, name, block, options):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
+@pytest.mark.parametrize("options", CODES, ids=str)
+def test_codes_in_other_blocks_match_the_reference(device, name, block, out_block, options):
+    op = registry.get("gemm")
+    for m, n, k in ((131, 70, 208), (65, 272, 96), (1, 33, 300)):
+        problem = op.Problem(m, n, k, block=block, out_block=out_block, out="int8", **options)
+        run(name, problem, op.inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (31, 33, 127), (129, 1, 31), (2, 130, 65)])
 @pytest.mark.parametrize("options", [{"out": "fp32"}, {"out": "int8", "layout": "both"}], ids=str)
 def test_ragged_shapes(device, name, m, n, k, options):
@@ -366,22 +383,23 @@ def test_zero_blocks_give_zeros(device, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EXACT_KERNELS)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "out_block"), list(itertools.product(BLOCKS, repeat=2)))
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, rounding):
+def test_sums_and_codes_are_bit_equal_on_a_gpu(device, name, block, out_block, rounding):
     op = registry.get("gemm")
     fields = {"block": block, "bias": True}
-    problem = op.Problem(300, 400, 1008, out="int8", rounding=rounding, layout="both", **fields)
+    codes = {"out": "int8", "out_block": out_block, "rounding": rounding, "layout": "both"}
+    problem = op.Problem(300, 400, 1008, **codes, **fields)
     inputs = op.inputs(problem, device, data="heavy")
     run(name, problem, inputs)
     c = gemm(inputs["a"], inputs["a_scale"], inputs["b"], inputs["b_scale"], block)
     c += inputs["bias"]
     floats = launch(name, op.Problem(300, 400, 1008, out="fp32", **fields), inputs)
     assert torch.equal(floats["c"], c)
-    q, scale = quantize(c, block, rounding, inputs.get("seed"))
+    q, scale = quantize(c, out_block, rounding, inputs.get("seed"))
     outputs = launch(name, problem, inputs)
-    assert torch.equal(outputs["q"], q)
-    assert torch.equal(outputs["scale"], scale)
+    for found, expected in (("q", q), ("scale", scale), ("qt", q.t()), ("scale_t", scale.t())):
+        assert torch.equal(outputs[found], expected), found
 
 
 @pytest.mark.parametrize("name", ["int_mm", "triton"])
@@ -473,6 +491,55 @@ def wgmma_cases(block, schedule, device):
                 break
 
 
+def wgmma_pairs(block, out_block, device):
+    """Legal problems, configs and kinds of data for each tile that can requantise.
+
+    Of both schedules, groups that multiply at once and, by some tiles, groups that take turns.
+    """
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
+    tiles = itertools.product((1, 2, 3, 4), (1, 2), (32, 64, 96, 128, 192))
+    for i, (groups, rows, tile_n) in enumerate(tiles):
+        shape, options = FAMILY_SHAPES[i % len(FAMILY_SHAPES)], CODES[i % len(CODES)]
+        problem = op.Problem(*shape, block=block, out_block=out_block, out="int8", **options)
+        for schedule, in_flight in itertools.product(("telescoped", "exact"), {0, i % 3}):
+            config = kernel.Config(
+                groups=groups,
+                rows=rows,
+                tile_n=tile_n,
+                stages=3,
+                in_flight=in_flight,
+                schedule=schedule,
+            )
+            if kernel.legal(problem, config, device) is None:
+                yield problem, config, FAMILY_DATA[i % len(FAMILY_DATA)]
+
+
+def test_blocks_of_32_requantise_in_every_tile_of_a_float_output():
+    from jetfire.core.device import target_device
+
+    device = target_device((9, 0))
+    kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
+    for block, (m, n, k) in itertools.product(BLOCKS, ((8192, 8192, 8192), (300, 64, 4096))):
+        floats = op.Problem(m, n, k, block=block)
+        if (reason := kernel.legal(floats, kernel.default(floats, device), device)) is not None:
+            pytest.skip(reason)
+        for layout in ("q", "qt", "both"):
+            codes = op.Problem(m, n, k, block=block, out="int8", out_block=32, layout=layout)
+            assert kernel.default(codes, device) == kernel.default(floats, device)
+            tiles = itertools.product((1, 2, 3, 4), (1, 2), (32, 64, 96, 128, 192))
+            for groups, rows, tile_n in tiles:
+                config = kernel.Config(groups=groups, rows=rows, tile_n=tile_n, stages=3)
+                expected = kernel.legal(floats, config, device)
+                assert kernel.legal(codes, config, device) == expected
+    codes = op.Problem(256, 256, 256, block=32, out="int8", out_block=128)
+    for fields, word in (
+        ({"groups": 3}, "tile_m=192: expected a multiple of 128"),
+        ({"groups": 2, "tile_n": 96}, "tile_n=96: expected a multiple of 128"),
+        ({"groups": 1}, "tile_m=64: expected a multiple of 128"),
+    ):
+        assert word in kernel.legal(codes, kernel.Config(**fields), device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["exact", "telescoped"])
 @pytest.mark.parametrize("block", BLOCKS)
@@ -527,7 +594,7 @@ def wrong_of_wgmma(problem, config, data, device):
     outputs = op.poison(problem, op.outputs(problem, inputs))
     kernel.launch(problem, config, inputs, outputs)
     if problem.out == "int8":
-        q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
+        q, scale = quantize(c, problem.out_block, problem.rounding, inputs.get("seed"))
         expected = {"q": q, "scale": scale, "qt": q.t(), "scale_t": scale.t()}
     else:
         c = (c + inputs["c"].float()) if problem.accumulate else c
@@ -546,10 +613,21 @@ def test_every_way_to_cut_a_tile_rounds_as_its_schedule_does(hopper, block, sche
     cases = list(wgmma_cases(block, schedule, Device.parse(str(hopper))))
     assert len(cases) > 30
     assert {p.out for p, _, _ in cases} == {"fp32", "bf16", "fp16", "int8"}
+    check_wgmma(cases, hopper)
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
+def test_every_way_to_cut_a_tile_requantises_in_other_blocks(hopper, block, out_block):
+    cases = list(wgmma_pairs(block, out_block, Device.parse(str(hopper))))
+    assert len(cases) >= (4 if out_block == 128 else 20)
+    check_wgmma(cases, hopper)
+
+
+def check_wgmma(cases, device):
     def work(case):
-        with torch.cuda.stream(torch.cuda.Stream(hopper)):
-            return wrong_of_wgmma(*case, hopper)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            return wrong_of_wgmma(*case, device)
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # which compile at once
         wrong = [found for found in pool.map(work, cases) if found]

@@ -42,6 +42,9 @@ OPTIONS = (
     {"out": "fp16", "accumulate": True},
     {"out": "bf16", "accumulate": True},
 )
+# Codes in blocks of another side than the products'.
+UNEQUAL = list(itertools.permutations(BLOCKS, 2))
+CODES = (STOCHASTIC, {"out": "int8"}, {"out": "int8", "layout": "qt", "rounding": "stochastic"})
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and 1 bytes; less than one block.
 SHAPES = ((256, 256, 512), (259, 144, 272), (272, 131, 1000), (97, 66, 332), (130, 75, 333),
           (1, 1, 1), (17, 9, 5))  # fmt: skip
@@ -95,6 +98,14 @@ def test_no_output_and_no_alignment_spills(capability, fields, access):
     assert found.instructions["IMMA"] > 0
 
 
+@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
+def test_codes_in_other_blocks_do_not_spill(block, out_block):
+    problem = OP.Problem(4096, 4096, 4096, block=block, out_block=out_block, **STOCHASTIC)
+    config = KERNEL.default(problem, target_device((8, 0)))
+    assert KERNEL.legal(problem, config, target_device((8, 0))) is None
+    assert compiled(problem, config, (8, 0)).spills == 0
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_each_family_compiles_without_spills(config):
     problem = OP.Problem(4096, 4096, 4096, block=32)
@@ -120,6 +131,8 @@ def test_legality_has_reasons():
     problem = OP.Problem(256, 256, 256, block=128)
     good = MmaConfig(128, 128, 2, 4, stages=3)
     int8 = OP.Problem(256, 256, 256, block=128, out="int8")
+    coarse = OP.Problem(256, 256, 256, block=32, out="int8", out_block=128)
+    fine = OP.Problem(256, 256, 256, block=128, out="int8", out_block=32)
     if KERNEL.legal(problem, good, ampere) is not None:
         pytest.skip(KERNEL.legal(problem, good, ampere))
     for asked, device, fields, word in (
@@ -134,10 +147,12 @@ def test_legality_has_reasons():
         (problem, ampere, {"tile_n": 256}, "128 sums"),
         (problem, ampere, {"tile_m": 32, "warps_m": 4}, "8 a warp"),
         (int8, ampere, {"tile_m": 64}, "multiple of 128"),
+        (coarse, ampere, {"tile_m": 64}, "multiple of 128"),
         (OP.Problem(2**31, 2**31, 1), ampere, {"tile_m": 32, "warps_m": 1}, "2^30 tiles"),
     ):
         config = dataclasses.replace(good, **fields)
         assert word in KERNEL.legal(asked, config, device), (fields, word)
+    assert KERNEL.legal(fine, dataclasses.replace(good, tile_m=64), ampere) is None
 
 
 def test_shared_memory_follows_from_the_layout():
@@ -147,6 +162,8 @@ def test_shared_memory_follows_from_the_layout():
     assert shared_bytes(fp32, config) == 3 * (192 * 128 + 4 * (2 + 4) * 4)
     both = OP.Problem(128, 128, 128, block=64, out="int8", layout="both")
     assert shared_bytes(both, config) == 3 * (192 * 128 + 2 * (1 + 2) * 4) + 2 * 4
+    other = dataclasses.replace(both, out_block=32)
+    assert shared_bytes(other, config) == shared_bytes(both, config) + (2 * 4 - 2) * 4
     narrow = dataclasses.replace(config, tile_m=32, tile_n=32, stages=2)  # 16x16 a warp
     assert shared_bytes(fp32, narrow) == 2 * (64 * 128 + 4 * 2 * 4)
 
@@ -180,7 +197,7 @@ def wrong(problem, config, inputs):
     outputs = OP.poison(problem, OP.outputs(problem, inputs))
     KERNEL.launch(problem, config, inputs, outputs)
     if problem.out == "int8":
-        q, scale = quantize(c, problem.block, problem.rounding, inputs.get("seed"))
+        q, scale = quantize(c, problem.out_block, problem.rounding, inputs.get("seed"))
         expected = {"q": q, "scale": scale, "qt": q.t(), "scale_t": scale.t()}
     else:
         c = (c + inputs["c"].float()) if problem.accumulate else c
@@ -226,6 +243,21 @@ def test_every_option_of_the_default_is_bit_equal(gpu):
     ]
     found = Device.parse(str(gpu))
     check_all([(problem, KERNEL.default(problem, found)) for problem in problems], gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
+def test_codes_in_other_blocks_are_bit_equal(gpu, block, out_block):
+    cases, found = [], Device.parse(str(gpu))
+    tiles = [(config, shape) for shape in SHAPES for config in (*CONFIGS, None)]
+    for i, (config, shape) in enumerate(tiles):
+        fields = {**CODES[i % len(CODES)], "block": block, "out_block": out_block}
+        problem = OP.Problem(*shape, **fields)
+        config = config or KERNEL.default(problem, found)
+        if KERNEL.legal(problem, config, found) is None:
+            cases.append((problem, config))
+    assert len(cases) >= 2 * len(SHAPES)
+    check_all(cases, gpu)
 
 
 @pytest.mark.gpu

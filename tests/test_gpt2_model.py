@@ -150,6 +150,14 @@ def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_bf16_with_our_loss_has_the_same(device):
+    plain, ours = model_of("bf16", device), GPT2(SHAPE, "bf16", own_loss=True).to(device)
+    ours.load_state_dict(plain.state_dict())
+    ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
+    assert not plain.own_loss
+    assert float(ours(ids, targets)) == pytest.approx(float(plain(ids, targets)), rel=1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
 def test_padding_is_never_predicted(device, recipe):
     model = model_of(recipe, device)

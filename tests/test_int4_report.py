@@ -44,7 +44,7 @@ def test_layers_have_times_ratios_and_their_means():
     assert table.head == ["m×n×k", "GEMM, packed codes", "× FP16", "forward", "× FP16",
                           "backward", "× FP16"]  # fmt: skip
     first, *_, last = table.rows
-    assert first == ["4608×5120×6144", "1.000 ms", "1.00×", "2.000 ms", "2.00×", "4.000 ms",
+    assert first == ["4608×5120×6144", "1.00 ms", "1.00×", "2.00 ms", "2.00×", "4.00 ms",
                      "4.00×"]  # fmt: skip
     assert last == ["geometric mean", "", "2.00×", "", "4.00×", "", "8.00×"]
     assert len(table.rows) == 7
@@ -62,9 +62,9 @@ def test_no_mean_where_a_shape_is_missing():
 def test_stages_are_shares_of_their_sum():
     text = int4_report.stages(Results(DEVICE, layer_rows()))
     assert "| wgmma fwd | 4608×5120×6144 |" in text
-    assert "| second | 1.500 ms 75% |" in text
-    assert "| second | 3.000 ms 75% |" in text
-    assert "| all in turn | 4.000 ms |" in text
+    assert "| second | 1.50 ms 75% |" in text
+    assert "| second | 3.00 ms 75% |" in text
+    assert "| all in turn | 4.00 ms |" in text
 
 
 def test_memory_bound_ops_are_described_by_what_is_not_their_default():

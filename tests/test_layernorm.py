@@ -1,6 +1,7 @@
 """layernorm: the reference against torch's, and kernels against the reference."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from jetfire.reference.dequantize import dequantize
 OP = registry.get("layernorm")
 SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
 CASES = [("fwd", "row"), ("fwd", "given"), ("bwd", "row")]
+PAIRS = list(itertools.product((32, 64, 128), repeat=2))
 
 
 def problem_of(mode, stats, **fields):
@@ -93,6 +95,15 @@ def test_layouts_roundings_and_configs(device, mode, stats, rounding):
     for layout in ("q", "qt", "both"):
         problem = problem_of(mode, stats, layout=layout, **fields)
         verified(problem, device, every=layout == "both", data="heavy")
+
+
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+@pytest.mark.parametrize(("block", "out_block"), PAIRS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_every_pair_of_blocks(device, mode, stats, block, out_block, rounding):
+    fields = {"block": block, "out_block": out_block, "rounding": rounding, "layout": "both"}
+    problem = problem_of(mode, stats, m=150, n=140, **fields)
+    verified(problem, device, data="heavy")
 
 
 def test_rows_wider_than_a_chunk_and_a_tile(device):
@@ -178,6 +189,16 @@ def test_legal_says_why_not():
         assert kernel.legal(problem, good, Device(kind="cpu")) is not None
 
 
+@pytest.mark.parametrize(("block", "out_block"), PAIRS)
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_every_pair_of_blocks_has_a_default(mode, block, out_block):
+    problem = problem_of(mode, "row", m=64, n=64, block=block, out_block=out_block)
+    where = target_device((9, 0))
+    for name in ("gluon", "triton"):
+        kernel = registry.get_kernel("layernorm", name)
+        assert kernel.legal(problem, kernel.default(problem, where), where) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "stats"), CASES)
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -185,6 +206,17 @@ def test_every_ragged_size(device, mode, stats, block):
     for size in RAGGED:
         for m, n in ((size, 100), (100, size)):
             verified(problem_of(mode, stats, m=m, n=n, block=block, layout="both"), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "stats"), CASES)
+@pytest.mark.parametrize(("block", "out_block"), PAIRS)
+def test_every_pair_of_blocks_in_ragged_sizes(device, mode, stats, block, out_block):
+    blocks = {"block": block, "out_block": out_block}
+    for m, n in ((1, 1), (31, 300), (33, 127), (129, 64), (257, 1030)):
+        for layout in ("q", "qt", "both"):
+            problem = problem_of(mode, stats, m=m, n=n, layout=layout, **blocks)
+            verified(problem, device, every=True, data="outlier")
 
 
 @pytest.mark.gpu

@@ -502,6 +502,45 @@ def test_made_in_inference(device):
         assert error_of(linear(x) - linear.bias, 2 * (before - linear.bias)) < 1e-5
 
 
+@pytest.mark.gpu
+def test_codes_made_on_one_stream_are_waited_for_on_another(device):
+    layer, x = Int8Linear(512, 512, device=device), torch.randn(64, 512, device=device)
+    expected = layer(x)
+    weights_changed()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2**28)  # a tenth of a second, and then they are made
+        layer.codes()
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_block_adds_to_the_gradients_that_are_there(device):
+    """Autograd is given none of its weights', and adds the others."""
+    block = Int8Block(64, 2, device=device)
+    x = torch.randn(32, 64, device=device).bfloat16()
+    linears = [block.qkv, block.projection, block.expand, block.contract]
+
+    def gradients(adds):
+        block.adds_gradients = adds
+        block.zero_grad()
+        given = []
+        for turn in range(2):
+            if turn:
+                for linear in linears:
+                    linear.weight.register_hook(given.append)
+            torch.manual_seed(turn)
+            block(Stream.of(x.requires_grad_(), 32), 2).x.square().sum().backward()
+        for linear in linears:
+            linear.weight._backward_hooks.clear()
+        return [p.grad.clone() for p in block.parameters()], sum(g is not None for g in given)
+
+    (expected, all_given), (found, given) = gradients(False), gradients(True)
+    assert (all_given, given) == (4, 0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
 # What is drawn
 
 

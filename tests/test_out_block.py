@@ -10,11 +10,15 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, verify
+from jetfire.export.plan import _alike
+from jetfire.export.signature import signature_of
 from jetfire.measure.bounds import reblocked
+from jetfire.measure.plan import Request, cases
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize, spread
 
 CPU = torch.device("cpu")
+GELU = registry.get("gelu")
 NAMES = [n for n in registry.names() if "out_block" in registry.get(n).Problem.__annotations__]
 PAIRS = [(128, 32), (32, 128), (64, 32), (32, 64)]
 ALL = list(itertools.product((32, 64, 128), repeat=2))
@@ -154,6 +158,22 @@ def test_bounds_of_blocks_bound_other_blocks(block, out_block, m, n):
     assert torch.equal(over, found > 0.5)
 
 
+@pytest.mark.parametrize(("block", "out_block"), [(128, 32), (32, 128)])
+def test_a_schedule_s_own_error_is_allowed_in_the_blocks_that_it_may_be_in(block, out_block):
+    """`Kernel.noise` is by blocks of the operands, and C's codes may be in others."""
+    op, problem = registry.get("gemm"), problem_of("gemm", "fwd", block, out_block)
+    inputs = op.inputs(problem, CPU)
+    expected = op.reference(problem, inputs)
+    noise = torch.zeros(-(-150 // block), -(-300 // block), dtype=torch.float64)
+    noise[-1, 0] = 20 * float(expected["scale"].max())
+    q, scale = quantize(expected["c"] + 0.9 * spread(noise, block, 150, 300), out_block)
+    outputs = {"q": q, "scale": scale}
+    assert op.check(problem, outputs, expected, noise).ok
+    assert not op.check(problem, outputs, expected).ok
+    assert not op.check(problem, outputs, expected, noise.flip(1)).ok
+    assert not op.check(problem, outputs, expected, noise / 2).ok
+
+
 def quantised(m=40, n=72, block=128):
     q, scale = quantize(torch.randn(m, n), block)
     return ops.Quantized(q, scale, q.t().contiguous(), scale.t().contiguous(), block)
@@ -202,6 +222,29 @@ def test_functions_write_in_it(name):
         function(*args, **options, out_block=48)
 
 
+def test_compiles_whole_with_a_gradient():
+    def through(stream, weight):
+        total, copy, *_ = ops.int8_add(stream, quantised_of(weight, 32), out_block=128)
+        y = ops.int8_gemm(copy, quantised_of(weight, 128), out="int8", out_block=32)
+        z = ops.int8_gelu(y, out_block=64)
+        return total.float().sum(), y.q, y.scale, z.q, z.scale
+
+    def quantised_of(weight, block):
+        return ops.int8_quantize(weight, block=block)
+
+    torch._dynamo.reset()
+    stream = torch.randn(40, 72).bfloat16().requires_grad_()
+    weight = torch.randn(40, 72)
+    expected = through(stream, weight)
+    found = torch.compile(through, fullgraph=True, backend="aot_eager")(stream, weight)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert found[2].shape == (2, 2)
+    assert found[4].shape == (1, 1)
+    for loss in (found[0], expected[0]):
+        (gradient,) = torch.autograd.grad(loss, stream)
+        assert torch.equal(gradient, torch.ones_like(stream))
+
+
 def test_a_float_product_has_no_out_block():
     x = quantised()
     with pytest.raises(UsageError, match=r"^out_block=32 out=bf16: expected out=int8$"):
@@ -222,6 +265,26 @@ def test_codes_in_place_are_those_of_a_new_tensor(block, out_block):
     assert found.q is dy.q
     assert found.block == out_block
     assert all(torch.equal(*pair) for pair in zip(found.tensors, expected.tensors, strict=True))
+
+
+def test_a_sweep_of_blocks_is_followed_where_it_is_left_out():
+    def planned(**settings):
+        request = Request(["gelu"], sizes={"m": [64]}, blocks=["32", "128"], settings=settings)
+        return [(c.problem.block, c.problem.out_block) for c in cases(request, note=print)]
+
+    assert planned() == [(32, 32), (128, 128)]
+    assert planned(out_block=["32"]) == [(32, 32), (128, 32)]
+    assert sorted(planned(out_block=["32", "none"])) == [(32, 32), (128, 32), (128, 128)]
+
+
+def test_exports_have_scales_of_both():
+    problem = problem_of("gelu", "fwd", 128, 32, layout="both")
+    shapes = {p.name: tuple(map(str, p.shape)) for p in signature_of(GELU, problem).parameters}
+    assert shapes["x_scale"] == ("⌈m/128⌉", "⌈n/128⌉")
+    assert shapes["scale"] == ("⌈m/32⌉", "⌈n/32⌉")
+    other = problem_of("gelu", "fwd", 128, 64, layout="both")
+    with pytest.raises(UsageError, match="out_block=32 and out_block=64: one export has one out_b"):
+        _alike(GELU, [problem, other])
 
 
 def test_dropout_keeps_its_codes_in_equal_blocks_alone():

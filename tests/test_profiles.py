@@ -14,6 +14,7 @@ import sys
 import timeit
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import typer
@@ -369,6 +370,33 @@ def test_the_nearest_is_of_the_same_block_and_output(toy):
     assert find(toy, gemm(65, block=128), H200).source == "default"
 
 
+def test_a_pair_of_blocks_has_its_own(toy):
+    """The nearest is of the same two blocks; the text of equal ones is what it always was."""
+    same, pair = (gemm(block=128, out="int8", **more) for more in ({}, {"out_block": 32}))
+    file = save(entry(same, tile=8), entry(pair, tile=4))
+    assert file.read_text().count('"out_block"') == 1
+    assert [kept.problem for kept in profiles.read(file)] == [same.as_dict(), pair.as_dict()]
+    for m, source in ((64, "tuned"), (65, "nearest")):
+        for problem, tile in ((same, 8), (pair, 4)):
+            found = find(toy, dataclasses.replace(problem, m=m), H200)
+            assert (found.config.tile, found.source) == (tile, source)
+    for more in ({"out_block": 64}, {"block": 64, "out_block": 32}, {"block": 32}):
+        other = gemm(**{"block": 128, "out": "int8", **more})
+        assert find(toy, other, H200).source == "default"
+    assert profiles._place(GEMM, same) == profiles._place(GEMM, pair)
+    missed = warned(lambda: choose(GEMM, gemm(block=64, out="int8", out_block=128), H200))
+    assert "no profile for m=64 n=64 k=64 block=64 out_block=128 on NVIDIA H200" in missed[0]
+
+
+def test_problems_saved_before_there_were_two_blocks_are_as_they_were(monkeypatch):
+    shipped = Path(launch.__file__).parent.parent / "profiles"
+    entries = [(f.stem, entry) for f in shipped.glob("*/*.json") for entry in profiles.read(f)]
+    assert len(entries) > 500
+    for name, kept in entries:
+        problem = registry.get(name).Problem.parse(kept.problem)
+        assert json.dumps(problem.as_dict()) == json.dumps(kept.problem)
+
+
 def test_a_field_that_matters_less_is_a_distance():
     op = registry.get("gemm")
     place = profiles._place
@@ -613,8 +641,10 @@ def every_problem():
     yield from (
         gemm(33, out="int8", layout="both", rounding="stochastic", bias=True),
         gemm(5, 6, 7),
+        gemm(33, out="int8", block=128, out_block=32),
     )
     for name in ("gelu", "layernorm", "add"):
+        yield from registry.get(name).problems("bwd", {"m": 5, "n": 6, "out_block": 128})
         yield from registry.get(name).problems("bwd", {"m": 5, "n": 6, "rounding": "nearest"})
     yield from registry.get("layernorm").problems(
         "fwd", {"m": 5, "n": 6, "stats": "given", "eps": 1e-6}
@@ -745,6 +775,9 @@ def test_show_lists_what_the_options_leave(folder, capsys):
         ("triton", 96, 32, "bf16")
     ]
     assert shown(capsys, "--set", "out=int8") == [("gluon", 64, 64, "int8")]
+    codes = ("--set", "out=int8", "--set")
+    assert shown(capsys, *codes, "out_block=64") == [("gluon", 64, 64, "int8")]
+    assert shown(capsys, *codes, "out_block=32") == []
     assert shown(capsys, "--set", "bias=TRUE") == []
     assert shown(capsys, "--workload", "gpt2-350m") == [("gluon", 8192, 32, "bf16")]
     assert shown(capsys, "--n", "3072") == [("gluon", 8192, 32, "bf16")]

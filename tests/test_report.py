@@ -1,6 +1,7 @@
 """What is generated from a results file: the same for the same rows, and stale when they change."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -77,10 +78,35 @@ def test_figures_are_those_of_the_rows():
     assert "4000 GB/s: a copy" in page
 
 
+def test_pairs_of_blocks_are_rows_of_their_own():
+    """They are told by both, and are in no table of one block."""
+    results = sample()
+    plain = report.page(results, "h200.json", [])
+    results.rows.append(small_row("triton", "kernel", 1234, 4096, block=128, out_block=32))
+    square = {"block": 128, "out": "int8", "out_block": 32}
+    results.rows.append(gemm_row("triton", "kernel", 777, m=8192, n=8192, k=8192, **square))
+    page = report.page(results, "h200.json", [])
+    lines = [line for line in page.splitlines() if "out_block" in line]
+    assert any("gelu block=128 mode=fwd" in line and "| 1234 |" in line for line in lines)
+    assert any("out=int8 out_block=32, triton | – | – | 777" in line for line in lines)
+    for title in ("Memory-bound ops by width", "GEMM, squares"):
+        assert part(page, title) == part(plain, title)
+    assert "gelu fwd 8192×4096, block 128→32" in report.readme_table(results)
+
+
+def part(page, title):
+    return page.split(f"{title}\n")[1].split("\n#")[0]
+
+
+def test_a_row_may_name_the_equal_block():
+    row = small_row("triton", "kernel", 1, 64, out_block=32, approximate="tanh")
+    assert "out_block" not in report._problem(row, Path("h200.json"))
+
+
 def test_readme_table_names_what_it_is_faster_than():
     table = report.readme_table(sample())
-    assert "| GEMM 8192³, block 128 | 1.718 ms | 640.0 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
-    assert "| gelu fwd 8192×4096, block 32 | 22.37 µs | 3000 GB/s | 75% | 1.50× compile |" in table
+    assert "| GEMM 8192³, block 128 | 1.72 ms | 640 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
+    assert "| gelu fwd 8192×4096, block 32 | 22.4 µs | 3000 GB/s | 75% | 1.50× compile |" in table
 
 
 def test_wrong_rows_are_named_and_not_shown_as_figures():

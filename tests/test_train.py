@@ -707,8 +707,15 @@ def test_a_smoothed_curve_begins_at_its_first_losses_and_follows_the_rest():
 @pytest.mark.parametrize("recipe", ["int8-block32", "int4-hq-lss"])
 @pytest.mark.parametrize("how", ["false", "true"], ids=["eager", "graph"])
 def test_resuming_repeats_the_losses_on_a_gpu(how, recipe, tokens, tmp_path):
-    changes = {"recipe": recipe, "dropout": 0.1, "keep": 3, "graph": how,
-               "width": 128, "steps": 12}  # fmt: skip
+    changes = {
+        "recipe": recipe,
+        "dropout": 0.1,
+        "keep": 3,
+        "graph": how,
+        "width": 128,
+        "steps": 12,
+        "deterministic": True,
+    }
     with command.algorithms(settings_of(**changes)):
         _, whole = run(tokens, tmp_path, **changes)
         saved = checkpoint.open_checkpoint(tmp_path / "checkpoints" / "step-00000004")

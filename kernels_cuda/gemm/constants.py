@@ -12,9 +12,10 @@ OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 
 
 def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:
-    """Return block, output and epilogue; the code depends on nothing else of a problem."""
+    """Return blocks, output and epilogue; the code depends on nothing else of a problem."""
     return {
         "BLOCK": problem.block,
+        "OUT_BLOCK": problem.out_block,
         "OUTPUT": OUTPUTS[problem.out],
         "BIAS": problem.bias,
         "ACCUMULATE": problem.accumulate,

@@ -199,7 +199,7 @@ DEVICE void store_qt_direct(const uint16_t (&codes)[PAIRS], const Target& to, in
 // One block's scale, to wherever it goes.
 DEVICE void store_scale(float scale, const Target& to, int row, int column) {
   if (row >= to.m || column >= to.n) return;
-  const int down = row / BLOCK, across = column / BLOCK;
-  if (Q) to.scale[int64_t(down) * ceil_div(to.n, BLOCK) + across] = scale;
-  if (QT) to.scale_t[int64_t(across) * ceil_div(to.m, BLOCK) + down] = scale;
+  const int down = row / OUT_BLOCK, across = column / OUT_BLOCK;
+  if (Q) to.scale[int64_t(down) * ceil_div(to.n, OUT_BLOCK) + across] = scale;
+  if (QT) to.scale_t[int64_t(across) * ceil_div(to.m, OUT_BLOCK) + down] = scale;
 }

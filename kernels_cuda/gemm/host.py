@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MATRICES = ("a", "b", "c", "q", "qt")
 PROBLEM_NOTES = {
     "BLOCK": "rows and columns that share a scale",
+    "OUT_BLOCK": "the same of the codes that are written",
     "OUTPUT": "0 fp32, 1 bf16, 2 fp16, 3 codes and their scales",
     "BIAS": "a bias is added to each row",
     "ACCUMULATE": "the product is added to what C holds",

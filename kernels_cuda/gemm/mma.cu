@@ -1,5 +1,5 @@
 // Per-block INT8 GEMM for sm_80 and later: C (m×n) = A (m×k) · Bᵀ (n×k), a scale for each
-// BLOCK×BLOCK tile.
+// BLOCK×BLOCK tile, and for each OUT_BLOCK×OUT_BLOCK tile of C where that is written as codes.
 //
 // A block of WARPS_M×WARPS_N warps makes one tile of TILE_M×TILE_N; two or more of them share an SM
 // where they fit, so that one finishes while another multiplies. In order:
@@ -35,13 +35,19 @@ constexpr int B_SCALES = TILE_N > BLOCK ? TILE_N / BLOCK : 1;
 constexpr int SCALES = A_SCALES + B_SCALES;
 constexpr int FACTORS = WARP_N > BLOCK ? WARP_N / BLOCK : 1;  // of sixteen rows, for a promotion
 
+// Blocks of codes that a tile holds down and across, and sixteen rows of a warp across.
+constexpr int CODES_DOWN = TILE_M > OUT_BLOCK ? TILE_M / OUT_BLOCK : 1;
+constexpr int CODES_ACROSS = TILE_N > OUT_BLOCK ? TILE_N / OUT_BLOCK : 1;
+constexpr int CODE_BLOCKS = WARP_N > OUT_BLOCK ? WARP_N / OUT_BLOCK : 1;
+constexpr int AMAXES = OUTPUT == INT8 ? CODES_DOWN * CODES_ACROSS : 0;
+static_assert(AMAXES <= THREADS, "a thread sets each to zero");
+
 // What a warp sends through shared memory at the end: sixteen rows of floats or codes, and all of
 // its transposed codes.
 constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
 constexpr int OUT_BYTES = VECTOR_OUT ? 16 * ROW_BYTES : 0;
 constexpr int QT_BYTES = VECTOR_QT ? WARP_N * WARP_M : 0;
 constexpr int STAGING = OUT_BYTES + QT_BYTES;
-constexpr int AMAXES = OUTPUT == INT8 ? A_SCALES * B_SCALES : 0;
 
 // Shared memory, in order; staging lies where the ring was.
 constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
@@ -59,7 +65,7 @@ struct Arguments {
 };
 
 DEVICE uint32_t& block_amax(int down, int across) {
-  return reinterpret_cast<uint32_t*>(shared + AMAX_AT)[down * B_SCALES + across];
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT)[down * CODES_ACROSS + across];
 }
 
 // --- 2. load -----------------------------------------------------------------------------------
@@ -297,7 +303,8 @@ DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
 }
 
 // The codes of one chunk, with the multipliers of the blocks it lies in.
-DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[FACTORS], const Target& to,
+DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[CODE_BLOCKS],
+                         const Target& to,
                          int r, uint64_t seed, int row, int column) {
   uint16_t codes[SUMS / 2];
   to_codes(acc, by, codes, seed, row, column);
@@ -314,31 +321,32 @@ DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[FACTORS], c
 DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Place& tile) {
   const Place warp = warp_place();
   const int row0 = tile.row + warp.row, column0 = tile.column + warp.column;
-  const int across = warp.column / BLOCK;
+  const int across = warp.column / OUT_BLOCK;
 #pragma unroll
   for (int r = 0; r < CHUNKS; ++r) {
-    uint32_t amax[FACTORS];
+    uint32_t amax[CODE_BLOCKS];
     warp_amax(acc[r], amax, to, row0 + 16 * r, column0);
 #pragma unroll
-    for (int b = 0; b < FACTORS; ++b) {
+    for (int b = 0; b < CODE_BLOCKS; ++b) {
       if (threadIdx.x % 32 == 0) {
-        atomicMax(&block_amax((warp.row + 16 * r) / BLOCK, across + b), amax[b]);
+        atomicMax(&block_amax((warp.row + 16 * r) / OUT_BLOCK, across + b), amax[b]);
       }
     }
   }
   __syncthreads();
   const uint64_t seed = STOCHASTIC ? *to.seed : 0;
-  float by[FACTORS];
+  float by[CODE_BLOCKS];
 #pragma unroll
   for (int r = 0; r < CHUNKS; ++r) {
     const int row = row0 + 16 * r;
-    if (16 * r % BLOCK == 0) {
+    if (16 * r % OUT_BLOCK == 0) {
 #pragma unroll
-      for (int b = 0; b < FACTORS; ++b) {
+      for (int b = 0; b < CODE_BLOCKS; ++b) {
         float scale;
-        block_scale(block_amax((warp.row + 16 * r) / BLOCK, across + b), scale, by[b]);
-        if (threadIdx.x % 32 == 0 && row % BLOCK == 0 && (column0 + b * BLOCK) % BLOCK == 0) {
-          store_scale(scale, to, row, column0 + b * BLOCK);
+        block_scale(block_amax((warp.row + 16 * r) / OUT_BLOCK, across + b), scale, by[b]);
+        if (threadIdx.x % 32 == 0 && row % OUT_BLOCK == 0 &&
+            (column0 + b * OUT_BLOCK) % OUT_BLOCK == 0) {
+          store_scale(scale, to, row, column0 + b * OUT_BLOCK);
         }
       }
     }

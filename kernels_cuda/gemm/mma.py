@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver, mma_tiles
 from jetfire.kernels_cuda.compile import header
@@ -76,7 +76,10 @@ def shared_bytes(problem: GemmProblem, config: MmaConfig, access: Access = ALIGN
         staging += config.warp_m * config.warp_n
     down, across = (max(t // problem.block, 1) for t in (config.tile_m, config.tile_n))
     scales = config.stages * (mma_tiles.TILE_BYTES // problem.block) * (down + across) * 4
-    amaxes = 4 * down * across if problem.out == "int8" else 0
+    amaxes = 0
+    if problem.out == "int8":
+        sizes = (config.tile_m, config.tile_n)
+        amaxes = 4 * math.prod(max(size // problem.out_block, 1) for size in sizes)
     return max(config.ring_bytes, config.warps * staging) + scales + amaxes
 
 
@@ -133,7 +136,6 @@ class MmaGemm(Kernel):
     def legal(self, problem: GemmProblem, config: MmaConfig, device: Device) -> str | None:
         return (
             mma_tiles.unsupported(device)
-            or unequal_blocks(problem)
             or mma_tiles.outside(config, SPACE)
             or mma_tiles.misfit(config)
             or _misfit(problem, config)
@@ -145,7 +147,7 @@ class MmaGemm(Kernel):
     def default(self, problem: GemmProblem, device: Device) -> MmaConfig:
         """Return large tiles, or small ones where those would leave SMs without work."""
         tiles = ceil_div(problem.m, 128) * ceil_div(problem.n, 128)
-        small = tiles < device.sms and not (problem.out == "int8" and problem.block == 128)
+        small = tiles < device.sms and not (problem.out == "int8" and problem.out_block == 128)
         return MmaConfig(64, 64, 2, 2, stages=4) if small else MmaConfig()
 
     def space(self, problem: GemmProblem, device: Device) -> dict[str, Sequence[Any]]:
@@ -197,8 +199,8 @@ def _end(x: torch.Tensor) -> int:
 def _misfit(problem: GemmProblem, config: MmaConfig) -> str | None:
     """Return why the tile does not suit the problem's blocks, or a thread's registers its sums."""
     for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
-        if problem.out == "int8" and size % problem.block:
-            return f"{name}={size}: expected a multiple of {problem.block} to requantise its blocks"
+        if problem.out == "int8" and size % (block := problem.out_block):
+            return f"{name}={size}: expected a multiple of {block} to requantise its blocks"
     if config.sums > MOST_SUMS:
         return f"{config.sums} sums per thread: expected at most {MOST_SUMS}"
     return mma_tiles.spilling(config, held_registers(problem, config) + OTHER_REGISTERS)

@@ -1,4 +1,5 @@
-// Per-block INT8 GEMM for sm_90a: C (m×n) = A (m×k) · Bᵀ (n×k), a scale for each BLOCK×BLOCK tile.
+// Per-block INT8 GEMM for sm_90a: C (m×n) = A (m×k) · Bᵀ (n×k), a scale for each BLOCK×BLOCK tile,
+// and for each OUT_BLOCK×OUT_BLOCK tile of C where that is written as codes.
 //
 // One persistent block an SM walks over tiles of TILE_M×TILE_N. Its warps have three roles, the
 // last of which does two things; they meet at the full and empty barriers of a ring of STAGES slots,
@@ -54,7 +55,7 @@ using Panel = Panels<ELEMENT_BYTES>;
 constexpr int PANEL_COLUMNS = Panel::COLUMNS;
 constexpr int STAGING = QT && TILE_N > 128 ? 64 * TILE_N : 8192;
 
-constexpr int AMAX_BLOCKS = TILE_N / BLOCK > 0 ? TILE_N / BLOCK : 1;
+constexpr int AMAX_BLOCKS = TILE_N / OUT_BLOCK > 0 ? TILE_N / OUT_BLOCK : 1;
 constexpr int AMAX_WORDS = OUTPUT == INT8 ? 2 * GROUPS * ROWS * 4 * AMAX_BLOCKS : 0;
 
 // Shared memory after the staging buffers, in order.
@@ -483,7 +484,11 @@ DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& stagi
   }
 }
 
-// The largest |x| of each block that the group's rows lie in, from all warps that share it.
+// The largest |x| of each block that the group's rows lie in, from all warps that share it: one has
+// 16 rows of a block, so that two have all of one of 32 rows, a group of one of 64, and of 128 rows a
+// group of two ROWS or two groups. Each leaves its own in shared memory, one word a block, meets the
+// others at a barrier of the group (or of both) and reads theirs. Two `turn`s, so that the next
+// tile's words do not overwrite what another warp has still to read.
 DEVICE void block_amax(float (&acc)[ROWS][SUMS], uint32_t (&amax)[ROWS][AMAX_BLOCKS],
                        const Arguments& x, int group, int turn, const Tile& tile) {
   auto at = [&](int part, int warp, int b) -> uint32_t& {
@@ -500,19 +505,19 @@ DEVICE void block_amax(float (&acc)[ROWS][SUMS], uint32_t (&amax)[ROWS][AMAX_BLO
       for (int b = 0; b < AMAX_BLOCKS; ++b) at(part, warp, b) = amax[r][b];
     }
   }
-  constexpr int SHARING = BLOCK == 128 && ROWS == 1 ? 2 : 1;  // groups that share blocks
+  constexpr int SHARING = OUT_BLOCK == 128 && ROWS == 1 ? 2 : 1;  // groups that share blocks
   named_barrier(SHARING == 2 ? PAIR_BARRIERS + group / 2 : GROUP_BARRIERS + group, 128 * SHARING);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int part = group * ROWS + r;
 #pragma unroll
     for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if constexpr (BLOCK == 32) {
+      if constexpr (OUT_BLOCK == 32) {
         amax[r][b] = max(at(part, warp & 2, b), at(part, warp | 1, b));
       } else {
 #pragma unroll
-        for (int w = 0; w < (BLOCK == 128 ? 8 : 4); ++w) {
-          const int first = BLOCK == 128 ? part / 2 * 2 : part;
+        for (int w = 0; w < (OUT_BLOCK == 128 ? 8 : 4); ++w) {
+          const int first = OUT_BLOCK == 128 ? part / 2 * 2 : part;
           amax[r][b] = max(amax[r][b], at(first + w / 4, w % 4, b));
         }
       }
@@ -532,8 +537,8 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
     block_scales(amax[r], scale, multiplier);
 #pragma unroll
     for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if (threadIdx.x % 32 == 0 && (row + lane_row()) % BLOCK == 0) {
-        store_scale(scale[b], x.to, row + lane_row(), tile.column + b * BLOCK);
+      if (threadIdx.x % 32 == 0 && (row + lane_row()) % OUT_BLOCK == 0) {
+        store_scale(scale[b], x.to, row + lane_row(), tile.column + b * OUT_BLOCK);
       }
     }
     uint16_t codes[SUMS / 2];

@@ -14,7 +14,6 @@ import numpy as np
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
@@ -74,7 +73,7 @@ def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
     floats = factor_floats(problem, config)
     amax = 0
     if problem.out == "int8":
-        amax = 8 * config.groups * config.rows * max(config.tile_n // problem.block, 1)
+        amax = 8 * config.groups * config.rows * max(config.tile_n // problem.out_block, 1)
     return (
         config.stages * (config.tile_m + config.tile_n) * TILE_K
         + config.groups * config.buffers * staging
@@ -155,7 +154,7 @@ class WgmmaGemm(Kernel):
     Config = WgmmaConfig
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        reason = unfit(device) or unequal_blocks(problem) or outside(config, SPACE)
+        reason = unfit(device) or outside(config, SPACE)
         if reason := reason or _misfit(problem, config):
             return reason
         limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
@@ -320,7 +319,7 @@ def _adds(problem: GemmProblem) -> bool:
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     """Return why the tile does not suit the problem's blocks or the cluster."""
-    tile_m, tile_n, block = config.tile_m, config.tile_n, problem.block
+    tile_m, tile_n, block = config.tile_m, config.tile_n, problem.out_block
     for name, size, share in (
         ("tile_m", tile_m, config.cluster_n),
         ("tile_n", tile_n, config.cluster_m),

@@ -15,19 +15,25 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.blocked import (
-    LARGEST_SCALE,
     LOG2E,
+    UNIT,
     as_tile,
     block_max,
+    by_code,
     deal,
+    every_code,
+    faults,
     finite_or_zero,
+    limited,
+    load_at,
     look_up,
     places,
     random_128,
     spread_blocks,
+    table_of,
+    tile_blocks,
 )
 from jetfire.kernels_triton.codes import (
     codes_nearest,
@@ -117,6 +123,7 @@ def gelu_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -125,46 +132,59 @@ def gelu_kernel(
     WIDTH: tl.constexpr,
 ):
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    COUNT: tl.constexpr = TILE_M * TILE_N // (OUT_BLOCK * OUT_BLOCK)
+    blocks_m, blocks_n = tl.cdiv(M, OUT_BLOCK), tl.cdiv(N, OUT_BLOCK)
     dealt = tl.arange(0, TILE_M * TILE_N // WIDTH)
-    row, col = places(row0, col0, dealt, TILE_N, COUNT, H, BLOCK, WIDTH)
+    row, col = places(row0, col0, dealt, TILE_N, COUNT, H, OUT_BLOCK, WIDTH)
     rows, cols = row[:, None], col[:, None] + tl.arange(0, WIDTH)[None, :]
     inside = (rows < M) & (cols < N)
     block = tl.arange(0, COUNT)
-    block_row = row0 // BLOCK + block // (TILE_N // BLOCK)
-    block_col = col0 // BLOCK + block % (TILE_N // BLOCK)
+    block_row = row0 // OUT_BLOCK + block // (TILE_N // OUT_BLOCK)
+    block_col = col0 // OUT_BLOCK + block % (TILE_N // OUT_BLOCK)
     within = (block_row < blocks_m) & (block_col < blocks_n)
 
     x = tl.load(x_ptr + (rows.to(tl.int64) * x_stride + cols), mask=inside, other=0)
-    factor = tl.load(
-        x_scale_ptr + (block_row.to(tl.int64) * x_scale_stride + block_col), mask=within, other=0.0
-    )
+    EACH: tl.constexpr = 1 if BLOCK == OUT_BLOCK else 32
+    read_row, read_col = tile_blocks(row0, col0, TILE_M, TILE_N, BLOCK, EACH)
+    read_m, read_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    factor = load_at(x_scale_ptr, read_row, read_col, read_m, read_n, x_scale_stride)
     bad = factor * 0.0  # NaN where the input's block is
-    s = tl.minimum(finite_or_zero(factor), LARGEST_SCALE)[:, None]
-    every = tl.broadcast_to((tl.arange(0, 256) - 128).to(tl.float32)[None, :], (COUNT, 256))
+    s = by_code(limited(factor), EACH)
+    code = every_code(factor.shape[0], EACH)
     if BACKWARD:
         dy = tl.load(dy_ptr + (rows.to(tl.int64) * dy_stride + cols), mask=inside, other=0)
-        factor = tl.load(
-            dy_scale_ptr + (block_row.to(tl.int64) * dy_scale_stride + block_col),
-            mask=within,
-            other=0.0,
-        )
-        value = codes_to_floats(dy) * look_up(gelu_slope(every, s, ERF), x, H, BLOCK)
+        factor = load_at(dy_scale_ptr, read_row, read_col, read_m, read_n, dy_scale_stride)
+        dy = codes_to_floats(dy)
+        values = gelu_slope(code, s, ERF)
     else:
-        value = look_up(gelu_over_scale(every, s, ERF), x, H, BLOCK)
-    amax = block_max(value, H, BLOCK)
-    whole = amax * factor + bad
+        values = gelu_over_scale(code, s, ERF)
+    if BLOCK != OUT_BLOCK:
+        values *= (finite_or_zero(factor) * (1.0 / UNIT))[None, :]
+    value = look_up(values, x, table_of(TILE_M, TILE_N, BLOCK, OUT_BLOCK, H, WIDTH), EACH)
+    if BACKWARD:
+        value = dy * value
+    amax = block_max(value, H, OUT_BLOCK)
+    if BLOCK == OUT_BLOCK:
+        whole = amax * factor + bad
+    else:
+        bad = faults(
+            x_scale_ptr, row0, col0, M, N, x_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        if BACKWARD:
+            bad += faults(
+                dy_scale_ptr, row0, col0, M, N, dy_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+            )
+        whole = amax * UNIT + bad
     usable = (whole >= TINY) & (whole < float("inf"))
     zero = whole < TINY
     scale = tl.where(usable, whole / 127.0, tl.where(zero, 0.0, float("nan")))
     # Within 2 units of 127/amax; stochastic rounding wants a product below 127.
     most = 126.99997 if STOCHASTIC else 127.0
     multiplier = tl.where(usable, most / tl.where(usable, amax, 127.0), 0.0)
-    wide = spread_blocks(multiplier, H, BLOCK, WIDTH)
+    wide = spread_blocks(multiplier, H, OUT_BLOCK, WIDTH)
     if STOCHASTIC:
         draws = random_128(
-            tl.load(seed_ptr), row0, col0, TILE_N, COUNT, H, BLOCK, WIDTH, STREAM_ROUNDING
+            tl.load(seed_ptr), row0, col0, TILE_N, COUNT, H, OUT_BLOCK, WIDTH, STREAM_ROUNDING
         )
         q = codes_stochastic(value, wide, draws)
     else:
@@ -173,18 +193,20 @@ def gelu_kernel(
         tl.store(q_ptr + (rows.to(tl.int64) * N + cols), q, mask=inside)
         tl.store(scale_ptr + (block_row.to(tl.int64) * blocks_n + block_col), scale, mask=within)
     if LAYOUT != "q":
-        store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, H, BLOCK)), col0, row0, N, M, M)
+        store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, H, OUT_BLOCK)), col0, row0, N, M, M)
         at = block_col.to(tl.int64) * blocks_m + block_row
         tl.store(scale_t_ptr + at, scale, mask=within)
 
 
 def registers(problem: Any, config: TileConfig) -> dict[str, int]:
-    """Limit a thread to 80 registers where ptxas would take 96.
+    """Limit a thread to 80 registers where ptxas would take 96, or to 128 where it would take 130.
 
-    96 leave room for two blocks of 8 warps on an SM, 80 for three.
+    128 leave room for two blocks of 8 warps on an SM, 80 for three.
     """
-    limited = problem.mode == "fwd" and problem.rounding == "nearest" and config.warps == 8
-    return {"maxnreg": 80} if limited else {}
+    if problem.mode == "fwd" and problem.rounding == "nearest" and config.warps == 8:
+        return {"maxnreg": 80}
+    unequal = problem.block != problem.out_block
+    return {"maxnreg": 128} if unequal and problem.rounding == "stochastic" else {}
 
 
 class TritonGelu(TritonKernel):
@@ -193,16 +215,16 @@ class TritonGelu(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        reason = unequal_blocks(problem)
-        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
+        return tile_reason(problem.m, problem.n, problem.out_block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the best of ten tiles for each block on an H200 at 8192×4096."""
-        if problem.block == 128:
+        block = problem.out_block
+        if block == 128:
             return TileConfig(128, 128, 8)
         if problem.rounding == "stochastic":
-            return TileConfig(problem.block, 8192 // problem.block, 4)
-        return TileConfig(problem.block, 4096 // problem.block, 2)
+            return TileConfig(block, 8192 // block, 4)
+        return TileConfig(block, 4096 // block, 2)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
@@ -229,11 +251,12 @@ class TritonGelu(TritonKernel):
             TILE_M=config.tile_m,
             TILE_N=config.tile_n,
             BLOCK=problem.block,
+            OUT_BLOCK=problem.out_block,
             LAYOUT=problem.layout,
             STOCHASTIC=problem.rounding == "stochastic",
             BACKWARD=backward,
             ERF=problem.approximate == "erf",
-            **deal(problem.block, config),
+            **deal(problem.out_block, config),
             num_warps=config.warps,
             enable_fp_fusion=False,
             **registers(problem, config),

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile, to_float
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -60,6 +59,7 @@ def gemm_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -111,7 +111,7 @@ def gemm_kernel(
         col0,
         M,
         N,
-        BLOCK,
+        OUT_BLOCK,
         BIAS,
         ACCUMULATE,
         INT8,
@@ -141,7 +141,7 @@ def finish(
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Add bias and what C held to an fp32 tile, cast or requantise it, and write it."""
+    """Add bias and what C held to an fp32 tile, cast it or requantise its blocks, and write it."""
     rows, cols = row0 + tl.arange(0, acc.shape[0]), col0 + tl.arange(0, acc.shape[1])
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     if BIAS:
@@ -166,12 +166,13 @@ class TritonGemm(TritonKernel):
     Config = PortableConfig
 
     def legal(self, problem: Any, config: PortableConfig, device: Device) -> str | None:
-        if (reason := device_reason(device) or unequal_blocks(problem)) is not None:
+        if (reason := device_reason(device)) is not None:
             return reason
+        block = max(problem.block, problem.out_block)
         for name in ("tile_m", "tile_n"):
             size = getattr(config, name)
-            if size % problem.block or size & (size - 1):
-                return f"{name}={size}: expected a power of two, a multiple of {problem.block=}"
+            if size % block or size & (size - 1):
+                return f"{name}={size}: expected a power of two that is a multiple of {block}"
         if config.warps not in (1, 2, 4, 8, 16):
             return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
@@ -190,7 +191,7 @@ class TritonGemm(TritonKernel):
     def default(self, problem: Any, device: Device) -> PortableConfig:
         # On an H200 at 8192³ in TOPS, 64×128 by 4 warps, several to an SM, against 128×128 by 8:
         # 391 and 310 with blocks of 32, 686 and 587 of 64; blocks of 128 reach 825 in the latter.
-        tile_m, warps = (128, 8) if problem.block == 128 else (64, 4)
+        tile_m, warps = (128, 8) if 128 in (problem.block, problem.out_block) else (64, 4)
         stages = 4
         if device.kind == "cuda":
             stages = min(4, device.shared_bytes // ((tile_m + 128) * problem.block))
@@ -227,6 +228,7 @@ class TritonGemm(TritonKernel):
             TILE_M=config.tile_m,
             TILE_N=config.tile_n,
             BLOCK=problem.block,
+            OUT_BLOCK=problem.out_block,
             GROUP=config.group,
             EVEN_K=problem.k % problem.block == 0,
             BIAS=problem.bias,

@@ -16,6 +16,7 @@ from jetfire.kernels_triton.gluon_rows import (
     run_scales,
     squares4,
     store_quantised,
+    tile_scales,
     to_floats,
 )
 
@@ -101,6 +102,7 @@ def normalise_kernel(
     x_scale_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
+    OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     WHOLE: gl.constexpr,
@@ -112,9 +114,9 @@ def normalise_kernel(
 
     The statistics' pass ended there, so part of it is still in the L2 cache.
     """
-    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
-    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
     cols = col_places(col0, RUNS, layout)
     inside = (rows < M) & (cols < N)
     x = load_codes(x_ptr, rows, cols, M, N, x_stride)
@@ -122,7 +124,7 @@ def normalise_kernel(
     bias = load_vector(bias_ptr, cols, N)
     rstd = load_vector(rstd_ptr, rows, M)
     shift = load_vector(mean_ptr, rows, M) * rstd
-    step = run_scales(x_scale_ptr, rows * 0 + row0, runs, M, N, x_scale_stride, BLOCK) * rstd
+    step = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK) * rstd
     y = (to_floats(x) * step - shift) * weight + bias
     if not WHOLE:  # rows beyond the last would hold the bias
         y = gl.where(inside, y, 0.0)
@@ -139,7 +141,7 @@ def normalise_kernel(
         col0,
         M,
         N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         pairs,
@@ -279,6 +281,7 @@ def gradient_kernel(
     dy_scale_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
+    OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     WHOLE: gl.constexpr,
@@ -287,9 +290,9 @@ def gradient_kernel(
     qt_layout: gl.constexpr,
 ):
     """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row first."""
-    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
-    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
     cols = col_places(col0, RUNS, layout)
     inside = (rows < M) & (cols < N)
     x = load_codes(x_ptr, rows, cols, M, N, x_stride)
@@ -298,9 +301,8 @@ def gradient_kernel(
     rstd = load_vector(rstd_ptr, rows, M)
     slope = load_vector(slope_ptr, rows, M)
     offset = load_vector(offset_ptr, rows, M)
-    block_row = rows * 0 + row0
-    x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
-    dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+    x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
+    dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
     dx = (to_floats(dy) * (dy_scale * rstd)) * weight + (to_floats(x) * (x_scale * slope) + offset)
     if not WHOLE:  # what lies beyond would hold the offset
         dx = gl.where(inside, dx, 0.0)
@@ -317,7 +319,7 @@ def gradient_kernel(
         col0,
         M,
         N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         pairs,

@@ -32,7 +32,7 @@ class GluonLayerNorm(GluonNorm):
 
 def _is_whole(problem: Any, config: NormConfig) -> bool:
     """Return whether no tile reaches beyond the matrix."""
-    return problem.m % problem.block == 0 and problem.n % config.tile_n == 0
+    return problem.m % problem.out_block == 0 and problem.n % config.tile_n == 0
 
 
 def _forward(problem: Any, config: NormConfig, inputs: Tensors, outputs: Tensors) -> None:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -81,6 +80,7 @@ def normalise_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -95,9 +95,9 @@ def normalise_kernel(
     y = xhat * load_vector(weight_ptr, cols, N)[None, :] + load_vector(bias_ptr, cols, N)[None, :]
     y = tl.where((rows < M)[:, None] & (cols < N)[None, :], y, 0.0)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(y, seed, row0, col0, BLOCK, STOCHASTIC)
+    q, scale = quantize_tile(y, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
     store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
     )
 
 
@@ -167,6 +167,7 @@ def gradient_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -192,9 +193,9 @@ def gradient_kernel(
     tl.store(dweight_ptr + at, tl.sum(dy * xhat, 0), mask=cols < N)
     tl.store(dbias_ptr + at, tl.sum(dy, 0), mask=cols < N)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    q, scale = quantize_tile(dx, seed, row0, col0, BLOCK, STOCHASTIC)
+    q, scale = quantize_tile(dx, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
     store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
     )
 
 
@@ -204,11 +205,11 @@ class TritonLayerNorm(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        reason = unequal_blocks(problem)
-        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
+        block = max(problem.block, problem.out_block)
+        return tile_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        tile = max(problem.block, 64)
+        tile = max(problem.block, problem.out_block, 64)
         return TileConfig(tile, tile, 4 if tile == 64 else 16)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -225,6 +226,7 @@ def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, An
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "BLOCK": problem.block,
+        "OUT_BLOCK": problem.out_block,
         "LAYOUT": problem.layout,
         "STOCHASTIC": problem.rounding == "stochastic",
         "num_warps": config.warps,

@@ -21,6 +21,7 @@ from jetfire.kernels_triton.gluon_rows import (
     run_scales,
     squares4,
     store_quantised,
+    tile_scales,
     to_floats,
 )
 
@@ -78,6 +79,7 @@ def normalise_kernel(
     x_scale_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
+    OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     layout: gl.constexpr,
@@ -88,14 +90,14 @@ def normalise_kernel(
 
     The statistics' pass ended there, so part of it is still in the L2 cache.
     """
-    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
-    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
     cols = col_places(col0, RUNS, layout)
     x = load_codes(x_ptr, rows, cols, M, N, x_stride)
     weight = load_vector(weight_ptr, cols, N)
     rstd = load_vector(rstd_ptr, rows, M)
-    s = run_scales(x_scale_ptr, rows * 0 + row0, runs, M, N, x_scale_stride, BLOCK)
+    s = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     store_quantised(
         to_floats(x) * finite(s * rstd) * weight,
         seed_ptr,
@@ -109,7 +111,7 @@ def normalise_kernel(
         col0,
         M,
         N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         pairs,
@@ -223,6 +225,7 @@ def gradient_kernel(
     dy_scale_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
+    OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     layout: gl.constexpr,
@@ -230,18 +233,17 @@ def gradient_kernel(
     qt_layout: gl.constexpr,
 ):
     """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, the last row first."""
-    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * BLOCK
+    row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
-    rows, runs = row_places(row0, BLOCK, layout), run_places(col0, RUNS, layout)
+    rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
     cols = col_places(col0, RUNS, layout)
     x = load_codes(x_ptr, rows, cols, M, N, x_stride)
     dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
     weight = load_vector(weight_ptr, cols, N)
     rstd = load_vector(rstd_ptr, rows, M)
     slope = load_vector(slope_ptr, rows, M)
-    block_row = rows * 0 + row0
-    x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
-    dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+    x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
+    dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
     of_x = to_floats(x) * (x_scale * rstd * slope)
     store_quantised(
         to_floats(dy) * finite(dy_scale * rstd) * weight - of_x,
@@ -256,7 +258,7 @@ def gradient_kernel(
         col0,
         M,
         N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         pairs,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.kernel import TritonKernel
@@ -43,6 +42,7 @@ def forward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -66,9 +66,9 @@ def forward_kernel(
         y = x * rstd[:, None] * weight[None, :]
         # Without eps the rstd of rows beyond the last is infinite.
         inside = (rows < M)[:, None] & (col0 + tl.arange(0, TILE_N) < N)[None, :]
-        q, scale = quantize_tile(tl.where(inside, y, 0.0), seed, row0, col0, BLOCK, STOCHASTIC)
+        q, scale = quantize_tile(tl.where(inside, y, 0.0), seed, row0, col0, OUT_BLOCK, STOCHASTIC)
         store_quantised(
-            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
         )
 
 
@@ -95,6 +95,7 @@ def backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -150,9 +151,9 @@ def backward_kernel(
         g = dy * load_vector(weight_ptr, cols, N)[None, :]
         dx = rstd * (g - (x * rstd) * mean)
         inside = (rows < M)[:, None] & (cols < N)[None, :]
-        q, scale = quantize_tile(tl.where(inside, dx, 0.0), seed, row0, col0, BLOCK, STOCHASTIC)
+        q, scale = quantize_tile(tl.where(inside, dx, 0.0), seed, row0, col0, OUT_BLOCK, STOCHASTIC)
         store_quantised(
-            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+            q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
         )
 
 
@@ -162,15 +163,16 @@ class TritonRmsNorm(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        reason = unequal_blocks(problem)
-        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
+        block = max(problem.block, problem.out_block)
+        return tile_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return 32 elements per thread; 64 in blocks of 128.
 
         Threads of 16 warps would have too few registers.
         """
-        block, tile_n = problem.block, max(problem.block, 64)
+        block = max(problem.block, problem.out_block)
+        tile_n = max(block, 64)
         return TileConfig(block, tile_n, min(8, block * tile_n // 1024))
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -186,6 +188,7 @@ class TritonRmsNorm(TritonKernel):
             "TILE_M": config.tile_m,
             "TILE_N": config.tile_n,
             "BLOCK": problem.block,
+            "OUT_BLOCK": problem.out_block,
             "LAYOUT": problem.layout,
             "STOCHASTIC": problem.rounding == "stochastic",
             "num_warps": config.warps,

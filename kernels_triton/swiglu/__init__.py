@@ -13,19 +13,25 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.blocked import (
-    LARGEST_SCALE,
     LOG2E,
+    UNIT,
     as_tile,
     block_max,
+    by_code,
     deal,
-    finite_or_zero,
+    every_code,
+    faults,
+    in_units,
+    limited,
+    load_at,
     look_up,
     places,
     random_128,
     spread_blocks,
+    table_of,
+    tile_blocks,
 )
 from jetfire.kernels_triton.codes import (
     codes_nearest,
@@ -56,52 +62,34 @@ def sigmoid(q, s):
 
 
 @triton.jit
-def every_code(s):
-    """Return the codes from -128 on, [COUNT, 256], and the blocks' scales, limited, [COUNT, 1].
-
-    Beyond |z| = 1000 silu is 0 or z, so a smaller scale does; a larger one would overflow.
-    """
-    codes = tl.broadcast_to((tl.arange(0, 256) - 128).to(tl.float32)[None, :], (s.shape[0], 256))
-    return codes, tl.minimum(finite_or_zero(s), LARGEST_SCALE)[:, None]
-
-
-@triton.jit
-def look_up_pair(first, second, q, H: tl.constexpr, BLOCK: tl.constexpr):
+def look_up_pair(first, second, q, table, EACH: tl.constexpr):
     """Look two tables up for every element, as `look_up` does one: one LDS of 64 bits for both."""
     low = first.to(tl.uint32, bitcast=True).to(tl.uint64)
     high = second.to(tl.uint32, bitcast=True).to(tl.uint64)
-    found = look_up(low | (high << 32), q, H, BLOCK)
+    found = look_up(low | (high << 32), q, table, EACH)
     low, high = found.to(tl.uint32), (found >> 32).to(tl.uint32)
     return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def dealt_tile(
-    M,
     N,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Return the places of this program's tile, of its dealt rows and columns, of its blocks."""
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
+    COUNT: tl.constexpr = TILE_M * TILE_N // (OUT_BLOCK * OUT_BLOCK)
     dealt = tl.arange(0, TILE_M * TILE_N // WIDTH)
-    row, col = places(row0, col0, dealt, TILE_N, COUNT, H, BLOCK, WIDTH)
-    block = tl.arange(0, COUNT)
-    block_row = row0 // BLOCK + block // (TILE_N // BLOCK)
-    block_col = col0 // BLOCK + block % (TILE_N // BLOCK)
+    row, col = places(row0, col0, dealt, TILE_N, COUNT, H, OUT_BLOCK, WIDTH)
+    block_row, block_col = tile_blocks(row0, col0, TILE_M, TILE_N, BLOCK, EACH)
     cols = col[:, None] + tl.arange(0, WIDTH)[None, :]
     return row0, col0, row[:, None], cols, block_row, block_col
-
-
-@triton.jit
-def load_at(ptr, rows, cols, M, N, stride):
-    """Load elements of an M×N matrix, 0 beyond it; 64-bit offsets."""
-    inside = (rows < M) & (cols < N)
-    return tl.load(ptr + (rows.to(tl.int64) * stride + cols), mask=inside, other=0)
 
 
 @triton.jit
@@ -131,7 +119,9 @@ def store_codes(
     bad is NaN for blocks that hold NaN, 0 for the others.
     """
     COUNT: tl.constexpr = TILE_M * TILE_N // (BLOCK * BLOCK)
-    row0, col0, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    row0, col0, rows, cols, block_row, block_col = dealt_tile(
+        N, TILE_M, TILE_N, BLOCK, BLOCK, 1, H, WIDTH
+    )
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     inside = (rows < M) & (cols < N)
     within = (block_row < blocks_m) & (block_col < blocks_n)
@@ -179,12 +169,16 @@ def forward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    _, _, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    EACH: tl.constexpr = 1 if BLOCK == OUT_BLOCK else 32
+    row0, col0, rows, cols, block_row, block_col = dealt_tile(
+        N, TILE_M, TILE_N, BLOCK, OUT_BLOCK, EACH, H, WIDTH
+    )
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     gate = load_at(gate_ptr, rows, cols, M, N, gate_stride)
     up = load_at(up_ptr, rows, cols, M, N, up_stride)
@@ -192,9 +186,24 @@ def forward_kernel(
         gate_scale_ptr, block_row, block_col, blocks_m, blocks_n, gate_scale_stride
     )
     up_scale = load_at(up_scale_ptr, block_row, block_col, blocks_m, blocks_n, up_scale_stride)
-    code, s = every_code(gate_scale)
-    value = codes_to_floats(up) * look_up(code * sigmoid(code, s), gate, H, BLOCK)
-    bad = gate_scale * 0.0 + up_scale * 0.0
+    code = every_code(gate_scale.shape[0], EACH)
+    s = by_code(limited(gate_scale), EACH)
+    up = codes_to_floats(up)
+    silu = code * sigmoid(code, s)
+    if BLOCK != OUT_BLOCK:
+        silu = in_units(silu, gate_scale, up_scale)
+    table = table_of(TILE_M, TILE_N, BLOCK, OUT_BLOCK, H, WIDTH)
+    value = up * look_up(silu, gate, table, EACH)
+    if BLOCK == OUT_BLOCK:
+        bad = gate_scale * 0.0 + up_scale * 0.0
+    else:
+        bad = faults(
+            gate_scale_ptr, row0, col0, M, N, gate_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        bad += faults(
+            up_scale_ptr, row0, col0, M, N, up_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        gate_scale, up_scale = UNIT, 1.0
     store_codes(
         value,
         gate_scale,
@@ -209,7 +218,7 @@ def forward_kernel(
         N,
         TILE_M,
         TILE_N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         STREAM_ROUNDING,
@@ -246,12 +255,16 @@ def backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    _, _, rows, cols, block_row, block_col = dealt_tile(M, N, TILE_M, TILE_N, BLOCK, H, WIDTH)
+    EACH: tl.constexpr = 1 if BLOCK == OUT_BLOCK else 32
+    row0, col0, rows, cols, block_row, block_col = dealt_tile(
+        N, TILE_M, TILE_N, BLOCK, OUT_BLOCK, EACH, H, WIDTH
+    )
     blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     gate = load_at(gate_ptr, rows, cols, M, N, gate_stride)
     up = load_at(up_ptr, rows, cols, M, N, up_stride)
@@ -261,13 +274,32 @@ def backward_kernel(
     )
     up_scale = load_at(up_scale_ptr, block_row, block_col, blocks_m, blocks_n, up_scale_stride)
     dy_scale = load_at(dy_scale_ptr, block_row, block_col, blocks_m, blocks_n, dy_scale_stride)
-    code, s = every_code(gate_scale)
+    code = every_code(gate_scale.shape[0], EACH)
+    s = by_code(limited(gate_scale), EACH)
     sigma = sigmoid(code, s)
     slope = sigma * tl.fma(1.0 - sigma, code * s, 1.0)
-    of_up, of_gate = look_up_pair(code * sigma, slope, gate, H, BLOCK)
+    silu = code * sigma
+    if BLOCK != OUT_BLOCK:
+        silu = in_units(silu, dy_scale, gate_scale)
+        slope = in_units(slope, dy_scale, up_scale)
+    table = table_of(TILE_M, TILE_N, BLOCK, OUT_BLOCK, H, WIDTH)
+    of_up, of_gate = look_up_pair(silu, slope, gate, table, EACH)
     wide = codes_to_floats(dy)
     dup, dgate = wide * of_up, wide * codes_to_floats(up) * of_gate
-    bad = gate_scale * 0.0 + dy_scale * 0.0
+    if BLOCK == OUT_BLOCK:
+        bad = gate_scale * 0.0 + dy_scale * 0.0
+        bad_up = up_scale * 0.0
+    else:
+        bad = faults(
+            gate_scale_ptr, row0, col0, M, N, gate_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        bad += faults(
+            dy_scale_ptr, row0, col0, M, N, dy_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        bad_up = faults(
+            up_scale_ptr, row0, col0, M, N, up_scale_stride, TILE_M, TILE_N, BLOCK, OUT_BLOCK
+        )
+        dy_scale, gate_scale, up_scale = UNIT, 1.0, 1.0
     store_codes(
         dup,
         dy_scale,
@@ -282,7 +314,7 @@ def backward_kernel(
         N,
         TILE_M,
         TILE_N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         STREAM_SECOND,
@@ -293,7 +325,7 @@ def backward_kernel(
         dgate,
         dy_scale,
         up_scale,
-        bad + up_scale * 0.0,
+        bad + bad_up,
         seed_ptr,
         dgate_ptr,
         dgate_scale_ptr,
@@ -303,7 +335,7 @@ def backward_kernel(
         N,
         TILE_M,
         TILE_N,
-        BLOCK,
+        OUT_BLOCK,
         LAYOUT,
         STOCHASTIC,
         STREAM_ROUNDING,
@@ -318,19 +350,19 @@ class TritonSwiglu(TritonKernel):
     Config = RegisterConfig
 
     def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        reason = unequal_blocks(problem)
-        return reason or register_reason(problem.m, problem.n, problem.block, config, device)
+        return register_reason(problem.m, problem.n, problem.out_block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return gelu's tile; both gradients of 64 elements per thread would take 246 registers.
 
         Forward, ptxas takes 96 or 128 registers where 88 or 96 are enough to spill nothing.
         """
-        block, tile_n = problem.block, max(problem.block, 4096 // problem.block)
+        block = problem.out_block
+        tile_n = max(block, 4096 // block)
         if problem.mode == "bwd":
             return RegisterConfig(block, tile_n, 16 if block == 128 else 4)
         limit = 255
-        if problem.layout == "q" and block < 128:
+        if problem.layout == "q" and problem.block == block < 128:
             limit = 96 if problem.rounding == "stochastic" else 88
         return RegisterConfig(block, tile_n, 8 if block == 128 else 2, limit)
 
@@ -360,9 +392,10 @@ class TritonSwiglu(TritonKernel):
             TILE_M=config.tile_m,
             TILE_N=config.tile_n,
             BLOCK=problem.block,
+            OUT_BLOCK=problem.out_block,
             LAYOUT=problem.layout,
             STOCHASTIC=problem.rounding == "stochastic",
-            **deal(problem.block, config),
+            **deal(problem.out_block, config),
             num_warps=config.warps,
             enable_fp_fusion=False,
             **register_limit(config),

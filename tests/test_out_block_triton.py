@@ -1,0 +1,83 @@
+"""Pairs of blocks (`out_block`) in the Triton kernels of elementwise ops."""
+
+import itertools
+
+import pytest
+
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.launch import verify
+
+BLOCKS = (32, 64, 128)
+ALL = list(itertools.product(BLOCKS, repeat=2))
+UNEQUAL = [pair for pair in ALL if pair[0] != pair[1]]
+CASES = [(name, mode) for name in ("gelu", "swiglu") for mode in ("fwd", "bwd")]
+RAGGED = [(1, 1), (31, 257), (129, 32), (128, 128)]
+
+
+def problem_of(name, mode, pair, m=140, n=200, **fields):
+    op = registry.get(name)
+    known = op.Problem.__dataclass_fields__
+    fields = {key: value for key, value in fields.items() if key in known}
+    block, out_block = pair
+    shape = {"m": m, "n": n, "block": block, "out_block": out_block}
+    return op.problems(mode, {**shape, **fields})[0]
+
+
+def verified(name, problem, device, data="heavy", config=None):
+    op, kernel = registry.get(name), registry.get_kernel(name, "triton")
+    inputs = op.inputs(problem, device, data=data)
+    config = config or kernel.default(problem, Device.of(inputs[next(iter(inputs))]))
+    found = verify(op, kernel, problem, config, inputs)
+    assert found.ok, f"{problem}, {config}, {data}: {found.message}"
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", ALL)
+def test_every_pair(device, name, mode, pair):
+    for layout, rounding, data in (
+        ("both", "stochastic", "nonfinite"),
+        ("qt", "nearest", "largest"),
+        ("q", "nearest", "heavy"),
+    ):
+        verified(name, problem_of(name, mode, pair, layout=layout, rounding=rounding), device, data)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", [(32, 128), (128, 32)])
+def test_ragged(device, name, mode, pair):
+    for m, n in RAGGED:
+        verified(name, problem_of(name, mode, pair, m, n, layout="both"), device)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", [(32, 128), (128, 32), (128, 64)])
+@pytest.mark.parametrize("tile", [(32, 32, 2), (64, 256, 8), (256, 128, 16)])
+def test_other_tiles(device, name, mode, pair, tile):
+    """A tile may be smaller than the blocks that are read, where the op says so."""
+    problem = problem_of(name, mode, pair, layout="both")
+    kernel = registry.get_kernel(name, "triton")
+    config = kernel.Config(*tile)
+    if kernel.legal(problem, config, Device(kind="cuda", capability=(9, 0))) is None:
+        verified(name, problem, device, config=config)
+    else:
+        assert tile[0] < max(pair)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+def test_large(device, name, mode, pair):
+    for layout, rounding in itertools.product(("q", "qt", "both"), ("nearest", "stochastic")):
+        problem = problem_of(name, mode, pair, 4096, 8192, layout=layout, rounding=rounding)
+        verified(name, problem, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+@pytest.mark.parametrize("data", ["largest", "nonfinite", "heavy"])
+def test_every_ragged_size(device, name, mode, pair, data):
+    for size in (1, 31, 33, 127, 129, 255, 300):
+        for m, n in ((size, 100), (100, size)):
+            verified(name, problem_of(name, mode, pair, m, n, layout="both"), device, data)
