@@ -76,7 +76,7 @@ SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it do
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """How far a call is from BF16 eager's.
 
     Attributes:
@@ -90,7 +90,7 @@ class Difference:
     wrong: str = ""
 
 
-def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Difference:
+def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Deviation:
     """Compare a call's loss and gradients with those of BF16 eager.
 
     Args:
@@ -103,7 +103,7 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Difference:
         if name == "loss":
             if not abs(error) <= LOSS_TOLERANCE:
                 what = f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
-                return Difference(error, wrong=what)
+                return Deviation(error, wrong=what)
             continue
         off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
@@ -115,8 +115,8 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Difference:
         if not off / limit <= max(far, 1.0):
             far, wrong = off / limit, f"{name}: {what} {off:.2g} against BF16 eager's"
             if math.isnan(off):
-                return Difference(off, off if noisy else None, wrong)
-    return Difference(max(errors), max(noises) if noisy else None, wrong)
+                return Deviation(off, off if noisy else None, wrong)
+    return Deviation(max(errors), max(noises) if noisy else None, wrong)
 
 
 class TrainingBench:
