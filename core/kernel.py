@@ -38,11 +38,17 @@ class Config:
 
 
 class Kernel(ABC):
-    """An implementation of an op for some devices."""
+    """An implementation of an op for some devices.
+
+    Attributes:
+        candidate: no device has shown it to be faster, so it runs where no other kernel takes the
+            problem, or where a profile has it as the fastest.
+    """
 
     op: ClassVar[str]
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
+    candidate: ClassVar[bool] = False
 
     @abstractmethod
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:

@@ -25,15 +25,15 @@ _said: set[tuple[str, ...]] = set()
 def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """Return a kernel that takes a problem on a device, with its tuned, nearest or default config.
 
-    It is the first that takes the problem. Where that one was tuned for exactly this problem, it is
-    the fastest of all that were.
+    It is the first that takes the problem, candidates last. Where that one was tuned for exactly
+    this problem, it is the fastest of all that were.
 
     Raises:
         UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
             and the first was not tuned for this problem.
     """
     reasons = []
-    for kernel in registry.kernels(op.name).values():
+    for kernel in sorted(registry.kernels(op.name).values(), key=lambda k: k.candidate):
         found = profiles.find(kernel, problem, device)
         reason = None
         if found.source == "default":

@@ -24,15 +24,18 @@ def problem_of(mode, stats, **fields):
 
 
 def choices(problem, device, every=False):
-    """The Triton kernels that run here, each with its default config, or another one too."""
+    """The GPU's kernels that run here, each with its default config, or another one too."""
     where = Device.of(torch.empty(0, device=device))
     found = []
     for kernel in registry.kernels("layernorm").values():
         if kernel.name == "torch":
             continue
         default = kernel.default(problem, where)
-        wide = dataclasses.replace(default, tile_n=2 * default.tile_n, warps=2 * default.warps)
-        for config in (default, wide) if every else (default,):
+        if kernel.name == "cluster":
+            other = dataclasses.replace(default, stages=3, resident=1)
+        else:
+            other = dataclasses.replace(default, tile_n=2 * default.tile_n, warps=2 * default.warps)
+        for config in (default, other) if every else (default,):
             if kernel.legal(problem, config, where) is None:
                 found.append((kernel, config))
     assert found
@@ -231,8 +234,11 @@ def test_large_and_every_config(device, mode, stats):
 def test_graph_replays_and_streams_agree_with_one_call(device, mode, stats):
     """Run to run the same bits, floats too."""
     problem = problem_of(mode, stats, m=2000, n=3000)
-    inputs = OP.inputs(problem, device)
-    kernel, config = choices(problem, device)[0]
+    for kernel, config in choices(problem, device):
+        replay(problem, kernel, config, OP.inputs(problem, device))
+
+
+def replay(problem, kernel, config, inputs):
     expected = OP.outputs(problem, inputs)
     launch(kernel, problem, config, inputs, expected)
     outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]
