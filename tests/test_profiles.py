@@ -305,7 +305,7 @@ def test_a_default_that_failed_has_no_time(toy, capsys):
     assert [(e.default_ms, e.gain) for e in profiles.read(file)] == [(None, None)]
     assert find(toy, gemm(), H200).source == "tuned"
     show([], None)
-    assert "1.000 ms" in (text := capsys.readouterr().out)
+    assert "1.00 ms" in (text := capsys.readouterr().out)
     assert "×" not in text.replace("64×64×64", "").replace("× peer", "").replace("1.25×", "")
     show([], None, as_json=True)
     assert json.loads(capsys.readouterr().out)[0]["gain"] is None
@@ -710,7 +710,7 @@ def test_show_lists_the_users_then_those_shipped(toy, capsys):
     show([], None)
     text = capsys.readouterr().out
     assert text.index("user: ") < text.index("shipped: ")
-    for part in ("NVIDIA H200", "64×64×64", "tile=4", "1.000 ms", "1.50×", "1.25× cublas_bf16",
+    for part in ("NVIDIA H200", "64×64×64", "tile=4", "1.00 ms", "1.50×", "1.25× cublas_bf16",
                  "2026-01-02", "no kernel", "stale"):  # fmt: skip
         assert part in text
     assert "\x1b" not in text

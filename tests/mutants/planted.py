@@ -81,8 +81,8 @@ ANYWHERE = (
     ),
     Mutant(
         "tile-as-wide-as-high", "edge", "gelu", "triton", f"{TRITON}/gelu/__init__.py",
-        "block_col = col0 // BLOCK + block % (TILE_N // BLOCK)",
-        "block_col = col0 // BLOCK + block % (TILE_M // BLOCK)",
+        "block_col = col0 // OUT_BLOCK + block % (TILE_N // OUT_BLOCK)",
+        "block_col = col0 // OUT_BLOCK + block % (TILE_M // OUT_BLOCK)",
         {"m": 33, "n": 65}, STRAY | MISSING,
     ),
     Mutant(
