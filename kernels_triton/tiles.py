@@ -60,7 +60,7 @@ def tile_reason(
     for name in ("tile_m", "tile_n"):
         size = getattr(config, name)
         if size % block or size & (size - 1):
-            return f"{name}={size}: expected a power of two that is a multiple of block={block}"
+            return f"{name}={size}: expected a power of two that is a multiple of {block}"
     if config.warps not in WARPS:
         return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
     per_thread = config.tile_m * config.tile_n // (32 * config.warps)

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device
@@ -11,7 +12,7 @@ from jetfire.core.launch import verify
 BLOCKS = (32, 64, 128)
 ALL = list(itertools.product(BLOCKS, repeat=2))
 UNEQUAL = [pair for pair in ALL if pair[0] != pair[1]]
-CASES = [(name, mode) for name in ("gelu", "swiglu") for mode in ("fwd", "bwd")]
+CASES = list(itertools.product(("add", "dropout", "gelu", "swiglu"), ("fwd", "bwd")))
 RAGGED = [(1, 1), (31, 257), (129, 32), (128, 128)]
 
 
@@ -24,9 +25,10 @@ def problem_of(name, mode, pair, m=140, n=200, **fields):
     return op.problems(mode, {**shape, **fields})[0]
 
 
-def verified(name, problem, device, data="heavy", config=None):
+def verified(name, problem, device, data="heavy", config=None, change=lambda inputs: None):
     op, kernel = registry.get(name), registry.get_kernel(name, "triton")
     inputs = op.inputs(problem, device, data=data)
+    change(inputs)
     config = config or kernel.default(problem, Device.of(inputs[next(iter(inputs))]))
     found = verify(op, kernel, problem, config, inputs)
     assert found.ok, f"{problem}, {config}, {data}: {found.message}"
@@ -40,7 +42,24 @@ def test_every_pair(device, name, mode, pair):
         ("qt", "nearest", "largest"),
         ("q", "nearest", "heavy"),
     ):
-        verified(name, problem_of(name, mode, pair, layout=layout, rounding=rounding), device, data)
+        fields = {"layout": layout, "rounding": rounding}
+        fields["approximate"] = "erf" if layout == "q" else "tanh"
+        verified(name, problem_of(name, mode, pair, **fields), device, data)
+
+
+def far_apart(inputs):
+    """Draw scales over all magnitudes: those of blocks read into one may be 10^76 apart."""
+    generator = torch.Generator().manual_seed(7)
+    for name in inputs:
+        if name.endswith("scale"):
+            exponent = torch.rand(inputs[name].shape, generator=generator).double() * 76 - 38
+            inputs[name].copy_(torch.pow(10.0, exponent).float())
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+def test_scales_far_apart(device, name, mode, pair):
+    verified(name, problem_of(name, mode, pair), device, change=far_apart)
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

@@ -85,8 +85,8 @@ def test_every_config_gives_the_same_bits(device, layout):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"tile_m": 48}, "tile_m=48: expected a power of two that is a multiple of block=32"),
-        ({"tile_n": 16}, "tile_n=16: expected a power of two that is a multiple of block=32"),
+        ({"tile_m": 48}, "tile_m=48: expected a power of two that is a multiple of 32"),
+        ({"tile_n": 16}, "tile_n=16: expected a power of two that is a multiple of 32"),
         ({"warps": 3}, "warps=3: expected 1, 2, 4, 8, 16 or 32"),
         ({"registers": 16}, "registers=16: expected 24 to 255"),
         ({"tile_m": 256, "tile_n": 256, "warps": 1}, "2048 elements per thread"),

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.problem import unequal_blocks
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.codes import codes_to_floats
@@ -152,6 +151,7 @@ def add_forward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     HALVINGS: tl.constexpr,
@@ -183,10 +183,10 @@ def add_forward_kernel(
     tl.store(at, mean, mask=rows < M)
     tl.store(at + across.to(tl.int64) * M, tl.sum(deviation * deviation, 1), mask=rows < M)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    scale, multiplier = block_scales(tile_amax(total, BLOCK, HALVINGS))
-    q = tile_codes(widen(total), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
+    scale, multiplier = block_scales(tile_amax(total, OUT_BLOCK, HALVINGS))
+    q = tile_codes(widen(total), multiplier, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
     store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
     )
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row0 // TILE_M, 1, sem="acq_rel")
@@ -214,6 +214,7 @@ def add_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     HALVINGS: tl.constexpr,
@@ -236,10 +237,10 @@ def add_backward_kernel(
         BLOCK,
     )
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
-    scale, multiplier = block_scales(tile_amax(total, BLOCK, HALVINGS))
-    q = tile_codes(widen(total), multiplier, seed, row0, col0, BLOCK, STOCHASTIC)
+    scale, multiplier = block_scales(tile_amax(total, OUT_BLOCK, HALVINGS))
+    q = tile_codes(widen(total), multiplier, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
     store_quantised(
-        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, LAYOUT
+        q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
     )
 
 
@@ -249,14 +250,18 @@ class TritonAdd(TritonKernel):
     Config = TileConfig
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        reason = unequal_blocks(problem)
-        return reason or tile_reason(problem.m, problem.n, problem.block, config, device)
+        larger = max(problem.block, problem.out_block)
+        return tile_reason(problem.m, problem.n, larger, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        """Return the fastest tile at 8192×4096 and 8192×16384 on an H200, of those measured."""
-        if problem.block == 128:
+        """Return the fastest tile at 8192×4096 and 8192×16384 on an H200, of those measured.
+
+        None was of unequal blocks: theirs is that of the larger.
+        """
+        larger = max(problem.block, problem.out_block)
+        if larger == 128:
             return TileConfig(128, 128, 8)
-        if problem.block == 64:
+        if larger == 64:
             return TileConfig(64, 128, 8) if problem.mode == "fwd" else TileConfig(64, 64, 4)
         return TileConfig(32, 256, 8)
 
@@ -273,9 +278,10 @@ class TritonAdd(TritonKernel):
             "TILE_M": config.tile_m,
             "TILE_N": config.tile_n,
             "BLOCK": problem.block,
+            "OUT_BLOCK": problem.out_block,
             "LAYOUT": problem.layout,
             "STOCHASTIC": problem.rounding == "stochastic",
-            "HALVINGS": halvings(problem.block, config),
+            "HALVINGS": halvings(problem.out_block, config),
             "num_warps": config.warps,
             "enable_fp_fusion": False,
             "maxnreg": registers,
