@@ -31,9 +31,14 @@ def choices(problem, device, every=False):
     for kernel in registry.kernels("rmsnorm").values():
         default = kernel.default(problem, where)
         configs = [default]
-        if every and kernel.space(problem, where):
-            twice = {"tile_n": 2 * default.tile_n, "warps": 2 * default.warps}
-            configs.append(dataclasses.replace(default, **twice))
+        if kernel.name == "cluster":
+            other = {"stages": 3, "resident": 1}
+        elif kernel.space(problem, where):
+            other = {"tile_n": 2 * default.tile_n, "warps": 2 * default.warps}
+        else:
+            other = {}
+        if every and other:
+            configs.append(dataclasses.replace(default, **other))
         found += [(kernel, c) for c in configs if kernel.legal(problem, c, where) is None]
     assert found
     return found
@@ -252,8 +257,11 @@ def test_large_and_every_config(device, mode, block):
 def test_graph_replays_and_streams_agree_with_one_call(device, mode):
     """Run to run the same bits, floats too."""
     problem = problem_of(mode, m=2000, n=3000)
-    inputs = OP.inputs(problem, device)
-    kernel, config = choices(problem, device)[0]
+    for kernel, config in choices(problem, device):
+        replay(problem, kernel, config, OP.inputs(problem, device))
+
+
+def replay(problem, kernel, config, inputs):
     expected = OP.outputs(problem, inputs)
     launch(kernel, problem, config, inputs, expected)
     outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from jetfire.kernels_cuda.layernorm.cluster import ClusterLayerNorm
+from pathlib import Path
+
+from jetfire.kernels_cuda.cluster_norm import ClusterNorm
+
+
+class ClusterLayerNorm(ClusterNorm):
+    op = "layernorm"
+    source = Path(__file__).parent / "cluster.cu"
+    sums = ("dweight", "dbias")
+
 
 KERNELS = (ClusterLayerNorm(),)

@@ -1,8 +1,8 @@
-"""The backward kernel of one reading: configuration, legality and launch of cluster.cu.
+"""The norms' gradient from one reading: configuration, legality and launch of cluster_norm.cuh.
 
-Of 8192×4096 codes, stochastic, layout q, it issues 34 instructions per element, which are 38 µs of
-an H200's issue slots at 1.75 GHz; its 101 MB take 24 µs. The three launches of the Gluon kernel
-issue 35 and read x and dy twice, and take 78 µs. It was not measured yet.
+LayerNorm's, of 8192×4096 codes, stochastic, layout q, issues 34 instructions per element, which are
+38 µs of an H200's issue slots at 1.75 GHz; its 101 MB take 24 µs. The three launches of the Gluon
+kernel issue 35, read x and dy twice and take 78 µs. This one was not measured yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,10 +27,7 @@ from jetfire.kernels_cuda.driver import address
 if TYPE_CHECKING:
     import torch
 
-    from jetfire.ops.layernorm import LayerNormProblem
-
-SOURCE = Path(__file__).parent / "cluster.cu"
-COLUMN_SUMS = SOURCE.with_name("column_sums.cu")
+COLUMN_SUMS = Path(__file__).parent / "norm_column_sums.cu"
 SIDE = 32  # of dx's blocks, and rows of a tile
 COLUMNS_OF_A_WARP = 64
 # Registers that a thread needs so that nothing spills, as audited on sm_90.
@@ -73,7 +70,7 @@ def shared_bytes(config: ClusterConfig) -> int:
     return config.stages * tile + 4 * config.columns + sums + 16
 
 
-def config_header(problem: LayerNormProblem, config: ClusterConfig, access: int) -> str:
+def config_header(problem: Any, config: ClusterConfig, access: int) -> str:
     """Write the kernel's constants as a header."""
     constants: dict[str, bool | int] = {
         "COLUMNS": config.columns,
@@ -103,14 +100,6 @@ def _compiled(source: Path, text: str, capability: tuple[int, int]) -> bytes:
     return compile_cubin(source, text, f"sm_{major}{minor}")
 
 
-def cubin(
-    problem: LayerNormProblem, config: ClusterConfig, capability: tuple[int, int], access: int
-) -> Cubin:
-    """Return the machine code of the kernel itself."""
-    code = _compiled(SOURCE, config_header(problem, config, access), capability)
-    return Cubin(SOURCE.stem, code, shared_bytes(config), config.threads // 32)
-
-
 @cache
 def _function(source: Path, text: str, device: Device, shared: int) -> driver.Function:
     """Load a kernel with this `config.cuh`; it is kept for ever, since graphs hold it."""
@@ -125,15 +114,20 @@ def _clusters(function: driver.Function, config: ClusterConfig) -> int:
     return function.resident_clusters(config.cluster, config.threads)
 
 
-class ClusterLayerNorm(Kernel):
-    """LayerNorm's gradient to blocks of 32, for clusters whose blocks exchange sums of rows."""
+class ClusterNorm(Kernel):
+    """A norm's gradient to blocks of 32, for clusters whose blocks exchange sums of rows.
 
-    op = "layernorm"
+    Attributes:
+        source: the op's; sums: its outputs that are sums over rows.
+    """
+
     name = "cluster"
     Config = ClusterConfig
     candidate = True
+    source: ClassVar[Path]
+    sums: ClassVar[tuple[str, ...]]
 
-    def legal(self, problem: LayerNormProblem, config: ClusterConfig, device: Device) -> str | None:
+    def legal(self, problem: Any, config: ClusterConfig, device: Device) -> str | None:
         if device.kind != "cuda" or (device.capability or (0, 0)) < (9, 0):
             return "needs sm_90 or newer: it is written for clusters of blocks"
         if (reason := driver.missing()) is not None:
@@ -156,7 +150,7 @@ class ClusterLayerNorm(Kernel):
             return f"resident={config.resident} stages={config.stages}: too much shared memory"
         return None
 
-    def default(self, problem: LayerNormProblem, device: Device) -> ClusterConfig:
+    def default(self, problem: Any, device: Device) -> ClusterConfig:
         """Return the fewest columns in the fewest blocks, two tiles each; 16 warps per SM."""
         for columns, cluster in ((256, 1), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8)):
             if problem.n <= columns * cluster:
@@ -166,17 +160,24 @@ class ClusterLayerNorm(Kernel):
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
 
+    def cubin(
+        self, problem: Any, config: ClusterConfig, capability: tuple[int, int], access: int
+    ) -> Cubin:
+        """Return the machine code of the kernel itself."""
+        code = _compiled(self.source, config_header(problem, config, access), capability)
+        return Cubin(self.source.stem, code, shared_bytes(config), config.threads // 32)
+
     def cubins(
-        self, problem: LayerNormProblem, config: ClusterConfig, capability: tuple[int, int]
+        self, problem: Any, config: ClusterConfig, capability: tuple[int, int]
     ) -> list[Cubin]:
         sums = _compiled(COLUMN_SUMS, header({}), capability)
         return [
-            cubin(problem, config, capability, _access(problem.n)),
+            self.cubin(problem, config, capability, _access(problem.n)),
             Cubin(COLUMN_SUMS.stem, sums, 1024, 8),
         ]
 
     def launch(
-        self, problem: LayerNormProblem, config: ClusterConfig, inputs: Tensors, outputs: Tensors
+        self, problem: Any, config: ClusterConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
         import torch
 
@@ -184,29 +185,28 @@ class ClusterLayerNorm(Kernel):
         device = Device.of(x)
         places = x.data_ptr(), x.stride(0), dy.data_ptr(), dy.stride(0)
         text = config_header(problem, config, _access(problem.n, *places))
-        function = _function(SOURCE, text, device, shared_bytes(config))
+        function = _function(self.source, text, device, shared_bytes(config))
         clusters = min(ceil_div(problem.m, SIDE), _clusters(function, config))
-        parts = torch.empty((2, clusters, problem.n), dtype=torch.float32, device=x.device)
-        content = _arguments(problem, inputs, outputs, parts)
+        shape = len(self.sums), clusters, problem.n
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+        content = arguments(problem, inputs, outputs, parts)
         argument = driver.struct_argument(content, len(content))
         function(clusters * config.cluster, config.threads, (argument,))
         _function(COLUMN_SUMS, header({}), device, 0)(
-            2 * ceil_div(problem.n, 32),
+            len(self.sums) * ceil_div(problem.n, 32),
             256,
             (
                 np.uint64(address(parts)),
                 np.uint64(address(outputs["dweight"])),
-                np.uint64(address(outputs["dbias"])),
+                np.uint64(address(outputs.get("dbias"))),
                 np.int32(clusters),
                 np.int32(problem.n),
             ),
         )
 
 
-def _arguments(
-    problem: LayerNormProblem, inputs: Tensors, outputs: Tensors, parts: torch.Tensor
-) -> bytes:
-    """Make the struct of cluster.cu."""
+def arguments(problem: Any, inputs: Tensors, outputs: Tensors, parts: torch.Tensor) -> bytes:
+    """Make the struct of cluster_norm.cuh."""
     given = ("x", "x_scale", "dy", "dy_scale", "weight", "mean", "rstd", "seed")
     written = ("q", "scale", "qt", "scale_t")
     return struct.pack(

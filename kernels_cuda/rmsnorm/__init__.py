@@ -1,0 +1,16 @@
+"""RMSNorm's gradient in CUDA C++, for sm_90 and later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jetfire.kernels_cuda.cluster_norm import ClusterNorm
+
+
+class ClusterRmsNorm(ClusterNorm):
+    op = "rmsnorm"
+    source = Path(__file__).parent / "cluster.cu"
+    sums = ("dweight",)
+
+
+KERNELS = (ClusterRmsNorm(),)
