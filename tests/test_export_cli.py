@@ -363,7 +363,7 @@ def test_on_a_gpu_it_is_tested_and_its_speed_told(fake, tmp_path, capsys, monkey
     assert len(target.tested) == 1
     done, speed, *slow = capsys.readouterr().err.splitlines()
     assert done == "jetfire: gemm/wgmma as cuda: built; self-test passed"
-    assert speed.startswith(f"jetfire: 4096×4096×4096: 100.00 µs, {ratio:.3f}× the speed of the ")
+    assert speed.startswith(f"jetfire: 4096×4096×4096: 100 µs, {ratio:.3f}× the speed of the ")
     assert slow == ["jetfire: 4096×4096×4096 0.910×: expected 0.98 of the speed of the workbench's "
                     "launch at least"][: code != 0]  # fmt: skip
 
