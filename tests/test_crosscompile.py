@@ -116,7 +116,7 @@ def test_every_function_that_is_launched_is_part_of_what_a_profile_was_tuned_for
     """A function that no hash covers could change under its kernel's profiles unseen."""
     for answer in audits:
         code = registry.get_kernel(answer["op"], answer["kernel"]).device_code()
-        cuda = "\n".join(text for place, text in code.items() if place.endswith(".cu"))
+        cuda = "\n".join(text for place, text in code.items() if place.endswith((".cu", ".cuh")))
         for name in {audit["name"] for audit in answer.get("audits", ())}:
             found = any(place.endswith(f".py:{name}") for place in code) or f" {name} (" in cuda
             assert found, f"{label(answer)}: {name}"
