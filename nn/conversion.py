@@ -42,7 +42,7 @@ class Report:
 @checked
 def convert(
     model: nn.Module,
-    recipe: str | Recipe = recipes.USUAL,
+    recipe: str | Recipe = "int8",
     skip: tuple[str, ...] = (),
     head: bool = False,
 ) -> Report:

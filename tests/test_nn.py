@@ -849,7 +849,7 @@ def test_repr():
     assert repr(Int8Linear(8, 4)).endswith("out_features=4, bias=True, block=32)")
     assert "block=64" in repr(Int8LayerNorm(8, block=64))
     assert repr(Int8GELU()) == "Int8GELU(approximate='tanh', block=32)"
-    assert "width=64, heads=2, block=128, flow=32" in repr(Int8Block(64, 2))
+    assert "width=64, heads=2, block=128, flow=32" in repr(Int8Block(64, 2, block=128, flow=32))
     conv = Int8Conv1D(nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(4)))
     assert repr(conv) == "Int8Conv1D(in_features=8, out_features=4, block=32)"
 
