@@ -183,7 +183,7 @@ class _Variant:
 
         On an H200 the counter of joules moves every 100 ms and takes 7 ms to read. So count from
         one move to another, with the next batch of work queued while it is read. A quarter of
-        `power_ms` is run before: the draw must settle at the board's cap first.
+        `power_ms` is run before, for the draw to settle.
         """
         batch = max(1, round(10 / (float(np.median(self.samples)) * self.repeats)))
         queued = self._queue(batch)

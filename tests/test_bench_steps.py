@@ -285,6 +285,7 @@ def test_the_report_has_them_and_other_tables_do_not():
     assert "eager |" not in readme.split("\n", 3)[3]
     assert training_report.readme(Results(device, [])) == ""
     assert (training_report.STEP, training_report.BLOCK) == (cases.STEP, cases.BLOCK)
+    assert list(training_report.NAMES) == list(cases.PEERS)
 
 
 def test_a_peer_in_fp8_needs_torchao(monkeypatch):

@@ -30,8 +30,8 @@ STEP_US = {
 }
 # For a tile's beginning and end; for each further block that adds to it. Requantising is not
 # counted: it is work for each element, in any tile. Where int8 has the tiles of bf16 it was 0.96 of
-# its speed at 8192³ (blocks of 32 and 64, in bursts), some 2.4 µs a tile of 192×128; blocks of 128
-# (0.88) lose the rest by the tiles that `legal` leaves them.
+# its speed at 8192³ (blocks of 32 and 64, in bursts); blocks of 128 (0.88) lose the rest
+# by the tiles that `legal` leaves them.
 TILE_US, ADD_US = 1.2, 2.0
 
 
