@@ -1,0 +1,53 @@
+"""CUDA streams beside the current one, so that a kernel's last tiles leave nothing idle."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import TracebackType
+
+import torch
+
+
+@cache
+def _stream(device: int, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Branch:
+    """Work beside the current stream, from now until `join`; on a CPU it runs where it stands.
+
+    What is launched in its `with` blocks runs after all that was launched before it was made. Keep
+    what it reads until `join`: the allocator gives freed memory to the current stream at once.
+    What it makes may be used after `join`.
+
+    Two products of a GPT-2 fill a GPU one after another either way: what a branch gains is the
+    time in which one begins and the other's last tiles end, some microseconds for each.
+
+    Args:
+        number: tells branches that run beside each other.
+    """
+
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            self._current = torch.cuda.current_stream(device)
+            self._stream = _stream(self._current.device_index, number)
+            self._stream.wait_stream(self._current)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._current)
+
+    def join(self) -> None:
+        """Have the current stream wait for the branch."""
+        if self._stream is not None:
+            self._current.wait_stream(self._stream)
