@@ -22,6 +22,7 @@ from jetfire.nn import (
     recipes,
     tied_embedding,
 )
+from jetfire.nn.products import Int8Weights, QuantisedWeight
 from jetfire.nn.recipes import Recipe
 from jetfire.reference.cross_entropy import IGNORED
 
@@ -105,7 +106,7 @@ def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
     return Block(shape, partial(nn.Linear, dtype=torch.float32))
 
 
-class GPT2(nn.Module):
+class GPT2(nn.Module, Int8Weights):
     """Token ids (batch×tokens) → logits, or with targets the mean loss.
 
     Parameters are fp32 and have the same names and shapes in every recipe, so that any checkpoint
@@ -113,8 +114,8 @@ class GPT2(nn.Module):
 
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
-            blocks in INT8 and the rest in BF16; INT4 recipes the blocks' linear layers alone, and
-            the rest as bf16 does.
+            blocks in INT8, with a `head` the output head too, and the rest in BF16; INT4 recipes
+            the blocks' linear layers alone, and the rest as bf16 does.
         own_loss: the head and its loss are `linear_cross_entropy`; None is so but of bf16.
     """
 
@@ -131,6 +132,7 @@ class GPT2(nn.Module):
         self.positions = nn.Embedding(shape.context, shape.width, dtype=torch.float32)
         self.blocks = nn.ModuleList(block_of(shape, self.recipe) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, dtype=torch.float32)
+        self._head = QuantisedWeight()
         self._initialise()
 
     def _initialise(self) -> None:
@@ -173,8 +175,17 @@ class GPT2(nn.Module):
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = linear_cross_entropy(x.flatten(0, 1), table, targets.flatten(), valid, tied)
+        side = self.recipe.head
+        codes = None if side is None else self._head.of(table, side)
+        rows = linear_cross_entropy(
+            x.flatten(0, 1), table, targets.flatten(), valid, tied, codes, self.training
+        )
         return rows.sum() / (targets != IGNORED).sum()
+
+    def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, problem.Block]]:
+        """Return the table with its codes and block, where the head multiplies in INT8."""
+        side = self.recipe.head
+        return [] if side is None else [(self.tokens.weight, self._head, side)]
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

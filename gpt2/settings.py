@@ -60,7 +60,8 @@ class Settings:
     Attributes:
         recipe: a name of `jetfire.nn.recipes.RECIPES`.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
-        block, flow: of an INT8 recipe's products and of the flow between, in place of its own.
+        block, flow, head: of an INT8 recipe's products, of the flow between and of the output
+            head's products, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
@@ -84,6 +85,7 @@ class Settings:
     group: Group = "recipe"
     block: Side = "recipe"
     flow: Side = "recipe"
+    head: Literal["recipe", "bf16", "32", "64", "128"] = "recipe"
     context: int = 1024
     dropout: float = 0.0
     batch: int = 8
@@ -133,9 +135,11 @@ class Settings:
         """
         chosen: dict[str, Any] = {
             name: int(side)
-            for name in ("block", "flow")
-            if (side := getattr(self, name)) != "recipe"
+            for name in ("block", "flow", "head")
+            if (side := getattr(self, name)) not in ("recipe", "bf16")
         }
+        if self.head == "bf16":
+            chosen["head"] = "bf16"
         if self.group == "search":
             chosen["group"] = "search"
         elif self.group != "recipe":

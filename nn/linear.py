@@ -17,6 +17,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.products import (
     FLOATS,
+    Int8Weights,
     Placed,
     QuantisedWeight,
     checked_block,
@@ -93,7 +94,7 @@ def _apply(
     return y.reshape(*input.shape[:-1], outputs)
 
 
-class Int8Linear(nn.Linear):
+class Int8Linear(nn.Linear, Int8Weights):
     """`torch.nn.Linear` with INT8 products; parameters, state dict and initialisation are its own.
 
     Args:
@@ -118,6 +119,10 @@ class Int8Linear(nn.Linear):
         """Return the weight's codes and their transpose, quantised once per optimizer step."""
         return self._quantised.of(self.weight, self.block)
 
+    def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
+        """Return the weight with its codes and block."""
+        return [(self.weight, self._quantised, self.block)]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
         return _apply(input, self.weight, self.bias, self.codes(), False, self.training)
@@ -126,7 +131,7 @@ class Int8Linear(nn.Linear):
         return f"{super().extra_repr()}, block={self.block}"
 
 
-class Int8Conv1D(nn.Module):
+class Int8Conv1D(nn.Module, Int8Weights):
     """x·W + b in INT8, W stored in×out: the linear layer of `transformers`' GPT-2.
 
     Args:
@@ -145,6 +150,10 @@ class Int8Conv1D(nn.Module):
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
         codes = self._quantised.of(self.weight, self.block).t
         return _apply(input, self.weight, self.bias, codes, True, self.training)
+
+    def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
+        """Return the weight with its codes and block."""
+        return [(self.weight, self._quantised, self.block)]
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
@@ -166,15 +175,17 @@ def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:
 
 @checked
 def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWeight, Block]]:
-    """Return the parameters that a model's INT8 linear layers multiply by, their codes and block.
+    """Return the parameters that a model multiplies by in INT8, their codes and block.
 
     Not those that are sharded, or no parameters any more (`torch.nn.utils.parametrize`); of a
-    parameter that several layers share, the first layer's codes.
+    parameter that several modules share, the first module's codes.
     """
     found: dict[nn.Parameter, tuple[QuantisedWeight, Block]] = {}
     for module in model.modules():
-        if isinstance(module, Int8Linear | Int8Conv1D) and type(module.weight) is nn.Parameter:
-            found.setdefault(module.weight, (module._quantised, module.block))
+        if isinstance(module, Int8Weights):
+            for weight, cache, block in module.int8_weights():
+                if type(weight) is nn.Parameter:
+                    found.setdefault(weight, (cache, block))
     return found
 
 

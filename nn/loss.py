@@ -1,4 +1,7 @@
-"""Cross-entropy of a linear head: the logits are turned into their gradient where they are."""
+"""Cross-entropy of a linear head, in BF16 or in INT8.
+
+The logits are turned into their gradient where they are.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.problem import Block
+from jetfire.core.tensors import Quantized
 from jetfire.nn.embedding import TiedGradient
+from jetfire.nn.products import (
+    FLOATS,
+    flat,
+    keys_for_backward,
+    product_of_transposes,
+    quantised_gradient,
+    unflat,
+)
+from jetfire.nn.streams import Branch
+from jetfire.ops import int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 
 
@@ -51,6 +66,52 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
     return (dlogits.t() @ x).to(dtype)
 
 
+class _Int8LinearCrossEntropy(torch.autograd.Function):
+    """As `_LinearCrossEntropy`, its three products of codes, the gradient's drawn.
+
+    `codes` are the tensors of the weight's `Quantized`: autograd looks into no tuple.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        valid: int,
+        tied: TiedGradient | None,
+        block: Block,
+        seed: torch.Tensor | None,
+        *codes: torch.Tensor,
+    ) -> torch.Tensor:
+        w = Quantized.of(codes, "both", block)
+        a = int8_quantize(x, block=block, layout="both")
+        logits = int8_gemm(a, w, out=FLOATS[x.dtype])
+        loss, lse = cross_entropy(logits, targets, valid=valid)
+        ctx.save_for_backward(targets, logits, lse, seed, *flat(a.t, w.t))
+        ctx.valid, ctx.weight_dtype, ctx.tied, ctx.block = valid, weight.dtype, tied, block
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        targets, logits, lse, seed, *codes = ctx.saved_tensors
+        at, wt = unflat(codes, ctx.block)
+        dlogits = cross_entropy_backward(
+            logits, targets, lse, grads[0].contiguous(), valid=ctx.valid, inplace=True
+        )
+        g = quantised_gradient(dlogits, ctx.block, seed)
+        beside = Branch(dlogits.device)
+        with beside:
+            dw = product_of_transposes(g.t, at, ctx.weight_dtype)
+        dx = int8_gemm(g, wt, out=FLOATS[dlogits.dtype])
+        beside.join()
+        if ctx.tied is None:
+            return dx, dw, *[None] * 9
+        ctx.tied.put(dw)
+        return dx, *[None] * 10
+
+
 @checked
 def linear_cross_entropy(
     x: torch.Tensor,
@@ -58,6 +119,8 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     valid: int | None = None,
     tied: TiedGradient | None = None,
+    codes: Quantized | None = None,
+    training: bool = True,
 ) -> torch.Tensor:
     """Return −log softmax(x·Wᵀ)[target] of every row, in nats, fp32.
 
@@ -69,7 +132,15 @@ def linear_cross_entropy(
         targets: int64, one per row; −100 gives a loss of 0.
         valid: how many of the vocabulary's rows are tokens; the rest is padding.
         tied: takes the weight's gradient, for the `tied_embedding` that x comes from to return.
+        codes: the weight's, both ways: multiply in INT8, in blocks of their side.
+        training: as a module has it: with `codes`, draw what backward rounds by without gradients
+            too, as reentrant checkpointing needs.
     """
     valid = weight.shape[0] if valid is None else valid
     with torch.autocast(x.device.type, enabled=False):
+        if codes is not None:
+            seed = keys_for_backward(1, x.device, training)
+            return _Int8LinearCrossEntropy.apply(
+                x, weight, targets, valid, tied, codes.block, seed, *codes.tensors
+            )
         return _LinearCrossEntropy.apply(x, weight, targets, valid, tied)

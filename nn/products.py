@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar, get_args
 
 import torch
@@ -239,6 +240,14 @@ def _quantised_weight(weight: torch.Tensor, block: Block) -> Quantized:
     if rows.stride(1) != 1:  # another's transpose
         rows = rows.contiguous()
     return int8_quantize(rows, block=block, layout="both")
+
+
+class Int8Weights(ABC):
+    """A module that multiplies by weights in INT8: `AdamW` renews their codes in its update."""
+
+    @abstractmethod
+    def int8_weights(self) -> Iterable[tuple[torch.Tensor, QuantisedWeight, Block]]:
+        """Return each weight with its codes and the side of their blocks."""
 
 
 # FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what

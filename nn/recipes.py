@@ -75,12 +75,14 @@ class Recipe:
         block: side of the blocks whose codes are multiplied.
         flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
             is `block`.
+        head: as `block`, of the output head's products; None multiplies it in BF16.
         int4: how the products are made in 4 bits.
     """
 
     name: str
     block: Block | None = None
     flow: Block | None = None
+    head: Block | None = None
     int4: Int4 | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ RECIPES = {
         # tokens ended 0.0106 nats over BF16's loss with both in blocks of 128, and 0.0017 over it
         # with both in blocks of 32, which multiply half as fast. This pair has been simulated
         # alone (0.0016 under): `jetfire-train study` is to measure it.
-        Recipe("int8", 128, 32),
+        Recipe("int8", 128, 32, head=128),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int4-hq-lss", int4=DEFAULT),
         Recipe("int4-hq", int4=Int4(gradient="split")),
@@ -115,12 +117,13 @@ def get(
     group: Group | Literal["search"] | None = None,
     block: Block | None = None,
     flow: Block | None = None,
+    head: Block | Literal["bf16"] | None = None,
 ) -> Recipe:
     """Return the recipe of a name.
 
     Args:
         group: in place of that of an INT4 recipe.
-        block, flow: in place of those of an INT8 recipe.
+        block, flow, head: in place of those of an INT8 recipe.
 
     Raises:
         UsageError: there is none, or it has no groups, or no blocks.
@@ -128,11 +131,13 @@ def get(
     if name not in RECIPES:
         raise unknown(f"no recipe {name!r}", name, RECIPES)
     recipe = RECIPES[name]
-    sides: dict[str, Any] = {"block": block, "flow": flow}
+    sides: dict[str, Any] = {"block": block, "flow": flow, "head": head}
     sides = {field: side for field, side in sides.items() if side is not None}
     for field, side in sides.items():
         if recipe.block is None:
             raise UsageError(f"{field}={side} with recipe={name}: expected an INT8 recipe")
+    if head == "bf16":
+        sides["head"] = None
     recipe = replace(recipe, **sides)
     if group is None:
         return recipe

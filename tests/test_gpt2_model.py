@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state
+from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state, recipes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,6 +186,15 @@ def test_learns(device, recipe):
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 1.0
+
+
+def test_head_in_int8_has_nearly_the_loss_of_one_in_bf16(device):
+    head, plain = (GPT2(SHAPE, recipes.get("int8", head=h)).to(device) for h in (32, "bf16"))
+    plain.load_state_dict(head.state_dict())
+    ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
+    ours, theirs = (float(model(ids, targets)) for model in (head, plain))
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, rel=2e-3)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])

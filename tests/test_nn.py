@@ -32,6 +32,7 @@ from jetfire.nn import (
 from jetfire.nn import block as block_module
 from jetfire.nn.products import checked_block
 from jetfire.nn.recipes import get
+from jetfire.ops import int8_quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,16 +69,21 @@ def test_recipes():
     assert list(RECIPES) == ["bf16", *int8, "int4-hq-lss", "int4-hq", "int4-naive"]
     assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, 128, None, None, None]
     assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, None, None, None]
+    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 6]
     assert [r.plain for r in RECIPES.values()] == [True, *[False] * 7]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
 def test_a_recipe_takes_other_blocks():
-    assert get("int8", block=64) == Recipe("int8", 64, 32)
+    assert get("int8", block=64) == Recipe("int8", 64, 32, head=128)
+    assert get("int8", head="bf16") == Recipe("int8", 128, 32)
+    assert get("int8-block32", head=64) == Recipe("int8-block32", 32, head=64)
     assert get("int8-block128", flow=64) == Recipe("int8-block128", 128, 64)
     for name in ("bf16", "int4-hq"):
         with pytest.raises(UsageError, match=f"flow=32 with recipe={name}: expected an INT8 recip"):
             get(name, flow=32)
+        with pytest.raises(UsageError, match=f"head=bf16 with recipe={name}: expected an INT8"):
+            get(name, head="bf16")
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -785,6 +791,40 @@ def test_loss_dtypes(device, of_x, of_weight):
     for ours, theirs in zip(leaves, wide, strict=True):
         assert ours.grad.dtype == ours.dtype
         assert error_of(ours.grad, theirs.grad) < 0.02
+
+
+def test_loss_in_int8_is_near_its_own_in_float(device):
+    """The loss and the mean of 30 draws of its gradients; the padding's are zeros."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.3 * torch.randn(320, 64, device=device)).requires_grad_()
+    targets = torch.randint(300, (256,), device=device)
+    expected = linear_cross_entropy(x, weight, targets, 300)
+    exact = torch.autograd.grad(expected.sum(), (x, weight))
+    sums = [torch.zeros(t.shape, device=device) for t in (x, weight)]
+    for _ in range(30):
+        codes = int8_quantize(weight.detach(), block=32, layout="both")
+        loss = linear_cross_entropy(x, weight, targets, 300, codes=codes)
+        for total, gradient in zip(sums, torch.autograd.grad(loss.sum(), (x, weight)), strict=True):
+            total += gradient
+    assert float((loss - expected).abs().max()) < 0.15
+    assert abs(float((loss - expected).mean())) < 0.01
+    for total, gradient in zip(sums, exact, strict=True):
+        assert error_of(total / 30, gradient.float()) < 0.05
+    assert not sums[1][300:].any()
+
+
+def test_loss_in_int8_draws_as_modules_do(device):
+    """In training without gradients too, in evaluation without gradients not."""
+    x, weight = torch.randn(32, 32, device=device), torch.randn(32, 32, device=device)
+    codes, targets = int8_quantize(weight, layout="both"), torch.zeros(32, dtype=torch.int64)
+    for training in (True, False):
+        torch.manual_seed(0)
+        before = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
+        with torch.no_grad():
+            linear_cross_entropy(x, weight, targets.to(device), codes=codes, training=training)
+        after = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
+        assert torch.equal(before, after) == (not training)
 
 
 def test_loss_refuses_a_second_backward(device):

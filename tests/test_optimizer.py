@@ -86,6 +86,21 @@ def close(model: GPT2, other: GPT2) -> None:
         assert ((mine - its).abs() <= 2.0**-22 * its.abs() + 1e-5 * 1e-2).all()
 
 
+def test_leaves_the_codes_of_the_head_s_table(device, quantised):
+    """They are made by the update from the second step on."""
+    torch.manual_seed(1)
+    model = GPT2(SHAPE, "int8").to(device)
+    assert model.tokens.weight in quantised_weights(model)
+    optimizer = optimizers("ours", model)
+    for step in range(3):
+        if step == 1:
+            quantised.clear()
+        backward(model, optimizer, step)
+        optimizer.step()
+    assert quantised == []
+    codes_are_of(model)
+
+
 def test_twenty_steps_from_the_same_states_as_torch(device):
     model = model_of(device)
     other = copy.deepcopy(model)
