@@ -604,7 +604,7 @@ def _train(
         typer.Option(
             metavar="NAME",
             help="bf16, int8, int8-block32, -block64, -block128, int4-hq-lss, int4-hq, int4-naive"
-            " (int8-block32).",
+            " (int8).",
             autocompletion=o.completing(o.RECIPES),
         ),
     ] = None,
@@ -903,7 +903,7 @@ def _tune_training(
     recipe: Annotated[
         list[str] | None,
         typer.Option(parser=o.some("--recipe"), metavar="NAME,...",
-                     help="As for training, but bf16 (int8-block32).",
+                     help="As for training, but bf16 (int8).",
                      autocompletion=o.completing(o.MEASURED)),
     ] = None,
     set_: Annotated[

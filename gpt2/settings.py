@@ -81,7 +81,7 @@ class Settings:
     layers: int
     heads: int
     width: int
-    recipe: str = "int8-block32"  # until a GPU has trained in "int8"
+    recipe: str = "int8"
     group: Group = "recipe"
     block: Side = "recipe"
     flow: Side = "recipe"

@@ -115,7 +115,7 @@ USAGE = [
     (["tiny", "--set", "group=3"], "group=3: expected one of recipe, search, 1, 2, 4"),
     (
         ["tiny", "--set", "group=64"],
-        "group=64 with recipe=int8-block32: expected an INT4 recipe",
+        "group=64 with recipe=int8: expected an INT4 recipe",
     ),
     (
         ["tiny", "--recipe", "int4-hq", "--set", "width=48,heads=2"],

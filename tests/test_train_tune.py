@@ -87,7 +87,7 @@ def test_dropout_and_a_second_look_change_what_is_asked_for():
 
 
 def test_runs_are_those_of_training():
-    assert [one.recipe for one in cases.runs_of("tiny", [], [], None)] == ["int8-block32"]
+    assert [one.recipe for one in cases.runs_of("tiny", [], [], None)] == ["int8"]
     (one,) = cases.runs_of("tiny", [], ["recipe=int8-block64,batch=3"], "openwebtext")
     assert (one.recipe, one.batch, one.data) == ("int8-block64", 3, "openwebtext")
     recipes = ["int8-block128", "int8-block32"]
