@@ -15,7 +15,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.compile import ROOT
-from jetfire.kernels_cuda.gemm import wgmma
+from jetfire.kernels_cuda.gemm import cost, wgmma
 from jetfire.kernels_cuda.gemm.config import (
     PARTS_A_TILE,
     WgmmaConfig,
@@ -293,6 +293,40 @@ def test_exact_sums_of_parts_are_not_the_references_bits():
     assert KERNEL.noise(problem, config, inputs) is None
     streamed = dataclasses.replace(config, stream=True)
     assert not KERNEL.noise(problem, streamed, inputs).any()
+
+
+# The model
+
+
+def streams(m, n, k, **options):
+    return cost.fastest(KERNEL, OP.Problem(m, n, k, **options), HOPPER).stream
+
+
+def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_idle():
+    if (reason := hopper.unfit(HOPPER)) is not None:
+        pytest.skip(reason)
+    for block, (out, accumulate) in itertools.product(
+        (32, 128), (("bf16", False), ("fp32", False), ("fp16", True), ("fp32", True))
+    ):
+        options = {"block": block, "out": out, "accumulate": accumulate}
+        assert streams(64, 1024, 16384, **options)
+        assert streams(768, 768, 16384, **options)  # a weight's gradient
+        assert streams(8192, 1024, 4096, **options)  # 2.6 waves
+        assert not streams(1024, 1024, 1024, **options)
+        assert not streams(8192, 8192, 8192, **options)
+        assert not streams(16384, 16384, 16384, **options)
+    assert streams(4096, 4096, 4096, block=128, out="int8", out_block=32)
+
+
+def test_streaming_whole_waves_costs_what_they_cost():
+    problem = OP.Problem(64 * 132, 128, 4096)  # 132 tiles
+    config = WgmmaConfig(groups=1, schedule="telescoped")
+    streamed = dataclasses.replace(config, stream=True)
+    times = [KERNEL.estimate(problem, c, HOPPER) for c in (config, streamed)]
+    assert times[0] == times[1]
+    more = dataclasses.replace(problem, m=problem.m + 1)
+    times = [KERNEL.estimate(more, c, HOPPER) for c in (config, streamed)]
+    assert times[1] < 0.7 * times[0]
 
 
 # On a GPU
