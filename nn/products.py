@@ -27,10 +27,6 @@ FLOATS: dict[torch.dtype, FloatName] = {
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
-# A weight's gradient of so few elements leaves most of a GPU idle: stream-K, which adds to zeros,
-# deals its tiles out. 768×768 of 16384 tokens: 33 µs, not 38 (blocks of 128), 44, not 63 (of 32);
-# 1024×1024 takes longer so: 46 µs, not 40, zeros included (H200).
-_FEW = 768 * 768
 
 
 def checked_block(block: int, name: str = "block") -> Block:
@@ -89,13 +85,7 @@ def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> t
     Args:
         at, bt: codes of Aᵀ and of Bᵀ.
     """
-    assert at.q is not None
-    assert bt.q is not None
-    rows, columns, device = at.q.shape[0], bt.q.shape[0], at.q.device
-    c = None
-    if dtype == torch.float32 and device.type == "cuda" and rows * columns <= _FEW:
-        c = torch.zeros((rows, columns), dtype=dtype, device=device)
-    return int8_gemm(at, bt, out=FLOATS[dtype], c=c)
+    return int8_gemm(at, bt, out=FLOATS[dtype])
 
 
 def weight_gradient(

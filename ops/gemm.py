@@ -13,7 +13,7 @@ from jetfire.core import expect, workloads
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.op import Check, SameBits, Tuning
+from jetfire.core.op import Check, Tuning
 from jetfire.core.operators import Differentiable, Operator, Shape
 from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import STEADY_MS, Exported, Timed
@@ -229,10 +229,6 @@ class Gemm(StandardOp):
         """Return fields without the block of codes where none are written."""
         codes = fields.get("out") == "int8"
         return {name: v for name, v in fields.items() if codes or name != "out_block"}
-
-    def same_bits(self, problem: GemmProblem) -> SameBits:
-        """Return "runs" where stream-K adds parts to C in fp32; else K is summed in order."""
-        return "runs" if problem.accumulate and problem.out == "fp32" else "configs"
 
     def timed(self) -> list[Timed]:
         """Return 8192³ with each output, ragged, as wgrad; models and squares; each schedule."""

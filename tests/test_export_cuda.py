@@ -21,7 +21,7 @@ from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.gemm import mma, wgmma
+from jetfire.kernels_cuda.gemm import host, mma, wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
 
@@ -59,6 +59,8 @@ WGMMA = [
     (fields(n=4090, out="int8", layout="qt"), WgmmaConfig(4, tile_n=64)),
     (fields(out="int8", layout="q"), WgmmaConfig(1, 2, 192, 4)),
     (fields(block=128, out_block=32, out="int8", layout="both"), WgmmaConfig()),
+    (fields(n=4095, out="bf16"), WgmmaConfig(4, tile_n=64, stream=True)),
+    (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, cluster_n=2, stream=True)),
 ]  # fmt: skip
 MMA = [
     (fields(), MmaConfig()),
@@ -343,7 +345,7 @@ def tensor(address, rows, columns, itemsize=1):
                            shape=(rows, columns), device=SimpleNamespace(index=0))  # fmt: skip
 
 
-def launched_by_python(kernel, problem, config, tensors, counters, monkeypatch):
+def launched_by_python(kernel, problem, config, tensors, workspace, monkeypatch):
     """Blocks, threads, shared bytes and the argument of the workbench's own launch."""
     (code,) = cuda.host_of(registry.get_kernel("gemm", kernel)).codes(problem, config)
     found = []
@@ -364,7 +366,7 @@ def launched_by_python(kernel, problem, config, tensors, counters, monkeypatch):
         patch.setattr(driver, "processors", lambda device: 132)
         patch.setattr(driver, "tensor_map", driver.tensor_map.__wrapped__)
         patch.setattr(wgmma, "_function", lambda text, shared, device: function(text, shared))
-        patch.setattr(wgmma, "_counters", lambda *_: counters)
+        patch.setattr(wgmma, "_workspace", lambda *_: workspace)
         patch.setattr(wgmma, "_prepare", wgmma._prepare.__wrapped__)
         patch.setattr(mma, "_function", mma_function)
         patch.setattr(mma, "Device", SimpleNamespace(of=lambda x: None))
@@ -411,15 +413,18 @@ def test_host_code_launches_what_the_workbench_does(kernel, stand_in, tmp_path, 
             }
             problem = plan.with_sizes(**sizes)
             tensors, config = tensors_of(plan, problem), case[1]
-            workspace = 12345 * 16 if library.workspace else 0
-            counters = tensor(workspace, 1, 1) if workspace else None
-            expected = launched_by_python(kernel, problem, config, tensors, counters, monkeypatch)
+            workspace, pieces = 0, (None, None)
+            if library.workspace:
+                workspace = 12345 * 16
+                pieces = tensor(workspace, 1, 1), tensor(workspace + host.FLAG_BYTES, 1, 1)
+            expected = launched_by_python(kernel, problem, config, tensors, pieces, monkeypatch)
             size = len(expected[1]) // 2
             calls.append((f"{number}.so", size, pointers(tensors), list(sizes.values()), workspace))
             wanted.append([0, *expected])
             if workspace:
-                tiles = wgmma.cluster_tiles(problem, config)
-                wanted[-1].append(4 * tiles * config.cluster * config.groups)
+                flags, sums = wgmma.workspace_sizes(problem, config, host.MOST_PROCESSORS)
+                assert 4 * flags <= host.FLAG_BYTES
+                wanted[-1].append(host.FLAG_BYTES + 4 * sums)
     assert called(stand_in, tmp_path, calls) == wanted
 
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import ceil_div
+from jetfire.kernels_cuda.hopper import TILE_K
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
-# With `stream`, at most this many blocks share a tile: they add to it one after another, at about
-# 2 µs each. A block waits for the next one's first part: all must get to run, which they do, being
-# no more than there are multiprocessors, once whatever else is running ends.
+# With `stream`, where tiles are fewer than multiprocessors, at most this many blocks for each: one
+# reads what the others of a tile leave. It waits for the first parts of blocks after it: all must
+# get to run, which they do, being no more than the multiprocessors, once whatever else is running
+# ends.
 PARTS_A_TILE = 4
 
 
@@ -30,8 +32,8 @@ class WgmmaConfig(Config):
         cluster_m, cluster_n: blocks that fetch B, or A, together.
         raster: rows of (cluster) tiles that are walked column by column.
         in_flight: groups that may multiply at once; 0 for all.
-        stream: stream-K: deal K out evenly, to blocks that add to C one after another; for fp32
-            outputs that accumulate.
+        stream: stream-K: deal K of the last tiles out evenly to all blocks; of those that share a
+            tile one adds up what the others leave in memory.
         schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
             ``telescoped``, which `default` takes, within `noise`.
     """
@@ -65,3 +67,15 @@ def cluster_tiles(problem: GemmProblem, config: WgmmaConfig) -> int:
     return ceil_div(problem.m, config.tile_m * config.cluster_m) * ceil_div(
         problem.n, config.tile_n * config.cluster_n
     )
+
+
+def clusters(problem: GemmProblem, config: WgmmaConfig, processors: int) -> int:
+    """Return how many clusters a launch has: all that run at once, or as many as have work."""
+    parts = min(PARTS_A_TILE, ceil_div(problem.k, TILE_K)) if config.stream else 1
+    return min(cluster_tiles(problem, config) * parts, processors // config.cluster)
+
+
+def whole_tiles(tiles: int, workers: int) -> int:
+    """Return how many tiles `stream` does not deal out: whole waves, but for the last one."""
+    waves, others = divmod(tiles, workers)
+    return workers * (max(waves - 1, 0) if others else waves)

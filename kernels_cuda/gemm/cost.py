@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.tensors import ceil_div
-from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, cluster_tiles
+from jetfire.kernels_cuda.gemm.config import WgmmaConfig, cluster_tiles, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ STEP_US = {
     (3, 128): (1.05, 0.59),
     (4, 64): (0.75, 0.45),
 }
-# For a tile's beginning and end; for each further block that adds to it. Requantising is not
-# counted: it is work for each element, in any tile. Where int8 has the tiles of bf16 it was 0.96 of
-# its speed at 8192³ (blocks of 32 and 64, in bursts); blocks of 128 (0.88) lose the rest
-# by the tiles that `legal` leaves them.
-TILE_US, ADD_US = 1.2, 2.0
+# For a tile's beginning and end. Requantising is not counted: it is work for each element, in any
+# tile. Where int8 has the tiles of bf16 it was 0.96 of its speed at 8192³ (blocks of 32 and 64, in
+# bursts); blocks of 128 (0.88) lose the rest by the tiles that `legal` leaves them.
+TILE_US = 1.2
+# For each further part of a tile a wait, and sums that are written and read at so many bytes per
+# microsecond of a block: suppositions, neither is measured.
+PART_US, LEFT_BYTES = 1.0, 8e4
+# What `stream` must gain by the model to be chosen: blocks that begin anywhere along K share less
+# of what L2 holds, which the model does not see.
+STREAM_GAIN = 1.03
 
 
 @lru_cache(maxsize=4096)
@@ -41,20 +46,23 @@ def fastest(kernel: Kernel, problem: GemmProblem, device: Device) -> WgmmaConfig
     legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
     if not legal:
         return WgmmaConfig()
-    return min(legal, key=lambda config: _microseconds(problem, config, device))
+
+    def price(config: WgmmaConfig) -> float:
+        return _microseconds(problem, config, device) * (STREAM_GAIN if config.stream else 1)
+
+    return min(legal, key=price)
 
 
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     """Return configs of every tile worth trying, with the other fields that suit it."""
     found = []
-    streams = (False, True) if problem.accumulate and problem.out == "fp32" else (False,)
     large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
     for groups, tile_n in STEP_US:
         tile_m = 64 * groups
         stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
         turns: Literal[0, 2] = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
         share = 2 if large and (groups, tile_n) == (3, 128) else 1
-        for stream in streams:
+        for stream in (False, True):
             config = WgmmaConfig(
                 groups=groups,
                 tile_n=tile_n,
@@ -82,8 +90,9 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
     steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)
     workers = device.sms // config.cluster
-    if not config.stream:
+    if not config.stream or whole_tiles(tiles, workers) == tiles:
         return ceil_div(tiles, workers) * (steps * step_us + TILE_US)
-    workers = min(workers, PARTS_A_TILE * tiles)
-    share = tiles * steps / workers
-    return share * step_us + (share / steps + 1) * TILE_US + ADD_US * max(1, workers / tiles)
+    workers = clusters(problem, config, device.sms)
+    share, parts = tiles * steps / workers, workers / tiles
+    left_us = max(2, parts) * 4 * config.tile_m * config.tile_n / LEFT_BYTES
+    return share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Scales, biases and seeds may lie anywhere that their elements may.
 MATRICES = ("a", "b", "c", "q", "qt")
+# Of a whole GH100, which no GPU of sm_90a exceeds; flags of four groups for each.
+MOST_PROCESSORS = 144
+FLAG_BYTES = 4 * 4 * MOST_PROCESSORS
 PROBLEM_NOTES = {
     "BLOCK": "rows and columns that share a scale",
     "OUT_BLOCK": "the same of the codes that are written",
@@ -46,7 +49,7 @@ WGMMA_NOTES = {
     "CLUSTER_N": "and A",
     "RASTER": "rows of (cluster) tiles that are walked column by column",
     "IN_FLIGHT": "groups that may multiply at once; 0 for all",
-    "STREAM": "K is dealt out evenly; blocks add to C in turn",
+    "STREAM": "the last tiles' K is dealt out evenly; blocks share them",
     "TELESCOPED": "sums run on from block to block, see above",
     "CONSUMER_REGISTERS": "of a thread that multiplies",
     "PRODUCER_REGISTERS": "of one that feeds it",
@@ -74,12 +77,12 @@ def _output_multiples(problem: GemmProblem, out: bool, qt: bool) -> dict[str, in
 
 
 class WgmmaHost(Host):
-    """Host code for sm_90a: tensor maps, persistent blocks, counters for stream-K."""
+    """Host code for sm_90a: tensor maps, persistent blocks, flags and sums for stream-K."""
 
     template = "gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     reasons: ClassVar[Mapping[str, str]] = REASONS
-    aligned = MATRICES
+    aligned = (*MATRICES, "workspace")
     tensor_maps = True
 
     def architecture(self, capability: tuple[int, int]) -> str:
@@ -117,6 +120,8 @@ class WgmmaHost(Host):
         return {
             "path": path,
             "parts": PARTS_A_TILE,
+            "most_processors": MOST_PROCESSORS,
+            "flag_bytes": FLAG_BYTES,
             "constants": {
                 "TILE_M": (config.tile_m, "rows and"),
                 "TILE_N": (config.tile_n, "columns of a tile"),

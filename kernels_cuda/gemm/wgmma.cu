@@ -74,22 +74,26 @@ struct Arguments {
   const float *a_scale, *b_scale;
   Target to;
   int k;
-  int* counters;  // zeros, for STREAM
+  // For STREAM: a zero for each block and group, and room for the sums of a tile for each block.
+  int* flags;
+  float4* sums;
 };
 
 // A tile, and which of its steps of TILE_K along K.
 struct Part {
   Tile tile;
-  int index, first, steps;
+  int first, steps;
 };
 
-// What a block (or its cluster) computes, in turn. With STREAM all steps of all tiles are dealt out
-// evenly, in the order of the tiles: a tile's last steps are then the first of some block, its first
-// steps the last of another.
+// What a block (or its cluster) computes, in turn. With STREAM the steps of the last tiles, of one
+// wave and of what whole waves leave, are dealt out evenly, in the order of the tiles: a tile's last
+// steps are then the first of some block, its first steps the last of another. The tiles before them
+// follow, each of one block. Steps are at least as many as blocks, so that each block is dealt some.
 struct Parts {
   const Target& to;
   int down, across, steps, tile, first = 0;
-  int64_t left;  // steps
+  int whole;  // tiles that are not dealt out
+  int left;   // of the block's share of steps
   DEVICE explicit Parts(const Arguments& x) : Parts(x.to, x.k) {}
   DEVICE Parts(const Target& to, int k)
       : to(to),
@@ -98,22 +102,37 @@ struct Parts {
         steps(ceil_div(k, TILE_K)),
         tile(blockIdx.x / CLUSTER) {
     if (STREAM) {
-      const int workers = gridDim.x / CLUSTER;
-      const int64_t all = int64_t(down) * across * steps, begin = all * tile / workers;
-      left = all * (tile + 1) / workers - begin;
-      tile = begin / steps;
-      first = begin % steps;
+      const int workers = gridDim.x / CLUSTER, waves = down * across / workers;
+      whole = (waves * workers == down * across ? waves : max(waves - 1, 0)) * workers;
+      const int64_t begin = dealt() * tile / workers;
+      left = dealt() * (tile + 1) / workers - begin;
+      if (left > 0) {
+        tile = whole + int(begin / steps);
+        first = begin % steps;
+      }
     }
   }
-  DEVICE bool more() const { return STREAM ? left > 0 : tile < down * across; }
-  DEVICE int count() const { return STREAM ? int(min(left, int64_t(steps - first))) : steps; }
+  DEVICE int64_t dealt() const { return int64_t(down * across - whole) * steps; }
+  DEVICE bool more() const { return STREAM ? left > 0 || tile < whole : tile < down * across; }
+  DEVICE int count() const { return STREAM && left > 0 ? min(left, steps - first) : steps; }
   DEVICE void next() {
-    left -= count();
+    if (STREAM && left > 0) {
+      left -= count();
+      tile = left > 0 ? tile + 1 : int(blockIdx.x) / CLUSTER;
+    } else {
+      tile += gridDim.x / CLUSTER;
+    }
     first = 0;
-    tile += STREAM ? 1 : gridDim.x / CLUSTER;
+  }
+  // Blocks (or clusters) that follow and have the rest of the tile's steps.
+  DEVICE int others() const {
+    if (first + count() == steps) return 0;
+    const int workers = gridDim.x / CLUSTER;
+    const int last = (int64_t(tile - whole + 1) * steps * workers - 1) / dealt();
+    return last - int(blockIdx.x) / CLUSTER;
   }
   DEVICE Part part(uint32_t rank) const {
-    return {tile_at(tile, down, across, rank), tile * CLUSTER + int(rank), first, count()};
+    return {tile_at(tile, down, across, rank), first, count()};
   }
 };
 
@@ -438,30 +457,53 @@ DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], uint32_t buffer) {
   }
 }
 
-// With STREAM the parts of a tile are added to memory one after another, the last along K first,
-// so that the sum is the same each time. A counter for each tile and group says how many steps from
-// the end are there; the part that begins a tile leaves it at zero for the next launch.
-struct Turnstile {
-  int* counter;
-  int due, reached;  // steps from the end: that must be there, and that are there afterwards
+// With STREAM, where sums of parts that do not begin their tile lie until the block that begins it
+// adds them to its own. Only a block's first part can be one of those. So a block has room for one
+// tile, in the order of the registers, and for each group a flag that says that its sums are there.
+// The one reader adds in the order of the blocks, so that the bits are the same each time, and clears
+// the flags for the next launch. What it waits for waits for nothing: there is no deadlock.
+struct Leftovers {
+  static constexpr int QUADS = SUMS / 4;
+  int* flag;
+  float4* mine;
   bool leader;
-  DEVICE Turnstile(const Arguments& x, const Part& part, int group)
-      : counter(x.counters + part.index * GROUPS + group),
-        due(ceil_div(x.k, TILE_K) - part.first - part.steps),
-        reached(part.first > 0 ? due + part.steps : 0),
+  DEVICE Leftovers(const Arguments& x, int group)
+      : flag(x.flags + blockIdx.x * GROUPS + group),
+        mine(x.sums + int64_t(blockIdx.x * GROUPS + group) * ROWS * QUADS * 128 + threadIdx.x % 128),
         leader(threadIdx.x % 128 == 0) {}
-  DEVICE void enter() const {
-    if (!STREAM || due == 0) return;
-    while (leader && load_acquire(counter) != due) {}
-    named_barrier(GROUP_BARRIERS + threadIdx.x / 128, 128);
+  DEVICE void meet() const { named_barrier(GROUP_BARRIERS + threadIdx.x / 128, 128); }
+
+  DEVICE void leave(const float (&acc)[ROWS][SUMS]) const {
+#pragma unroll
+    for (int i = 0; i < ROWS * QUADS; ++i) {
+      const float* sum = &acc[i / QUADS][i % QUADS * 4];
+      __stcg(mine + i * 128, make_float4(sum[0], sum[1], sum[2], sum[3]));
+    }
+    meet();
+    if (leader) store_release(flag, 1);
   }
-  DEVICE void leave() const {
-    if (!STREAM || due + reached == 0) return;
-    __threadfence();
-    named_barrier(GROUP_BARRIERS + threadIdx.x / 128, 128);
-    if (leader) {
-      tma_wait_all();
-      store_release(counter, reached);
+
+  // Of the `others` blocks (or those of the clusters) that follow.
+  DEVICE void add(float (&acc)[ROWS][SUMS], int others) const {
+    if (others == 0) return;
+    for (int i = 1; leader && i <= others; ++i) {
+      int* const theirs = flag + i * CLUSTER * GROUPS;
+      while (load_acquire(theirs) == 0) {}
+      *theirs = 0;
+    }
+    meet();
+#pragma unroll 1
+    for (int i = 1; i <= others; ++i) {
+      const float4* const theirs = mine + int64_t(i) * CLUSTER * GROUPS * ROWS * QUADS * 128;
+#pragma unroll
+      for (int j = 0; j < ROWS * QUADS; ++j) {
+        const float4 sum = __ldcg(theirs + j * 128);
+        float* const to = &acc[j / QUADS][j % QUADS * 4];
+        to[0] = __fadd_rn(to[0], sum.x);
+        to[1] = __fadd_rn(to[1], sum.y);
+        to[2] = __fadd_rn(to[2], sum.z);
+        to[3] = __fadd_rn(to[3], sum.w);
+      }
     }
   }
 };
@@ -569,21 +611,24 @@ DEVICE void consume(const Arguments& x, int group) {
   for (Parts parts(x); parts.more(); parts.next(), turn ^= 1) {
     const Part part = parts.part(rank);
     multiplier.tile(part.steps);
-    if (part.first == 0) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) add_bias(multiplier.acc[r], x.to, part.tile.column);
+    if constexpr (STREAM) {
+      const Leftovers leftovers(x, group);
+      if (part.first > 0) {
+        leftovers.leave(multiplier.acc);
+        continue;
+      }
+      leftovers.add(multiplier.acc, parts.others());
     }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) add_bias(multiplier.acc[r], x.to, part.tile.column);
     if constexpr (OUTPUT == INT8) {
       finish_codes(multiplier.acc, x, staging, group, turn, part.tile);
     } else {
-      const Turnstile turnstile(x, part, group);
-      turnstile.enter();
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = part.tile.row + 64 * (group * ROWS + r);
         finish_floats(multiplier.acc[r], x, staging, row, part.tile.column);
       }
-      turnstile.leave();
     }
   }
   multiplier.turns.end(group);

@@ -20,9 +20,9 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm import cost
-from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, cluster_tiles
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
 from jetfire.kernels_cuda.gemm.constants import problem_constants
-from jetfire.kernels_cuda.gemm.noise import telescoped_noise
+from jetfire.kernels_cuda.gemm.noise import cut_noise, telescoped_noise
 from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
 
 if TYPE_CHECKING:
@@ -165,8 +165,6 @@ class WgmmaGemm(Kernel):
             )
         if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
-        if config.stream and not _adds(problem):
-            return "stream=True: expected accumulate=true out=fp32"
         if config.groups <= config.in_flight:
             return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
         if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**30:
@@ -180,14 +178,15 @@ class WgmmaGemm(Kernel):
         return cost.estimate(problem, config, device)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE if _adds(problem) else {**SPACE, "stream": (False,)}
+        return SPACE
 
     def noise(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors
     ) -> torch.Tensor | None:
-        if not config.telescoped:
-            return None
-        return telescoped_noise(inputs, problem.block, PARTS_A_TILE + 1 if config.stream else 0)
+        if config.telescoped:
+            parts = PARTS_A_TILE + 1 if config.stream else 0
+            return telescoped_noise(inputs, problem.block, parts)
+        return cut_noise(inputs) if config.stream else None
 
     def cubins(
         self, problem: GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
@@ -200,6 +199,7 @@ class WgmmaGemm(Kernel):
     ) -> None:
         a, b = _readable(inputs["a"]), _readable(inputs["b"])
         out, qt = outputs.get("c", outputs.get("q")), outputs.get("qt")
+        flags, sums = _workspace(problem, config, a.device)
         function, blocks, threads, arguments = _prepare(
             problem,
             config,
@@ -216,7 +216,8 @@ class WgmmaGemm(Kernel):
             address(outputs.get("scale")),
             address(qt),
             address(outputs.get("scale_t")),
-            address(_counters(problem, config, a.device)),
+            address(flags),
+            address(sums),
         )
         function(blocks, threads, arguments)
 
@@ -247,13 +248,26 @@ def _pad(device: int) -> driver.Function:
     return driver.Function(code, "pad", device, 0)
 
 
-def _counters(
+def _workspace(
     problem: GemmProblem, config: WgmmaConfig, device: torch.device
-) -> torch.Tensor | None:
-    """Return the counters by which blocks that share a tile wait: one per tile and group."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what blocks that share a tile need: flags at zero, and room for sums.
+
+    A block has a flag per group and room for one tile. Only the flags outlast a launch: sums may
+    lie wherever memory is free on this stream, or in the graph that is being captured.
+    """
     if not config.stream:
-        return None
-    return counters(device, cluster_tiles(problem, config) * config.cluster * config.groups)
+        return None, None
+    import torch
+
+    flags, sums = workspace_sizes(problem, config, driver.processors(device.index))
+    return counters(device, flags), torch.empty(sums, dtype=torch.float32, device=device)
+
+
+def workspace_sizes(problem: GemmProblem, config: WgmmaConfig, processors: int) -> tuple[int, int]:
+    """Count the flags and the sums of a launch of a `stream` config."""
+    blocks = clusters(problem, config, processors) * config.cluster
+    return blocks * config.groups, blocks * config.tile_m * config.tile_n
 
 
 @lru_cache(maxsize=16384)
@@ -273,7 +287,8 @@ def _prepare(
     scale: int,
     qt: int,
     scale_t: int,
-    counters: int,
+    flags: int,
+    sums: int,
 ) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
     """Return kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, qt)
@@ -289,7 +304,7 @@ def _prepare(
         *_output_maps(problem, config, path, out, qt),
     )
     content = struct.pack(
-        "<128s128s128s128s9Q3i4xQ",
+        "<128s128s128s128s9Q3i4x2Q",
         *maps,
         a_scale,
         b_scale,
@@ -303,18 +318,13 @@ def _prepare(
         problem.m,
         problem.n,
         problem.k,
-        counters,
+        flags,
+        sums,
     )
-    workers = cluster_tiles(problem, config) * (PARTS_A_TILE if config.stream else 1)
-    blocks = min(workers, driver.processors(device) // config.cluster) * config.cluster
+    blocks = clusters(problem, config, driver.processors(device)) * config.cluster
     text = config_header(problem, config, path)
     function = _function(text, shared_bytes(problem, config), device)
     return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 640),)
-
-
-def _adds(problem: GemmProblem) -> bool:
-    """Return whether blocks may add to C one after another."""
-    return problem.accumulate and problem.out == "fp32"
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
