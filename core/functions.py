@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return the public function that solves problems of these fields; None where there is none."""
     module, backward = sys.modules[type(op).__module__], fields.get("mode") == "bwd"
+    if (own := op.function(fields)) is not None:
+        return getattr(module, own)
     for name in getattr(module, "__all__", ()):
         if name.endswith("_backward") == backward:
             return getattr(module, name)
