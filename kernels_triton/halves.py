@@ -12,6 +12,7 @@ import triton.language as tl
 from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, max_nan
 from jetfire.kernels_triton.tiles import TileConfig
 
+VECTOR = tl.constexpr(16)  # neighbours in a row that a thread has
 _MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 _MAX_FP16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 _MAX_ABS_BF16 = tl.constexpr("""{
@@ -70,6 +71,26 @@ def tile_amax(x, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
     rows: tl.constexpr = blocks.shape[1]
     wide = tl.reshape(widen(blocks), (R // BLOCK, rows, C // BLOCK, BLOCK))
     return tl.reduce(tl.reduce(wide, 3, max_nan), 1, max_nan)
+
+
+@triton.jit
+def row_max(x):
+    """Return the largest of each VECTOR neighbours in a row of a float tile, fp32.
+
+    It is NaN or ∞ where one is NaN.
+    """
+    R: tl.constexpr = x.shape[0]
+    COUNT: tl.constexpr = x.shape[1] // VECTOR
+    if INTERPRETED or x.dtype == tl.float32:
+        wide = tl.reshape(widen(x), (R, COUNT, VECTOR))
+        if INTERPRETED:
+            return tl.max(tl.where(wide == wide, wide, float("inf")), 2)
+        return tl.reduce(wide, 2, max_nan)
+    asm: tl.constexpr = _MAX_BF16 if x.dtype == tl.bfloat16 else _MAX_FP16
+    vectors = tl.reshape(x, (R * COUNT, VECTOR // 2, 2))
+    for _ in tl.static_range(3):
+        vectors = _halve(vectors, asm)
+    return tl.reduce(widen(tl.reshape(vectors, (R, COUNT, 2))), 2, max_nan)
 
 
 def halvings(block: int, config: TileConfig) -> int:

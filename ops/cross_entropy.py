@@ -260,7 +260,8 @@ _cross_entropy_backward_inplace = Operator(
 )
 
 
-def _labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
+def labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
+    """Check that targets fit logits, and `valid` the logits' columns."""
     expect.matrix("logits", logits, expect.FLOATS)
     expect.same_device("targets", targets, logits)
     rows, columns = logits.shape
@@ -285,7 +286,7 @@ def cross_entropy(
         logits: m×n bf16, fp16 or fp32; columns from `valid` on are padding and count as −∞.
         targets: int64, m; −100 gives a loss of 0, and what is no column NaN.
     """
-    _labelled(logits, targets, valid)
+    labelled(logits, targets, valid)
     return _cross_entropy(logits, targets.contiguous(), valid)
 
 
@@ -306,7 +307,7 @@ def cross_entropy_backward(
         dloss: fp32, m.
         inplace: overwrite the logits, whose rows do not overlap, and return them.
     """
-    _labelled(logits, targets, valid)
+    labelled(logits, targets, valid)
     m = logits.shape[0]
     lse, dloss = expect.vector("lse", lse, m, logits), expect.vector("dloss", dloss, m, logits)
     operands = (logits, targets.contiguous(), lse, dloss, valid)

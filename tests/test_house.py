@@ -163,14 +163,17 @@ NAMED = {
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/host.py": ["gemm"],
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
-    # A kernel that is another op's, but for what it reads.
+    # A kernel that is another op's, but for what it reads; one that is two ops' in one pass.
+    "kernels_cpu/quantize_dlogits/__init__.py": ["cross_entropy"],
+    "kernels_triton/quantize_dlogits/__init__.py": ["cross_entropy", "quantize"],
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
-    # Ops that are defined by another: how many rows it keeps. And a peer and a field that have an
-    # op's name.
+    # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
+    # field that have an op's name.
     "ops/adamw.py": ["quantize"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],
     "ops/int4_gemm.py": ["sample_rows"],
+    "ops/quantize_dlogits.py": ["cross_entropy", "quantize"],
     "ops/quantize_qkv.py": ["quantize"],
 }
 

@@ -1,0 +1,19 @@
+"""Softmax cross-entropy's gradient as per-block INT8 on the CPU, through the gradient in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.core.tensors import Tensors
+from jetfire.kernels_cpu.common import TorchKernel, quantised
+from jetfire.kernels_cpu.cross_entropy import backward
+
+
+class TorchQuantizeDlogits(TorchKernel):
+    op = "quantize_dlogits"
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        return quantised(backward(inputs, problem.columns), problem, inputs)
+
+
+KERNELS = (TorchQuantizeDlogits(),)
