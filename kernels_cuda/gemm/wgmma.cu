@@ -420,13 +420,16 @@ DEVICE void stage_floats(const float (&acc)[SUMS], int panel, uint32_t buffer) {
   }
 }
 
+// Of a row's addresses only the sixteen bytes differ by more than a constant: a group of eight rows
+// further down lies a constant apart too, since the swizzle repeats there.
 DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], int panel, uint32_t buffer) {
+  const uint32_t row = swizzled<Panel::BYTES>(buffer, lane_row(), lane_column());
 #pragma unroll
   for (int j = 0; j < Panel::OCTETS; ++j) {
+    const uint32_t at = (row ^ j / 2 << 4) + j % 2 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store_shared(swizzled<Panel::BYTES>(buffer, lane_row() + 8 * half, 8 * j + lane_column()),
-                   codes[2 * (panel * Panel::OCTETS + j) + half]);
+      store_shared(at + 8 * half * Panel::BYTES, codes[2 * (panel * Panel::OCTETS + j) + half]);
     }
   }
 }
