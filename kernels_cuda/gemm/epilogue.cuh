@@ -140,24 +140,6 @@ DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target
   }
 }
 
-// Each lane divides for one block and tells the others.
-template <int BLOCKS>
-DEVICE void block_scales(const uint32_t (&amax)[BLOCKS], float (&scale)[BLOCKS],
-                         float (&multiplier)[BLOCKS]) {
-  uint32_t mine = amax[0];
-#pragma unroll
-  for (int b = 1; b < BLOCKS; ++b) {
-    if (threadIdx.x % 32 == b) mine = amax[b];
-  }
-  float own_scale, own_multiplier;
-  block_scale(mine, own_scale, own_multiplier);
-#pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) {
-    scale[b] = __shfl_sync(0xFFFFFFFFu, own_scale, b);
-    multiplier[b] = __shfl_sync(0xFFFFFFFFu, own_multiplier, b);
-  }
-}
-
 // Two codes a word, in its bytes 0 and 1, for each pair of sums.
 template <int SUMS, int BLOCKS>
 DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS],

@@ -487,63 +487,72 @@ DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& stagi
   }
 }
 
-// The largest |x| of each block that the group's rows lie in, from all warps that share it: one has
-// 16 rows of a block, so that two have all of one of 32 rows, a group of one of 64, and of 128 rows a
-// group of two ROWS or two groups. Each leaves its own in shared memory, one word a block, meets the
-// others at a barrier of the group (or of both) and reads theirs. Two `turn`s, so that the next
-// tile's words do not overwrite what another warp has still to read.
-DEVICE void block_amax(float (&acc)[ROWS][SUMS], uint32_t (&amax)[ROWS][AMAX_BLOCKS],
-                       const Arguments& x, int group, int turn, const Tile& tile) {
-  auto at = [&](int part, int warp, int b) -> uint32_t& {
-    return reinterpret_cast<uint32_t*>(
-        shared + AMAX_AT)[((turn * GROUPS * ROWS + part) * 4 + warp) * AMAX_BLOCKS + b];
-  };
-  const int warp = threadIdx.x / 32 % 4;
+// Where a warp leaves the largest |x| of its 16 rows of each of a tile's blocks. Two `turn`s, so that
+// the next tile's words do not overwrite what another warp has still to read.
+DEVICE uint32_t* amax_of(int turn, int part, int warp) {
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT) +
+         ((turn * GROUPS * ROWS + part) * 4 + warp) * AMAX_BLOCKS;
+}
+
+// Leave the largest |x| of the group's rows, and meet the other warps that share blocks: one has 16
+// rows of a block, so that two have all of one of 32 rows, a group of one of 64, and of 128 rows a
+// group of two ROWS or two groups.
+DEVICE void leave_amax(float (&acc)[ROWS][SUMS], const Arguments& x, int group, int turn,
+                       const Tile& tile) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int part = group * ROWS + r;
-    warp_amax(acc[r], amax[r], x.to, tile.row + 64 * part, tile.column);
+    uint32_t amax[AMAX_BLOCKS];
+    warp_amax(acc[r], amax, x.to, tile.row + 64 * part, tile.column);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int b = 0; b < AMAX_BLOCKS; ++b) at(part, warp, b) = amax[r][b];
+      for (int b = 0; b < AMAX_BLOCKS; ++b) {
+        amax_of(turn, part, threadIdx.x / 32 % 4)[b] = amax[b];
+      }
     }
   }
   constexpr int SHARING = OUT_BLOCK == 128 && ROWS == 1 ? 2 : 1;  // groups that share blocks
   named_barrier(SHARING == 2 ? PAIR_BARRIERS + group / 2 : GROUP_BARRIERS + group, 128 * SHARING);
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int part = group * ROWS + r;
-#pragma unroll
-    for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if constexpr (OUT_BLOCK == 32) {
-        amax[r][b] = max(at(part, warp & 2, b), at(part, warp | 1, b));
-      } else {
-#pragma unroll
-        for (int w = 0; w < (OUT_BLOCK == 128 ? 8 : 4); ++w) {
-          const int first = OUT_BLOCK == 128 ? part / 2 * 2 : part;
-          amax[r][b] = max(amax[r][b], at(first + w / 4, w % 4, b));
-        }
-      }
-    }
+}
+
+// The largest |x| of a block that the warp's rows lie in.
+DEVICE uint32_t block_amax(int turn, int part, int block) {
+  const int warp = threadIdx.x / 32 % 4;
+  if (OUT_BLOCK == 32) {
+    return max(amax_of(turn, part, warp & 2)[block], amax_of(turn, part, warp | 1)[block]);
   }
+  constexpr int PARTS = OUT_BLOCK == 128 ? 2 : 1;
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 4 * PARTS; ++i) {
+    most = max(most, amax_of(turn, part / PARTS * PARTS + i / 4, i % 4)[block]);
+  }
+  return most;
+}
+
+// Each lane divides for one block, writes its scale and tells the others what to multiply by.
+DEVICE void scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, int turn, int part,
+                         const Tile& tile) {
+  const int lane = threadIdx.x % 32, row = tile.row + 64 * part + threadIdx.x / 32 % 4 * 16;
+  const int block = lane < AMAX_BLOCKS ? lane : 0;
+  float scale, own;
+  block_scale(block_amax(turn, part, block), scale, own);
+  if (lane < AMAX_BLOCKS && row % OUT_BLOCK == 0) {
+    store_scale(scale, x.to, row, tile.column + block * OUT_BLOCK);
+  }
+#pragma unroll
+  for (int b = 0; b < AMAX_BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
 }
 
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
                          int group, int turn, const Tile& tile) {
-  uint32_t amax[ROWS][AMAX_BLOCKS];
-  block_amax(acc, amax, x, group, turn, tile);
+  leave_amax(acc, x, group, turn, tile);
   const uint64_t seed = STOCHASTIC ? *x.to.seed : 0;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = tile.row + 64 * (group * ROWS + r);
-    float scale[AMAX_BLOCKS], multiplier[AMAX_BLOCKS];
-    block_scales(amax[r], scale, multiplier);
-#pragma unroll
-    for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if (threadIdx.x % 32 == 0 && (row + lane_row()) % OUT_BLOCK == 0) {
-        store_scale(scale[b], x.to, row + lane_row(), tile.column + b * OUT_BLOCK);
-      }
-    }
+    float multiplier[AMAX_BLOCKS];
+    scale_blocks(multiplier, x, turn, group * ROWS + r, tile);
     uint16_t codes[SUMS / 2];
     to_codes(acc[r], multiplier, codes, seed, row, tile.column);
     if constexpr (Q && TMA_OUT) {
