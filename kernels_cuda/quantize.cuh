@@ -3,14 +3,30 @@
 
 #include "ptx.cuh"
 
+// a/b for a reciprocal of b that errs by some units in the last place, rounded once: what is left
+// of the first quotient corrects it. Right for a/127 with amax as below and for 127/b, b in [1, 2),
+// at every mantissa and with reciprocals up to four units off.
+DEVICE float quotient(float a, float b, float reciprocal) {
+  const float first = __fmul_rn(a, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-b, first, a), reciprocal, first);
+}
+
 // Scale and multiplier of a block: amax/127 and 127/amax; 0 and 0 below 2^-100, NaN and 0 for
 // amax = NaN or infinity. `amax` is the float's bits, which order like the floats and NaN above all.
+// Without the branches of division, whose cases of overflow and underflow cannot arise: amax is
+// divided by as m·2^e, m in [1, 2), and the exponent subtracted.
 DEVICE void block_scale(uint32_t amax, float& scale, float& multiplier) {
-  const float size = __uint_as_float(amax);
-  const bool zero = size < 0x1p-100f;
-  const bool usable = size >= 0x1p-100f && size < __int_as_float(0x7F800000);
-  scale = usable ? __fdiv_rn(size, 127.0f) : zero ? 0.0f : __int_as_float(0x7FC00000);
-  multiplier = usable ? __fdiv_rn(127.0f, size) : 0.0f;
+  constexpr uint32_t TINY = 27u << 23, INFINITE = 255u << 23;  // the bits of 2^-100 and infinity
+  const float m = __uint_as_float((amax & 0x007FFFFF) | 127u << 23);
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(m));
+  y = __fmaf_rn(y, __fmaf_rn(-m, y, 1.0f), y);
+  const uint32_t power = amax - __float_as_uint(m);
+  const uint32_t by = __float_as_uint(quotient(127.0f, m, y)) - power;
+  const bool usable = amax >= TINY && amax < INFINITE;
+  scale = quotient(__uint_as_float(amax), 127.0f, 1.0f / 127.0f);
+  scale = usable ? scale : amax < TINY ? 0.0f : __int_as_float(0x7FC00000);
+  multiplier = usable ? __uint_as_float(by) : 0.0f;
 }
 
 // Codes come as the low byte of a float: adding 1.5·2^23 leaves an integer in a float's low bits,

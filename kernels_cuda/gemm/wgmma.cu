@@ -530,18 +530,18 @@ DEVICE uint32_t block_amax(int turn, int part, int block) {
   return most;
 }
 
-// Each lane divides for one block, writes its scale and tells the others what to multiply by.
+// Each lane divides for one block, tells the others what to multiply by and writes the scale.
 DEVICE void scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, int turn, int part,
                          const Tile& tile) {
   const int lane = threadIdx.x % 32, row = tile.row + 64 * part + threadIdx.x / 32 % 4 * 16;
   const int block = lane < AMAX_BLOCKS ? lane : 0;
   float scale, own;
   block_scale(block_amax(turn, part, block), scale, own);
+#pragma unroll
+  for (int b = 0; b < AMAX_BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
   if (lane < AMAX_BLOCKS && row % OUT_BLOCK == 0) {
     store_scale(scale, x.to, row, tile.column + block * OUT_BLOCK);
   }
-#pragma unroll
-  for (int b = 0; b < AMAX_BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
 }
 
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
