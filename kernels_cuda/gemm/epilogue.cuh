@@ -140,10 +140,23 @@ DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target
   }
 }
 
+// Zeros for blocks that multiply by 0, which NaN and infinity, having no low bits to speak of, would
+// otherwise survive. One branch a chunk, hardly ever taken, is cheaper than a choice for each code.
+template <int SUMS, int BLOCKS>
+DEVICE void clear_unusable(float (&acc)[SUMS], const float (&multiplier)[BLOCKS]) {
+  float least = multiplier[0];
+#pragma unroll
+  for (int b = 1; b < BLOCKS; ++b) least = fminf(least, multiplier[b]);
+  if (least > 0.0f) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) acc[i] = multiplier[i * BLOCKS / SUMS] == 0.0f ? 0.0f : acc[i];
+}
+
 // Two codes a word, in its bytes 0 and 1, for each pair of sums.
 template <int SUMS, int BLOCKS>
-DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
+DEVICE void to_codes(float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
                      uint16_t (&codes)[SUMS / 2], uint64_t seed, int row0, int column0) {
+  clear_unusable(acc, multiplier);
   Words bits[2];  // of rows l/4 and l/4 + 8, for four groups of eight columns
 #pragma unroll
   for (int j = 0; j < SUMS / 4; ++j) {
@@ -165,8 +178,7 @@ DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS]
                                       : code_nearest(acc[i], by);
       const uint32_t high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word, true)
                                        : code_nearest(acc[i + 1], by);
-      // NaN and infinity, whose blocks multiply by 0, have no low bits to speak of.
-      codes[i / 2] = by == 0.0f ? 0 : uint16_t(__byte_perm(low, high, 0x0040));
+      codes[i / 2] = uint16_t(__byte_perm(low, high, 0x0040));
     }
   }
 }

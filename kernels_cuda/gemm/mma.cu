@@ -303,8 +303,7 @@ DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
 }
 
 // The codes of one chunk, with the multipliers of the blocks it lies in.
-DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[CODE_BLOCKS],
-                         const Target& to,
+DEVICE void finish_chunk(float (&acc)[SUMS], const float (&by)[CODE_BLOCKS], const Target& to,
                          int r, uint64_t seed, int row, int column) {
   uint16_t codes[SUMS / 2];
   to_codes(acc, by, codes, seed, row, column);
