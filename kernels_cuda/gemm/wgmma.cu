@@ -546,6 +546,7 @@ DEVICE void scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, i
 
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
                          int group, int turn, const Tile& tile) {
+  staging.wait();  // and the others know from the barrier where the largest |x| meet
   leave_amax(acc, x, group, turn, tile);
   const uint64_t seed = STOCHASTIC ? *x.to.seed : 0;
 #pragma unroll
@@ -558,14 +559,16 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
     if constexpr (Q && TMA_OUT) {
 #pragma unroll
       for (int panel = 0; panel < Panel::COUNT; ++panel) {
-        stage_codes(codes, panel, staging.take());
+        const bool first = r == 0 && panel == 0;
+        stage_codes(codes, panel, first ? staging.buffer() : staging.take());
         staging.give(x.out, tile.column + panel * PANEL_COLUMNS, row);
       }
     } else if constexpr (Q) {
       store_codes_direct(codes, x.to, row, tile.column);
     }
     if constexpr (QT && TMA_QT) {
-      stage_qt(codes, staging.take());
+      const bool first = r == 0 && !(Q && TMA_OUT);
+      stage_qt(codes, first ? staging.buffer() : staging.take());
       staging.give(x.qt, row, tile.column);
     } else if constexpr (QT) {
       store_qt_direct(codes, x.to, row, tile.column);
