@@ -34,17 +34,21 @@ DEVICE void block_scale(uint32_t amax, float& scale, float& multiplier) {
 // extraction another.
 constexpr float INTEGER = 12582912.0f;
 
-DEVICE uint32_t code_nearest(float x, float multiplier) {
-  return __float_as_uint(__fadd_rn(__fmul_rn(x, multiplier), INTEGER));
+DEVICE uint32_t code_nearest(float product) {
+  return __float_as_uint(__fadd_rn(product, INTEGER));
 }
 
-// `word`: sixteen random bits in its low or high half. A product just below -127 may floor to -128.
-DEVICE uint32_t code_stochastic(float x, float multiplier, uint32_t word, bool high) {
-  // The bits under the exponent of 2^23 are 2^23 + bits: (that)/2^16 - 128 is exact.
-  const uint32_t bits = __byte_perm(word, 0x4B000000, high ? 0x7432 : 0x7410);
-  const float u = __fmaf_rn(__uint_as_float(bits), 0x1p-16f, -128.0f);
-  const float p = __fadd_rd(__fadd_rn(__fmul_rn(x, multiplier), u), INTEGER);
-  return max(__float_as_int(p), __float_as_int(INTEGER) - 127);
+// `word`: sixteen random bits in its low or high half. A float of the bits 8…23 counts 2^-141, so
+// that one FMA adds bits/2^16 to the product and rounds once. The product is no less than -127.
+DEVICE uint32_t code_stochastic(float product, uint32_t word, bool high) {
+  const float bits = __uint_as_float(__byte_perm(word, 0, high ? 0x4324 : 0x4104));
+  return __float_as_uint(__fadd_rd(__fmaf_rn(bits, 0x1p125f, product), INTEGER));
+}
+
+// Whether products of a block's elements may round to more than 127: of which the negative ones
+// would floor to -128.
+DEVICE bool exceeds(uint32_t amax, float multiplier) {
+  return __fmul_rn(__uint_as_float(amax), multiplier) > 127.0f;
 }
 
 DEVICE float max_nan(float a, float b) {

@@ -152,11 +152,26 @@ DEVICE void clear_unusable(float (&acc)[SUMS], const float (&multiplier)[BLOCKS]
   for (int i = 0; i < SUMS; ++i) acc[i] = multiplier[i * BLOCKS / SUMS] == 0.0f ? 0.0f : acc[i];
 }
 
-// Two codes a word, in its bytes 0 and 1, for each pair of sums.
+// Sums times their blocks' multipliers, where those of 0 leave 0. Of a block whose bit of `over` is
+// set they are held to -127: a quarter of all, so that a branch for each is cheaper than to hold all.
 template <int SUMS, int BLOCKS>
-DEVICE void to_codes(float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
-                     uint16_t (&codes)[SUMS / 2], uint64_t seed, int row0, int column0) {
+DEVICE void multiply_blocks(float (&acc)[SUMS], const float (&multiplier)[BLOCKS], uint32_t over) {
   clear_unusable(acc, multiplier);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    constexpr int EACH = SUMS / BLOCKS;
+#pragma unroll
+    for (int i = b * EACH; i < (b + 1) * EACH; ++i) acc[i] = __fmul_rn(acc[i], multiplier[b]);
+    if (!STOCHASTIC || !(over >> b & 1)) continue;
+#pragma unroll
+    for (int i = b * EACH; i < (b + 1) * EACH; ++i) acc[i] = fmaxf(acc[i], -127.0f);
+  }
+}
+
+// Two codes a word, in its bytes 0 and 1, for each pair of products.
+template <int SUMS>
+DEVICE void to_codes(const float (&product)[SUMS], uint16_t (&codes)[SUMS / 2], uint64_t seed,
+                     int row0, int column0) {
   Words bits[2];  // of rows l/4 and l/4 + 8, for four groups of eight columns
 #pragma unroll
   for (int j = 0; j < SUMS / 4; ++j) {
@@ -172,12 +187,11 @@ DEVICE void to_codes(float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 4 * j + 2 * half;
-      const float by = multiplier[i * BLOCKS / SUMS];
       const uint32_t word = bits[half].w[j % 4];
-      const uint32_t low = STOCHASTIC ? code_stochastic(acc[i], by, word, false)
-                                      : code_nearest(acc[i], by);
-      const uint32_t high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word, true)
-                                       : code_nearest(acc[i + 1], by);
+      const uint32_t low = STOCHASTIC ? code_stochastic(product[i], word, false)
+                                      : code_nearest(product[i]);
+      const uint32_t high = STOCHASTIC ? code_stochastic(product[i + 1], word, true)
+                                       : code_nearest(product[i + 1]);
       codes[i / 2] = uint16_t(__byte_perm(low, high, 0x0040));
     }
   }

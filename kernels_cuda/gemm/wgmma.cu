@@ -531,31 +531,36 @@ DEVICE uint32_t block_amax(int turn, int part, int block) {
 }
 
 // Each lane divides for one block, tells the others what to multiply by and writes the scale.
-DEVICE void scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, int turn, int part,
-                         const Tile& tile) {
+// Returns a bit for each block whose products may exceed 127.
+DEVICE uint32_t scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, int turn,
+                             int part, const Tile& tile) {
   const int lane = threadIdx.x % 32, row = tile.row + 64 * part + threadIdx.x / 32 % 4 * 16;
   const int block = lane < AMAX_BLOCKS ? lane : 0;
+  const uint32_t amax = block_amax(turn, part, block);
   float scale, own;
-  block_scale(block_amax(turn, part, block), scale, own);
+  block_scale(amax, scale, own);
 #pragma unroll
   for (int b = 0; b < AMAX_BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
+  const uint32_t over = STOCHASTIC ? __ballot_sync(0xFFFFFFFFu, exceeds(amax, own)) : 0;
   if (lane < AMAX_BLOCKS && row % OUT_BLOCK == 0) {
     store_scale(scale, x.to, row, tile.column + block * OUT_BLOCK);
   }
+  return over;
 }
 
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
                          int group, int turn, const Tile& tile) {
   staging.wait();  // and the others know from the barrier where the largest |x| meet
-  leave_amax(acc, x, group, turn, tile);
   const uint64_t seed = STOCHASTIC ? *x.to.seed : 0;
+  leave_amax(acc, x, group, turn, tile);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = tile.row + 64 * (group * ROWS + r);
     float multiplier[AMAX_BLOCKS];
-    scale_blocks(multiplier, x, turn, group * ROWS + r, tile);
+    const uint32_t over = scale_blocks(multiplier, x, turn, group * ROWS + r, tile);
+    multiply_blocks(acc[r], multiplier, over);
     uint16_t codes[SUMS / 2];
-    to_codes(acc[r], multiplier, codes, seed, row, tile.column);
+    to_codes(acc[r], codes, seed, row, tile.column);
     if constexpr (Q && TMA_OUT) {
 #pragma unroll
       for (int panel = 0; panel < Panel::COUNT; ++panel) {
