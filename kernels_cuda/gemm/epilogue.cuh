@@ -168,22 +168,30 @@ DEVICE void multiply_blocks(float (&acc)[SUMS], const float (&multiplier)[BLOCKS
   }
 }
 
+// Draws random words for four groups of eight columns, of rows l/4 and l/4 + 8: each of four lanes
+// draws for one group and hands the others their words.
+struct Draw {
+  uint64_t seed;
+  int row0;
+
+  DEVICE void operator()(Words (&bits)[2], int group0) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t group = group0 + threadIdx.x % 4;
+      bits[half] = philox(seed, group, row0 + lane_row() + 8 * half);
+      transpose_words(bits[half]);
+    }
+  }
+};
+
 // Two codes a word, in its bytes 0 and 1, for each pair of products.
-template <int SUMS>
-DEVICE void to_codes(const float (&product)[SUMS], uint16_t (&codes)[SUMS / 2], uint64_t seed,
-                     int row0, int column0) {
-  Words bits[2];  // of rows l/4 and l/4 + 8, for four groups of eight columns
+template <int SUMS, class Draw>
+DEVICE void to_codes(const float (&product)[SUMS], uint16_t (&codes)[SUMS / 2], const Draw& draw,
+                     int column0) {
+  Words bits[2];
 #pragma unroll
   for (int j = 0; j < SUMS / 4; ++j) {
-    if (STOCHASTIC && j % 4 == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Each of four lanes draws for one group and hands the others their words.
-        const uint32_t group = column0 / 8 + j + threadIdx.x % 4;
-        bits[half] = philox(seed, group, row0 + lane_row() + 8 * half);
-        transpose_words(bits[half]);
-      }
-    }
+    if (STOCHASTIC && j % 4 == 0) draw(bits, column0 / 8 + j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 4 * j + 2 * half;

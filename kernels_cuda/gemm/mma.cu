@@ -307,7 +307,7 @@ DEVICE void finish_chunk(float (&acc)[SUMS], const float (&by)[CODE_BLOCKS], uin
                          const Target& to, int r, uint64_t seed, int row, int column) {
   uint16_t codes[SUMS / 2];
   multiply_blocks(acc, by, over);
-  to_codes(acc, codes, seed, row, column);
+  to_codes(acc, codes, Draw{seed, row}, column);
   if constexpr (Q && VECTOR_OUT) {
     stage_codes(codes, staging());
     send<16, ROW_BYTES, 1, false>(staging(), to.q, row, column, to.m, to.n);

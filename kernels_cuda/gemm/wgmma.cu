@@ -26,6 +26,7 @@
 // freed of it at last.
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "ptx_sm80.cuh"
 
 constexpr int PROMOTIONS = TILE_K / BLOCK;
 constexpr int ITEMS = PROMOTIONS * ROWS;  // products of a slot, each promoted once
@@ -548,6 +549,26 @@ DEVICE uint32_t scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& 
   return over;
 }
 
+// Draws as `Draw` does, by way of shared memory, the 512 bytes of the warp's own at `scratch`: each
+// lane writes the words of a row, and ldmatrix deals them out as the sums lie. Eight instructions
+// for what takes 32 by shuffles.
+struct StagedDraw {
+  uint64_t seed;
+  int row0;
+  uint32_t scratch;
+
+  DEVICE void operator()(Words (&bits)[2], int group0) const {
+    const int lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 % 4 * 16 + lane % 8;
+    const uint32_t at = scratch + 16 * lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store_shared(at, philox(seed, group0 + lane / 8, row + 8 * half).w);
+      __syncwarp();
+      load_matrices(bits[half].w, at);  // waits for all lanes before any goes on to write again
+    }
+  }
+};
+
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
                          int group, int turn, const Tile& tile) {
   staging.wait();  // and the others know from the barrier where the largest |x| meet
@@ -560,16 +581,18 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
     const uint32_t over = scale_blocks(multiplier, x, turn, group * ROWS + r, tile);
     multiply_blocks(acc[r], multiplier, over);
     uint16_t codes[SUMS / 2];
-    to_codes(acc[r], codes, seed, row, tile.column);
     if constexpr (Q && TMA_OUT) {
+      const uint32_t buffer = r == 0 ? staging.buffer() : staging.take();
+      const uint32_t own = buffer + threadIdx.x / 32 % 4 * 16 * Panel::BYTES;  // rows of the warp
+      to_codes(acc[r], codes, StagedDraw{seed, row, own}, tile.column);
 #pragma unroll
       for (int panel = 0; panel < Panel::COUNT; ++panel) {
-        const bool first = r == 0 && panel == 0;
-        stage_codes(codes, panel, first ? staging.buffer() : staging.take());
+        stage_codes(codes, panel, panel == 0 ? buffer : staging.take());
         staging.give(x.out, tile.column + panel * PANEL_COLUMNS, row);
       }
-    } else if constexpr (Q) {
-      store_codes_direct(codes, x.to, row, tile.column);
+    } else {
+      to_codes(acc[r], codes, Draw{seed, row}, tile.column);
+      if constexpr (Q) store_codes_direct(codes, x.to, row, tile.column);
     }
     if constexpr (QT && TMA_QT) {
       const bool first = r == 0 && !(Q && TMA_OUT);
