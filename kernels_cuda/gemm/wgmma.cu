@@ -395,9 +395,12 @@ struct Multiplier {
       if (!TELESCOPED || (step % WINDOW && step < steps)) continue;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
-        reset(row);
-        if (step == steps) sink_to_scale(row);
-        else if (step % CORRECTED == 0) correct(row);
+        if (step == steps) {
+          sink_to_scale(row);
+        } else {
+          reset(row);
+          if (step % CORRECTED == 0) correct(row);
+        }
       }
     }
   }
