@@ -133,10 +133,11 @@ DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target
   }
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    float most = 0.0f;
+    constexpr int EACH = SUMS / BLOCKS;
+    float most = max_nan(fabsf(acc[b * EACH]), fabsf(acc[b * EACH + 1]));
 #pragma unroll
-    for (int i = 0; i < SUMS / BLOCKS; ++i) most = max_nan(most, fabsf(acc[b * (SUMS / BLOCKS) + i]));
-    amax[b] = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most) & 0x7FFFFFFFu);
+    for (int i = 2; i < EACH; ++i) most = max_nan(most, fabsf(acc[b * EACH + i]));
+    amax[b] = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most));  // a NaN of max_nan is positive
   }
 }
 
