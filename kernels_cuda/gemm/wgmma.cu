@@ -206,6 +206,13 @@ struct Pair {
   }
 };
 
+// Have the biases of a tile's columns at hand when its end asks for them: all groups do so at once,
+// and wait for memory. Lines of 32, wherever they begin.
+DEVICE void prefetch_bias(const Target& to, const Tile& tile) {
+  const int ahead = threadIdx.x % 32 * 32;
+  if (ahead < TILE_N + 31 && tile.column + ahead < to.n) prefetch(to.bias + tile.column + ahead);
+}
+
 // 2. One warp's share of the factors: of each slot, for each promotion and pair, the product of two
 // scales or its difference from the next one. The warps take slots in turn: on one of the four
 // schedulers alone the work would hold up its share of the multiplying.
@@ -219,6 +226,7 @@ DEVICE void scale(const Arguments& x, int warp) {
     const Part part = parts.part(rank);
     uint32_t* largest =
         reinterpret_cast<uint32_t*>(shared + LARGEST_AT) + parity * (FACTOR_ROWS + FACTORS);
+    if (BIAS && warp == 0) prefetch_bias(x.to, part.tile);
     if (TELESCOPED) find_largest(largest, x, part.tile, warp);
     Pair pairs[TURNS];
 #pragma unroll

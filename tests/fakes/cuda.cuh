@@ -217,6 +217,7 @@ inline void barrier_arrive_at(uint32_t, uint32_t) {}
 inline void barrier_expect(uint32_t, uint32_t) {}
 inline void barrier_wait(uint32_t, uint32_t) {}
 inline void fence_barrier_init() {}
+inline void prefetch(const void*) {}
 inline uint32_t cluster_rank() { return 0; }
 inline void cluster_sync() {}
 inline int load_acquire(const int* from) { return *from; }
