@@ -143,11 +143,16 @@ struct StagingBuffers {
       : base(shared_at(STAGING_AT) + group * BUFFERS * BYTES),
         barrier(GROUP_BARRIERS + group),
         leader(threadIdx.x % 128 == 0) {}
+  // Wait for the next buffer's last store to have read it; the others know at their next barrier.
+  DEVICE void wait() const {
+    if (leader) tma_wait_read<BUFFERS - 1>();
+  }
+  DEVICE uint32_t buffer() const { return base + turn * BYTES; }
   // A buffer that no store is reading.
   DEVICE uint32_t take() {
-    if (leader) tma_wait_read<BUFFERS - 1>();
+    wait();
     named_barrier(barrier, 128);
-    return base + turn * BYTES;
+    return buffer();
   }
   // Everyone has written it: store it.
   template <bool ADD = false>
@@ -155,8 +160,8 @@ struct StagingBuffers {
     fence_async();
     named_barrier(barrier, 128);
     if (leader) {
-      if (ADD) tma_add(map, base + turn * BYTES, x, y);
-      else tma_store(map, base + turn * BYTES, x, y);
+      if (ADD) tma_add(map, buffer(), x, y);
+      else tma_store(map, buffer(), x, y);
       tma_commit();
     }
     if (++turn == BUFFERS) turn = 0;

@@ -1,4 +1,4 @@
-// The PTX instructions of sm_80 and later: asynchronous copies, ldmatrix, mma.sync.
+// The PTX instructions of sm_80 and later: asynchronous copies, prefetching, ldmatrix, mma.sync.
 #pragma once
 
 #include "ptx.cuh"
@@ -22,6 +22,9 @@ template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+// Have L1 fetch the line of an address, for whoever reads it later.
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
 
 // Four 8×8 matrices of 16-bit elements; lane i has the address of row i%8 of matrix i/8.
 DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {

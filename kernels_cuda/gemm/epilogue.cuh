@@ -37,18 +37,35 @@ DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
 DEVICE int row_of(int i) { return lane_row() + i / 2 % 2 * 8; }
 DEVICE int column_of(int i) { return i / 4 * 8 + lane_column() + i % 2; }
 
+// The biases of a thread's columns; zeros beyond the edge. Two at once from the same distance of one
+// address where there are no edges: a guard and an address for each cost five instructions a column.
+template <int COLUMNS>
+DEVICE void load_bias(float (&bias)[COLUMNS], const Target& to, int column0) {
+  if (column0 + 4 * COLUMNS <= to.n && reinterpret_cast<uint64_t>(to.bias) % 8 == 0) {
+    const float* from = to.bias + column0 + lane_column();
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(from + 4 * i);
+      bias[i] = pair.x;
+      bias[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+      const int column = column0 + column_of(2 * i - i % 2);
+      bias[i] = column < to.n ? to.bias[column] : 0.0f;
+    }
+  }
+}
+
 template <int SUMS>
 DEVICE void add_bias(float (&acc)[SUMS], const Target& to, int column0) {
+  float bias[SUMS / 2];
+  if (BIAS) load_bias(bias, to, column0);
 #pragma unroll
-  for (int j = 0; j < SUMS / 4; ++j) {
-    const int column = column0 + column_of(4 * j);
-    const float first = BIAS && column < to.n ? to.bias[column] : 0.0f;
-    const float second = BIAS && column + 1 < to.n ? to.bias[column + 1] : 0.0f;
-#pragma unroll
-    for (int i = 4 * j; i < 4 * j + 4; ++i) {
-      if (BIAS) acc[i] = __fadd_rn(acc[i], i % 2 ? second : first);
-      acc[i] = activation(acc[i]);
-    }
+  for (int i = 0; i < SUMS; ++i) {
+    if (BIAS) acc[i] = __fadd_rn(acc[i], bias[i / 4 * 2 + i % 2]);
+    acc[i] = activation(acc[i]);
   }
 }
 
@@ -116,58 +133,81 @@ DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target
   }
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    float most = 0.0f;
+    constexpr int EACH = SUMS / BLOCKS;
+    uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < SUMS / BLOCKS; ++i) most = max_nan(most, fabsf(acc[b * (SUMS / BLOCKS) + i]));
-    amax[b] = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most) & 0x7FFFFFFFu);
+    for (int i = b * EACH; i < (b + 1) * EACH; i += 4) {
+      // Bits order like the floats and NaN above all, which max.NaN never leaves a sign: of three
+      // integers one instruction of sm_90's finds the largest.
+      const uint32_t left = __float_as_uint(max_nan(fabsf(acc[i]), fabsf(acc[i + 1])));
+      const uint32_t right = __float_as_uint(max_nan(fabsf(acc[i + 2]), fabsf(acc[i + 3])));
+      most = max(max(left, right), most);
+    }
+    amax[b] = __reduce_max_sync(0xFFFFFFFFu, most);
   }
 }
 
-// Each lane divides for one block and tells the others.
-template <int BLOCKS>
-DEVICE void block_scales(const uint32_t (&amax)[BLOCKS], float (&scale)[BLOCKS],
-                         float (&multiplier)[BLOCKS]) {
-  uint32_t mine = amax[0];
+// Zeros for blocks that multiply by 0, which NaN and infinity, having no low bits to speak of, would
+// otherwise survive. One branch a chunk, hardly ever taken, is cheaper than a choice for each code.
+template <int SUMS, int BLOCKS>
+DEVICE void clear_unusable(float (&acc)[SUMS], const float (&multiplier)[BLOCKS]) {
+  float least = multiplier[0];
 #pragma unroll
-  for (int b = 1; b < BLOCKS; ++b) {
-    if (threadIdx.x % 32 == b) mine = amax[b];
-  }
-  float own_scale, own_multiplier;
-  block_scale(mine, own_scale, own_multiplier);
+  for (int b = 1; b < BLOCKS; ++b) least = fminf(least, multiplier[b]);
+  if (least > 0.0f) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) acc[i] = multiplier[i * BLOCKS / SUMS] == 0.0f ? 0.0f : acc[i];
+}
+
+// Sums times their blocks' multipliers, where those of 0 leave 0. Of a block whose bit of `over` is
+// set they are held to -127: a quarter of all, so that a branch for each is cheaper than to hold all.
+template <int SUMS, int BLOCKS>
+DEVICE void multiply_blocks(float (&acc)[SUMS], const float (&multiplier)[BLOCKS], uint32_t over) {
+  clear_unusable(acc, multiplier);
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    scale[b] = __shfl_sync(0xFFFFFFFFu, own_scale, b);
-    multiplier[b] = __shfl_sync(0xFFFFFFFFu, own_multiplier, b);
+    constexpr int EACH = SUMS / BLOCKS;
+#pragma unroll
+    for (int i = b * EACH; i < (b + 1) * EACH; ++i) acc[i] = __fmul_rn(acc[i], multiplier[b]);
+    if (!STOCHASTIC || !(over >> b & 1)) continue;
+#pragma unroll
+    for (int i = b * EACH; i < (b + 1) * EACH; ++i) acc[i] = fmaxf(acc[i], -127.0f);
   }
 }
 
-// Two codes a word, in its bytes 0 and 1, for each pair of sums.
-template <int SUMS, int BLOCKS>
-DEVICE void to_codes(const float (&acc)[SUMS], const float (&multiplier)[BLOCKS],
-                     uint16_t (&codes)[SUMS / 2], uint64_t seed, int row0, int column0) {
-  Words bits[2];  // of rows l/4 and l/4 + 8, for four groups of eight columns
+// Draws random words for four groups of eight columns, of rows l/4 and l/4 + 8: each of four lanes
+// draws for one group and hands the others their words.
+struct Draw {
+  uint64_t seed;
+  int row0;
+
+  DEVICE void operator()(Words (&bits)[2], int group0) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t group = group0 + threadIdx.x % 4;
+      bits[half] = philox(seed, group, row0 + lane_row() + 8 * half);
+      transpose_words(bits[half]);
+    }
+  }
+};
+
+// Two codes a word, in its bytes 0 and 1, for each pair of products.
+template <int SUMS, class Draw>
+DEVICE void to_codes(const float (&product)[SUMS], uint16_t (&codes)[SUMS / 2], const Draw& draw,
+                     int column0) {
+  Words bits[2];
 #pragma unroll
   for (int j = 0; j < SUMS / 4; ++j) {
-    if (STOCHASTIC && j % 4 == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Each of four lanes draws for one group and hands the others their words.
-        const uint32_t group = column0 / 8 + j + threadIdx.x % 4;
-        bits[half] = philox(seed, group, row0 + lane_row() + 8 * half);
-        transpose_words(bits[half]);
-      }
-    }
+    if (STOCHASTIC && j % 4 == 0) draw(bits, column0 / 8 + j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 4 * j + 2 * half;
-      const float by = multiplier[i * BLOCKS / SUMS];
       const uint32_t word = bits[half].w[j % 4];
-      const uint32_t low = STOCHASTIC ? code_stochastic(acc[i], by, word, false)
-                                      : code_nearest(acc[i], by);
-      const uint32_t high = STOCHASTIC ? code_stochastic(acc[i + 1], by, word, true)
-                                       : code_nearest(acc[i + 1], by);
-      // NaN and infinity, whose blocks multiply by 0, have no low bits to speak of.
-      codes[i / 2] = by == 0.0f ? 0 : uint16_t(__byte_perm(low, high, 0x0040));
+      const uint32_t low = STOCHASTIC ? code_stochastic(product[i], word, false)
+                                      : code_nearest(product[i]);
+      const uint32_t high = STOCHASTIC ? code_stochastic(product[i + 1], word, true)
+                                       : code_nearest(product[i + 1]);
+      codes[i / 2] = uint16_t(__byte_perm(low, high, 0x0040));
     }
   }
 }

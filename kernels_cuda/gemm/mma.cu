@@ -303,11 +303,11 @@ DEVICE void stage_qt(const uint16_t (&codes)[SUMS / 2], int r, uint32_t to) {
 }
 
 // The codes of one chunk, with the multipliers of the blocks it lies in.
-DEVICE void finish_chunk(const float (&acc)[SUMS], const float (&by)[CODE_BLOCKS],
-                         const Target& to,
-                         int r, uint64_t seed, int row, int column) {
+DEVICE void finish_chunk(float (&acc)[SUMS], const float (&by)[CODE_BLOCKS], uint32_t over,
+                         const Target& to, int r, uint64_t seed, int row, int column) {
   uint16_t codes[SUMS / 2];
-  to_codes(acc, by, codes, seed, row, column);
+  multiply_blocks(acc, by, over);
+  to_codes(acc, codes, Draw{seed, row}, column);
   if constexpr (Q && VECTOR_OUT) {
     stage_codes(codes, staging());
     send<16, ROW_BYTES, 1, false>(staging(), to.q, row, column, to.m, to.n);
@@ -336,21 +336,25 @@ DEVICE void finish_codes(float (&acc)[CHUNKS][SUMS], const Target& to, const Pla
   __syncthreads();
   const uint64_t seed = STOCHASTIC ? *to.seed : 0;
   float by[CODE_BLOCKS];
+  uint32_t over = 0;
 #pragma unroll
   for (int r = 0; r < CHUNKS; ++r) {
     const int row = row0 + 16 * r;
     if (16 * r % OUT_BLOCK == 0) {
+      over = 0;
 #pragma unroll
       for (int b = 0; b < CODE_BLOCKS; ++b) {
+        const uint32_t amax = block_amax((warp.row + 16 * r) / OUT_BLOCK, across + b);
         float scale;
-        block_scale(block_amax((warp.row + 16 * r) / OUT_BLOCK, across + b), scale, by[b]);
+        block_scale(amax, scale, by[b]);
+        over |= uint32_t(exceeds(amax, by[b])) << b;
         if (threadIdx.x % 32 == 0 && row % OUT_BLOCK == 0 &&
             (column0 + b * OUT_BLOCK) % OUT_BLOCK == 0) {
           store_scale(scale, to, row, column0 + b * OUT_BLOCK);
         }
       }
     }
-    finish_chunk(acc[r], by, to, r, seed, row, column0);
+    finish_chunk(acc[r], by, over, to, r, seed, row, column0);
   }
   if constexpr (QT && VECTOR_QT) {
     send<WARP_N, WARP_M, 1, false>(staging() + OUT_BYTES, to.qt, column0, row0, to.n, to.m);

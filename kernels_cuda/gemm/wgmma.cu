@@ -26,6 +26,7 @@
 // freed of it at last.
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "ptx_sm80.cuh"
 
 constexpr int PROMOTIONS = TILE_K / BLOCK;
 constexpr int ITEMS = PROMOTIONS * ROWS;  // products of a slot, each promoted once
@@ -224,6 +225,13 @@ struct Pair {
   }
 };
 
+// Have the biases of a tile's columns at hand when its end asks for them: all groups do so at once,
+// and wait for memory. Lines of 32, wherever they begin.
+DEVICE void prefetch_bias(const Target& to, const Tile& tile) {
+  const int ahead = threadIdx.x % 32 * 32;
+  if (ahead < TILE_N + 31 && tile.column + ahead < to.n) prefetch(to.bias + tile.column + ahead);
+}
+
 // 2. One warp's share of the factors: of each slot, for each promotion and pair, the product of two
 // scales or its difference from the next one. The warps take slots in turn: on one of the four
 // schedulers alone the work would hold up its share of the multiplying.
@@ -237,6 +245,7 @@ DEVICE void scale(const Arguments& x, int warp) {
     const Part part = parts.part(rank);
     uint32_t* largest =
         reinterpret_cast<uint32_t*>(shared + LARGEST_AT) + parity * (FACTOR_ROWS + FACTORS);
+    if (BIAS && warp == 0) prefetch_bias(x.to, part.tile);
     if (TELESCOPED) find_largest(largest, x, part.tile, warp);
     Pair pairs[TURNS];
 #pragma unroll
@@ -413,9 +422,12 @@ struct Multiplier {
       if (!TELESCOPED || (step % WINDOW && step < steps)) continue;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
-        reset(row);
-        if (step == steps) sink_to_scale(row);
-        else if (step % CORRECTED == 0) correct(row);
+        if (step == steps) {
+          sink_to_scale(row);
+        } else {
+          reset(row);
+          if (step % CORRECTED == 0) correct(row);
+        }
       }
     }
   }
@@ -439,13 +451,16 @@ DEVICE void stage_floats(const float (&acc)[SUMS], int panel, uint32_t buffer) {
   }
 }
 
+// Of a row's addresses only the sixteen bytes differ by more than a constant: a group of eight rows
+// further down lies a constant apart too, since the swizzle repeats there.
 DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], int panel, uint32_t buffer) {
+  const uint32_t row = swizzled<Panel::BYTES>(buffer, lane_row(), lane_column());
 #pragma unroll
   for (int j = 0; j < Panel::OCTETS; ++j) {
+    const uint32_t at = (row ^ j / 2 << 4) + j % 2 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store_shared(swizzled<Panel::BYTES>(buffer, lane_row() + 8 * half, 8 * j + lane_column()),
-                   codes[2 * (panel * Panel::OCTETS + j) + half]);
+      store_shared(at + 8 * half * Panel::BYTES, codes[2 * (panel * Panel::OCTETS + j) + half]);
     }
   }
 }
@@ -526,76 +541,115 @@ DEVICE void finish_floats(float (&acc)[SUMS], const Arguments& x, Staging& stagi
   }
 }
 
-// The largest |x| of each block that the group's rows lie in, from all warps that share it: one has
-// 16 rows of a block, so that two have all of one of 32 rows, a group of one of 64, and of 128 rows a
-// group of two ROWS or two groups. Each leaves its own in shared memory, one word a block, meets the
-// others at a barrier of the group (or of both) and reads theirs. Two `turn`s, so that the next
-// tile's words do not overwrite what another warp has still to read.
-DEVICE void block_amax(float (&acc)[ROWS][SUMS], uint32_t (&amax)[ROWS][AMAX_BLOCKS],
-                       const Arguments& x, int group, int turn, const Tile& tile) {
-  auto at = [&](int part, int warp, int b) -> uint32_t& {
-    return reinterpret_cast<uint32_t*>(
-        shared + AMAX_AT)[((turn * GROUPS * ROWS + part) * 4 + warp) * AMAX_BLOCKS + b];
-  };
-  const int warp = threadIdx.x / 32 % 4;
+// Where a warp leaves the largest |x| of its 16 rows of each of a tile's blocks. Two `turn`s, so that
+// the next tile's words do not overwrite what another warp has still to read.
+DEVICE uint32_t* amax_of(int turn, int part, int warp) {
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT) +
+         ((turn * GROUPS * ROWS + part) * 4 + warp) * AMAX_BLOCKS;
+}
+
+// Leave the largest |x| of the group's rows, and meet the other warps that share blocks: one has 16
+// rows of a block, so that two have all of one of 32 rows, a group of one of 64, and of 128 rows a
+// group of two ROWS or two groups.
+DEVICE void leave_amax(float (&acc)[ROWS][SUMS], const Arguments& x, int group, int turn,
+                       const Tile& tile) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int part = group * ROWS + r;
-    warp_amax(acc[r], amax[r], x.to, tile.row + 64 * part, tile.column);
+    uint32_t amax[AMAX_BLOCKS];
+    warp_amax(acc[r], amax, x.to, tile.row + 64 * part, tile.column);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int b = 0; b < AMAX_BLOCKS; ++b) at(part, warp, b) = amax[r][b];
+      for (int b = 0; b < AMAX_BLOCKS; ++b) {
+        amax_of(turn, part, threadIdx.x / 32 % 4)[b] = amax[b];
+      }
     }
   }
   constexpr int SHARING = OUT_BLOCK == 128 && ROWS == 1 ? 2 : 1;  // groups that share blocks
   named_barrier(SHARING == 2 ? PAIR_BARRIERS + group / 2 : GROUP_BARRIERS + group, 128 * SHARING);
+}
+
+// The largest |x| of a block that the warp's rows lie in.
+DEVICE uint32_t block_amax(int turn, int part, int block) {
+  const int warp = threadIdx.x / 32 % 4;
+  if (OUT_BLOCK == 32) {
+    return max(amax_of(turn, part, warp & 2)[block], amax_of(turn, part, warp | 1)[block]);
+  }
+  constexpr int PARTS = OUT_BLOCK == 128 ? 2 : 1;
+  uint32_t most = 0;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int part = group * ROWS + r;
+  for (int i = 0; i < 4 * PARTS; ++i) {
+    most = max(most, amax_of(turn, part / PARTS * PARTS + i / 4, i % 4)[block]);
+  }
+  return most;
+}
+
+// Each lane divides for one block, tells the others what to multiply by and writes the scale.
+// Returns a bit for each block whose products may exceed 127.
+DEVICE uint32_t scale_blocks(float (&multiplier)[AMAX_BLOCKS], const Arguments& x, int turn,
+                             int part, const Tile& tile) {
+  const int lane = threadIdx.x % 32, row = tile.row + 64 * part + threadIdx.x / 32 % 4 * 16;
+  const int block = lane < AMAX_BLOCKS ? lane : 0;
+  const uint32_t amax = block_amax(turn, part, block);
+  float scale, own;
+  block_scale(amax, scale, own);
 #pragma unroll
-    for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if constexpr (OUT_BLOCK == 32) {
-        amax[r][b] = max(at(part, warp & 2, b), at(part, warp | 1, b));
-      } else {
+  for (int b = 0; b < AMAX_BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
+  const uint32_t over = STOCHASTIC ? __ballot_sync(0xFFFFFFFFu, exceeds(amax, own)) : 0;
+  if (lane < AMAX_BLOCKS && row % OUT_BLOCK == 0) {
+    store_scale(scale, x.to, row, tile.column + block * OUT_BLOCK);
+  }
+  return over;
+}
+
+// Draws as `Draw` does, by way of shared memory, the 512 bytes of the warp's own at `scratch`: each
+// lane writes the words of a row, and ldmatrix deals them out as the sums lie. Eight instructions
+// for what takes 32 by shuffles.
+struct StagedDraw {
+  uint64_t seed;
+  int row0;
+  uint32_t scratch;
+
+  DEVICE void operator()(Words (&bits)[2], int group0) const {
+    const int lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 % 4 * 16 + lane % 8;
+    const uint32_t at = scratch + 16 * lane;
 #pragma unroll
-        for (int w = 0; w < (OUT_BLOCK == 128 ? 8 : 4); ++w) {
-          const int first = OUT_BLOCK == 128 ? part / 2 * 2 : part;
-          amax[r][b] = max(amax[r][b], at(first + w / 4, w % 4, b));
-        }
-      }
+    for (int half = 0; half < 2; ++half) {
+      store_shared(at, philox(seed, group0 + lane / 8, row + 8 * half).w);
+      __syncwarp();
+      load_matrices(bits[half].w, at);  // waits for all lanes before any goes on to write again
     }
   }
-}
+};
 
 DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& staging,
                          int group, int turn, const Tile& tile) {
-  uint32_t amax[ROWS][AMAX_BLOCKS];
-  block_amax(acc, amax, x, group, turn, tile);
+  staging.wait();  // and the others know from the barrier where the largest |x| meet
   const uint64_t seed = STOCHASTIC ? *x.to.seed : 0;
+  leave_amax(acc, x, group, turn, tile);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = tile.row + 64 * (group * ROWS + r);
-    float scale[AMAX_BLOCKS], multiplier[AMAX_BLOCKS];
-    block_scales(amax[r], scale, multiplier);
-#pragma unroll
-    for (int b = 0; b < AMAX_BLOCKS; ++b) {
-      if (threadIdx.x % 32 == 0 && (row + lane_row()) % OUT_BLOCK == 0) {
-        store_scale(scale[b], x.to, row + lane_row(), tile.column + b * OUT_BLOCK);
-      }
-    }
+    float multiplier[AMAX_BLOCKS];
+    const uint32_t over = scale_blocks(multiplier, x, turn, group * ROWS + r, tile);
+    multiply_blocks(acc[r], multiplier, over);
     uint16_t codes[SUMS / 2];
-    to_codes(acc[r], multiplier, codes, seed, row, tile.column);
     if constexpr (Q && TMA_OUT) {
+      const uint32_t buffer = r == 0 ? staging.buffer() : staging.take();
+      const uint32_t own = buffer + threadIdx.x / 32 % 4 * 16 * Panel::BYTES;  // rows of the warp
+      to_codes(acc[r], codes, StagedDraw{seed, row, own}, tile.column);
 #pragma unroll
       for (int panel = 0; panel < Panel::COUNT; ++panel) {
-        stage_codes(codes, panel, staging.take());
+        stage_codes(codes, panel, panel == 0 ? buffer : staging.take());
         staging.give(x.out, tile.column + panel * PANEL_COLUMNS, row);
       }
-    } else if constexpr (Q) {
-      store_codes_direct(codes, x.to, row, tile.column);
+    } else {
+      to_codes(acc[r], codes, Draw{seed, row}, tile.column);
+      if constexpr (Q) store_codes_direct(codes, x.to, row, tile.column);
     }
     if constexpr (QT && TMA_QT) {
-      stage_qt(codes, staging.take());
+      const bool first = r == 0 && !(Q && TMA_OUT);
+      stage_qt(codes, first ? staging.buffer() : staging.take());
       staging.give(x.qt, row, tile.column);
     } else if constexpr (QT) {
       store_qt_direct(codes, x.to, row, tile.column);

@@ -1,0 +1,240 @@
+// A stand-in for CUDA and for ptx.cuh, so that host code runs the ends of tiles: a thread of the
+// host for each of a block's, barriers and warps' exchanges between them, one shared memory.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cfenv>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#define DEVICE inline
+#define __device__
+#define __global__
+#define __host__
+#define __shared__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+using std::max;
+using std::min;
+
+struct Index {
+  unsigned x;
+};
+inline thread_local Index threadIdx;
+inline Index blockIdx{0}, gridDim{1};
+
+struct float2 {
+  float x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// --- barriers and warps --------------------------------------------------------------------------
+
+class Meeting {
+ public:
+  void wait(int threads) {
+    std::unique_lock lock(mutex);
+    const int mine = round;
+    if (++arrived == threads) {
+      arrived = 0, ++round;
+      all.notify_all();
+    } else {
+      all.wait(lock, [&] { return round != mine; });
+    }
+  }
+
+ private:
+  std::mutex mutex;
+  std::condition_variable all;
+  int arrived = 0, round = 0;
+};
+
+inline std::array<Meeting, 16> named;
+inline std::array<Meeting, 32> warps;
+inline uint32_t words[32][32];  // of warps and their lanes
+
+inline int warp_index() { return threadIdx.x / 32; }
+inline void __syncwarp() { warps[warp_index()].wait(32); }
+inline void __syncthreads() {}
+inline void named_barrier(int id, int threads) { named[id].wait(threads); }
+inline void named_arrive(int, int) {}
+
+// What all lanes of the warp have at once.
+inline std::array<uint32_t, 32> exchange(uint32_t mine) {
+  uint32_t(&slots)[32] = words[warp_index()];
+  slots[threadIdx.x % 32] = mine;
+  __syncwarp();
+  std::array<uint32_t, 32> all;
+  std::copy(slots, slots + 32, all.begin());
+  __syncwarp();
+  return all;
+}
+
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline int __float_as_int(float x) { return __float_as_uint(x); }
+
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
+  const auto all = exchange(x);
+  return *std::max_element(all.begin(), all.end());
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+  const auto all = exchange(x);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= all[i] << i;
+  return bits;
+}
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return exchange(x)[lane]; }
+inline int __shfl_sync(uint32_t, int x, int lane) { return exchange(x)[lane]; }
+inline float __shfl_sync(uint32_t, float x, int lane) {
+  return __uint_as_float(exchange(__float_as_uint(x))[lane]);
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int step) {
+  return exchange(x)[threadIdx.x % 32 ^ step];
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------
+
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float __int2float_rn(int x) { return float(x); }
+inline float __fadd_rd(float a, float b) {
+  volatile float x = a, y = b;
+  std::fesetround(FE_DOWNWARD);
+  volatile float sum = x + y;
+  std::fesetround(FE_TONEAREST);
+  return sum;
+}
+inline float fake_max_nan(float a, float b) {
+  if (a != a || b != b) return __uint_as_float(0x7FFFFFFF);
+  return a > b ? a : b;
+}
+// As far off as rcp.approx is allowed to be: one unit, either way.
+inline float fake_reciprocal(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return __uint_as_float(__float_as_uint(1.0f / x) + int(bits * 2654435761u >> 30) % 3 - 1);
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= uint32_t(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+  }
+  return result;
+}
+inline void __threadfence() {}
+
+// --- shared memory -------------------------------------------------------------------------------
+
+extern uint8_t shared[];
+
+inline uint32_t shared_address(const void* p) { return static_cast<const uint8_t*>(p) - shared; }
+template <class T>
+inline void store_as(uint32_t to, T x) {
+  std::memcpy(shared + to, &x, sizeof(T));
+}
+inline void store_shared(uint32_t to, float x, float y) { store_as(to, float2{x, y}); }
+inline void store_shared(uint32_t to, uint16_t x) { store_as(to, x); }
+inline void store_shared(uint32_t to, uint8_t x) { store_as(to, x); }
+inline void store_shared(uint32_t to, uint32_t x) { store_as(to, x); }
+inline void store_shared(uint32_t to, const uint32_t (&x)[4]) {
+  store_as(to, uint4{x[0], x[1], x[2], x[3]});
+}
+template <class T>
+inline T load_as(uint32_t from) {
+  T x;
+  std::memcpy(&x, shared + from, sizeof(T));
+  return x;
+}
+inline float load_shared_float(uint32_t from) { return load_as<float>(from); }
+inline uint16_t load_shared_u16(uint32_t from) { return load_as<uint16_t>(from); }
+inline uint4 load_shared(uint32_t from) { return load_as<uint4>(from); }
+inline void store_matrices(uint32_t, uint32_t, uint32_t, uint32_t, uint32_t) {}
+inline void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  const auto rows = exchange(from);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) to[i] = load_as<uint32_t>(rows[8 * i + lane / 4] + lane % 4 * 4);
+  __syncwarp();
+}
+
+// --- the copy engine -----------------------------------------------------------------------------
+
+struct alignas(64) TensorMap {
+  int8_t* matrix;
+  int rows, columns, box_rows, box_columns;
+};
+
+// A box of bytes, out of the swizzle of its width.
+inline void tma_store(const TensorMap& map, uint32_t from, int x, int y) {
+  for (int row = 0; row < map.box_rows && y + row < map.rows; ++row) {
+    for (int column = 0; column < map.box_columns && x + column < map.columns; ++column) {
+      const uint32_t at = row * map.box_columns + column;
+      map.matrix[int64_t(y + row) * map.columns + x + column] =
+          shared[from + (at ^ (at >> 7 & (map.box_columns / 16 - 1)) << 4)];
+    }
+  }
+}
+inline void tma_add(const TensorMap&, uint32_t, int, int) {}
+inline void tma_load(uint32_t, const TensorMap&, int, int, uint32_t) {}
+inline void tma_load_multicast(uint32_t, const TensorMap&, int, int, uint32_t, uint16_t) {}
+inline void tma_commit() {}
+inline void tma_wait_all() {}
+inline void fence_async() {}
+template <int PENDING>
+inline void tma_wait_read() {}
+
+// --- what no end of a tile runs ------------------------------------------------------------------
+
+inline void barrier_init(uint32_t, uint32_t) {}
+inline void barrier_arrive(uint32_t) {}
+inline void barrier_arrive_at(uint32_t, uint32_t) {}
+inline void barrier_expect(uint32_t, uint32_t) {}
+inline void barrier_wait(uint32_t, uint32_t) {}
+inline void fence_barrier_init() {}
+inline void prefetch(const void*) {}
+inline uint32_t cluster_rank() { return 0; }
+inline void cluster_sync() {}
+inline int load_acquire(const int* from) { return *from; }
+inline void store_release(int* to, int value) { *to = value; }
+template <int>
+inline void take_registers() {}
+template <int>
+inline void give_registers() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int>
+inline void wgmma_wait() {}
+inline uint32_t wgmma_address(uint32_t address) { return address; }
+inline uint64_t wgmma_descriptor(uint32_t address) { return address; }
+template <class Sums>
+inline void wgmma(Sums&, uint64_t, uint64_t, int) {}
+inline uint32_t pack_bf16(float, float) { return 0; }
+inline uint32_t pack_fp16(float, float) { return 0; }
+inline float bf16_to_float(uint16_t) { return 0; }
+inline float fp16_to_float(uint16_t) { return 0; }
