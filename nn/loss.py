@@ -19,11 +19,10 @@ from jetfire.nn.products import (
     flat,
     keys_for_backward,
     product_of_transposes,
-    quantised_gradient,
     unflat,
 )
 from jetfire.nn.streams import Branch
-from jetfire.ops import int8_gemm, int8_quantize
+from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 
 
@@ -97,14 +96,21 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         targets, logits, lse, seed, *codes = ctx.saved_tensors
         at, wt = unflat(codes, ctx.block)
-        dlogits = cross_entropy_backward(
-            logits, targets, lse, grads[0].contiguous(), valid=ctx.valid, inplace=True
+        g = int8_cross_entropy_backward(
+            logits,
+            targets,
+            lse,
+            grads[0].contiguous(),
+            block=ctx.block,
+            valid=ctx.valid,
+            rounding="stochastic",
+            layout="both",
+            seed=seed,
         )
-        g = quantised_gradient(dlogits, ctx.block, seed)
-        beside = Branch(dlogits.device)
+        beside = Branch(logits.device)
         with beside:
             dw = product_of_transposes(g.t, at, ctx.weight_dtype)
-        dx = int8_gemm(g, wt, out=FLOATS[dlogits.dtype])
+        dx = int8_gemm(g, wt, out=FLOATS[logits.dtype])
         beside.join()
         if ctx.tied is None:
             return dx, dw, *[None] * 9
