@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the public function that solves problems of these fields; None where there is none."""
+    """Return the public function that solves problems of these fields; None where there is none.
+
+    Of an op with modes that is the first of the mode by its name, else the first of all.
+    """
     module, backward = sys.modules[type(op).__module__], fields.get("mode") == "bwd"
     if (own := op.function(fields)) is not None:
         return getattr(module, own)
     for name in getattr(module, "__all__", ()):
-        if name.endswith("_backward") == backward:
+        if "mode" not in fields or name.endswith("_backward") == backward:
             return getattr(module, name)
     return None
 

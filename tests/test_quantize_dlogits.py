@@ -229,8 +229,8 @@ def test_no_rounding_of_the_gradient_in_between(device):
     gradient = ours.cross_entropy_backward(*(inputs[name] for name in names))
     q, _ = quantize(gradient, 32)
     exact, _ = quantize_dlogits(*(inputs[name] for name in names), 256, 32)
-    assert (outputs["q"] != exact).float().mean() < 0.001
-    assert (q != exact).float().mean() > 0.01
+    assert (outputs["q"] != exact).float().mean() < 0.0005
+    assert (q != exact).float().mean() > 0.005
 
 
 def test_bytes_are_of_what_is_read_and_written():

@@ -254,7 +254,7 @@ def store_dealt(
         store_tile(scale_t_ptr, tl.trans(scale), block_col, block_row, across, down, down)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["VALID"])
 def quantize_dlogits_kernel(
     logits_ptr,
     targets_ptr,
@@ -361,13 +361,15 @@ class TritonQuantizeDlogits(TritonQuantize):
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return a tile like `quantize`'s, unmeasured, and the least registers that spill nothing.
 
-        Of them 80 let 24 warps share an SM, 96 and 128 let 16.
+        Of them 80 let 24 warps share an SM of Hopper, 96 and 128 let 16.
         """
         block, layout = problem.block, problem.layout
         if problem.dtype == "fp32":
             return RegisterConfig(128, 128, 16) if block == 128 else RegisterConfig(64, 64, 4)
         registers = 80
-        if problem.dtype == "fp16" or layout == "qt":
+        if device.capability != (9, 0):
+            registers = 255
+        elif problem.dtype == "fp16" or layout == "qt":
             registers = 128
         elif layout == "both" and (problem.rounding == "nearest" or block == 32):
             registers = 96
