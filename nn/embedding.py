@@ -8,8 +8,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from jetfire import ops
 from jetfire.core.arguments import checked, shown
 from jetfire.core.errors import UsageError
+from jetfire.nn.products import FLOATS
 
 
 class TiedGradient:
@@ -46,13 +48,9 @@ class _TiedEmbedding(torch.autograd.Function):
         ids, gradient = ids.flatten(), grads[0].flatten(0, -2)
         table = ctx.tied.take()
         if table is None:
-            return _dense(gradient, ids, ctx.rows), None, None
+            dense = torch.ops.aten.embedding_dense_backward
+            return dense(gradient, ids, ctx.rows, -1, False), None, None
         return add_rows(table, ids, gradient), None, None
-
-
-def _dense(gradient: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a table of zeros but for the sums of each id's rows, in an order that is always so."""
-    return torch.ops.aten.embedding_dense_backward(gradient, ids, rows, -1, False)
 
 
 def add_rows(table: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -61,15 +59,12 @@ def add_rows(table: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> 
     Args:
         table: rows × width; ids: int64, tokens; gradient: tokens × width.
     """
-    ordered, order = ids.sort(stable=True)
-    new = torch.ones_like(ordered)
-    new[1:] = ordered[1:] != ordered[:-1]
-    rank = new.cumsum(0) - 1
-    # The k-th different id has rank k; ranks that none has add their zeros to row 0.
-    ranks = torch.empty_like(ids).scatter_(0, order, rank)
-    rows = torch.zeros_like(ids).scatter_(0, rank, ordered)
-    sums = _dense(gradient.to(table.dtype), ranks, len(ids))
-    return table.index_add_(0, rows, sums)
+    rows = gradient if gradient.dtype in FLOATS else gradient.float()
+    if rows.stride(-1) != 1:  # an expanded one
+        rows = rows.contiguous()
+    if table.dtype == torch.float32 and table.stride(-1) == 1:
+        return ops.add_rows(table, ids, rows)
+    return table.copy_(ops.add_rows(table.float().contiguous(), ids, rows))
 
 
 @checked

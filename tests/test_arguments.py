@@ -268,6 +268,7 @@ IN_PLACE = {
     ),
     "cross_entropy_backward": ({"dtype": "fp32", "inplace": True}, ("logits",)),
     "int8_adamw": ({}, ("param", "exp_avg", "exp_avg_sq")),
+    "add_rows": ({"k": functions.M}, ("table",)),
 }
 
 
@@ -276,7 +277,7 @@ def writing(name):
     return functions.call(name, **IN_PLACE[name][0])
 
 
-@pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw"])
+@pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw", "add_rows"])
 def test_a_leaf_that_requires_grad_is_not_written(name):
     function = getattr(ops, name)
     for key in IN_PLACE[name][1]:
@@ -322,7 +323,7 @@ def test_rows_that_overlap_are_not_written():
         ("int8_gelu_backward_with_output", "x", "dy"),
         ("cross_entropy_backward", "lse", "logits"), ("cross_entropy_backward", "dloss", "logits"),
         ("int8_adamw", "exp_avg_sq", "exp_avg"), ("int8_adamw", "grad", "param"),
-        ("int8_adamw", "rate", "exp_avg"),
+        ("int8_adamw", "rate", "exp_avg"), ("add_rows", "gradient", "table"),
     ],
 )  # fmt: skip
 def test_what_is_written_shares_no_memory_with_another_argument(name, one, other):

@@ -155,6 +155,15 @@ def test_adamw(device, run, m, n):
     assert [tuple(tensor.shape) for tensor in found.tensors] == shapes_of(m, n, "both")
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 33, 0), (40, 0, 34), (0, 33, 0), (0, 0, 0)])
+def test_add_rows(device, run, m, n, k):
+    table, ids = torch.randn(m, n, device=device), torch.zeros(k, device=device).long()
+    before = table.clone()
+    found = run(int8.add_rows, table, ids, torch.randn(k, n, device=device))
+    assert found is table
+    assert torch.equal(table, before)
+
+
 @pytest.mark.parametrize(("m", "n"), EMPTY)
 def test_int4_quantiser(device, run, m, n):
     x = torch.randn(m, n, device=device)

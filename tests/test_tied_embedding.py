@@ -29,6 +29,27 @@ def test_rows_are_added_to_the_same_bits(device):
     assert all(torch.equal(add_rows(table.clone(), ids, gradient), first) for _ in range(5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_table_and_a_gradient_of_any_float(device, dtype):
+    """And of any strides: an expanded gradient, a table that is a transpose."""
+    ids = torch.tensor([2, 5, 2, 2, 0], device=device)
+    whole = torch.randint(-8, 9, (5, 12), device=device)
+    for gradient in (
+        whole.to(dtype),
+        whole[:, :1].to(dtype).expand(5, 12),
+        whole[:, ::2].to(dtype),
+    ):
+        n = gradient.shape[1]
+        for table in (
+            torch.ones((6, n), dtype=dtype, device=device),
+            torch.ones((n, 6), dtype=dtype, device=device).t(),
+            torch.ones((n, 6), device=device).t(),
+        ):
+            expected = table.double().index_add(0, ids, gradient.double())
+            assert add_rows(table, ids, gradient) is table
+            assert torch.equal(table.double(), expected)
+
+
 def test_one_gradient_of_embedding_and_head(device):
     table = torch.randn((64, 16), device=device, requires_grad=True)
     other = table.detach().clone().requires_grad_()

@@ -39,8 +39,8 @@ def test_a_step_asks_for_every_product_of_its_linear_layers(asked_for):
 
 def test_a_step_asks_for_what_flows_between_the_products(asked_for):
     assert set(asked_for) == {
-        "adamw", "add", "column_sum", "cross_entropy", "gelu", "gemm", "layernorm", "quantize",
-        "quantize_qkv",
+        "adamw", "add", "add_rows", "column_sum", "cross_entropy", "gelu", "gemm", "layernorm",
+        "quantize", "quantize_qkv",
     }  # fmt: skip
     for name in ("add", "cross_entropy", "gelu", "layernorm"):
         assert {p.mode for p in asked_for[name]} == {"fwd", "bwd"}, name
@@ -62,7 +62,7 @@ def test_a_step_in_4_bits_asks_for_its_stages():
         for case in made:
             found.setdefault(case.op.name, set()).add(case.problem)
     assert set(found) == {
-        "bit_split", "cross_entropy", "gather_rows", "hadamard_quantize", "int4_gemm",
+        "add_rows", "bit_split", "cross_entropy", "gather_rows", "hadamard_quantize", "int4_gemm",
         "sample_rows",
     }  # fmt: skip
     shapes = {name: {(p.m, p.n, p.k) for p in found["int4_gemm"] if p.product == name}

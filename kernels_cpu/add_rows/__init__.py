@@ -1,0 +1,34 @@
+"""Rows added to those of a table on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetfire.core.errors import UsageError
+from jetfire.core.tensors import Tensors
+from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+
+
+class TorchAddRows(TorchKernel):
+    op = "add_rows"
+
+    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
+        """Add in place: `outputs` hold the table before it and after it."""
+        super().launch(problem, config, {**inputs, **outputs}, outputs)
+
+    def compute(self, problem: Any, inputs: Tensors) -> Tensors:
+        """Return the table with rows added in the positions' order, one after another.
+
+        Raises:
+            UsageError: an id is no row.
+        """
+        ids = inputs["ids"]
+        wrong = ids[(ids < 0) | (ids >= problem.m)]
+        if len(wrong):
+            raise UsageError(
+                f"ids has {int(wrong[0])}: expected 0 to {problem.m - 1}, rows of the table"
+            )
+        return {"table": inputs["table"].index_add(0, ids, inputs["gradient"].float())}
+
+
+KERNELS = (TorchAddRows(),)
