@@ -38,6 +38,21 @@ DEVICE uint32_t code_nearest(float product) {
   return __float_as_uint(__fadd_rn(product, INTEGER));
 }
 
+// From sm_86 on one instruction rounds two products to nearest, NaN to 0, as bytes 0 and 1.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+constexpr bool CONVERTS_PAIRS = true;
+#else
+constexpr bool CONVERTS_PAIRS = false;
+#endif
+
+DEVICE uint32_t codes_nearest(float low, float high) {
+  uint32_t codes;
+  asm("{\n.reg .s32 a, b;\ncvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, b, a, 0;\n}"
+      : "=r"(codes) : "f"(low), "f"(high));
+  return codes;
+}
+
 // `word`: sixteen random bits in its low or high half. A float of the bits 8…23 counts 2^-141, so
 // that one FMA adds bits/2^16 to the product and rounds once. The product is no less than -127.
 DEVICE uint32_t code_stochastic(float product, uint32_t word, bool high) {

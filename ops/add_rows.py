@@ -102,7 +102,8 @@ class AddRows(StandardOp):
         ends = edges.each(rng, (0, m - 1), inputs["ids"]).long()
         ids = rng.choice((runs, m - 1 - runs, ends))
         if rng.random() < 0.5:
-            ids = ids[torch.randperm(k, generator=edges.generator(rng), device="cpu")]
+            by = edges.generator(rng)
+            ids = ids[torch.randperm(k, generator=by, dtype=torch.int64, device="cpu")]
         return {"ids": ids, "order": grouped(ids, m)}
 
     def nothing(self, problem: AddRowsProblem, inputs: Tensors, outputs: Tensors) -> None:

@@ -23,6 +23,9 @@ STAND_INS = {
     r'asm\("\{\\n\.reg \.b64 product.*?"r"\(b\)\);': (
         "low = uint64_t(a) * b, high = uint64_t(a) * b >> 32;"
     ),
+    r'asm\("\{\\n\.reg \.s32 a, b.*?"f"\(high\)\);': (
+        "codes = uint8_t(fake_code(low)) | uint8_t(fake_code(high)) << 8;"
+    ),
 }
 SEED = 0x0123456789ABCDEF
 
@@ -55,8 +58,9 @@ def built(folder, problem, config, path):
     constants = text[: text.index("__device__")]
     (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
     done = subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-frounding-math", "-shared",
-         "-fPIC", "-pthread", "-x", "c++", "epilogue.cu", "-o", "epilogue.so"],
+        ["g++", "-std=c++20", "-O1", "-w", "-D__CUDA_ARCH__=900", "-ffp-contract=off",
+         "-frounding-math", "-shared", "-fPIC", "-pthread", "-x", "c++", "epilogue.cu",
+         "-o", "epilogue.so"],
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -160,7 +160,7 @@ def test_a_kernel_is_made_of_its_own_device_code():
     names = {kernel: names_of("gemm", kernel) for kernel in ("wgmma", "mma", "gluon", "triton")}
     assert {"wgmma.cu", "pad.cu", "epilogue.cuh", "ptx.cuh"} < names["wgmma"]
     assert {"mma.cu", "epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
-    assert not {"mma.cu", "ptx_sm80.cuh"} & names["wgmma"]
+    assert not {"mma.cu", "mma_tiles.cuh"} & names["wgmma"]
     assert not {"wgmma.cu", "pad.cu"} & names["mma"]
     assert {"mainloop.py:gemm_kernel", "epilogue.py:finish", "gluon_common.py:max_nan",
             "common.py:ROUNDS"} < names["gluon"]  # fmt: skip

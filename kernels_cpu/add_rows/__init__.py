@@ -17,7 +17,7 @@ class TorchAddRows(TorchKernel):
         super().launch(problem, config, {**inputs, **outputs}, outputs)
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        """Return the table with rows added in the positions' order, one after another.
+        """Add rows to the table itself, in the positions' order, and return it.
 
         Raises:
             UsageError: an id is no row.
@@ -28,7 +28,7 @@ class TorchAddRows(TorchKernel):
             raise UsageError(
                 f"ids has {int(wrong[0])}: expected 0 to {problem.m - 1}, rows of the table"
             )
-        return {"table": inputs["table"].index_add(0, ids, inputs["gradient"].float())}
+        return {"table": inputs["table"].index_add_(0, ids, inputs["gradient"].float())}
 
 
 KERNELS = (TorchAddRows(),)

@@ -163,7 +163,7 @@ DEVICE void clear_unusable(float (&acc)[SUMS], const float (&multiplier)[BLOCKS]
 // set they are held to -127: a quarter of all, so that a branch for each is cheaper than to hold all.
 template <int SUMS, int BLOCKS>
 DEVICE void multiply_blocks(float (&acc)[SUMS], const float (&multiplier)[BLOCKS], uint32_t over) {
-  clear_unusable(acc, multiplier);
+  if (STOCHASTIC || !CONVERTS_PAIRS) clear_unusable(acc, multiplier);
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     constexpr int EACH = SUMS / BLOCKS;
@@ -202,6 +202,10 @@ DEVICE void to_codes(const float (&product)[SUMS], uint16_t (&codes)[SUMS / 2], 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 4 * j + 2 * half;
+      if (!STOCHASTIC && CONVERTS_PAIRS) {
+        codes[i / 2] = uint16_t(codes_nearest(product[i], product[i + 1]));
+        continue;
+      }
       const uint32_t word = bits[half].w[j % 4];
       const uint32_t low = STOCHASTIC ? code_stochastic(product[i], word, false)
                                       : code_nearest(product[i]);

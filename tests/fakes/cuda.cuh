@@ -135,6 +135,9 @@ inline float fake_max_nan(float a, float b) {
   if (a != a || b != b) return __uint_as_float(0x7FFFFFFF);
   return a > b ? a : b;
 }
+inline int fake_code(float x) {
+  return x != x ? 0 : int(std::nearbyint(std::clamp(x, -128.0f, 127.0f)));
+}
 // As far off as rcp.approx is allowed to be: one unit, either way.
 inline float fake_reciprocal(float x) {
   const uint32_t bits = __float_as_uint(x);
