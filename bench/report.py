@@ -161,7 +161,7 @@ def large(results: Results) -> MarkdownTable | None:
             continue
         key = (row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row))
         other = compiled.get(key)
-        named = ("block", "out_block", "mode", "stats", "rounding", "layout", "output")
+        named = ("block", "out_block", "mode", "stats", "rounding", "layout")
         settings = {name: v for name, v in row.problem.items() if name in named}
         lines.append([
             f"{row.op} {problem_text(settings)}", row.kernel,

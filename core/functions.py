@@ -20,8 +20,6 @@ def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
     Of an op with modes that is the first of the mode by its name, else the first of all.
     """
     module, backward = sys.modules[type(op).__module__], fields.get("mode") == "bwd"
-    if (own := op.function(fields)) is not None:
-        return getattr(module, own)
     for name in getattr(module, "__all__", ()):
         if "mode" not in fields or name.endswith("_backward") == backward:
             return getattr(module, name)

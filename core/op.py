@@ -183,13 +183,6 @@ class Op(ABC):
         """Return, for outputs that may overwrite an input given up by the caller, its name."""
         return {}
 
-    def function(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the name of the public function for problems of these fields, if it is another.
-
-        The usual is its module's first, for a backward the first ``…_backward``.
-        """
-        return None
-
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return the arguments that the public function may take, for a problem of these fields.
 

@@ -2,8 +2,8 @@
 
 The residual stream is BF16; what flows between the layers of a branch, and what is kept for
 backward, is INT8 codes: of LayerNorm's input and of each product's, transposed as the weight
-gradient reads it. But GELU's output, the widest, is made again from its input's codes, by GELU's
-backward: to the same bits, as it is rounded to nearest.
+gradient reads it. But GELU's output, the widest, is made again from its input's codes: to the same
+bits, as it is rounded to nearest.
 
 What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
 another, `flow`: a product's INT8 output, LayerNorm's and GELU's inputs, the gradients between.
@@ -41,7 +41,7 @@ from jetfire.ops import (
     int8_dropout,
     int8_dropout_backward,
     int8_gelu,
-    int8_gelu_backward_with_output,
+    int8_gelu_backward,
     int8_gemm,
     int8_layernorm,
     int8_layernorm_backward,
@@ -237,10 +237,15 @@ class _Leave(torch.autograd.Function):
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
+        u = int8_gelu(f, approximate=setting.approximate, layout="qt", out_block=block)
+        beside = Branch(dx.device)
+        with beside:
+            dw2 = weight_gradient(g.t, u.t, weight2, adds)
+            db2 = int8_column_sum(g)
         du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
-        db2 = int8_column_sum(g)
-        g = g._replace(q=None, scale=None)  # dW2 reads the transpose
-        df, u = int8_gelu_backward_with_output(
+        beside.join()
+        del u
+        df = int8_gelu_backward(
             f,
             du,
             approximate=setting.approximate,
@@ -249,22 +254,17 @@ class _Leave(torch.autograd.Function):
             inplace=True,
             out_block=block,
         )
-        del f, du
-        beside = Branch(dx.device)
-        with beside:
-            dw2 = weight_gradient(g.t, u.t, weight2, adds)
-        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
-        beside.join()
-        del g, u
+        del g, du
         beside = Branch(dx.device)
         with beside:
             dw1 = weight_gradient(df.t, ht, weight1, adds)
             db1 = int8_column_sum(df)
+        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
+        beside.join()
+        del df
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             s, dh, norm_weight, mean, rstd, seed=seed(4)
         )
-        beside.join()
-        del df
         dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5), out_block=block)
         g = _undropped(copy, setting, seeds, _MASK0)
         beside = Branch(dx.device)

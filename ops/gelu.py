@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
@@ -22,7 +22,7 @@ from jetfire.measure.op import StandardOp, unrounded, values_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int8_gelu", "int8_gelu_backward", "int8_gelu_backward_with_output"]
+__all__ = ["int8_gelu", "int8_gelu_backward"]
 
 
 Approximate = Literal["tanh", "erf"]
@@ -32,10 +32,7 @@ Approximate = Literal["tanh", "erf"]
 class GeluProblem(Problem):
     """fwd: x (m×n) to gelu(x); bwd: x and dy to dx = dy·gelu'(x); all quantised per block.
 
-    dx's codes may be written over dy's: kernels read all of a tile of dy before they write any.
-
-    bwd with `output` gives gelu(x) as well, its transpose alone and rounded to nearest, of the bits
-    that fwd gives: ``y_t, y_scale_t``.
+    dx's codes may be written over dy's: kernels read all of a tile before they write any of it.
     """
 
     block: Block = 32
@@ -44,22 +41,6 @@ class GeluProblem(Problem):
     approximate: Approximate = "tanh"
     rounding: Rounding = "nearest"
     layout: Layout = "q"
-    output: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.output and self.mode != "bwd":
-            raise UsageError(f"output=true mode={self.mode}: expected mode=bwd")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, without an `output` that is False.
-
-        So what was saved before there was the field has the same text, and the same hash.
-        """
-        fields = super().as_dict()
-        if not self.output:
-            del fields["output"]
-        return fields
 
 
 class Gelu(StandardOp):
@@ -77,9 +58,7 @@ class Gelu(StandardOp):
         return quantized(m, n, block, "x") | dy | seed_of(problem)
 
     def writes(self, problem: GeluProblem) -> Specs:
-        m, n, block = problem.m, problem.n, problem.out_block
-        y = quantized(m, n, block, "y", "qt") if problem.output else {}
-        return quantized(m, n, block, layout=problem.layout) | y
+        return quantized(problem.m, problem.n, problem.out_block, layout=problem.layout)
 
     def reference(self, problem: GeluProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import gelu
@@ -91,14 +70,7 @@ class Gelu(StandardOp):
             value = gelu.backward(x, x_scale, dy, dy_scale, block, approximate)
         else:
             value = gelu.forward(x, x_scale, block, approximate)
-        expected = unrounded(problem, inputs, value, _noise(problem, inputs, value))
-        if problem.output:
-            own, y = _forward(problem), gelu.forward(x, x_scale, block, approximate)
-            expected |= unrounded(own, inputs, y, _noise(own, inputs, y), name="y")
-        return expected
-
-    def function(self, fields: Mapping[str, Any]) -> str | None:
-        return "int8_gelu_backward_with_output" if fields.get("output") else None
+        return unrounded(problem, inputs, value, _noise(problem, inputs, value))
 
     def in_place(self, problem: GeluProblem, inputs: Tensors) -> dict[str, str]:
         """Return dx over dy, which must be contiguous as an output is."""
@@ -128,23 +100,12 @@ class Gelu(StandardOp):
         if problem.mode == "fwd":
             return lambda: functional.gelu(x, approximate=approximate)
         dy = wide("dy")
-        backward = torch.ops.aten.gelu_backward
-        if problem.output:
-            return lambda: (
-                backward(dy, x, approximate=approximate),
-                functional.gelu(x, approximate=approximate),
-            )
-        return lambda: backward(dy, x, approximate=approximate)
+        return lambda: torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
 
 
 def _in_torch(problem: GeluProblem) -> str:
     """Return the name that torch has for a problem's form of GELU."""
     return "tanh" if problem.approximate == "tanh" else "none"
-
-
-def _forward(problem: GeluProblem) -> GeluProblem:
-    """Return the forward of which a backward gives the output too."""
-    return replace(problem, mode="fwd", rounding="nearest", layout="qt", output=False)
 
 
 def _noise(problem: GeluProblem, inputs: Tensors, value: Tensor) -> Tensor:
@@ -187,19 +148,6 @@ _gelu_backward_inplace = Operator(
     renamed={"dy": "q"},
     layout="both",
 )
-_gelu_backward_with_output = Operator(
-    "gelu_backward_with_output(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor? seed,"
-    " int block, str approximate, str rounding, str layout, int? out_block=None) -> Tensor[]",
-    output=True,
-)
-_gelu_backward_with_output_inplace = Operator(
-    "gelu_backward_with_output_inplace(Tensor x, Tensor x_scale, Tensor(a!) q, Tensor dy_scale,"
-    " Tensor(b!) scale, Tensor(c!) qt, Tensor(d!) scale_t, Tensor(e!) y_t, Tensor(f!) y_scale_t,"
-    " Tensor? seed, int block, str approximate, str rounding, int? out_block=None) -> ()",
-    renamed={"dy": "q"},
-    layout="both",
-    output=True,
-)
 
 
 @checked
@@ -241,57 +189,14 @@ def int8_gelu_backward(
     Args:
         inplace: write dx's codes over dy's (contiguous, apart from x's); `layout` is then "both".
     """
-    options = approximate, rounding, seed, layout, inplace, out_block
-    found = _backward(x, dy, *options, output=False)
-    return Quantized.of(found, layout, out_block or x.block)
-
-
-@checked
-def int8_gelu_backward_with_output(
-    x: Quantized,
-    dy: Quantized,
-    *,
-    approximate: Approximate = "tanh",
-    rounding: Rounding = "stochastic",
-    seed: Tensor | None = None,
-    layout: Layout = "q",
-    inplace: bool = False,
-    out_block: Block | None = None,
-) -> tuple[Quantized, Quantized]:
-    """Return dx as `int8_gelu_backward` does, and gelu(x) in one pass with it.
-
-    gelu(x) is the transpose alone, rounded to nearest, for the weight gradient that reads it:
-    ``int8_gelu(x, layout="qt")``, to the same bits. So forward need not keep it.
-    """
-    options = approximate, rounding, seed, layout, inplace, out_block
-    *dx, y_t, y_scale_t = _backward(x, dy, *options, output=True)
-    block = out_block or x.block
-    return Quantized.of(dx, layout, block), Quantized(None, None, y_t, y_scale_t, block)
-
-
-def _backward(
-    x: Quantized,
-    dy: Quantized,
-    approximate: Approximate,
-    rounding: Rounding,
-    seed: Tensor | None,
-    layout: Layout,
-    inplace: bool,
-    out_block: Block | None,
-    output: bool,
-) -> list[Tensor]:
-    """Return dx's tensors, and where `output` those of gelu(x)'s transpose after them."""
     q, scale = expect.quantized("x", x)
     dq, dq_scale = expect.quantized("dy", dy, like=x)
     expect.choice("approximate", approximate, Approximate)
     seed = expect.rounding_seed(rounding, seed, layout, q)
     operands, block = (q, scale, dq, dq_scale), x.block
     if not inplace:
-        backward = _gelu_backward_with_output if output else _gelu_backward
-        found: list[Tensor] = backward(
-            *operands, seed, block, approximate, rounding, layout, out_block
-        )
-        return found
+        dx = _gelu_backward(*operands, seed, block, approximate, rounding, layout, out_block)
+        return Quantized.of(dx, layout, out_block or block)
     if layout != "both" or not dq.is_contiguous():
         raise UsageError(
             f"inplace with layout={layout}, strides {dq.stride()}: expected "
@@ -300,11 +205,7 @@ def _backward(
     refuse_in_place({"dy": dq}, {"x": q})
     m, n = dq.shape
     scales = dq_scale.new_empty(blocks_of(m, n, out_block or block))
-
-    def transposed() -> tuple[Tensor, Tensor]:
-        return dq.new_empty((n, m)), scales.new_empty(scales.shape[::-1])
-
-    new = scales, *transposed(), *(transposed() if output else ())
-    write = _gelu_backward_with_output_inplace if output else _gelu_backward_inplace
-    write(*operands, *new, seed, block, approximate, rounding, out_block)
-    return [dq, *new]
+    transposed = dq.new_empty((n, m)), scales.new_empty(scales.shape[::-1])
+    options = seed, block, approximate, rounding, out_block
+    _gelu_backward_inplace(*operands, scales, *transposed, *options)
+    return Quantized(dq, scales, *transposed, out_block or block)

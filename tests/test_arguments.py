@@ -262,10 +262,6 @@ def leaf(x):
 IN_PLACE = {
     "int8_gemm": ({"accumulate": True, "out": "fp32"}, ("c",)),
     "int8_gelu_backward": ({"layout": "both", "inplace": True}, ("dy",)),
-    "int8_gelu_backward_with_output": (
-        {"mode": "bwd", "layout": "both", "output": True, "inplace": True},
-        ("dy",),
-    ),
     "cross_entropy_backward": ({"dtype": "fp32", "inplace": True}, ("logits",)),
     "int8_adamw": ({}, ("param", "exp_avg", "exp_avg_sq")),
     "add_rows": ({"k": functions.M}, ("table",)),
@@ -320,7 +316,6 @@ def test_rows_that_overlap_are_not_written():
     ("name", "one", "other"),
     [
         ("int8_gemm", "bias", "c"), ("int8_gelu_backward", "x", "dy"),
-        ("int8_gelu_backward_with_output", "x", "dy"),
         ("cross_entropy_backward", "lse", "logits"), ("cross_entropy_backward", "dloss", "logits"),
         ("int8_adamw", "exp_avg_sq", "exp_avg"), ("int8_adamw", "grad", "param"),
         ("int8_adamw", "rate", "exp_avg"), ("add_rows", "gradient", "table"),

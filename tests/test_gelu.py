@@ -7,7 +7,6 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.measure.check import codes
 from jetfire.reference import gelu as reference
@@ -119,76 +118,6 @@ def test_triton_over_its_input(device, tile):
     found = OP.outputs(problem, inputs) | {"q": inputs["dy"]}
     kernel.launch(problem, config, inputs, found)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("pair", [(32, 32), (64, 64), (128, 128), (32, 128), (128, 64)])
-@pytest.mark.parametrize("approximate", ["tanh", "erf"])
-def test_the_output_beside_the_gradient_has_the_bits_of_each_alone(device, pair, approximate):
-    """Also where dx is written over dy, and where a block of x, of dy or of both holds NaN."""
-    kernel = registry.get_kernel("gelu", "triton")
-    fields = {"m": 150, "n": 300, "block": pair[0], "out_block": pair[1]}
-    fields |= {"approximate": approximate, "layout": "both"}
-    (alone,), (both,) = OP.problems("bwd", fields), OP.problems("bwd", {**fields, "output": True})
-    (forward,) = OP.problems("fwd", {**fields, "layout": "qt"})
-    inputs = OP.inputs(both, device, data="heavy")
-    inputs["x_scale"][0, 0] = inputs["dy_scale"][0, -1] = math.nan
-    inputs["x_scale"][-1, -1] = inputs["dy_scale"][-1, -1] = math.nan
-    config = kernel.default(both, Device.of(inputs["x"]))
-    expected = {}
-    for problem, renamed in ((forward, {"qt": "y_t", "scale_t": "y_scale_t"}), (alone, {})):
-        outputs = OP.outputs(problem, inputs)
-        kernel.launch(problem, config, inputs, outputs)
-        expected |= {renamed.get(name, name): tensor for name, tensor in outputs.items()}
-    for over in (False, True):
-        found = OP.poison(both, OP.outputs(both, inputs))
-        if over:
-            found["q"] = inputs["dy"]
-        kernel.launch(both, config, inputs, found)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
-    assert expected["y_scale_t"].isnan().any()
-    assert not expected["y_scale_t"].isnan().all()
-
-
-@pytest.mark.parametrize("layout", ["q", "qt", "both"])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (31, 127), (33, 1)])
-def test_triton_output_layouts_and_ragged_shapes(device, layout, m, n):
-    (problem,) = OP.problems("bwd", {"m": m, "n": n, "layout": layout, "output": True})
-    check(problem, OP.inputs(problem, device, data="outlier"))
-
-
-def test_output_is_a_field_of_a_backward_alone():
-    """Without it a problem's text and dict are what they were before there was the field."""
-    plain = OP.Problem(64, 64, mode="bwd")
-    assert "output" not in plain.as_dict()
-    assert "output" not in str(plain)
-    both = OP.Problem.parse({**plain.as_dict(), "output": "true"})
-    assert both.as_dict() == {**plain.as_dict(), "output": True}
-    assert OP.Problem.parse(both.as_dict()) == both != plain
-    with pytest.raises(UsageError, match=r"^output=true mode=fwd: expected mode=bwd$"):
-        OP.Problem(64, 64, output=True)
-
-
-@pytest.mark.parametrize("name", ["q", "y_t"])
-def test_a_wrong_code_of_either_is_found(name):
-    (problem,) = OP.problems("bwd", {"m": 70, "n": 137, "output": True})
-    inputs = OP.inputs(problem, torch.device("cpu"))
-    outputs, kernel = OP.outputs(problem, inputs), registry.get_kernel("gelu", "torch")
-    kernel.launch(problem, kernel.Config(), inputs, outputs)
-    expected = OP.reference(problem, inputs)
-    assert OP.check(problem, outputs, expected).ok
-    outputs[name][3, 4] += 2 if outputs[name][3, 4] < 100 else -2
-    assert OP.check(problem, outputs, expected).message.startswith(name)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block", [32, 64, 128])
-def test_large_with_output(device, block):
-    for layout, rounding in (("both", "stochastic"), ("q", "nearest"), ("qt", "stochastic")):
-        fields = {"block": block, "layout": layout, "rounding": rounding, "output": True}
-        (problem,) = OP.problems("bwd", {"m": 8192, "n": 4096, **fields})
-        check(problem, OP.inputs(problem, device))
 
 
 def test_a_wrong_code_is_found(device):

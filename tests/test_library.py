@@ -35,8 +35,7 @@ def overloads(name, problem):
     if getattr(problem, "mode", "fwd") == "bwd":
         overwrites = name == "cross_entropy" or (name == "gelu" and problem.layout == "both")
         others = ("", "_inplace") if overwrites else ("",)
-        whole = f"{name}_backward{'_with_output' * getattr(problem, 'output', False)}"
-        return [getattr(found, f"{whole}{other}").default for other in others]
+        return [getattr(found, f"{name}_backward{other}").default for other in others]
     packet = getattr(found, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 

@@ -188,7 +188,6 @@ def calls():
     return {
         "int8_gelu": (x,),
         "int8_gelu_backward": (x, dy, {"seed": seed}),
-        "int8_gelu_backward_with_output": (x, dy, {"seed": seed}),
         "int8_swiglu": (x, dy),
         "int8_swiglu_backward": (x, dy, quantised(), {"seed": seed}),
         "int8_layernorm": (x, weight, weight),
@@ -254,15 +253,6 @@ def test_a_float_product_has_no_out_block():
     with pytest.raises(UsageError, match=r"^out_block=32 out=fp32: expected out=int8$"):
         ops.int8_gemm(x, x, out="fp32", c=total, out_block=32)
     assert torch.equal(ops.int8_gemm(x, x, out_block=128), ops.int8_gemm(x, x))
-
-
-@pytest.mark.parametrize(("block", "out_block"), [(128, 32), (32, 128)])
-def test_gelu_s_output_is_in_it_beside_its_gradient(block, out_block):
-    problem = problem_of("gelu", "bwd", block, out_block, layout="both", output=True)
-    for data in ("heavy", "largest", "nonfinite"):
-        found = verify(GELU, *on_the_cpu("gelu")[:1], problem, on_the_cpu("gelu")[1],
-                       GELU.inputs(problem, CPU, data=data))  # fmt: skip
-        assert found.ok, f"{data}: {found.message}"
 
 
 @pytest.mark.parametrize(("block", "out_block"), [(128, 32), (32, 128)])

@@ -31,7 +31,6 @@ FIELDS = {
         {"mode": "fwd"},
         {"mode": "bwd", "layout": "both"},
         {"mode": "bwd", "approximate": "erf", "rounding": "stochastic"},
-        {"mode": "bwd", "rounding": "stochastic", "output": True},
     ],
     "gemm": [{"out": "fp32"}, {"out": "int8", "bias": True}, {"out": "fp16", "accumulate": True}],
     "hadamard_gemm": [{"mode": "fwd", "group": 1}, {"mode": "bwd", "group": 2}],

@@ -73,10 +73,7 @@ class Wanted:
         problem = entry.problem
         if self.kernels and entry.kernel not in self.kernels:
             return False
-        usual = {
-            field.name: field.default for field in dataclasses.fields(registry.get(op).Problem)
-        }
-        meant = {**usual, "out_block": problem.get("block"), **problem}
+        meant = {"out_block": problem.get("block"), **problem}
         if any(str(meant.get(name)).lower() not in v for name, v in self.fields.items()):
             return False
         return self.shapes is None or _sizes(registry.get(op), problem) in self.shapes.get(op, ())

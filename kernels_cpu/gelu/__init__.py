@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.tensors import Tensors, with_transpose
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.gelu import gelu, gelu_grad
-from jetfire.reference.quantize import quantize
 
 # The derivative is 0 or 1 long before; beyond 1e12 its cubic overflows fp32 and gives 0·∞.
 FLAT = 1e3
@@ -23,11 +22,7 @@ class TorchGelu(TorchKernel):
             return quantised(gelu(x, problem.approximate), problem, inputs)
         dy = dequantize(inputs["dy"], inputs["dy_scale"], problem.block)
         dx = dy * gelu_grad(x.clamp(-FLAT, FLAT), problem.approximate)
-        results = quantised(dx, problem, inputs)
-        if problem.output:
-            y = quantize(gelu(x, problem.approximate), problem.out_block)
-            results |= with_transpose(*y, name="y")
-        return results
+        return quantised(dx, problem, inputs)
 
 
 KERNELS = (TorchGelu(),)

@@ -42,7 +42,7 @@ from jetfire.kernels_triton.codes import (
     exp2_fast,
     reciprocal_fast,
 )
-from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, TINY
+from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -104,19 +104,7 @@ def gelu_slope(q, s, ERF: tl.constexpr):
 
 
 @triton.jit
-def afresh(x, UNIT: tl.constexpr):
-    """Return a multiple of UNIT as one of which the compiler knows no more than that."""
-    if not INTERPRETED:
-        x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return tl.multiple_of(x, UNIT)
-
-
-@triton.jit
-def gelu_tile(
-    row0,
-    col0,
+def gelu_kernel(
     x_ptr,
     x_scale_ptr,
     dy_ptr,
@@ -143,7 +131,7 @@ def gelu_tile(
     H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write gelu(x), or where BACKWARD dy·gelu'(x), of the tile at (row0, col0)."""
+    row0, col0 = tile_origin(N, TILE_M, TILE_N)
     COUNT: tl.constexpr = TILE_M * TILE_N // (OUT_BLOCK * OUT_BLOCK)
     blocks_m, blocks_n = tl.cdiv(M, OUT_BLOCK), tl.cdiv(N, OUT_BLOCK)
     dealt = tl.arange(0, TILE_M * TILE_N // WIDTH)
@@ -210,115 +198,15 @@ def gelu_tile(
         tl.store(scale_t_ptr + at, scale, mask=within)
 
 
-@triton.jit
-def gelu_kernel(
-    x_ptr,
-    x_scale_ptr,
-    dy_ptr,
-    dy_scale_ptr,
-    q_ptr,
-    scale_ptr,
-    qt_ptr,
-    scale_t_ptr,
-    y_t_ptr,
-    y_scale_t_ptr,
-    seed_ptr,
-    M,
-    N,
-    x_stride,
-    x_scale_stride,
-    dy_stride,
-    dy_scale_stride,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUT_BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    ERF: tl.constexpr,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Write a tile of gelu(x), or where BACKWARD of dx, and then where OUTPUT gelu(x)'s transpose.
-
-    The second pass reads x from the cache, and has its tables made anew: registers that held for it
-    what both passes share would spill, and at 8192×4096 it is a twentieth of the instructions.
-    """
-    row0, col0 = tile_origin(N, TILE_M, TILE_N)
-    gelu_tile(
-        row0,
-        col0,
-        x_ptr,
-        x_scale_ptr,
-        dy_ptr,
-        dy_scale_ptr,
-        q_ptr,
-        scale_ptr,
-        qt_ptr,
-        scale_t_ptr,
-        seed_ptr,
-        M,
-        N,
-        x_stride,
-        x_scale_stride,
-        dy_stride,
-        dy_scale_stride,
-        TILE_M,
-        TILE_N,
-        BLOCK,
-        OUT_BLOCK,
-        LAYOUT,
-        STOCHASTIC,
-        BACKWARD,
-        ERF,
-        H,
-        WIDTH,
-    )
-    if OUTPUT:
-        row0 = afresh(row0, TILE_M)
-        gelu_tile(
-            row0,
-            col0,
-            x_ptr,
-            x_scale_ptr,
-            None,
-            None,
-            None,
-            None,
-            y_t_ptr,
-            y_scale_t_ptr,
-            None,
-            M,
-            N,
-            x_stride,
-            x_scale_stride,
-            0,
-            0,
-            TILE_M,
-            TILE_N,
-            BLOCK,
-            OUT_BLOCK,
-            "qt",
-            False,
-            False,
-            ERF,
-            H,
-            WIDTH,
-        )
-
-
 def registers(problem: Any, config: TileConfig) -> dict[str, int]:
-    """Limit a thread to 80 registers where ptxas would take 96, or to 128 where up to 165.
+    """Limit a thread to 80 registers where ptxas would take 96, or to 128 where it would take 130.
 
     128 leave room for two blocks of 8 warps on an SM, 80 for three.
     """
     if problem.mode == "fwd" and problem.rounding == "nearest" and config.warps == 8:
         return {"maxnreg": 80}
-    # Two passes in blocks of 64 take 155, and in 128 they spill.
-    tight = problem.block != problem.out_block or (problem.output and problem.block != 64)
-    return {"maxnreg": 128} if tight and problem.rounding == "stochastic" else {}
+    unequal = problem.block != problem.out_block
+    return {"maxnreg": 128} if unequal and problem.rounding == "stochastic" else {}
 
 
 class TritonGelu(TritonKernel):
@@ -356,8 +244,6 @@ class TritonGelu(TritonKernel):
             dy,
             dy_scale,
             *quantised(outputs),
-            outputs.get("y_t"),
-            outputs.get("y_scale_t"),
             inputs.get("seed"),
             problem.m,
             problem.n,
@@ -372,7 +258,6 @@ class TritonGelu(TritonKernel):
             LAYOUT=problem.layout,
             STOCHASTIC=problem.rounding == "stochastic",
             BACKWARD=backward,
-            OUTPUT=problem.output,
             ERF=problem.approximate == "erf",
             **deal(problem.out_block, config),
             num_warps=config.warps,
