@@ -1,8 +1,9 @@
 """A tile dealt to threads in groups of blocks: [ROWS, WIDTH], a group one or a few blocks wide.
 
-Row r is row h·L + l of group g, with l the fastest and h the slowest part of r. Triton deals lanes,
+Row r is row l·H + h of group g, with l the fastest and h the slowest part of r. Triton deals lanes,
 then warps, along a tensor's rows and leaves the rest to registers, so with H values of h a group
-lies in as few warps as its threads fill. Groups are numbered along the tile's rows, blocks by
+lies in as few warps as its threads fill. A thread's rows are neighbours: of the transpose it has
+words, not bytes, in one column. Groups are numbered along the tile's rows, blocks by
 group. Two dimensions, because Triton 3.6 and 3.7 deal more of them in different orders.
 
 What is dealt are blocks that are written, for their largest values are wanted. Blocks that are read
@@ -46,7 +47,7 @@ def places(
     ACROSS: tl.constexpr = TILE_N // WIDTH
     GROUPS: tl.constexpr = COUNT * BLOCK // WIDTH
     group = dealt // L % GROUPS
-    row = row0 + group // ACROSS * BLOCK + dealt // (L * GROUPS) * L + dealt % L
+    row = row0 + group // ACROSS * BLOCK + dealt // (L * GROUPS) + dealt % L * H
     return row, col0 + group % ACROSS * WIDTH
 
 
@@ -104,7 +105,7 @@ def as_tile(x, TILE_N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
     ACROSS: tl.constexpr = TILE_N // WIDTH
     DOWN: tl.constexpr = x.shape[0] // (BLOCK * ACROSS)
     split = tl.reshape(x, (H, DOWN, ACROSS, BLOCK // H, WIDTH))
-    return tl.reshape(tl.permute(split, (1, 0, 3, 2, 4)), (DOWN * BLOCK, TILE_N))
+    return tl.reshape(tl.permute(split, (1, 3, 0, 2, 4)), (DOWN * BLOCK, TILE_N))
 
 
 @triton.jit
