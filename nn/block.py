@@ -33,7 +33,6 @@ from jetfire.nn.products import (
     unflat,
     weight_gradient,
 )
-from jetfire.nn.streams import Branch
 from jetfire.ops import (
     int8_add,
     int8_add_backward,
@@ -147,12 +146,9 @@ class _Enter(torch.autograd.Function):
         g = int8_quantize_qkv(
             *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
         )
-        beside = Branch(dx.device)
-        with beside:
-            dw = weight_gradient(g.t, ht, ctx.weight, ctx.setting.adds)
-            db = int8_column_sum(g)
         dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
-        beside.join()
+        dw = weight_gradient(g.t, ht, ctx.weight, ctx.setting.adds)
+        db = int8_column_sum(g)
         del g
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             s, dh, norm_weight, mean, rstd, seed=seeds[2:3]
@@ -238,13 +234,10 @@ class _Leave(torch.autograd.Function):
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
         u = int8_gelu(f, approximate=setting.approximate, layout="qt", out_block=block)
-        beside = Branch(dx.device)
-        with beside:
-            dw2 = weight_gradient(g.t, u.t, weight2, adds)
-            db2 = int8_column_sum(g)
-        du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
-        beside.join()
+        dw2 = weight_gradient(g.t, u.t, weight2, adds)
+        db2 = int8_column_sum(g)
         del u
+        du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
         df = int8_gelu_backward(
             f,
             du,
@@ -255,24 +248,18 @@ class _Leave(torch.autograd.Function):
             out_block=block,
         )
         del g, du
-        beside = Branch(dx.device)
-        with beside:
-            dw1 = weight_gradient(df.t, ht, weight1, adds)
-            db1 = int8_column_sum(df)
         dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
-        beside.join()
+        dw1 = weight_gradient(df.t, ht, weight1, adds)
+        db1 = int8_column_sum(df)
         del df
         dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
             s, dh, norm_weight, mean, rstd, seed=seed(4)
         )
         dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5), out_block=block)
         g = _undropped(copy, setting, seeds, _MASK0)
-        beside = Branch(dx.device)
-        with beside:
-            dw0 = weight_gradient(g.t, at, weight0, adds)
-            db0 = int8_column_sum(g)
         dattended = int8_gemm(g, w0t, out="bf16")
-        beside.join()
+        dw0 = weight_gradient(g.t, at, weight0, adds)
+        db0 = int8_column_sum(g)
         of_linears = dw0, db0, dw1, db1, dw2, db2
         of_parameters = dnorm_weight, dnorm_bias, *of_linears
         return None, None, None, dx, dattended, *of_parameters, *[None] * 12

@@ -21,7 +21,6 @@ from jetfire.nn.products import (
     product_of_transposes,
     unflat,
 )
-from jetfire.nn.streams import Branch
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 
@@ -107,11 +106,8 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
             layout="both",
             seed=seed,
         )
-        beside = Branch(logits.device)
-        with beside:
-            dw = product_of_transposes(g.t, at, ctx.weight_dtype)
         dx = int8_gemm(g, wt, out=FLOATS[logits.dtype])
-        beside.join()
+        dw = product_of_transposes(g.t, at, ctx.weight_dtype)
         if ctx.tied is None:
             return dx, dw, *[None] * 9
         ctx.tied.put(dw)
