@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 
 
 def called(op: Op, fields: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the public function that solves problems of these fields; None where there is none.
-
-    Of an op with modes that is the first of the mode by its name, else the first of all.
-    """
-    module, backward = sys.modules[type(op).__module__], fields.get("mode") == "bwd"
-    for name in getattr(module, "__all__", ()):
-        if "mode" not in fields or name.endswith("_backward") == backward:
-            return getattr(module, name)
-    return None
+    """Return the public function that solves problems of these fields; None where there is none."""
+    module = sys.modules[type(op).__module__]
+    name = op.function(fields, getattr(module, "__all__", ()))
+    return None if name is None else getattr(module, name)
 
 
 def arguments(op: Op, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
@@ -182,6 +182,16 @@ class Op(ABC):
     def in_place(self, problem: Any, inputs: Tensors) -> Mapping[str, str]:
         """Return, for outputs that may overwrite an input given up by the caller, its name."""
         return {}
+
+    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        """Return which public function solves problems of these fields; None where there is none.
+
+        By default the first whose name ends with ``_backward``, or does not, as the mode says; of
+        an op without modes the first of all.
+        """
+        backward = fields.get("mode") == "bwd"
+        chosen = (n for n in names if "mode" not in fields or n.endswith("_backward") == backward)
+        return next(chosen, None)
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return the arguments that the public function may take, for a problem of these fields.

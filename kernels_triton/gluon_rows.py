@@ -152,6 +152,27 @@ def to_floats(q):
 
 
 @gluon.jit
+def widen(x):
+    """Convert bf16 to fp32, as `kernels_triton.halves.widen` does."""
+    return gl.inline_asm_elementwise(
+        "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+        "=f,=f,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def narrow(x):
+    """Convert fp32 to bf16, as `kernels_triton.halves.narrow` does."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def divide(a, b):
     """Return a/b in fp32, correctly rounded, as `kernels_triton.common.divide` does."""
     y = gl.inline_asm_elementwise(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, max_nan
+from jetfire.kernels_triton.common import INTERPRETED, block_reduce_amax, max_nan, to_float
 from jetfire.kernels_triton.tiles import TileConfig
 
 VECTOR = tl.constexpr(16)  # neighbours in a row that a thread has
@@ -37,6 +37,16 @@ def widen(x):
         return x.to(tl.float32)
     return tl.inline_asm_elementwise(
         _WIDEN_BF16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def narrow(x):
+    """Convert an fp32 tile to bf16, two neighbours at a time: LLVM converts each alone."""
+    if INTERPRETED:
+        return to_float(x, tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 

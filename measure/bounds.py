@@ -60,6 +60,15 @@ def of_sum(
     return {name: total, f"{name}_bound": bound, f"{name}_over": size >= OVER}
 
 
+def bf16_unit(size: torch.Tensor) -> torch.Tensor:
+    """Return the distance of neighbouring bf16 numbers at a size (float64, at least 0)."""
+    import torch
+
+    least = torch.finfo(torch.bfloat16).smallest_normal
+    exponent = size.clamp(min=least).frexp().exponent
+    return torch.ldexp(torch.ones_like(size), exponent - 8)
+
+
 def higham(roundings: int) -> float:
     """Return γ_k = k·u/(1 − k·u): what k roundings in a row add to a sum, of its terms' magnitudes.
 

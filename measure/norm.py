@@ -138,7 +138,7 @@ class Norm(RowOp):
 
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
         """Return float64 values, and bounds on what fp32 evaluation may add where terms cancel."""
-        wide = {name: inputs[name].double() for name in ENDS if name in inputs}
+        wide = {name: inputs[name].double() for name in (*ENDS, "dsum") if name in inputs}
         codes = [name for name in ("x", "dy") if name in inputs]
         wide |= dict(zip(codes, values_of(problem, inputs, *codes), strict=True))
         evaluate = self.backward if problem.mode == "bwd" else self.forward
@@ -171,7 +171,12 @@ class Norm(RowOp):
         most = 1 + normal.amax(1, keepdim=True)
         of_dx = terms * rstd * (fp32 * most**2 + 2 * rounded * most)
         of_sums = (dy.abs() * (fp32 * (1 + normal) + rounded)).sum(0), fp32 * dy.abs().sum(0)
-        found = gradient.quantised(problem, outputs, dx, of_dx)
+        found = []
+        if "dsum" in inputs:
+            dx = inputs["dsum"].double() + dx
+            of_dx = of_dx + gradient.HALF["bf16"] * dx.abs() + 2.0**-130
+            found.append(Gradient("dx", outputs["dx"], dx, of_dx))
+        found += gradient.quantised(problem, outputs, dx, of_dx)
         for name, exact, allowed in zip(self.sums["m"], sums, of_sums, strict=False):
             found.append(Gradient(name, outputs[name], exact, allowed))
         return found

@@ -35,7 +35,6 @@ from jetfire.nn.products import (
 )
 from jetfire.ops import (
     int8_add,
-    int8_add_backward,
     int8_column_sum,
     int8_dropout,
     int8_dropout_backward,
@@ -43,7 +42,7 @@ from jetfire.ops import (
     int8_gelu_backward,
     int8_gemm,
     int8_layernorm,
-    int8_layernorm_backward,
+    int8_layernorm_add_backward,
     int8_quantize,
     int8_quantize_qkv,
 )
@@ -73,10 +72,10 @@ class Stream(NamedTuple):
         return cls(x, int8_quantize(x.detach(), block=block))
 
 
-# Keys that a block's forward draws: _Enter's four, then _Leave's six and those of the masks of the
-# projection's output and of FC2's.
-_ENTER_SEEDS, _LEAVE_SEEDS = 4, 8
-_MASK0, _MASK2 = 6, 7
+# Keys that a block's forward draws: _Enter's three, then _Leave's five and those of the masks of
+# the projection's output and of FC2's.
+_ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
+_MASK0, _MASK2 = 5, 6
 
 
 class _Setting(NamedTuple):
@@ -150,11 +149,10 @@ class _Enter(torch.autograd.Function):
         dw = weight_gradient(g.t, ht, ctx.weight, ctx.setting.adds)
         db = int8_column_sum(g)
         del g
-        dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
-            s, dh, norm_weight, mean, rstd, seed=seeds[2:3]
-        )
         layout: Layout = "q" if handoff is None else "both"
-        dx, copy = int8_add_backward(dx, dq, seed=seeds[3:4], layout=layout, out_block=block)
+        dx, copy, dnorm_weight, dnorm_bias = int8_layernorm_add_backward(
+            s, dh, norm_weight, mean, rstd, dx, seed=seeds[2:3], layout=layout, out_block=block
+        )
         if handoff is not None:
             handoff.put(dx, copy)
         of_norm_and_qkv = dnorm_weight, dnorm_bias, dw, db
@@ -252,10 +250,9 @@ class _Leave(torch.autograd.Function):
         dw1 = weight_gradient(df.t, ht, weight1, adds)
         db1 = int8_column_sum(df)
         del df
-        dq, dnorm_weight, dnorm_bias = int8_layernorm_backward(
-            s, dh, norm_weight, mean, rstd, seed=seed(4)
+        dx, copy, dnorm_weight, dnorm_bias = int8_layernorm_add_backward(
+            s, dh, norm_weight, mean, rstd, dx, seed=seed(4), layout="both", out_block=block
         )
-        dx, copy = int8_add_backward(dx, dq, layout="both", seed=seed(5), out_block=block)
         g = _undropped(copy, setting, seeds, _MASK0)
         dattended = int8_gemm(g, w0t, out="bf16")
         dw0 = weight_gradient(g.t, at, weight0, adds)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import SameBits
+from jetfire.core.op import Check, Op, SameBits
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Tensors
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors
 from jetfire.measure.bounds import (
     NOISE,
     OVER,
     ROUNDING,
+    bf16_unit,
     of_sum,
     overflows,
     statistics_bounds,
@@ -28,7 +29,7 @@ from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int8_layernorm", "int8_layernorm_backward"]
+__all__ = ["int8_layernorm", "int8_layernorm_add_backward", "int8_layernorm_backward"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class LayerNormProblem(RowProblem):
 
     x, dy, y and dx are quantised per block. ``stats="given"``: forward takes ``mean`` and ``rstd``
     (from `add`); ``"row"``: it computes and returns them. Backward always takes them.
+
+    ``residual``: backward also reads ``dsum``, the gradient of the BF16 stream that x is a copy of,
+    and writes ``dx``, the sum of both in BF16, rounded once; the codes are those of this sum.
 
     A row whose sum of squares is beyond fp32 has no statistics: as in torch its rstd is 0 or NaN.
     """
@@ -48,6 +52,17 @@ class LayerNormProblem(RowProblem):
     rounding: Rounding = "nearest"
     layout: Layout = "q"
     eps: float = 1e-5
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.residual and self.mode == "fwd":
+            raise UsageError("residual=true mode=fwd: expected mode=bwd")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, without a `residual` of False, as without an `out_block`."""
+        fields = super().as_dict()
+        return fields if self.residual else {k: v for k, v in fields.items() if k != "residual"}
 
 
 class LayerNorm(Norm):
@@ -55,9 +70,21 @@ class LayerNorm(Norm):
     summary = "LayerNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = LayerNormProblem
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight", "dbias")}
+    matched: ClassVar[tuple[str, ...]] = (*Op.matched, "residual")
     in_torch = "layer_norm"
     parameters = ("weight", "bias")
     statistics = ("mean", "rstd")
+
+    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        if fields.get("residual"):
+            return int8_layernorm_add_backward.__name__
+        return super().function(fields, [name for name in names if "_add_" not in name])
+
+    def reads(self, problem: LayerNormProblem) -> Specs:
+        return super().reads(problem) | _stream("dsum", problem)
+
+    def writes(self, problem: LayerNormProblem) -> Specs:
+        return _stream("dx", problem) | super().writes(problem)
 
     def given(self, problem: LayerNormProblem) -> bool:
         return problem.mode == "bwd" or problem.stats == "given"
@@ -85,20 +112,50 @@ class LayerNorm(Norm):
         from jetfire.reference import layernorm
 
         x, dy, weight, mean, rstd = (wide[k] for k in ("x", "dy", "weight", "mean", "rstd"))
-        value, *sums = layernorm.backward(x, dy, weight, mean, rstd)
+        value, *sums = layernorm.backward(x, dy, weight, mean, rstd, wide.get("dsum"))
         g = (dy * weight).abs()
         # |x̂| with nothing cancelled: what its rounding errors are relative to.
         xhat = (x.abs() + mean.abs()[:, None]) * rstd[:, None]
         rows = g.mean(dim=1, keepdim=True) + xhat * (g * xhat).mean(dim=1, keepdim=True)
         terms = (g + rows) * rstd[:, None]
         row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
-        over = overflows(torch.maximum(terms, g + rows), problem.out_block, row_over)
+        largest = torch.maximum(terms, g + rows)
+        over = overflows(largest, problem.out_block, row_over)
         chain = max(1e-5, (problem.m / 32 + 64) * ROUNDING)
         expected: Tensors = {}
         sizes = (dy.abs() * xhat).sum(dim=0), dy.abs().sum(dim=0)
         for name, total, size in zip(self.sums["m"], sums, sizes, strict=True):
             expected |= of_sum(name, total, size, chain, problem.m * 2.0**-149)
-        return value, worst(NOISE * terms, problem.out_block), over, expected
+        if not problem.residual:
+            return value, worst(NOISE * terms, problem.out_block), over, expected
+        # A row's means are chains of at most n/512 + 32 additions. Subnormal products lose digits:
+        # of slopes, too, which are multiplied by x and the mean.
+        of_rows = (problem.n / 512 + 32) * ROUNDING * rows
+        few = 2.0**-140 * (1 + weight.abs() + rstd[:, None]) * (1 + xhat + rows)
+        few += 2.0**-148 * (x.abs() + mean.abs()[:, None]) * (1 + rows)
+        noise = NOISE * terms + of_rows * rstd[:, None] + 2 * ROUNDING * value.abs() + few
+        bound = (noise + bf16_unit(value.abs() + noise) / 2).nan_to_num(0.0, 0.0, 0.0)
+        expected |= {"dx": value, "dx_bound": bound}
+        expected["dx_over"] = ~(largest < OVER) | row_over[:, None]
+        return value.bfloat16().double(), worst(bound, problem.out_block), over, expected
+
+    def check(
+        self,
+        problem: LayerNormProblem,
+        outputs: Tensors,
+        expected: Tensors,
+        noise: Tensor | None = None,
+    ) -> Check:
+        """Compare codes with those of the dx that they were written beside, where there is one."""
+        from jetfire.reference.quantize import scales
+
+        if problem.residual:
+            value = outputs["dx"].double()
+            scale, _ = scales(value.float(), problem.out_block)
+            left_out = {"q_noise", "q_over"}
+            known = {name: tensor for name, tensor in expected.items() if name not in left_out}
+            expected = known | {"q": value, "scale": scale}
+        return super().check(problem, outputs, expected, noise)
 
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
@@ -121,7 +178,23 @@ class LayerNorm(Norm):
         kept = torch.float32 if x.is_cuda else torch.bfloat16
         mean, rstd = (inputs[name][:, None].to(kept) for name in self.statistics)
         operands = dy, x, [x.shape[1]], mean, rstd, weight, torch.zeros_like(weight)
-        return lambda: torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
+
+        def backward() -> Any:
+            return torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
+
+        if "dsum" not in inputs:
+            return backward
+
+        def added() -> Any:
+            dx, *sums = backward()
+            return inputs["dsum"] + dx, *sums
+
+        return added
+
+
+def _stream(name: str, problem: LayerNormProblem) -> Specs:
+    """Return the spec of a gradient of the residual stream; none where a problem has no stream."""
+    return {name: Spec("bf16", (problem.m, problem.n))} if problem.residual else {}
 
 
 OP = LayerNorm()
@@ -141,6 +214,13 @@ _layernorm_backward = Operator(
     "layernorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
     " Tensor mean, Tensor rstd, Tensor? seed, int block, str rounding, str layout, int?"
     " out_block=None) -> Tensor[]",
+)
+_layernorm_add_backward = Operator(
+    "layernorm_add_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
+    " Tensor mean, Tensor rstd, Tensor dsum, Tensor? seed, int block, str rounding, str layout,"
+    " int? out_block=None) -> Tensor[]",
+    op="layernorm",
+    residual=True,
 )
 
 
@@ -213,3 +293,45 @@ def int8_layernorm_backward(
         *codes, weight, mean, rstd, seed, x.block, rounding, layout, out_block
     )
     return Quantized.of(dx, layout, out_block or x.block), dweight, dbias
+
+
+@checked
+def int8_layernorm_add_backward(
+    x: Quantized,
+    dy: Quantized,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dsum: Tensor,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+    out_block: Block | None = None,
+) -> tuple[Tensor, Quantized, Tensor, Tensor]:
+    """Return the gradients of `int8_layernorm`, where x is the copy of a residual stream.
+
+    That of x joins the stream's in fp32: `int8_layernorm_backward` and `int8_add_backward` in one
+    pass, with one rounding fewer.
+
+    Args:
+        dsum: the gradient that the stream itself received (m×n bf16).
+        out_block: the block of the copy's codes; None is that of x.
+
+    Returns:
+        dx, the sum of both (bf16), and its quantised copy; dweight and dbias, fp32, n.
+    """
+    q, scale = expect.quantized("x", x)
+    codes = q, scale, *expect.quantized("dy", dy, like=x)
+    m, n = q.shape
+    weight = expect.vector("weight", weight, n, q)
+    mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
+    expect.matrix("the stream", dsum, ("bfloat16",))
+    expect.same_device("the stream", dsum, q)
+    if dsum.shape != q.shape:
+        raise UsageError(f"the stream has shape {tuple(dsum.shape)}: expected {tuple(q.shape)}")
+    seed = expect.rounding_seed(rounding, seed, layout, q)
+    dx, *copy, dweight, dbias = _layernorm_add_backward(
+        *codes, weight, mean, rstd, dsum, seed, x.block, rounding, layout, out_block
+    )
+    return dx, Quantized.of(copy, layout, out_block or x.block), dweight, dbias

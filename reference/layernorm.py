@@ -33,6 +33,7 @@ def backward(
     weight: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
+    dsum: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of `forward` through the statistics as well.
 
@@ -43,6 +44,7 @@ def backward(
         x, dy: m×n.
         weight: [n].
         mean, rstd: [m], of x.
+        dsum: m×n, what x received besides (a residual stream's gradient); dx is the sum of both.
 
     Returns:
         dx m×n, dweight [n], dbias [n].
@@ -51,4 +53,6 @@ def backward(
     g = dy * weight
     first = g.mean(dim=1, keepdim=True)
     second = (g * xhat).mean(dim=1, keepdim=True)
-    return (g - first - xhat * second) * rstd[:, None], (dy * xhat).sum(dim=0), dy.sum(dim=0)
+    dx = (g - first - xhat * second) * rstd[:, None]
+    dx = dx if dsum is None else dsum + dx
+    return dx, (dy * xhat).sum(dim=0), dy.sum(dim=0)

@@ -95,6 +95,12 @@ def test_sums_over_nothing(device, run, m, n):
     for total in (dweight, dbias, run(int8.int8_column_sum, int8.int8_transpose(a).t)):
         assert torch.equal(total, torch.zeros(n, device=device))
     assert (dx.q.shape, dx.scale.shape) == ((m, n), blocks_of(m, n, 32))
+    total, copy, *sums = run(
+        int8.int8_layernorm_add_backward, a, a, weight, mean, rstd, x, seed=seed(device)
+    )
+    assert total.shape == copy.q.shape == (m, n)
+    for total in sums:
+        assert torch.equal(total, torch.zeros(n, device=device))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 40, 33), (40, 0, 33), (40, 33, 0), (0, 0, 0)])

@@ -143,6 +143,15 @@ def test_layernorm(draw, device, seed):
     close(dx, expected[0], STOCHASTIC)
     torch.testing.assert_close(dweight.double(), expected[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dbias.double(), expected[2], rtol=1e-4, atol=1e-4)
+    stream = torch.randn(M, N, device=device, dtype=torch.bfloat16)
+    total, copy, *sums = int8.int8_layernorm_add_backward(
+        x, dy, weight, mean, rstd, stream, seed=seed
+    )
+    both = stream.double() + expected[0]
+    torch.testing.assert_close(total.double(), both, rtol=2**-8, atol=1e-4)
+    close(copy, total.double(), STOCHASTIC)
+    for mine, theirs in zip(sums, (dweight, dbias), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_add(draw, device, seed):

@@ -35,7 +35,8 @@ def overloads(name, problem):
     if getattr(problem, "mode", "fwd") == "bwd":
         overwrites = name == "cross_entropy" or (name == "gelu" and problem.layout == "both")
         others = ("", "_inplace") if overwrites else ("",)
-        return [getattr(found, f"{name}_backward{other}").default for other in others]
+        added = "_add" if getattr(problem, "residual", False) else ""
+        return [getattr(found, f"{name}{added}_backward{other}").default for other in others]
     packet = getattr(found, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 

@@ -192,6 +192,7 @@ def calls():
         "int8_swiglu_backward": (x, dy, quantised(), {"seed": seed}),
         "int8_layernorm": (x, weight, weight),
         "int8_layernorm_backward": (x, dy, weight, mean, rstd, {"seed": seed}),
+        "int8_layernorm_add_backward": (x, dy, weight, mean, rstd, stream, {"seed": seed}),
         "int8_rmsnorm": (x, weight),
         "int8_rmsnorm_backward": (x, dy, weight, rstd, {"seed": seed}),
         "int8_dropout": (x, seed),

@@ -39,7 +39,12 @@ FIELDS = {
         {"mode": "bwd", "group": 2, "given": "x", "dtype": "fp32"},
     ],
     "int4_gemm": [{}, {"product": "dgrad", "operands": "wide"}],
-    "layernorm": [{"mode": "fwd"}, {"mode": "bwd", "layout": "both"}, {"stats": "given"}],
+    "layernorm": [
+        {"mode": "fwd"},
+        {"mode": "bwd", "layout": "both"},
+        {"stats": "given"},
+        {"mode": "bwd", "residual": True},
+    ],
     "quantize": [{"dtype": "fp32"}, {"rounding": "stochastic", "layout": "both"}],
     "sample_rows": [{}, {"product": "wgrad"}],
 }

@@ -17,8 +17,12 @@ class TorchLayerNorm(TorchKernel):
         x = dequantize(inputs["x"], inputs["x_scale"], problem.block)
         if problem.mode == "bwd":
             dy = dequantize(inputs["dy"], inputs["dy_scale"], problem.block)
-            dx, dweight, dbias = backward(x, dy, inputs["weight"], inputs["mean"], inputs["rstd"])
-            return {**quantised(dx, problem, inputs), "dweight": dweight, "dbias": dbias}
+            weight, mean, rstd = (inputs[name] for name in ("weight", "mean", "rstd"))
+            dsum = inputs["dsum"].float() if problem.residual else None
+            dx, dweight, dbias = backward(x, dy, weight, mean, rstd, dsum)
+            dx = dx.bfloat16() if problem.residual else dx
+            codes = quantised(dx, problem, inputs)
+            return {"dx": dx, **codes, "dweight": dweight, "dbias": dbias}
         if problem.stats == "given":
             mean, rstd = inputs["mean"], inputs["rstd"]
         else:

@@ -18,13 +18,11 @@ from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.codes import codes_to_floats
 from jetfire.kernels_triton.common import (
-    INTERPRETED,
     block_scales,
     spread,
     tile_codes,
-    to_float,
 )
-from jetfire.kernels_triton.halves import halvings, tile_amax, widen
+from jetfire.kernels_triton.halves import halvings, narrow, tile_amax, widen
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
@@ -36,16 +34,6 @@ from jetfire.kernels_triton.tiles import (
     tile_origin,
     tile_reason,
 )
-
-
-@triton.jit
-def narrow(x):
-    """Convert an fp32 tile to bf16, two neighbours at a time: LLVM converts each alone."""
-    if INTERPRETED:
-        return to_float(x, tl.bfloat16)
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @triton.jit

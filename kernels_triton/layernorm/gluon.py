@@ -11,6 +11,7 @@ from jetfire.kernels_triton.gluon_rows import (
     col_places,
     load_codes,
     load_vector,
+    narrow,
     row_places,
     run_places,
     run_scales,
@@ -18,6 +19,7 @@ from jetfire.kernels_triton.gluon_rows import (
     store_quantised,
     tile_scales,
     to_floats,
+    widen,
 )
 
 # The sum of four codes in the first of four places.
@@ -268,7 +270,9 @@ def gradient_kernel(
     rstd_ptr,
     slope_ptr,
     offset_ptr,
+    dsum_ptr,
     seed_ptr,
+    total_ptr,
     q_ptr,
     scale_ptr,
     qt_ptr,
@@ -279,17 +283,22 @@ def gradient_kernel(
     x_scale_stride,
     dy_stride,
     dy_scale_stride,
+    dsum_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
     OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
     WHOLE: gl.constexpr,
+    RESIDUAL: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
     qt_layout: gl.constexpr,
 ):
-    """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row first."""
+    """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of a row of blocks, the last row first.
+
+    RESIDUAL adds dsum to dx, rounds the sum to bf16, writes it, and the codes of it.
+    """
     row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
     rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
@@ -306,6 +315,11 @@ def gradient_kernel(
     dx = (to_floats(dy) * (dy_scale * rstd)) * weight + (to_floats(x) * (x_scale * slope) + offset)
     if not WHOLE:  # what lies beyond would hold the offset
         dx = gl.where(inside, dx, 0.0)
+    if RESIDUAL:
+        dsum = load_codes(dsum_ptr, rows, cols, M, N, dsum_stride)
+        total = narrow(widen(dsum) + dx)
+        gl.store(total_ptr + (rows.to(gl.int64) * N + cols), total, mask=inside)
+        dx = widen(total)
     store_quantised(
         dx,
         seed_ptr,

@@ -12,13 +12,16 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.halves import narrow, widen
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
+    load_tile,
     quantised,
     store_quantised,
+    store_tile,
     tile_origin,
     tile_reason,
 )
@@ -151,7 +154,9 @@ def gradient_kernel(
     rstd_ptr,
     plain_ptr,
     along_ptr,
+    dsum_ptr,
     seed_ptr,
+    total_ptr,
     q_ptr,
     scale_ptr,
     qt_ptr,
@@ -164,16 +169,19 @@ def gradient_kernel(
     x_scale_stride,
     dy_stride,
     dy_scale_stride,
+    dsum_stride,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
     """Write dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) of one tile, and its sums over rows.
 
-    The sums are [tiles down, N]: Σ dy·x̂ for the weight, Σ dy for the bias.
+    The sums are [tiles down, N]: Σ dy·x̂ for the weight, Σ dy for the bias. RESIDUAL adds dsum to
+    dx, rounds the sum to bf16, writes it, and the codes of it.
     """
     row0, col0 = tile_origin(N, TILE_M, TILE_N)
     rows, cols = row0 + tl.arange(0, TILE_M), col0 + tl.arange(0, TILE_N)
@@ -192,6 +200,11 @@ def gradient_kernel(
     at = (row0 // TILE_M).to(tl.int64) * N + cols
     tl.store(dweight_ptr + at, tl.sum(dy * xhat, 0), mask=cols < N)
     tl.store(dbias_ptr + at, tl.sum(dy, 0), mask=cols < N)
+    if RESIDUAL:
+        dsum = load_tile(dsum_ptr, row0, col0, M, N, dsum_stride, TILE_M, TILE_N)
+        total = narrow(widen(dsum) + dx)
+        store_tile(total_ptr, total, row0, col0, M, N, N)
+        dx = widen(total)
     seed = tl.load(seed_ptr) if STOCHASTIC else 0
     q, scale = quantize_tile(dx, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
     store_quantised(
@@ -272,8 +285,19 @@ def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensor
     grid, options = _by_rows(problem)
     row_sums_kernel[grid](*given, *means, *sizes, **options)
     grid, options = _by_tile(problem, config)
+    dsum = inputs.get("dsum")
     gradient_kernel[grid](
-        *given, *means, inputs.get("seed"), *quantised(outputs), *parts, *sizes, **options
+        *given,
+        *means,
+        dsum,
+        inputs.get("seed"),
+        outputs.get("dx"),
+        *quantised(outputs),
+        *parts,
+        *sizes,
+        None if dsum is None else dsum.stride(0),
+        RESIDUAL=problem.residual,
+        **options,
     )
     for part, name in zip(parts, ("dweight", "dbias"), strict=True):
         column_sums_kernel[(ceil_div(n, 128),)](part, outputs[name], part.shape[0], n, C=128)

@@ -40,6 +40,12 @@ struct float2 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float4 __ldcg(const float4* from) { return *from; }
+inline void __stcg(float4* to, float4 x) { *to = x; }
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
