@@ -22,6 +22,12 @@ VARIATIONS = (
     {"block": 32, "out_block": 128, "layout": "both", "rounding": "stochastic"},
     {"block": 128, "out_block": 32, "rounding": "stochastic"},
 )
+# And each of these backward, of an op that may add to a residual stream.
+STREAMS = (
+    {"residual": True, "layout": "both"},
+    {"residual": True, "out_block": 128, "layout": "both"},
+    {"residual": True, "block": 128, "layout": "q"},
+)
 GEMM_VARIATIONS = (
     {"block": 128},
     {"out": "int8", "layout": "both", "rounding": "stochastic"},
@@ -40,6 +46,8 @@ def problems(op, capability):
     for variation in VARIATIONS:
         fields = {k: v for k, v in variation.items() if k in op.Problem.__dataclass_fields__}
         found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
+    if "residual" in op.Problem.__dataclass_fields__:
+        found += [p for stream in STREAMS for p in op.problems("bwd", {**shape, **stream})]
     return dict.fromkeys(found)
 
 

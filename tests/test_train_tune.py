@@ -42,12 +42,14 @@ def test_a_step_asks_for_what_flows_between_the_products(asked_for):
         "adamw", "add", "add_rows", "column_sum", "cross_entropy", "gelu", "gemm", "layernorm",
         "quantize", "quantize_qkv",
     }  # fmt: skip
-    for name in ("add", "cross_entropy", "gelu", "layernorm"):
+    assert {p.mode for p in asked_for["add"]} == {"fwd"}
+    for name in ("cross_entropy", "gelu", "layernorm"):
         assert {p.mode for p in asked_for[name]} == {"fwd", "bwd"}, name
     assert {p.block for ps in asked_for.values() for p in ps if hasattr(p, "block")} == {64}
     assert {(p.m, p.n, p.valid) for p in asked_for["cross_entropy"]} == {(TOKENS, ROWS, 100)}
     # Between blocks the gradient's codes go both ways; into the first one nobody takes them.
-    assert {p.layout for p in asked_for["add"] if p.mode == "bwd"} == {"q", "both"}
+    backward = [p for p in asked_for["layernorm"] if p.mode == "bwd"]
+    assert {(p.residual, p.layout) for p in backward} == {(True, "q"), (True, "both")}
 
 
 def test_a_step_asks_for_the_update_of_every_weight(asked_for):
