@@ -2,7 +2,8 @@
 
 LayerNorm's, of 8192×4096 codes, stochastic, layout q, issues 34 instructions per element, which are
 38 µs of an H200's issue slots at 1.75 GHz; its 101 MB take 24 µs. The three launches of the Gluon
-kernel issue 35, read x and dy twice and take 78 µs. This one was not measured yet.
+kernel issue 35, read x and dy twice and take 79 µs; this one takes 62 (RMSNorm's: 70 and 57), at
+8192×1024 19.5 after tuning, where Gluon's takes 26.5. It has no shipped profiles yet.
 """
 
 from __future__ import annotations

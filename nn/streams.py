@@ -20,8 +20,10 @@ class Branch:
     what it reads until `join`: the allocator gives freed memory to the current stream at once.
     What it makes may be used after `join`.
 
-    Two products of a GPT-2 fill a GPU one after another either way: what a branch gains is the
-    time in which one begins and the other's last tiles end, some microseconds for each.
+    Two kernels that each fill a GPU run one after another either way: what a branch gains is the
+    time in which one begins and the other's last tiles end. The updates of 350M's 97 INT8 weights
+    took 0.4 ms of a step of 36.5 less so; products for weights' gradients beside those for inputs'
+    gained nothing.
 
     Args:
         number: tells branches that run beside each other.

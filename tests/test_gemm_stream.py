@@ -311,11 +311,12 @@ def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_
         options = {"block": block, "out": out, "accumulate": accumulate}
         assert streams(64, 1024, 16384, **options)
         assert streams(768, 768, 16384, **options)  # a weight's gradient
-        assert streams(8192, 1024, 4096, **options)  # 2.6 waves
         assert not streams(1024, 1024, 1024, **options)
         assert not streams(8192, 8192, 8192, **options)
         assert not streams(16384, 16384, 16384, **options)
     assert streams(4096, 4096, 4096, block=128, out="int8", out_block=32)
+    assert not streams(8192, 1024, 1024, block=128, out="int8", out_block=32)  # 27 µs, not 23
+    assert not streams(4096, 4096, 4096, block=128, out="int8", layout="both")
 
 
 def test_streaming_whole_waves_costs_what_they_cost():
