@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.products import QuantisedWeight, stamp, weights_changed
-from jetfire.nn.streams import Branch
+from jetfire.nn.streams import branches
 from jetfire.ops import int8_adamw
 
 _REFUSED = ("amsgrad", "maximize", "foreach", "differentiable")
@@ -150,33 +149,25 @@ class AdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         scalars = {row[0].device: self._scalars(group, row[0].device) for row in rows}
-        lanes = {device: [Branch(device, i) for i in range(_LANES)] for device in scalars}
-        for i, (param, grad, exp_avg, exp_avg_sq, step) in enumerate(rows):
-            rate, grad_scale, found_inf = scalars[param.device]
-            mine = self._int8[param]
-            room = mine.room()
-            # Codes that are made here for the first time must belong to the current stream.
-            with nullcontext() if room is None else lanes[param.device][i % _LANES]:
-                codes = int8_adamw(
-                    param,
-                    grad,
-                    exp_avg,
-                    exp_avg_sq,
-                    rate,
-                    step,
-                    block=mine.block,
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=group["eps"],
-                    decay=group["weight_decay"],
-                    grad_scale=grad_scale,
-                    found_inf=found_inf,
-                    out=room,
-                )
-            mine.written(codes)
-            self._updated.append(mine)
-        for lane in chain(*lanes.values()):
-            lane.join()
+        options = {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "decay": group["weight_decay"],
+        }
+        with branches(scalars, _LANES) as lanes:
+            for i, (param, *state, step) in enumerate(rows):
+                mine, lane = self._int8[param], lanes[param.device][i % _LANES]
+                room = mine.room()
+                # Codes that are made here for the first time must belong to the current stream.
+                with nullcontext() if room is None else lane.here():
+                    rate, *guards = scalars[param.device]
+                    guarded = dict(zip(("grad_scale", "found_inf"), guards, strict=True))
+                    codes = int8_adamw(
+                        param, *state, rate, step, block=mine.block, out=room, **options, **guarded
+                    )
+                mine.written(codes)
+                self._updated.append(mine)
         failed = {
             device: (found_inf != 0).float()
             for device, (_, _, found_inf) in scalars.items()

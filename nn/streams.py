@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from types import TracebackType
 
 import torch
 
@@ -16,7 +17,7 @@ def _stream(device: int, number: int) -> torch.cuda.Stream:
 class Branch:
     """Work beside the current stream, from now until `join`; on a CPU it runs where it stands.
 
-    What is launched in its `with` blocks runs after all that was launched before it was made. Keep
+    What is launched within `here` runs after all that was launched before it was made. Keep
     what it reads until `join`: the allocator gives freed memory to the current stream at once.
     What it makes may be used after `join`.
 
@@ -36,20 +37,25 @@ class Branch:
             self._stream = _stream(self._current.device_index, number)
             self._stream.wait_stream(self._current)
 
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stream is not None:
-            torch.cuda.set_stream(self._current)
+    def here(self) -> AbstractContextManager[object]:
+        """Return what has work launched in the branch, and then where it was launched before."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         """Have the current stream wait for the branch."""
         if self._stream is not None:
             self._current.wait_stream(self._stream)
+
+
+@contextmanager
+def branches(
+    devices: Iterable[torch.device], count: int
+) -> Iterator[dict[torch.device, list[Branch]]]:
+    """Make `count` branches on each device, and join them at the end, whatever happens."""
+    made = {device: [Branch(device, i) for i in range(count)] for device in devices}
+    try:
+        yield made
+    finally:
+        for device in made:
+            for branch in made[device]:
+                branch.join()
