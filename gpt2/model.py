@@ -114,8 +114,9 @@ class GPT2(nn.Module, Int8Weights):
 
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
-            blocks in INT8, with a `head` the output head too, and the rest in BF16; INT4 recipes
-            the blocks' linear layers alone, and the rest as bf16 does.
+            blocks in INT8, with a `head` the output head's loss too (`own_loss`), and the rest,
+            logits without targets among it, in BF16; INT4 recipes the blocks' linear layers alone,
+            and the rest as bf16 does.
         own_loss: the head and its loss are `linear_cross_entropy`; None is so but of bf16.
     """
 
@@ -185,7 +186,7 @@ class GPT2(nn.Module, Int8Weights):
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, problem.Block]]:
         """Return the table with its codes and block, where the head multiplies in INT8."""
         side = self.recipe.head
-        return [] if side is None else [(self.tokens.weight, self._head, side)]
+        return [(self.tokens.weight, self._head, side)] if side and self.own_loss else []
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

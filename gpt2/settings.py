@@ -280,12 +280,14 @@ def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Se
     """The settings of a run that goes on, with those changed that may be.
 
     Args:
-        before: as the checkpoint holds them; given: what the user asked for now.
+        before: as the checkpoint holds them, without `head` where it was made when every head was
+            in BF16; given: what the user asked for now.
 
     Raises:
         UsageError: what was asked for would make it another run.
     """
     asked = checked(given)
+    before = {"head": "recipe" if before.get("recipe") != "int8" else "bf16", **before}
     for name, value in asked.items():
         if name not in CHANGEABLE and name in before and before[name] != value:
             raise UsageError(

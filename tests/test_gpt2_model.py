@@ -6,7 +6,16 @@ from torch.nn import functional
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import GPT2, Shape
-from jetfire.nn import RECIPES, Int4, Int8Block, Recipe, Stream, is_int4_state, recipes
+from jetfire.nn import (
+    RECIPES,
+    Int4,
+    Int8Block,
+    Recipe,
+    Stream,
+    is_int4_state,
+    quantised_weights,
+    recipes,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,6 +195,12 @@ def test_learns(device, recipe):
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize(("own_loss", "codes"), [(True, 1), (False, 0)])
+def test_a_table_has_codes_where_the_head_s_loss_is_ours(own_loss, codes):
+    model = GPT2(SHAPE, "int8", own_loss=own_loss)
+    assert len(quantised_weights(model)) == 4 * SHAPE.layers + codes
 
 
 def test_head_in_int8_has_nearly_the_loss_of_one_in_bf16(device):

@@ -814,6 +814,16 @@ def test_loss_in_int8_is_near_its_own_in_float(device):
     assert not sums[1][300:].any()
 
 
+def test_loss_in_int8_makes_no_gradient_that_nobody_asks_for(device):
+    x = torch.randn(32, 32, device=device, requires_grad=True)
+    weight = torch.randn(32, 32, device=device)
+    targets, tied = torch.zeros(32, dtype=torch.int64, device=device), TiedGradient()
+    codes = int8_quantize(weight, layout="both")
+    linear_cross_entropy(x, weight, targets, tied=tied, codes=codes).sum().backward()
+    assert x.grad is not None
+    assert tied.take() is None
+
+
 def test_loss_in_int8_draws_as_modules_do(device):
     """In training without gradients too, in evaluation without gradients not."""
     x, weight = torch.randn(32, 32, device=device), torch.randn(32, 32, device=device)

@@ -164,6 +164,14 @@ def test_graph_as_earlier_checkpoints_hold_it(kept):
     assert resumed(before, {"graph": "auto"}, "run").graph == "auto"
 
 
+@pytest.mark.parametrize(("recipe", "head"), [("int8", "bf16"), ("int8-block128", "recipe")])
+def test_a_head_as_earlier_checkpoints_had_it(recipe, head):
+    before = settings_of(recipe=recipe).as_dict()
+    del before["head"]
+    assert resumed(before, {}, "run").head == head
+    assert resumed(before, {}, "run").precision().head is None
+
+
 def test_several_processes_steps_are_captured_only_split():
     step = SimpleNamespace(group=Group(0, 2), split=False)
     with pytest.raises(ValueError, match="only if it is split"):
