@@ -59,6 +59,11 @@ def add_rows(table: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor) -> 
     Args:
         table: rows × width; ids: int64, tokens; gradient: tokens × width.
     """
+    if table.dtype == torch.float64:
+        sums = torch.ops.aten.embedding_dense_backward(
+            gradient.double(), ids, table.shape[0], -1, False
+        )
+        return table.add_(sums)
     rows = gradient if gradient.dtype in FLOATS else gradient.float()
     if rows.stride(-1) != 1:  # an expanded one
         rows = rows.contiguous()

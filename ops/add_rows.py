@@ -140,14 +140,16 @@ def _ranks(m: int, k: int) -> Tensor:
 def grouped(ids: Tensor, rows: int) -> Tensor:
     """Return positions, int64, in an order that brings equal ids together, each in its own order.
 
+    Sorts the narrowest integers that tell rows apart, and what is none from them, in whatever
+    order: a GPU's radix sort takes two passes over two bytes, eight over eight.
+
     Args:
-        ids: int64, of 0 to rows − 1. Of the narrowest integers that tell these apart, whatever
-            their order: a GPU's radix sort takes two passes over two bytes, eight over eight.
+        ids: int64; what is not 0 to rows − 1 comes with no row.
     """
     import torch
 
-    narrow = torch.int16 if rows <= 2**16 else torch.int32 if rows <= 2**32 else torch.int64
-    return ids.to(narrow).sort(stable=True).indices
+    narrow = torch.int16 if rows < 2**16 else torch.int32 if rows < 2**32 else torch.int64
+    return ids.clamp(-1, rows).to(narrow).sort(stable=True).indices
 
 
 def _sizes(gradient: Shape, table: Shape) -> dict[str, Any]:

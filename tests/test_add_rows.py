@@ -200,6 +200,16 @@ def test_what_is_no_row(device, wrong):
         check(problem, {name: x.cpu() for name, x in inputs.items()}, kernel=kernel)
 
 
+@pytest.mark.parametrize("rows", [6, 50304, 65535, 65536])
+def test_what_is_no_row_is_sorted_apart_from_rows(rows):
+    """Not among those that it equals modulo 2^16, whose run would be cut."""
+    ids = torch.tensor([5, 2**16 + 5, 5, -1, rows - 1, 5 - 2**16, 2**32 + 5, -1, rows - 1])
+    ordered = ids[grouped(ids, rows)].tolist()
+    for row in (5, rows - 1):
+        first, count = ordered.index(row), ordered.count(row)
+        assert ordered[first : first + count] == [row] * count
+
+
 def test_the_check_sees_a_missing_row():
     problem = OP.Problem(100, 8, 4096)
     inputs = OP.inputs(problem, CPU)

@@ -50,6 +50,13 @@ def test_a_table_and_a_gradient_of_any_float(device, dtype):
             assert torch.equal(table.double(), expected)
 
 
+def test_a_table_of_float64_is_summed_in_float64(device):
+    table = torch.zeros((3, 2), dtype=torch.float64, device=device)
+    gradient = torch.full((2, 2), 1 / 3, dtype=torch.float64, device=device)
+    add_rows(table, torch.tensor([1, 1], device=device), gradient)
+    assert table.tolist() == [[0.0, 0.0], [2 / 3, 2 / 3], [0.0, 0.0]]
+
+
 def test_one_gradient_of_embedding_and_head(device):
     table = torch.randn((64, 16), device=device, requires_grad=True)
     other = table.detach().clone().requires_grad_()
