@@ -185,7 +185,7 @@ def int8_add_backward(
     Returns:
         dx (bf16), and its quantised copy.
     """
-    expect.matrix("the stream", dsum, ("bfloat16",))
+    expect.matrix("dsum", dsum, ("bfloat16",))
     q, scale = expect.quantized("dq", dq, like=dsum)
     seed = expect.rounding_seed(rounding, seed, layout, dsum)
     dx, *copy = _add_backward(dsum, q, scale, seed, dq.block, rounding, layout, out_block)

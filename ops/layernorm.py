@@ -326,10 +326,10 @@ def int8_layernorm_add_backward(
     m, n = q.shape
     weight = expect.vector("weight", weight, n, q)
     mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
-    expect.matrix("the stream", dsum, ("bfloat16",))
-    expect.same_device("the stream", dsum, q)
+    expect.matrix("dsum", dsum, ("bfloat16",))
+    expect.same_device("dsum", dsum, q)
     if dsum.shape != q.shape:
-        raise UsageError(f"the stream has shape {tuple(dsum.shape)}: expected {tuple(q.shape)}")
+        raise UsageError(f"dsum has shape {tuple(dsum.shape)}: expected {tuple(q.shape)}")
     seed = expect.rounding_seed(rounding, seed, layout, q)
     dx, *copy, dweight, dbias = _layernorm_add_backward(
         *codes, weight, mean, rstd, dsum, seed, x.block, rounding, layout, out_block

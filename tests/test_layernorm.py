@@ -286,8 +286,8 @@ def test_a_stream_of_another_shape_or_dtype_is_refused():
     x, dy = (ops.Quantized(inputs[k], inputs[f"{k}_scale"]) for k in ("x", "dy"))
     given = [inputs[name] for name in ("weight", "mean", "rstd")]
     for dsum, message in (
-        (inputs["dsum"].float(), "the stream is float32: expected bfloat16"),
-        (inputs["dsum"][:39], "the stream has shape (39, 70): expected (40, 70)"),
+        (inputs["dsum"].float(), "dsum is float32: expected bfloat16"),
+        (inputs["dsum"][:39], "dsum has shape (39, 70): expected (40, 70)"),
     ):
         with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
             ops.int8_layernorm_add_backward(x, dy, *given, dsum, seed=inputs["seed"])

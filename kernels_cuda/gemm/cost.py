@@ -57,7 +57,7 @@ def fastest(kernel: Kernel, problem: GemmProblem, device: Device) -> WgmmaConfig
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     """Return configs of every tile worth trying, with the other fields that suit it."""
     found = []
-    # Transposed codes beside the sums of other blocks take more registers than there are.
+    # Transposed codes beside the sums of other blocks spill: a default does not.
     streams = (False,) if problem.layout != "q" else (False, True)
     large = problem.m * problem.n >= (1 << 26 if problem.block == 128 else 1 << 27)
     for groups, tile_n in STEP_US:

@@ -59,6 +59,8 @@ def _norms(codes: torch.Tensor, first: int, block: int) -> torch.Tensor:
 def cut_noise(inputs: Tensors) -> torch.Tensor:
     """Return the same of exact sums that K is cut for: zeros, of another order than the reference.
 
+    Not None, which would say that bits are those of other configs: they are not.
+
     The parts' sums and their sum have together as many additions as one sum over all of K: the op
     bounds what these may be off by in any order.
     """
