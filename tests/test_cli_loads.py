@@ -178,7 +178,7 @@ def _group(name):
 COMPLETED = {
     "jetfire b": ["bench"],
     "jetfire bench ge": ["gelu", "gemm"],
-    "jetfire-bench gemm,qu": ["gemm,quantize", "gemm,quantize_qkv"],
+    "jetfire-bench gemm,qu": ["gemm,quantize", "gemm,quantize_dlogits", "gemm,quantize_qkv"],
     "jetfire-bench gemm --kernel w": ["wgmma"],
     "jetfire-bench gemm --peer cub": ["cublas_bf16", "cublas_fp16"],
     "jetfire-bench --workload gpt2-1": ["gpt2-124m", "gpt2-1558m"],

@@ -166,8 +166,8 @@ ON_THE_CPU = (
     ),
     Mutant(
         "logits-overwritten", "input", "cross_entropy", "torch", f"{CPU}/cross_entropy/__init__.py",
-        'gradient = (logits - inputs["lse"][:, None]).exp_()',
-        'gradient = logits.sub_(inputs["lse"][:, None]).exp_()',
+        'gradient = (logits[:, :valid].float() - inputs["lse"][:, None]).exp_()',
+        'gradient = logits[:, :valid].float().sub_(inputs["lse"][:, None]).exp_()',
         {"m": 1, "n": 1}, frozenset({"input"}), 300,
     ),
     Mutant(
@@ -180,7 +180,7 @@ ON_THE_CPU = (
     Mutant(
         "target-in-the-padding", "bound", "cross_entropy", "torch",
         f"{CPU}/cross_entropy/__init__.py",
-        "(targets < valid), targets == IGNORED", "(targets <= valid), targets == IGNORED",
+        "(targets >= 0) & (targets < valid)", "(targets >= 0) & (targets <= valid)",
         {"m": 300, "n": 2}, WRONG | {"raised"}, 300,
     ),
     Mutant(
