@@ -31,9 +31,10 @@ profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and la
 	tuned=$$($(PY) -m jetfire.tuner.shipped) && echo "$$tuned" | while read -r words; do \
 	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune $$words --all --missing \
 	    --strategy gp --budget 1h < /dev/null || exit 1; done
-	for preset in gpt2-124m gpt2-350m gpt2-774m gpt2-1558m; do for block in 32 64 128; do \
+	for preset in gpt2-124m gpt2-350m gpt2-774m gpt2-1558m; do \
+	  for recipe in int8 int8-block32 int8-block64 int8-block128; do \
 	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli train tune $$preset \
-	    --recipe int8-block$$block --set tokenizer=gpt2 --missing --strategy gp --trials 40 \
+	    --recipe $$recipe --set tokenizer=gpt2 --missing --strategy gp --trials 40 \
 	    --budget 10m --peer none || exit 1; done; done
 
 fuzz: $(INSTALLED)  ## random problems against the reference: OP's kernels (default: all), EXAMPLES each
