@@ -7,7 +7,7 @@ kernel that does both moves 30 bytes per element where they move 38.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,12 +155,13 @@ class AdamW(torch.optim.AdamW):
             "eps": group["eps"],
             "decay": group["weight_decay"],
         }
-        with branches(scalars, _LANES) as lanes:
+        with ExitStack() as stack:
+            lanes = {device: stack.enter_context(branches(device, _LANES)) for device in scalars}
             for i, (param, *state, step) in enumerate(rows):
                 mine, lane = self._int8[param], lanes[param.device][i % _LANES]
                 room = mine.room()
                 # Codes that are made here for the first time must belong to the current stream.
-                with nullcontext() if room is None else lane.here():
+                with nullcontext() if room is None else lane:
                     rate, *guards = scalars[param.device]
                     guarded = dict(zip(("grad_scale", "found_inf"), guards, strict=True))
                     codes = int8_adamw(
