@@ -41,7 +41,7 @@ class Kernel(ABC):
     """An implementation of an op for some devices.
 
     Attributes:
-        candidate: no device has shown it to be faster, so it runs where no other kernel takes the
+        candidate: no profiles are shipped for it, so it runs where no other kernel takes the
             problem, or where a profile has it as the fastest.
     """
 

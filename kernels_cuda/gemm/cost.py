@@ -33,8 +33,8 @@ STEP_US = {
 # bursts); blocks of 128 (0.88) lose the rest by the tiles that `legal` leaves them.
 TILE_US = 1.2
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
-# microsecond of a block. Fitted to what `stream` changed of 24 problems and tiles on an H200 (in
-# blocks of 128, three outputs): half of them within 2 µs, where 1 µs a part was 4 µs off.
+# microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
+# an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
 PART_US, LEFT_BYTES = 3.0, 8e4
 # What `stream` must gain by the model to be chosen: blocks that begin anywhere along K share less
 # of what L2 holds, which the model does not see.

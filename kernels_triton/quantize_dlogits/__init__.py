@@ -134,9 +134,8 @@ def masked(q, keep):
 @triton.jit
 def codes(value, factor, keep, draws, STOCHASTIC: tl.constexpr):
     """Return value·factor as int8, where keep is -1; elsewhere 0, whatever the product is."""
-    if (
-        INTERPRETED
-    ):  # NumPy warns of what is too large to convert; such a code is masked, or not last
+    if INTERPRETED:
+        # NumPy warns of what is too large to convert; such a code is masked, or not the last.
         value = tl.where((keep != 0) & (tl.abs(value * factor) < 128.0), value, 0.0)
     if STOCHASTIC:
         return masked(codes_stochastic(value, factor * LESS, draws), keep)
