@@ -53,6 +53,10 @@ class Subject(ABC):
         """Forward and backward that add to the gradients of the call before."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Drop the gradients."""
+
+    @abstractmethod
     def standing(self) -> Iterable[torch.Tensor]:
         """Parameters, gradients and optimizer state."""
 
@@ -140,6 +144,9 @@ class StepSubject(Subject):
     def accumulate(self) -> object:
         return self.step.gradient(*self.micros[0])
 
+    def forget(self) -> None:
+        self.step.optimizer.zero_grad(set_to_none=True)
+
     def standing(self) -> Iterable[torch.Tensor]:
         for parameter in self.model.parameters():
             yield parameter
@@ -212,10 +219,10 @@ class BlockSubject(Subject):
                 **_gradients(self.module, 0)}  # fmt: skip
 
     def call(self) -> object:
-        self._forget()
+        self.forget()
         return self.accumulate()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.module.zero_grad(set_to_none=True)
         self.x.grad = None
 
@@ -239,7 +246,7 @@ class BlockSubject(Subject):
             self.call()
         current.wait_stream(stream)
         expected = self._gradient().clone()
-        self._forget()
+        self.forget()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             self.call()

@@ -121,9 +121,12 @@ def synchronises(call: Call) -> bool:
 class _Variant:
     """A variant on a GPU, with its graph, or its calls alone where they cannot be captured."""
 
-    def __init__(self, calls: Sequence[Call], sample_ms: float, capture: bool) -> None:
+    def __init__(
+        self, calls: Sequence[Call], sample_ms: float, capture: bool, untimed: int
+    ) -> None:
         self.calls = calls
         self.capture = capture
+        self.untimed = untimed
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
@@ -166,6 +169,7 @@ class _Variant:
     def elapsed(self, monitor: Monitor | None = None) -> float:
         """Return milliseconds per call of one sample; the clock is read while the device works."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _walk(self.calls, self.untimed)
         torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         self.run()
@@ -223,8 +227,11 @@ def _time_cuda(
     capture: bool,
     warm_ms: float,
     least_rounds: int,
+    untimed: int,
 ) -> dict[str, Timing]:
-    prepared = {name: _Variant(calls, sample_ms, capture) for name, calls in variants.items()}
+    prepared = {
+        name: _Variant(calls, sample_ms, capture, untimed) for name, calls in variants.items()
+    }
     begin = time.perf_counter()
     while (time.perf_counter() - begin) * 1e3 < warm_ms:
         for variant in prepared.values():
@@ -288,6 +295,7 @@ def time_calls(
     capture: bool = True,
     warm_ms: float = WARM_MS,
     least_rounds: int = LEAST_ROUNDS,
+    untimed: int = 0,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -301,6 +309,8 @@ def time_calls(
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
         warm_ms: how long a GPU runs all of them beforehand.
+        untimed: calls before each sample on a GPU, for work that a variant has only where another
+            ran before it.
 
     Returns:
         By name, the milliseconds per call.
@@ -319,5 +329,6 @@ def time_calls(
                 capture,
                 warm_ms,
                 least_rounds,
+                untimed,
             )
     return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds)

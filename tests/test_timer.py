@@ -156,3 +156,24 @@ def test_a_call_that_cannot_be_captured_says_so():
     )
     assert not timings["synchronises"].graph
     assert timings["captures"].graph
+
+
+@pytest.mark.gpu
+def test_what_a_variant_does_after_another_alone_is_not_timed():
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    last = ""
+
+    def call(name: str) -> None:
+        nonlocal last
+        for _ in range(1 if last == name else 20):  # as codes are copied after others were made
+            x @ x
+        last = name
+
+    variants = {name: [lambda name=name: call(name)] for name in ("one", "other")}
+
+    def ms(untimed: int) -> float:
+        options = {"rounds": 5, "sample_ms": 0.1, "capture": False, "untimed": untimed}
+        return time_calls(variants, device, **options)["one"].ms
+
+    assert ms(0) > 3 * ms(1)
