@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -139,6 +140,7 @@ def sums_options(problem: Any, config: NormConfig) -> dict[str, Any]:
     }
 
 
+@cache
 def finish_options() -> dict[str, Any]:
     """Return the options of a kernel that adds up the parts of such sums."""
     return {
