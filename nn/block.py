@@ -26,6 +26,7 @@ from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import (
     Handoff,
     Placed,
+    alone,
     checked_block,
     flat,
     keys_for_backward,
@@ -183,10 +184,13 @@ class _Leave(torch.autograd.Function):
         bias2: Tensor,
         *codes: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Drop codes as soon as no product reads them: GELU's alone are 4 bytes per element."""
         block, flow, eps = setting.block, setting.flow, setting.eps
         w0, w1, w2 = (Quantized.of(codes[i : i + 4], "both", block) for i in (0, 4, 8))
         a = int8_quantize(attended, block=block, layout="both")
         y = int8_gemm(a, w0, out="int8", bias=bias0, out_block=flow)
+        at = alone(a.t)
+        del a
         y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
         h, *_ = int8_layernorm(
@@ -200,20 +204,33 @@ class _Leave(torch.autograd.Function):
             out_block=block,
         )
         f = int8_gemm(h, w1, out="int8", bias=bias1, out_block=flow)
+        ht = alone(h.t)
+        del h
         u = int8_gelu(f, approximate=setting.approximate, out_block=block)
         y = int8_gemm(u, w2, out="int8", bias=bias2, out_block=flow)
+        del u
         y = _dropped(y, setting, seeds, _MASK2)
         out, copy, *statistics = int8_add(x, y, eps=eps)
         ctx.mark_non_differentiable(*copy.tensors, *statistics)
+        if not torch.compiler.is_compiling():  # Dynamo traces no such call
+            # Autograd would fill zeros for the codes' gradient: a byte per element.
+            ctx.set_materialize_grads(False)
         ctx.handoff, ctx.setting, ctx.weights = handoff, setting, (weight0, weight1, weight2)
-        kept = flat(s, f, a.t, h.t, w0.t, w1.t, w2.t)
+        kept = flat(s, f, at, ht, w0.t, w1.t, w2.t)
         ctx.save_for_backward(seeds, mean, rstd, norm_weight, *kept)
         return out, *copy.tensors, *statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Drop at once what is no longer wanted: the peak of a step's memory is in here."""
+        """Drop at once what is no longer wanted: the peak of a block's memory is in here.
+
+        GELU's backward is that peak, with f, du and dfᵀ, 4 bytes per element each. So the weight's
+        gradient comes next, after which dfᵀ is not wanted, and dh after it.
+        """
+        dx = grads[0]
+        if dx is None:  # all that read the stream has given it no gradient
+            return (None,) * len(ctx.needs_input_grad)
         setting = ctx.setting
         block, flow, adds = setting.block, setting.flow, setting.adds
         weight0, weight1, weight2 = ctx.weights
@@ -221,7 +238,6 @@ class _Leave(torch.autograd.Function):
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         (s, f), (at, ht, w0t, w1t, w2t) = unflat(codes[:4], flow), unflat(codes[4:], block)
         del codes
-        dx = grads[0]
 
         def seed(index: int) -> Tensor:
             return seeds[index : index + 1]
@@ -236,6 +252,7 @@ class _Leave(torch.autograd.Function):
         db2 = int8_column_sum(g)
         del u
         du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
+        del g
         df = int8_gelu_backward(
             f,
             du,
@@ -245,15 +262,18 @@ class _Leave(torch.autograd.Function):
             inplace=True,
             out_block=block,
         )
-        del g, du
-        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
+        del du
         dw1 = weight_gradient(df.t, ht, weight1, adds)
         db1 = int8_column_sum(df)
+        df = alone(df)
+        dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, dnorm_weight, dnorm_bias = int8_layernorm_add_backward(
             s, dh, norm_weight, mean, rstd, dx, seed=seed(4), layout="both", out_block=block
         )
+        del dh
         g = _undropped(copy, setting, seeds, _MASK0)
+        del copy
         dattended = int8_gemm(g, w0t, out="bf16")
         dw0 = weight_gradient(g.t, at, weight0, adds)
         db0 = int8_column_sum(g)

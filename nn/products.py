@@ -79,6 +79,11 @@ def unflat(parts: Sequence[torch.Tensor], block: Block) -> list[Quantized]:
     return [Quantized(q, scale, block=block) for q, scale in pairs]
 
 
+def alone(value: Quantized) -> Quantized:
+    """Return a matrix's codes without its transpose's, whose memory may then be another's."""
+    return Quantized(value.q, value.scale, block=value.block)
+
+
 def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """Return Aᵀ·B of two matrices with as many rows: a weight's gradient.
 
