@@ -1,29 +1,33 @@
 """Cross-entropy of a linear head, in BF16 or in INT8.
 
 In BF16 the logits are turned into their gradient where they are. In INT8 the gradient's codes, both
-ways, lie beside them: two bytes per logit more at the peak.
+ways, lie beside them, two bytes per logit: of a part of the rows at a time, where there are many.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.problem import Block
-from jetfire.core.tensors import Quantized
+from jetfire.core.tensors import Quantized, ceil_div
 from jetfire.nn.embedding import TiedGradient
 from jetfire.nn.products import (
     FLOATS,
     flat,
     keys_for_backward,
-    product_of_transposes,
     unflat,
 )
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
+
+# Backward in INT8 takes about so many logits at once, whose codes are 0.5 GB, but no fewer rows: to
+# add to the weight's gradient, part by part, moves 8 bytes per element. For parts of 4096 rows that
+# is, by an H200's rates, up to a quarter of the product's time.
+_LOGITS, _ROWS = 2**28, 4096
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -65,10 +69,22 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
     return (dlogits.t() @ x).to(dtype)
 
 
+def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
+    """Return in how many parts backward in INT8 takes the rows, and the rows of each but the last.
+
+    Parts begin where blocks of any side do.
+    """
+    parts = max(1, min(ceil_div(rows * vocabulary, _LOGITS), rows // _ROWS))
+    side = max(get_args(Block))
+    size = max(1, ceil_div(rows, parts * side)) * side
+    return max(1, ceil_div(rows, size)), size
+
+
 class _Int8LinearCrossEntropy(torch.autograd.Function):
     """The same of codes; those of the gradient in the logits are drawn, and the logits stay.
 
-    `codes` are the tensors of the weight's `Quantized`: autograd looks into no tuple.
+    `seeds` has a key for each part of the rows. `codes` are the tensors of the weight's
+    `Quantized`: autograd looks into no tuple.
     """
 
     @staticmethod
@@ -80,38 +96,44 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
         valid: int,
         tied: TiedGradient | None,
         block: Block,
-        seed: torch.Tensor | None,
+        seeds: torch.Tensor | None,
         *codes: torch.Tensor,
     ) -> torch.Tensor:
         w = Quantized.of(codes, "both", block)
         a = int8_quantize(x, block=block, layout="both")
         logits = int8_gemm(a, w, out=FLOATS[x.dtype])
         loss, lse = cross_entropy(logits, targets, valid=valid)
-        ctx.save_for_backward(targets, logits, lse, seed, *flat(a.t, w.t))
+        ctx.save_for_backward(targets, logits, lse, seeds, *flat(a.t, w.t))
         ctx.valid, ctx.weight_dtype, ctx.tied, ctx.block = valid, weight.dtype, tied, block
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        targets, logits, lse, seed, *codes = ctx.saved_tensors
+        targets, logits, lse, seeds, *codes = ctx.saved_tensors
         at, wt = unflat(codes, ctx.block)
-        g = int8_cross_entropy_backward(
-            logits,
-            targets,
-            lse,
-            grads[0].contiguous(),
-            block=ctx.block,
-            valid=ctx.valid,
-            rounding="stochastic",
-            layout="both",
-            seed=seed,
-        )
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = int8_gemm(g, wt, out=FLOATS[logits.dtype])
-        if ctx.needs_input_grad[1]:
-            dw = product_of_transposes(g.t, at, ctx.weight_dtype)
+        assert at.q is not None
+        assert at.scale is not None
+        _, size = _parts(*logits.shape)
+        by_row = (t.split(size) for t in (logits, targets, lse, grads[0].contiguous()))
+        by_column = at.q.split(size, 1), at.scale.split(size // ctx.block, 1)
+        dxs, dw = [], None
+        for *part, q, scale, seed in zip(*by_row, *by_column, seeds.split(1), strict=True):
+            g = int8_cross_entropy_backward(
+                *part,
+                block=ctx.block,
+                valid=ctx.valid,
+                rounding="stochastic",
+                layout="both",
+                seed=seed,
+            )
+            if ctx.needs_input_grad[0]:
+                dxs.append(int8_gemm(g, wt, out=FLOATS[logits.dtype]))
+            if ctx.needs_input_grad[1]:
+                dw = int8_gemm(g.t, Quantized(q, scale, block=ctx.block), out="fp32", c=dw)
+            del g  # else the next part's codes are made beside them
+        dx = torch.cat(dxs) if len(dxs) > 1 else next(iter(dxs), None)
+        dw = None if dw is None else dw.to(ctx.weight_dtype)
         if ctx.tied is not None and dw is not None:
             ctx.tied.put(dw)
             dw = None
@@ -145,8 +167,9 @@ def linear_cross_entropy(
     valid = weight.shape[0] if valid is None else valid
     with torch.autocast(x.device.type, enabled=False):
         if codes is not None:
-            seed = keys_for_backward(1, x.device, training)
+            parts, _ = _parts(x.shape[0], weight.shape[0])
+            seeds = keys_for_backward(parts, x.device, training)
             return _Int8LinearCrossEntropy.apply(
-                x, weight, targets, valid, tied, codes.block, seed, *codes.tensors
+                x, weight, targets, valid, tied, codes.block, seeds, *codes.tensors
             )
         return _LinearCrossEntropy.apply(x, weight, targets, valid, tied)

@@ -30,6 +30,7 @@ from jetfire.nn import (
     weights_changed,
 )
 from jetfire.nn import block as block_module
+from jetfire.nn import loss as loss_module
 from jetfire.nn.products import checked_block
 from jetfire.nn.recipes import get
 from jetfire.ops import int8_quantize
@@ -681,6 +682,22 @@ def test_backward_twice(device):
     assert torch.equal(*found)
 
 
+def test_a_reader_that_gives_the_stream_no_gradient(device):
+    class Deaf(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return None
+
+    block = Int8Block(64, 2, device=device)
+    x = torch.randn(32, 64, device=device).bfloat16().requires_grad_()
+    Deaf.apply(block(Stream.of(x, 32), 1).x).sum().backward()
+    assert not any(p.grad is not None and p.grad.any() for p in (x, *block.parameters()))
+
+
 # Frozen parameters, dtypes, inputs
 
 
@@ -793,9 +810,12 @@ def test_loss_dtypes(device, of_x, of_weight):
         assert error_of(ours.grad, theirs.grad) < 0.02
 
 
-def test_loss_in_int8_is_near_its_own_in_float(device):
+@pytest.mark.parametrize("rows_at_once", [4096, 128])
+def test_loss_in_int8_is_near_its_own_in_float(device, monkeypatch, rows_at_once):
     """The loss and the mean of 30 draws of its gradients; the padding's are zeros."""
     torch.manual_seed(0)
+    monkeypatch.setattr(loss_module, "_LOGITS", 1)
+    monkeypatch.setattr(loss_module, "_ROWS", rows_at_once)
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = (0.3 * torch.randn(320, 64, device=device)).requires_grad_()
     targets = torch.randint(300, (256,), device=device)
