@@ -29,12 +29,12 @@ DEVICE uint32_t pack(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Random words of eight neighbours of each row, as `philox` makes them: the rounds of the lane's
+// Random words of eight neighbours in each of four rows, as `philox` makes them: the rounds of the
 // rows side by side, so that the key's schedule is counted once.
-DEVICE void draw(Words (&words)[TALL], uint64_t seed, int row, int column) {
+DEVICE void draw(Words (&words)[TALL], uint64_t seed, const int (&rows)[TALL], int column) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
 #pragma unroll
-  for (int k = 0; k < TALL; ++k) words[k] = {{uint32_t(column / WIDE), uint32_t(row + k), 0, 0}};
+  for (int k = 0; k < TALL; ++k) words[k] = {{uint32_t(column / WIDE), uint32_t(rows[k]), 0, 0}};
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
 #pragma unroll
@@ -66,41 +66,39 @@ DEVICE uint32_t rounded(float x, float multiplier, const Words& words, int j) {
   return __float_as_uint(__fadd_rd(sum, INTEGER - 128.0f));
 }
 
-// Store a row's eight codes, of a matrix of `n` columns. ACCESS: 8 where that divides addresses
-// and n, else 1.
+// Store a row's eight codes, or the first `columns` of them, not all only if ACCESS is 1 byte.
 template <int ACCESS>
-DEVICE void store_row(uint8_t* to, uint2 codes, int column, int n) {
+DEVICE void store_row(uint8_t* to, uint2 codes, int columns) {
   if constexpr (ACCESS == WIDE) {
-    if (column < n) *reinterpret_cast<uint2*>(to) = codes;
+    if (columns > 0) *reinterpret_cast<uint2*>(to) = codes;
   } else {
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      if (column + j < n) to[j] = uint8_t((j < 4 ? codes.x : codes.y) >> j % 4 * 8);
+      if (j < columns) to[j] = uint8_t((j < 4 ? codes.x : codes.y) >> j % 4 * 8);
     }
   }
 }
 
-// Store four rows' words of four columns as four columns' words of four rows, of a matrix m×n
-// whose columns lie one after another from `qt` on. ACCESS: 4 where that divides m, else 1.
-template <int ACCESS>
-DEVICE void store_columns(uint8_t* qt, const uint32_t (&rows)[TALL], int row, int column, int m,
-                          int n) {
-  const auto [a, b, c, d] = rows;
+// Four rows' words of four columns, as four columns' words of four rows. `exchanged`: the rows come
+// in the order 2, 3, 0, 1.
+DEVICE void transpose(uint32_t (&to)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                      bool exchanged) {
+  const uint32_t first = exchanged ? 0x1054 : 0x5410, second = exchanged ? 0x3276 : 0x7632;
   const uint32_t low = __byte_perm(a, b, 0x5140), low2 = __byte_perm(c, d, 0x5140);
   const uint32_t high = __byte_perm(a, b, 0x7362), high2 = __byte_perm(c, d, 0x7362);
-  const uint32_t columns[4] = {__byte_perm(low, low2, 0x5410), __byte_perm(low, low2, 0x7632),
-                               __byte_perm(high, high2, 0x5410), __byte_perm(high, high2, 0x7632)};
-  uint8_t* to = qt + int64_t(column) * m + row;
+  to[0] = __byte_perm(low, low2, first), to[1] = __byte_perm(low, low2, second);
+  to[2] = __byte_perm(high, high2, first), to[3] = __byte_perm(high, high2, second);
+}
+
+// Store a column's four codes, or the first `rows` of them, not all only if ACCESS is 1 byte.
+template <int ACCESS>
+DEVICE void store_column(uint8_t* to, uint32_t codes, int rows) {
+  if constexpr (ACCESS == TALL) {
+    if (rows > 0) *reinterpret_cast<uint32_t*>(to) = codes;
+  } else {
 #pragma unroll
-  for (int j = 0; j < 4; ++j, to += m) {
-    if (column + j >= n) continue;
-    if constexpr (ACCESS == TALL) {
-      if (row < m) *reinterpret_cast<uint32_t*>(to) = columns[j];
-    } else {
-#pragma unroll
-      for (int k = 0; k < TALL; ++k) {
-        if (row + k < m) to[k] = uint8_t(columns[j] >> k * 8);
-      }
+    for (int k = 0; k < TALL; ++k) {
+      if (k < rows) to[k] = uint8_t(codes >> k * 8);
     }
   }
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config, Kernel
@@ -17,9 +17,13 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import compile_cubin, header
 from jetfire.kernels_cuda.driver import address
 
+if TYPE_CHECKING:
+    import torch
+
 SOURCE = Path(__file__).parent / "tiles.cu"
 TILE = 128  # rows and columns
 PARTS = 16  # of a tile, of 32×32 codes
+ARGUMENT_BYTES = 384  # of a struct that is aligned to 64
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,14 @@ SPACE: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Access:
-    """Bytes per access to codes that are read, to those written and to their transpose."""
+    """How codes go to and from memory.
 
-    codes: int
+    Attributes:
+        tma: those that are read come in boxes, by the tensor memory accelerator.
+        q, qt: bytes per access to those that are written, and to their transpose.
+    """
+
+    tma: bool
     q: int
     qt: int
 
@@ -61,9 +70,9 @@ def by_code(problem: Any) -> bool:
 def shared_bytes(problem: Any, config: PartsConfig) -> int:
     """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     operands = 2 if problem.mode == "bwd" else 1
-    tile = operands * (TILE * TILE + 4 * PARTS)
-    tables = config.warps * 256 * (1 if by_code(problem) else 4)
-    return tables + config.stages * tile + 2 * 4 * PARTS
+    stage = operands * (TILE * TILE + 4 * PARTS) + 8
+    table = 256 if by_code(problem) else 4 * (256 + 4)
+    return config.stages * stage + config.warps * table + 2 * 4 * PARTS
 
 
 def registers(problem: Any, config: PartsConfig) -> int:
@@ -88,25 +97,23 @@ def config_header(problem: Any, config: PartsConfig, access: Access) -> str:
         "STOCHASTIC": problem.rounding == "stochastic",
         "WRITES_Q": problem.layout != "qt",
         "WRITES_QT": problem.layout != "q",
-        "ACCESS": access.codes,
+        "TMA": access.tma,
         "Q_ACCESS": access.q,
         "QT_ACCESS": access.qt,
     }
     return header(constants)
 
 
-def _most(most: int, *places: int) -> int:
-    """Return `most` bytes per access where they divide all sizes and places, else 1."""
-    return 1 if any(place % most for place in places) else most
-
-
 def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None) -> Access:
     """Return the accesses of a launch; without tensors those of aligned, contiguous ones."""
     m, n = problem.m, problem.n
-    read = [x for name in ("x", "dy") if (x := (inputs or {}).get(name)) is not None]
-    places = [place for x in read for place in (x.data_ptr(), x.stride(0))]
+    places = [n]
+    if inputs is not None:
+        read = [inputs[name] for name in ("x", "dy") if name in inputs]
+        places = [place for x in read for place in (x.data_ptr(), x.stride(0))]
     q = address((outputs or {}).get("q"))  # in place it is dy, whose alignment is any
-    return Access(_most(16, n, *places), _most(8, n, q), _most(4, m))
+    tma = not any(place % 16 or place == 0 for place in places)
+    return Access(tma, 1 if n % 8 or q % 8 else 8, 1 if m % 4 else 4)
 
 
 @cache
@@ -122,7 +129,7 @@ def _compiled(text: str, capability: tuple[int, int]) -> bytes:
 
 
 class GeluTiles(Kernel):
-    """GELU and its gradient, tiles of 128×128 codes walked by as many blocks as the device holds."""
+    """Both directions, for blocks of the grid that go over tiles of 128×128 codes."""
 
     op = "gelu"
     name = "tiles"
@@ -166,31 +173,38 @@ class GeluTiles(Kernel):
 
     def launch(self, problem: Any, config: PartsConfig, inputs: Tensors, outputs: Tensors) -> None:
         device = Device.of(inputs["x"])
-        text = config_header(problem, config, accesses(problem, inputs, outputs))
+        access = accesses(problem, inputs, outputs)
+        text = config_header(problem, config, access)
         function = _function(text, device, shared_bytes(problem, config))
         tiles = ceil_div(problem.m, TILE) * ceil_div(problem.n, TILE)
         blocks = min(tiles, config.resident * driver.processors(device.index))
-        content = arguments(problem, inputs, outputs)
+        content = arguments(problem, inputs, outputs, access)
         argument = driver.struct_argument(content, len(content))
         function(blocks, 32 * config.warps, (argument,))
 
 
-def arguments(problem: Any, inputs: Tensors, outputs: Tensors) -> bytes:
+def arguments(problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
     """Make the struct of tiles.cu."""
-    matrices = [
-        field
-        for name in ("x", "dy")
-        for field in (
-            _matrix(inputs[name], inputs[f"{name}_scale"]) if name in inputs else (0, 0, 0, 0)
-        )
-    ]
+    names = ("x", "dy")
+    maps = b"".join(_map(problem, inputs.get(name), access) for name in names)
+    matrices = (field for name in names for field in _matrix(inputs, name))
     written = (address(outputs.get(name)) for name in ("q", "scale", "qt", "scale_t"))
-    return struct.pack(
-        "<2Q2q2Q2q5Q2i", *matrices, address(inputs.get("seed")), *written, problem.m, problem.n
-    )
+    seed = address(inputs.get("seed"))
+    content = struct.pack("<2Q2q2Q2q5Q2i", *matrices, seed, *written, problem.m, problem.n)
+    return (maps + content).ljust(ARGUMENT_BYTES, b"\0")
 
 
-def _matrix(codes: Any, scales: Any) -> tuple[int, int, int, int]:
+def _map(problem: Any, codes: torch.Tensor | None, access: Access) -> bytes:
+    if codes is None or not access.tma:
+        return driver.NO_MAP
+    place = codes.data_ptr()
+    return driver.tensor_map(place, "int8", problem.m, problem.n, codes.stride(0), TILE, TILE)
+
+
+def _matrix(inputs: Tensors, name: str) -> tuple[int, int, int, int]:
+    if name not in inputs:
+        return 0, 0, 0, 0
+    codes, scales = inputs[name], inputs[f"{name}_scale"]
     return address(codes), address(scales), codes.stride(0), scales.stride(0)
 
 

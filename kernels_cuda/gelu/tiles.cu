@@ -20,7 +20,7 @@ constexpr int THREADS = 32 * WARPS, PARTS = PARTS_OF_TILE / WARPS;
 constexpr int HELD = OUT_BLOCK == SIDE ? 1 : PARTS;  // parts that a warp has in registers at once
 constexpr int OPERANDS = BACKWARD ? 2 : 1;
 constexpr bool BY_CODE = !BACKWARD && !STOCHASTIC;
-constexpr int ENTRY = BY_CODE ? 1 : 4;  // bytes
+constexpr int TABLE_BYTES = BY_CODE ? 256 : 4 * (256 + 4);
 // Of values. In it all are finite: whether one overflows fp32, its block's scale says.
 constexpr float UNIT = 0x1p14f;
 constexpr float LARGEST = 0x1.fffffep127f;
@@ -32,7 +32,8 @@ struct Matrix {
 };
 
 struct Arguments {
-  Matrix inputs[2];  // x, and if BACKWARD dy
+  TensorMap maps[2];  // of the inputs' codes, in boxes of a tile; if TMA
+  Matrix inputs[2];   // x, and if BACKWARD dy
   const uint64_t* seed;
   uint8_t* q;
   float* scale;
@@ -41,40 +42,56 @@ struct Arguments {
   int32_t m, n;
 };
 
-// Of each row of codes, units of 16 lie where `unit_at` says.
-struct Tile {
-  uint8_t codes[OPERANDS][TILE * TILE];
-  float scales[OPERANDS][PARTS_OF_TILE];
-};
-
 struct Shared {
-  uint8_t tables[WARPS][256 * ENTRY];  // by code, as unsigned
-  Tile tiles[STAGES];
+  uint8_t codes[STAGES][OPERANDS][TILE * TILE];  // units of 16 lie where `unit_at` says
+  uint8_t tables[WARPS][TABLE_BYTES];
+  float scales[STAGES][OPERANDS][PARTS_OF_TILE];
   uint32_t most[2][PARTS_OF_TILE];  // the bits of parts' largest values
+  uint64_t arrived[STAGES];         // barriers: a tile's codes have come; if TMA
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
 
-extern __shared__ __align__(128) uint8_t memory[];
+// One of the tiles in shared memory.
+struct Tile {
+  const uint8_t* codes;
+  const float* scales;
+  DEVICE Tile(const Shared& shared, int stage)
+      : codes(shared.codes[stage][0]), scales(shared.scales[stage][0]) {}
+  DEVICE float scale(int operand, int part) const { return scales[operand * PARTS_OF_TILE + part]; }
+};
+
+extern __shared__ __align__(1024) uint8_t memory[];  // TMA's swizzle wants it
 
 // --- places --------------------------------------------------------------------------------------
 
-// Where a row's unit of 16 codes lies: lanes of a half warp have eight codes each of four rows that
-// are four apart, and so read all banks once.
-DEVICE int unit_at(int row, int unit) { return row * TILE + 16 * (unit ^ row / TALL % 4 * 2); }
+// Where a row's unit of 16 codes lies: as TMA's 128-byte swizzle has it.
+DEVICE int unit_at(int row, int unit) { return row * TILE + 16 * (unit ^ row % 8); }
 
 DEVICE int row_of(int part) { return part / ACROSS * SIDE; }
 DEVICE int column_of(int part) { return part % ACROSS * SIDE; }
 
+// A lane's four rows of a part go in the order 0, 1, 2, 3 or 2, 3, 0, 1. So the lanes of a half
+// warp, which have eight codes each of four rows that are four apart, read all banks once.
 struct Lane {
   int warp, index, row, column;  // its first row and column of a part
-  DEVICE Lane()
-      : warp(threadIdx.x / 32), index(threadIdx.x % 32), row(index / 4 * TALL),
-        column(index % 4 * WIDE) {}
-  // Of the part's k-th row of the lane.
-  DEVICE uint2 codes(const uint8_t* tile, int part, int k) const {
-    const int first = column_of(part) + column;
-    const int at = unit_at(row, first / 16) + first % 16 + (row_of(part) + k) * TILE;
-    return *reinterpret_cast<const uint2*>(tile + at);
+  int at;                        // where its first codes lie in a tile, of part 0
+  int middle;                    // of the warp's table of floats: its address in shared memory
+  bool exchanged;                // rows come in the second order
+  DEVICE explicit Lane(const Shared& shared)
+      : warp(__shfl_sync(ALL, threadIdx.x / 32, 0)), index(threadIdx.x % 32),
+        row(index / 4 * TALL), column(index % 4 * WIDE), exchanged(index / 8 % 2) {
+    row += exchanged ? 2 : 0;
+    // Not of `warp`: what all lanes have in common would be copied for each use.
+    middle = shared_address(shared.tables[threadIdx.x / 32]) + TABLE_BYTES / 2;
+    at = unit_at(row, column / 16) + column % 16;
+    asm volatile("" : "+r"(at));  // or it would be made anew for each use
+  }
+  DEVICE int row_at(int k) const { return row ^ k; }
+  DEVICE uint2 codes(const Tile& tile, int operand, int part, int k) const {
+    // As `unit_at` of row_at(k) and the part's columns: no two of these have a bit in common.
+    const int to = at ^ column_of(part) ^ k * (TILE + 16);
+    const uint8_t* from = tile.codes + operand * TILE * TILE + row_of(part) * TILE;
+    return *reinterpret_cast<const uint2*>(from + to);
   }
 };
 
@@ -91,41 +108,46 @@ struct Place {
 
 // --- loading -------------------------------------------------------------------------------------
 
-// Codes of a tile, zeros beyond the matrix.
-DEVICE void fetch_codes(uint8_t* to, const Matrix& from, int row0, int column0, int m, int n) {
-  if constexpr (ACCESS == 16) {
-    constexpr int UNITS = TILE / 16, STEP = THREADS / UNITS;
-    const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS, column = column0 + 16 * unit;
-    const uint8_t* source = from.codes + (row0 + first) * from.pitch + column;
-    const int left = column < n ? m - row0 : 0;
-#pragma unroll
-    for (int i = 0; i < TILE / STEP; ++i, source += STEP * from.pitch) {
-      const int row = first + i * STEP;
-      copy_async<16>(shared_address(to + unit_at(row, unit)), source, row < left ? 16 : 0);
-    }
-  } else {
+// Codes of a tile at any address, zeros beyond the matrix.
+DEVICE void copy_codes(uint8_t* to, const Matrix& from, int row0, int column0, int m, int n) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < TILE * TILE; i += THREADS) {
-      const int row = i / TILE, within = i % TILE;
-      const bool inside = row0 + row < m && column0 + within < n;
-      const uint8_t* source = from.codes + (row0 + row) * from.pitch + column0 + within;
-      to[unit_at(row, within / 16) + within % 16] = inside ? *source : 0;
-    }
+  for (int i = threadIdx.x; i < TILE * TILE; i += THREADS) {
+    const int row = i / TILE, within = i % TILE;
+    const bool inside = row0 + row < m && column0 + within < n;
+    const uint8_t* source = from.codes + (row0 + row) * from.pitch + column0 + within;
+    to[unit_at(row, within / 16) + within % 16] = inside ? *source : 0;
   }
 }
 
-DEVICE void fetch(Tile& to, const Place& place, const Arguments& p) {
-  const int row0 = place.row * TILE, column0 = place.column * TILE;
+DEVICE void fetch_scales(float* to, const Matrix& from, int row0, int column0, const Arguments& p) {
   const int part = threadIdx.x % PARTS_OF_TILE;
   const int row = row0 + row_of(part), column = column0 + column_of(part);
+  const float* source = from.scales + row / BLOCK * from.scale_pitch + column / BLOCK;
+  copy_async<4>(shared_address(to + part), source, row < p.m && column < p.n ? 4 : 0);
+}
+
+DEVICE void fetch(Shared& shared, int stage, const Place& place, const Arguments& p) {
+  const int row0 = place.row * TILE, column0 = place.column * TILE;
+  auto& codes = shared.codes[stage];
+  if constexpr (!TMA) {
+#pragma unroll
+    for (int i = 0; i < OPERANDS; ++i) {
+      copy_codes(codes[i], p.inputs[i], row0, column0, p.m, p.n);
+    }
+  }
+  if (threadIdx.x >= 32) return;
+  if (TMA && threadIdx.x == 0) {
+    const uint32_t arrived = shared_address(&shared.arrived[stage]);
+    barrier_expect(arrived, sizeof(codes));
+#pragma unroll
+    for (int i = 0; i < OPERANDS; ++i) {
+      tma_load(shared_address(codes[i]), p.maps[i], column0, row0, arrived);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < OPERANDS; ++i) {
-    const Matrix& from = p.inputs[i];
-    fetch_codes(to.codes[i], from, row0, column0, p.m, p.n);
     if (threadIdx.x / PARTS_OF_TILE == i) {
-      const float* source = from.scales + row / BLOCK * from.scale_pitch + column / BLOCK;
-      const bool inside = row < p.m && column < p.n;
-      copy_async<4>(shared_address(&to.scales[i][part]), source, inside ? 4 : 0);
+      fetch_scales(shared.scales[stage][i], p.inputs[i], row0, column0, p);
     }
   }
 }
@@ -133,11 +155,6 @@ DEVICE void fetch(Tile& to, const Place& place, const Arguments& p) {
 // --- a part --------------------------------------------------------------------------------------
 
 DEVICE float finite_or_zero(float scale) { return fabsf(scale) <= LARGEST ? scale : 0.0f; }
-
-// The entry of a word's j-th code in the warp's table: `base` is 256 times the warp.
-DEVICE uint32_t entry_of(uint32_t word, int j, uint32_t base) {
-  return __byte_perm(word, base, 0x7650 | j);
-}
 
 // A lane's codes, and the table of those to write for them.
 struct ByCode {
@@ -149,7 +166,7 @@ struct ByCode {
     uint32_t odd = 0, even = 0;  // the largest of codes, of two each as high bytes of half words
 #pragma unroll
     for (int k = 0; k < TALL; ++k) {
-      codes[k] = lane.codes(tile.codes[0], part, k);
+      codes[k] = lane.codes(tile, 0, part, k);
       odd = larger(larger(odd, codes[k].x), codes[k].y);
       even = larger(larger(even, codes[k].x << 8), codes[k].y << 8);
     }
@@ -164,7 +181,7 @@ struct ByCode {
     float most = 0;
 #pragma unroll 1
     for (int k = 0; k < TALL; ++k) {
-      const uint2 words = lane.codes(tile.codes[0], part, k);
+      const uint2 words = lane.codes(tile, 0, part, k);
 #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
         const int code = int((j < 4 ? words.x : words.y) << (3 - j % 4) * 8) >> 24;
@@ -210,25 +227,34 @@ struct ByCode {
     return a;
   }
 
+  // What the table, at a multiple of 256 in shared memory, has for the codes of a word.
   static DEVICE uint32_t look_up(uint32_t word, const Lane& lane) {
-    const uint32_t base = lane.warp << 8;
-    return pack(memory[entry_of(word, 0, base)], memory[entry_of(word, 1, base)],
-                memory[entry_of(word, 2, base)], memory[entry_of(word, 3, base)]);
+    static_assert(sizeof(Shared::codes) % 256 == 0);
+    const uint32_t table = sizeof(Shared::codes) + lane.warp * TABLE_BYTES;
+    return pack(memory[__byte_perm(word, table, 0x7650)], memory[__byte_perm(word, table, 0x7651)],
+                memory[__byte_perm(word, table, 0x7652)], memory[__byte_perm(word, table, 0x7653)]);
   }
 };
 
-// A lane's values, without their block's last scale.
+// A lane's values, without their block's last scale, and the table of those of codes, 0 midway.
 struct ByValue {
   float values[TALL][WIDE];
 
-  static DEVICE void tabulate(float* table, const Curve& curve, const Lane& lane) {
+  static DEVICE void prepare(uint8_t* table, const Lane& lane) {
+    if (lane.index == 0) middle(table)[0] = AT_ZERO;
+  }
+
+  static DEVICE float* middle(uint8_t* table) {
+    return reinterpret_cast<float*>(table + TABLE_BYTES / 2);
+  }
+
+  static DEVICE void tabulate(float* middle, const Curve& curve, const Lane& lane) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int a = lane.index + 1 + 32 * j;
-      Pair pair = curve(float(a));
-      if (a == 128) pair.plus = AT_ZERO;  // no code is 128
-      table[a % 128] = pair.plus;
-      table[256 - a] = pair.minus;
+      const Pair pair = curve(float(a));
+      middle[a] = pair.plus;
+      middle[-a] = pair.minus;
     }
   }
 
@@ -236,19 +262,20 @@ struct ByValue {
                     const Lane& lane) {
     if (anew) {
       __syncwarp();
-      tabulate(reinterpret_cast<float*>(table), curve, lane);
+      tabulate(middle(table), curve, lane);
       __syncwarp();
     }
-    const float* tables = reinterpret_cast<const float*>(memory);
     float most = 0;
 #pragma unroll
     for (int k = 0; k < TALL; ++k) {
-      const uint2 x = lane.codes(tile.codes[0], part, k);
+      const uint2 x = lane.codes(tile, 0, part, k);
       float dy[WIDE];
-      if constexpr (BACKWARD) to_floats(dy, lane.codes(tile.codes[1], part, k));
+      if constexpr (BACKWARD) to_floats(dy, lane.codes(tile, 1, part, k));
 #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
-        const float entry = tables[entry_of(j < 4 ? x.x : x.y, j % 4, lane.warp << 8)];
+        // A dot product with one of a word's bytes adds four times the code to the address.
+        const int word = j < 4 ? x.x : x.y;
+        const float entry = load_shared_float(__dp4a(word, 4 << j % 4 * 8, lane.middle));
         values[k][j] = BACKWARD ? dy[j] * entry : entry;
         most = fmaxf(most, fabsf(values[k][j]));
       }
@@ -257,9 +284,13 @@ struct ByValue {
   }
 
   DEVICE void write(uint2 (&to)[TALL], uint8_t*, const Curve&, float multiplier, bool,
-                    uint64_t seed, int row, int column, const Lane&) const {
+                    uint64_t seed, int row, int column, const Lane& lane) const {
     Words words[TALL];
-    if constexpr (STOCHASTIC) draw(words, seed, row, column);
+    if constexpr (STOCHASTIC) {
+      const int rows[TALL] = {row + lane.row_at(0), row + lane.row_at(1), row + lane.row_at(2),
+                              row + lane.row_at(3)};
+      draw(words, seed, rows, column + lane.column);
+    }
 #pragma unroll
     for (int k = 0; k < TALL; ++k) {
       uint32_t codes[WIDE];
@@ -278,19 +309,29 @@ struct ByValue {
 
 DEVICE void store(const uint2 (&codes)[TALL], float scale, int part, int row0, int column0,
                   const Arguments& p, const Lane& lane) {
-  const int row = row0 + lane.row, column = column0 + lane.column;
+  const int row = row0 + (lane.row & ~2), column = column0 + lane.column;
+  // Of words all codes are within the matrix, or none.
+  const int rows = QT_ACCESS == TALL ? (row < p.m ? TALL : 0) : p.m - row;
+  const int columns = Q_ACCESS == WIDE ? (column < p.n ? WIDE : 0) : p.n - column;
   if constexpr (WRITES_Q) {
-    uint8_t* q = p.q + int64_t(row) * p.n + column;
+    uint8_t* q = p.q + int64_t(row0 + lane.row) * p.n + column;
+    const int64_t two = int64_t(p.n) * (lane.exchanged ? -2 : 2);
 #pragma unroll
-    for (int k = 0; k < TALL; ++k, q += p.n) {
-      if (row + k < p.m) store_row<Q_ACCESS>(q, codes[k], column, p.n);
+    for (int k = 0; k < TALL; ++k) {
+      uint8_t* to = q + (k < 2 ? 0 : two) + k % 2 * p.n;
+      const bool inside = QT_ACCESS == TALL ? rows > 0 : row0 + lane.row_at(k) < p.m;
+      if (inside) store_row<Q_ACCESS>(to, codes[k], columns);
     }
   }
   if constexpr (WRITES_QT) {
-    const uint32_t left[TALL] = {codes[0].x, codes[1].x, codes[2].x, codes[3].x};
-    const uint32_t right[TALL] = {codes[0].y, codes[1].y, codes[2].y, codes[3].y};
-    store_columns<QT_ACCESS>(p.qt, left, row, column, p.m, p.n);
-    store_columns<QT_ACCESS>(p.qt, right, row, column + 4, p.m, p.n);
+    uint32_t words[WIDE / 4][4];
+    transpose(words[0], codes[0].x, codes[1].x, codes[2].x, codes[3].x, lane.exchanged);
+    transpose(words[1], codes[0].y, codes[1].y, codes[2].y, codes[3].y, lane.exchanged);
+    uint8_t* qt = p.qt + int64_t(column) * p.m + row;
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j, qt += p.m) {
+      if (j < columns) store_column<QT_ACCESS>(qt, words[j / 4][j % 4], rows);
+    }
   }
   const bool first = row_of(part) % OUT_BLOCK == 0 && column_of(part) % OUT_BLOCK == 0;
   if (first && lane.index == 0 && row0 < p.m && column0 < p.n) {
@@ -327,8 +368,8 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
     float factor[HELD], bad[HELD], most[HELD];
 #pragma unroll
     for (int b = 0; b < HELD; ++b) {
-      const float x_scale = tile.scales[0][part + b];
-      const float last = tile.scales[OPERANDS - 1][part + b];
+      const float x_scale = tile.scale(0, part + b);
+      const float last = tile.scale(OPERANDS - 1, part + b);
       const Curve curve(finite_or_zero(x_scale));
       // Parts that lie side by side are of one block if that is larger.
       const bool anew = b == 0 || BLOCK == SIDE;
@@ -341,7 +382,7 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
       if (all * UNIT < DIP) {  // for all warps that share a block
 #pragma unroll
         for (int b = 0; b < HELD; ++b) {
-          const Curve curve(finite_or_zero(tile.scales[0][part + b]));
+          const Curve curve(finite_or_zero(tile.scale(0, part + b)));
           most[b] = Part::most(tile, part + b, curve, lane) * factor[b];
         }
         all = largest(shared.most[1], most, part, lane);
@@ -358,36 +399,47 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
       const int column = place.column * TILE + column_of(part + b);
       // Where it is infinite all codes are 0.
       const float of_part = fminf(factor[b] * multiplier, LARGEST);
-      const Curve curve(finite_or_zero(tile.scales[0][part + b]));
+      const Curve curve(finite_or_zero(tile.scale(0, part + b)));
       uint2 codes[TALL];
-      held[b].write(codes, table, curve, of_part, b == 0 || BLOCK == SIDE, seed, row + lane.row,
-                    column + lane.column, lane);
+      held[b].write(codes, table, curve, of_part, b == 0 || BLOCK == SIDE, seed, row,
+                    column, lane);
       store(codes, scale, part + b, row, column, p, lane);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tiles(const Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    tiles(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const Lane lane;
+  const Lane lane(shared);
   const uint64_t seed = STOCHASTIC ? *p.seed : 0;
   const int down = ceil_div(p.m, TILE), across = ceil_div(p.n, TILE);
   const Place step(gridDim.x, across);
   Place place(blockIdx.x, across), ahead = place;
+  if (TMA && threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&shared.arrived[i]), 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i, ahead.advance(step, across)) {
-    if (ahead.row < down) fetch(shared.tiles[i], ahead, p);
+    if (ahead.row < down) fetch(shared, i, ahead, p);
     copy_commit();
   }
+  if constexpr (!BY_CODE) ByValue::prepare(shared.tables[lane.warp], lane);
   int stage = 0;
+  uint32_t lap = 0;  // around the stages
 #pragma unroll 1
   for (; place.row < down; place.advance(step, across), ahead.advance(step, across)) {
     copy_wait<STAGES - 2>();
+    if (TMA) barrier_wait(shared_address(&shared.arrived[stage]), lap % 2);
     __syncthreads();  // the tile is there for all, and all are done with the one before it
-    if (ahead.row < down) fetch(shared.tiles[stage ? stage - 1 : STAGES - 1], ahead, p);
+    if (ahead.row < down) fetch(shared, stage ? stage - 1 : STAGES - 1, ahead, p);
     copy_commit();
-    if constexpr (BY_CODE) turn<ByCode>(shared, shared.tiles[stage], place, seed, p, lane);
-    else turn<ByValue>(shared, shared.tiles[stage], place, seed, p, lane);
-    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    const Tile tile(shared, stage);
+    if constexpr (BY_CODE) turn<ByCode>(shared, tile, place, seed, p, lane);
+    else turn<ByValue>(shared, tile, place, seed, p, lane);
+    if (++stage == STAGES) stage = 0, ++lap;
   }
 }
