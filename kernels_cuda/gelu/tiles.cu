@@ -307,8 +307,8 @@ struct ByValue {
 
 // --- a tile --------------------------------------------------------------------------------------
 
-DEVICE void store(const uint2 (&codes)[TALL], float scale, int part, int row0, int column0,
-                  const Arguments& p, const Lane& lane) {
+DEVICE void store(const uint2 (&codes)[TALL], int row0, int column0, const Arguments& p,
+                  const Lane& lane) {
   const int row = row0 + (lane.row & ~2), column = column0 + lane.column;
   // Of words all codes are within the matrix, or none.
   const int rows = QT_ACCESS == TALL ? (row < p.m ? TALL : 0) : p.m - row;
@@ -333,12 +333,17 @@ DEVICE void store(const uint2 (&codes)[TALL], float scale, int part, int row0, i
       if (j < columns) store_column<QT_ACCESS>(qt, words[j / 4][j % 4], rows);
     }
   }
+}
+
+// The scale of a block of the output, by the warp whose first part is the block's.
+DEVICE void store_scale(float scale, int part, const Place& place, const Arguments& p,
+                        const Lane& lane) {
+  const int row = place.row * TILE + row_of(part), column = place.column * TILE + column_of(part);
   const bool first = row_of(part) % OUT_BLOCK == 0 && column_of(part) % OUT_BLOCK == 0;
-  if (first && lane.index == 0 && row0 < p.m && column0 < p.n) {
-    const int64_t i = row0 / OUT_BLOCK, j = column0 / OUT_BLOCK;
-    if (WRITES_Q) p.scale[i * ceil_div(p.n, OUT_BLOCK) + j] = scale;
-    if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
-  }
+  if (!first || lane.index != 0 || row >= p.m || column >= p.n) return;
+  const int64_t i = row / OUT_BLOCK, j = column / OUT_BLOCK;
+  if (WRITES_Q) p.scale[i * ceil_div(p.n, OUT_BLOCK) + j] = scale;
+  if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
 }
 
 // The largest of the parts of the block that the warp's are of. All warps of the block come here.
@@ -390,6 +395,7 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
     }
     float scale, multiplier;
     block_scale(__float_as_uint(all * UNIT), scale, multiplier);
+    store_scale(scale, part, place, p, lane);
     // Products of factors and of the largest value round thrice: stochastic rounding wants less
     // than 127.
     multiplier *= STOCHASTIC ? UNIT * 0.9999995f : UNIT;
@@ -403,7 +409,7 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
       uint2 codes[TALL];
       held[b].write(codes, table, curve, of_part, b == 0 || BLOCK == SIDE, seed, row,
                     column, lane);
-      store(codes, scale, part + b, row, column, p, lane);
+      store(codes, row, column, p, lane);
     }
   }
 }
