@@ -157,7 +157,10 @@ def test_short_and_long_rings(device, stages, mode):
 
 
 def extremes(m, n, block, side, device):
-    """Blocks of every magnitude, some of few or no values above 0, with a NaN in the last."""
+    """Blocks of every magnitude, some of few or no values above 0, with a NaN in the last.
+
+    One has a scale so large that no code but 0 could be finite in the units of those beside it.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(m, n, generator=generator).clamp(-3, 3)
     magnitudes = (1e-36, 1e-28, 1e-10, 1e-3, 1.0, 4.0, 30.0, 300.0, 1e4, 1e12, 1e30, 1e37, 0.0)
@@ -170,7 +173,9 @@ def extremes(m, n, block, side, device):
         if i % 5 == 2:
             part.clamp_(-3.0, 0.2)
     x[m - 1, n - 1] = math.nan
-    return quantize(x.to(device), block)
+    q, scale = quantize(x.to(device), block)
+    q[:32, 256:288], scale[0, 256 // block] = 0, 3e38
+    return q, scale
 
 
 @pytest.mark.gpu
