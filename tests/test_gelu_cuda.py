@@ -101,8 +101,9 @@ def test_the_default_is_legal(block, out_block, mode, rounding):
 
 
 @pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
-def test_it_is_no_one_s_choice_before_it_is_tuned():
-    assert choose(OP, problem_of(out_block=128), SM_90)[0].name == "triton"
+def test_it_runs_wherever_its_instructions_are():
+    for device, name in ((SM_90, "tiles"), (target_device((8, 0)), "triton")):
+        assert choose(OP, problem_of(out_block=128), device)[0].name == name
 
 
 def test_codes_at_any_address_and_pitch():

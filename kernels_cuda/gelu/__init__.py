@@ -141,7 +141,6 @@ class GeluTiles(Kernel):
     op = "gelu"
     name = "tiles"
     Config = PartsConfig
-    candidate = True
 
     def legal(self, problem: Any, config: PartsConfig, device: Device) -> str | None:
         if device.kind != "cuda" or (device.capability or (0, 0)) < (9, 0):
