@@ -152,53 +152,6 @@ def normalise_kernel(
 
 
 @gluon.jit
-def load_step(
-    x_ptr,
-    x_scale_ptr,
-    dy_ptr,
-    dy_scale_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    cols,
-    runs,
-    M,
-    N,
-    x_stride,
-    x_scale_stride,
-    dy_stride,
-    dy_scale_stride,
-    BLOCK: gl.constexpr,
-):
-    """Load what a step of `sums_kernel` reads: codes, their scales, and statistics of the rows."""
-    return (
-        load_codes(x_ptr, rows, cols, M, N, x_stride),
-        load_codes(dy_ptr, rows, cols, M, N, dy_stride),
-        run_scales(x_scale_ptr, rows, runs, M, N, x_scale_stride, BLOCK),
-        run_scales(dy_scale_ptr, rows, runs, M, N, dy_scale_stride, BLOCK),
-        load_vector(mean_ptr, rows, M),
-        load_vector(rstd_ptr, rows, M),
-    )
-
-
-@gluon.jit
-def add_step(
-    x, dy, x_scale, dy_scale, mean, rstd, weight, dweight, dbias, plain_ptr, along_ptr, row0, M
-):
-    """Write a step's sums over its columns, and add to those over rows."""
-    R: gl.constexpr = x.shape[0]
-    xhat = to_floats(x) * (x_scale * rstd) - mean * rstd
-    wide = to_floats(dy) * dy_scale
-    g = wide * weight
-    plain, along = gl.sum(gl.sum(g, 2), 1), gl.sum(gl.sum(g * xhat, 2), 1)
-    out = row0 + gl.arange(0, R, layout=plain.type.layout)
-    at = gl.program_id(0).to(gl.int64) * M + out
-    gl.store(plain_ptr + at, plain, mask=out < M)
-    gl.store(along_ptr + at, along, mask=out < M)
-    return dweight + wide * xhat, dbias + wide
-
-
-@gluon.jit
 def sums_kernel(
     x_ptr,
     x_scale_ptr,
@@ -223,37 +176,44 @@ def sums_kernel(
     BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Write a program's sums over its part of STEPS·R rows and RUNS runs of columns.
+    """Write a warp's sums over its part of STEPS·R rows and RUNS runs of columns.
 
     Σg and Σg·x̂ of each row, with g = dy·weight, go to plain_ptr and along_ptr [programs across, M];
     Σdy·x̂ and Σdy of each column, to dweight_ptr and dbias_ptr [programs down, N].
-
-    A thread has one run of a step, and sums over columns of its own until the end. Four steps are
-    loaded at once: the stores of the first would hold up the loads of the next.
     """
-    col0, first = gl.program_id(0) * (RUNS * RUN), gl.program_id(1) * (STEPS * R)
+    col0 = gl.program_id(0) * (RUNS * RUN)
     cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
-    pointers = x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, mean_ptr, rstd_ptr
-    sizes = M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride
     weight = load_vector(weight_ptr, cols, N)
-    to = plain_ptr, along_ptr
-    dweight = gl.full([R, RUNS, RUN], 0.0, gl.float32, layout)
-    dbias = gl.full([R, RUNS, RUN], 0.0, gl.float32, layout)
-    for i in range(STEPS // 4):
-        row0 = first + i * (4 * R)
+    by_columns: gl.constexpr = gl.SliceLayout(0, layout)
+    dweight = gl.full([RUNS, RUN], 0.0, gl.float32, by_columns)
+    dbias = gl.full([RUNS, RUN], 0.0, gl.float32, by_columns)
+    for i in range(STEPS):
+        row0 = (gl.program_id(1) * STEPS + i) * R
         rows = row_places(row0, R, layout)
-        step0 = load_step(*pointers, rows, cols, runs, *sizes, BLOCK)
-        step1 = load_step(*pointers, rows + R, cols, runs, *sizes, BLOCK)
-        step2 = load_step(*pointers, rows + 2 * R, cols, runs, *sizes, BLOCK)
-        step3 = load_step(*pointers, rows + 3 * R, cols, runs, *sizes, BLOCK)
-        dweight, dbias = add_step(*step0, weight, dweight, dbias, *to, row0, M)
-        dweight, dbias = add_step(*step1, weight, dweight, dbias, *to, row0 + R, M)
-        dweight, dbias = add_step(*step2, weight, dweight, dbias, *to, row0 + 2 * R, M)
-        dweight, dbias = add_step(*step3, weight, dweight, dbias, *to, row0 + 3 * R, M)
-    places = gl.max(cols, 0)
-    at = gl.program_id(1).to(gl.int64) * N + places
-    gl.store(dweight_ptr + at, gl.sum(dweight, 0), mask=places < N)
-    gl.store(dbias_ptr + at, gl.sum(dbias, 0), mask=places < N)
+        inside = (rows < M) & (cols < N)
+        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
+        dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
+        block_row = rows * 0 + row0
+        x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
+        dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+        rstd = load_vector(rstd_ptr, rows, M)
+        shift = load_vector(mean_ptr, rows, M) * rstd
+        xhat = to_floats(x) * (x_scale * rstd) - shift
+        wide = to_floats(dy)
+        g = wide * weight
+        plain = gl.sum(gl.sum(g, 2) * gl.sum(dy_scale, 2), 1)
+        along = gl.sum(gl.sum(g * xhat, 2) * gl.sum(dy_scale, 2), 1)
+        out = row0 + gl.arange(0, R, layout=plain.type.layout)
+        at = gl.program_id(0).to(gl.int64) * M + out
+        gl.store(plain_ptr + at, plain, mask=out < M)
+        gl.store(along_ptr + at, along, mask=out < M)
+        run_scale = gl.max(dy_scale, 0)
+        dweight += gl.sum(wide * xhat, 0) * run_scale
+        dbias += gl.sum(wide, 0) * run_scale
+    at = gl.program_id(1).to(gl.int64) * N + gl.max(cols, 0)
+    inside = gl.max(cols, 0) < N
+    gl.store(dweight_ptr + at, dweight, mask=inside)
+    gl.store(dbias_ptr + at, dbias, mask=inside)
 
 
 @gluon.jit

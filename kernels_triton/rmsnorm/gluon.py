@@ -121,48 +121,6 @@ def normalise_kernel(
 
 
 @gluon.jit
-def load_step(
-    x_ptr,
-    x_scale_ptr,
-    dy_ptr,
-    dy_scale_ptr,
-    rstd_ptr,
-    rows,
-    cols,
-    runs,
-    M,
-    N,
-    x_stride,
-    x_scale_stride,
-    dy_stride,
-    dy_scale_stride,
-    BLOCK: gl.constexpr,
-):
-    """Load what a step of `sums_kernel` reads: codes, their scales, and the rows' rstd."""
-    return (
-        load_codes(x_ptr, rows, cols, M, N, x_stride),
-        load_codes(dy_ptr, rows, cols, M, N, dy_stride),
-        run_scales(x_scale_ptr, rows, runs, M, N, x_scale_stride, BLOCK),
-        run_scales(dy_scale_ptr, rows, runs, M, N, dy_scale_stride, BLOCK),
-        load_vector(rstd_ptr, rows, M),
-    )
-
-
-@gluon.jit
-def add_step(x, dy, x_scale, dy_scale, rstd, weight, dweight, along_ptr, row0, M):
-    """Write a step's sums over its columns, and add to those over rows."""
-    R: gl.constexpr = x.shape[0]
-    product = to_floats(x) * to_floats(dy)
-    # Scales in this order keep every step about as large as x̂ or its product with dy.
-    of_x = x_scale * rstd
-    of_run = gl.sum(product * weight, 2) * gl.sum(of_x, 2)
-    along = gl.sum(of_run * gl.sum(dy_scale, 2), 1)
-    out = row0 + gl.arange(0, R, layout=along.type.layout)
-    gl.store(along_ptr + gl.program_id(0).to(gl.int64) * M + out, along, mask=out < M)
-    return dweight + product * of_x * dy_scale
-
-
-@gluon.jit
 def sums_kernel(
     x_ptr,
     x_scale_ptr,
@@ -184,31 +142,34 @@ def sums_kernel(
     BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Write a program's sums over its part of STEPS·R rows and RUNS runs of columns.
+    """Write a warp's sums over its part of STEPS·R rows and RUNS runs of columns.
 
     Σg·x̂ of each row, with g = dy·weight, goes to along_ptr [programs across, M]; Σdy·x̂ of each
-    column, to dweight_ptr [programs down, N]. Threads and steps are as LayerNorm's.
+    column, to dweight_ptr [programs down, N].
     """
-    col0, first = gl.program_id(0) * (RUNS * RUN), gl.program_id(1) * (STEPS * R)
+    col0 = gl.program_id(0) * (RUNS * RUN)
     cols, runs = col_places(col0, RUNS, layout), run_places(col0, RUNS, layout)
-    pointers = x_ptr, x_scale_ptr, dy_ptr, dy_scale_ptr, rstd_ptr
-    sizes = M, N, x_stride, x_scale_stride, dy_stride, dy_scale_stride
     weight = load_vector(weight_ptr, cols, N)
-    dweight = gl.full([R, RUNS, RUN], 0.0, gl.float32, layout)
-    for i in range(STEPS // 4):
-        row0 = first + i * (4 * R)
+    dweight = gl.full([RUNS, RUN], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    for i in range(STEPS):
+        row0 = (gl.program_id(1) * STEPS + i) * R
         rows = row_places(row0, R, layout)
-        step0 = load_step(*pointers, rows, cols, runs, *sizes, BLOCK)
-        step1 = load_step(*pointers, rows + R, cols, runs, *sizes, BLOCK)
-        step2 = load_step(*pointers, rows + 2 * R, cols, runs, *sizes, BLOCK)
-        step3 = load_step(*pointers, rows + 3 * R, cols, runs, *sizes, BLOCK)
-        dweight = add_step(*step0, weight, dweight, along_ptr, row0, M)
-        dweight = add_step(*step1, weight, dweight, along_ptr, row0 + R, M)
-        dweight = add_step(*step2, weight, dweight, along_ptr, row0 + 2 * R, M)
-        dweight = add_step(*step3, weight, dweight, along_ptr, row0 + 3 * R, M)
+        x = load_codes(x_ptr, rows, cols, M, N, x_stride)
+        dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
+        block_row = rows * 0 + row0
+        x_scale = run_scales(x_scale_ptr, block_row, runs, M, N, x_scale_stride, BLOCK)
+        dy_scale = run_scales(dy_scale_ptr, block_row, runs, M, N, dy_scale_stride, BLOCK)
+        rstd = load_vector(rstd_ptr, rows, M)
+        product = to_floats(x) * to_floats(dy)
+        # Scales in this order keep every step about as large as x̂ or its product with dy.
+        of_run = gl.sum(product * weight, 2) * gl.sum(x_scale * rstd, 2)
+        along = gl.sum(of_run * gl.sum(dy_scale, 2), 1)
+        out = row0 + gl.arange(0, R, layout=along.type.layout)
+        gl.store(along_ptr + gl.program_id(0).to(gl.int64) * M + out, along, mask=out < M)
+        dweight += gl.sum(product * rstd, 0) * gl.max(x_scale, 0) * gl.max(dy_scale, 0)
     places = gl.max(cols, 0)
     at = gl.program_id(1).to(gl.int64) * N + places
-    gl.store(dweight_ptr + at, gl.sum(dweight, 0), mask=places < N)
+    gl.store(dweight_ptr + at, dweight, mask=places < N)
 
 
 @gluon.jit
