@@ -41,8 +41,8 @@ class Kernel(ABC):
     """An implementation of an op for some devices.
 
     Attributes:
-        candidate: no profiles are shipped for it, so it runs where no other kernel takes the
-            problem, or where a profile has it as the fastest.
+        candidate: it is not tuned yet for all problems that profiles are shipped for, so it runs
+            where no other kernel takes the problem, or where a profile has it as the fastest.
     """
 
     op: ClassVar[str]

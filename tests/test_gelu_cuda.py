@@ -10,7 +10,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.launch import choose, launch, verify
+from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.gelu import Access, PartsConfig, accesses
 from jetfire.reference.quantize import quantize
@@ -98,12 +98,6 @@ def test_legal_says_why_not():
 def test_the_default_is_legal(block, out_block, mode, rounding):
     problem = problem_of(block=block, out_block=out_block, mode=mode, rounding=rounding)
     assert KERNEL.legal(problem, KERNEL.default(problem, SM_90), SM_90) is None
-
-
-@pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
-def test_it_runs_wherever_its_instructions_are():
-    for device, name in ((SM_90, "tiles"), (target_device((8, 0)), "triton")):
-        assert choose(OP, problem_of(out_block=128), device)[0].name == name
 
 
 def test_codes_at_any_address_and_pitch():
