@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jetfire.core import registry
+
 
 def size_for_16_bytes(element_bytes: int) -> int:
     """Return the number of elements that 16 bytes hold."""
@@ -91,3 +93,8 @@ class Host(ABC):
     def values(self, problem: Any, config: Any) -> dict[str, Any]:
         """Return the template's variables beside those that every template gets."""
         return {}
+
+
+def hosts(op: str) -> dict[str, Host]:
+    """Return the host code of an op's kernels, by the kernels' names."""
+    return {name: host for m in registry.beside(op, "host") for name, host in m.HOSTS.items()}

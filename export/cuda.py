@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
-from jetfire.core.host import Code, Host
+from jetfire.core.host import Code, Host, hosts
 from jetfire.core.kernel import Kernel
 from jetfire.export import compiled, flatten
 from jetfire.export.c_text import capital, comment, fields, hang, unless
@@ -35,24 +35,19 @@ from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
 
 
-def _hosts(op: str) -> dict[str, Host]:
-    """Return the host code of an op's kernels, by the kernels' names."""
-    return {name: host for m in registry.beside(op, "host") for name, host in m.HOSTS.items()}
-
-
 def takes(kernel: Kernel) -> bool:
     """Return whether there is host code for a kernel."""
-    return kernel.name in _hosts(kernel.op)
+    return kernel.name in hosts(kernel.op)
 
 
 def host_of(kernel: Kernel) -> Host:
     """Return a kernel's host code; raise UsageError where there is none."""
     if not takes(kernel):
-        known = ", ".join(f"{op}/{name}" for op in registry.names() for name in _hosts(op))
+        known = ", ".join(f"{op}/{name}" for op in registry.names() for name in hosts(op))
         raise UsageError(
             f"{kernel.op}/{kernel.name} has no form as CUDA C++: expected one of {known}"
         )
-    return _hosts(kernel.op)[kernel.name]
+    return hosts(kernel.op)[kernel.name]
 
 
 # --- C declarations ------------------------------------------------------------------------------

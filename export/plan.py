@@ -11,6 +11,7 @@ from typing import Any
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.host import hosts
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import command_for, report
 from jetfire.core.op import Op
@@ -20,7 +21,7 @@ from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
 from jetfire.measure.plan import Case
 
-CPU = "jetfire.kernels_cpu"
+CPU, CUDA = "jetfire.kernels_cpu", "jetfire.kernels_cuda"
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,16 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     return found
 
 
+def _has_form(kernel: Kernel) -> bool:
+    """Return whether an export can hold a kernel: one in CUDA C++ only with its host code."""
+    return not type(kernel).__module__.startswith(CUDA) or kernel.name in hosts(kernel.op)
+
+
 def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
     """Of the kernels that were tuned for all, the fastest in all; without one, the first in the
     op's order that has configs of near problems, whose times do not compare."""
     times: dict[str, float] = {}
-    for kernel in registry.kernels(op.name).values():
+    for kernel in filter(_has_form, registry.kernels(op.name).values()):
         found = [profiles.find(kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)

@@ -317,6 +317,13 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
     assert [one.entry.ms for one in plan.tuned] == list(times[taken])
 
 
+@pytest.mark.parametrize(("forms", "taken"), [({}, "triton"), ({"tiles": None}, "tiles")])
+def test_a_faster_kernel_that_has_no_form_is_left_out(forms, taken, monkeypatch):
+    op = registry.get("gelu")
+    monkeypatch.setattr("jetfire.export.plan.hosts", lambda op: forms)
+    assert make([Case(op, op.Problem(8192, 4096))], None, (9, 0), None).kernel.name == taken
+
+
 def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
     table = ProblemTable([{"m": 64}, {"m": 128}, {"m": 256}])
     assert table.number("rows", "int", [1, 2], [128, 256]) == "m"
