@@ -1,5 +1,5 @@
-"""The INT4 GEMM's and the Hadamard quantiser's CUDA kernels as exports: several kernels a launch,
-scratch memory, host code that computes what Python's does."""
+"""CUDA kernels of the INT4 GEMM, the Hadamard quantiser and GELU as exports: several kernels per
+launch, scratch memory, host code that computes what Python's does."""
 
 import json
 import os
@@ -24,7 +24,8 @@ from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
-from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda import driver, gelu
+from jetfire.kernels_cuda.gelu import PartsConfig
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
@@ -83,6 +84,12 @@ CASES = [
     ("hadamard_quantize", "rows", columns(mode="bwd"), RowsConfig(8, 2)),
     ("hadamard_quantize", "rows", columns(mode="bwd", given="x", dtype="fp32"),
      RowsConfig(8, 1, 32, 2, 1)),
+    ("gelu", "tiles", columns(), PartsConfig(8, 2, 4)),
+    ("gelu", "tiles", columns(mode="bwd", rounding="stochastic", layout="both", out_block=128),
+     PartsConfig()),
+    ("gelu", "tiles", columns(1023, 2055, approximate="erf", block=64, layout="qt"),
+     PartsConfig(16, 3, 2)),
+    ("gelu", "tiles", columns(1022, 2056, mode="bwd"), PartsConfig(8, 2, 3)),
 ]  # fmt: skip
 
 
@@ -176,6 +183,13 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     assert "n a multiple of 2 and" in contract(11)[1]
     assert contract(12)[0] == "The addresses of dx_hat, q and dx are multiples of 16."
     assert "dstep is the step's" in contract(13)[-1]
+    assert contract(14) == (
+        "The addresses of x and q are multiples of 16.",
+        asked.format("m a multiple of 4, n a multiple of 16"),
+    )
+    assert contract(15)[0] == "The addresses of x, dy, q and qt are multiples of 16."
+    assert contract(16)[1] == "Sizes: any up to 2^30."
+    assert contract(17)[1] == asked.format("n a multiple of 8")
 
 
 def test_scratch_memory_may_hold_anything_counters_must_be_zeros():
@@ -239,8 +253,9 @@ def instructions(found):
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
 @pytest.mark.parametrize(("case", "names"), [(CASES[1], {"unpack"}),
-                                             (CASES[13], {"backward"})],
-                         ids=["int4_gemm", "hadamard_quantize"])  # fmt: skip
+                                             (CASES[13], {"backward"}),
+                                             (CASES[15], {"tiles"})],
+                         ids=["int4_gemm", "hadamard_quantize", "gelu"])  # fmt: skip
 def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeypatch):
     """By the same compiler: instruction by instruction what the workbench launches.
 
@@ -265,16 +280,35 @@ def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeyp
             assert compiled(flat, "") == compiled(code.source, code.header)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_takes_several_kernels_in_one_source(tmp_path):
-    for name, content in cuda.library(plan_for(CASES[1])).files.items():
-        (tmp_path / name).write_bytes(content)
+def compiled_by_nvcc(case, folder, form):
+    """What nvcc says of the export, of which it makes an object or a cubin."""
+    library = cuda.library(plan_for(case))
+    for name, content in library.files.items():
+        (folder / name).write_bytes(content)
+    architecture = library.architecture
     done = subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra",
-         "-gencode", "arch=compute_90a,code=sm_90a", "-c", f"{NAME}.cu"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-gencode",
+         f"arch=compute_{architecture},code=sm_{architecture}", form, f"{NAME}.cu"],
+        cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return done.returncode, done.stdout + done.stderr
+
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+@needs_nvcc
+def test_nvcc_takes_several_kernels_in_one_source(tmp_path):
+    assert compiled_by_nvcc(CASES[1], tmp_path, "-c") == (0, "")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("number", [14, 15, 16, 17])
+def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path):
+    assert compiled_by_nvcc(CASES[number], tmp_path, "-cubin") == (0, "")
+    found = audit(Cubin("tiles", (tmp_path / f"{NAME}.cubin").read_bytes(), 0, 0))
+    assert (found.spills, found.stack_bytes) == (0, 0), found.registers
+    assert ("UTMALDG" in found.instructions) == (number < 16)
 
 
 # --- host code -----------------------------------------------------------------------------------
@@ -282,7 +316,7 @@ def test_nvcc_takes_several_kernels_in_one_source(tmp_path):
 # Bytes of each kernel's parameters.
 PARAMETERS = {
     "unpack": (8, 8, 4, 4, 8), "gemm": (448,), "reduce": (8, 4, 4, 56), "int4_gemm": (96,),
-    "forward": (72,), "backward": (88,),
+    "forward": (72,), "backward": (88,), "tiles": (384,),
 }  # fmt: skip
 ELF = b"\x7fELF"
 
@@ -412,8 +446,9 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
             rows, "_function", lambda p, c, found, d: function(rows.config_header(p, c, found))
         )
         patch.setattr(rows, "counters", lambda device, count: memory.take((count, 1), torch.int32))
-        for module in (mma, rows):
-            patch.setattr(module, "Device", SimpleNamespace(of=lambda x: None))
+        patch.setattr(gelu, "_function", lambda text, device, shared: function(text))
+        for module in (mma, rows, gelu):
+            patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(
             problem, config,
@@ -467,6 +502,13 @@ REFUSED = [
     (5, (1 << 30, 1 << 20, 32), {}, 1),
     (9, (1, 32), {}, 0), (9, (1, 16), {}, 1), (9, (1, 1 << 24), {}, 0), (9, (1, 1 << 25), {}, 1),
     (9, (1, 32), {"q": 8}, 2), (9, (1, 32), {"squares": 4}, 0),
+    *((15, sizes, {}, 0) for sizes in ((4, 16), (1 << 30, 1 << 30))),
+    *((15, sizes, {}, 1) for sizes in (
+        (4, 8), (2, 16), (0, 16), (4, -16), ((1 << 30) + 4, 16), (4, (1 << 30) + 16),
+    )),
+    *((15, (4, 16), {name: 8}, 2) for name in ("x", "dy", "q", "qt")),
+    *((15, (4, 16), {name: 4}, 0) for name in ("x_scale", "dy_scale", "scale", "scale_t")),
+    (16, (1, 1), {}, 0), (16, (1, 1), {"x": 1}, 2), (17, (1, 8), {}, 0), (17, (1, 9), {}, 1),
 ]  # fmt: skip
 
 
