@@ -89,7 +89,8 @@ class Gelu(StandardOp):
 
     def exported(self) -> list[Exported]:
         problem = {"m": 8192, "n": 4096, "block": 32}
-        return [Exported("triton", problem, ("cubin",), turn=4)]
+        targets = {"tiles": "cuda", "triton": "cubin"}
+        return [Exported(name, problem, (target,), turn=4) for name, target in targets.items()]
 
     def eager(self, problem: GeluProblem, inputs: Tensors) -> Callable[[], Any]:
         import torch
