@@ -89,19 +89,6 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig (CUDA driver API, "Data Structures"); the kernel itself names its cluster."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
 class Function:
     """A kernel of a cubin, loaded on a device."""
 
@@ -136,27 +123,6 @@ class Function:
             return
         stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
         self._function((blocks, 1, 1), (threads, 1, 1), arguments, self._shared_bytes, stream)
-
-    def resident_clusters(self, blocks: int, threads: int) -> int:
-        """Return how many of its clusters run at once, where nothing else does.
-
-        Args:
-            blocks: of a cluster, as the kernel has them.
-        """
-        import torch
-
-        config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), self._shared_bytes)
-        count = ctypes.c_int()
-        with torch.cuda.device(self._device):
-            code = _libcuda().cuOccupancyMaxActiveClusters(
-                ctypes.byref(count), ctypes.c_void_p(self._function.ptr), ctypes.byref(config)
-            )
-        if code or count.value < 1:
-            raise DriverError(
-                f"cuOccupancyMaxActiveClusters: error {code}, {count.value} clusters of {blocks} "
-                f"blocks of {threads} threads with {self._shared_bytes} bytes"
-            )
-        return count.value
 
 
 class _Stream:

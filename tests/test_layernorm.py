@@ -38,7 +38,7 @@ def choices(problem, device, every=False):
         if kernel.name == "torch":
             continue
         default = kernel.default(problem, where)
-        if kernel.name == "cluster":
+        if kernel.name == "tiles":
             other = dataclasses.replace(default, stages=3, resident=1)
         else:
             other = dataclasses.replace(default, tile_n=2 * default.tile_n, warps=2 * default.warps)
@@ -274,10 +274,6 @@ def test_a_stream_has_a_gradient_alone():
     assert "residual" not in str(plain)
     problem = OP.Problem.parse({**plain.as_dict(), "residual": "true"})
     assert problem.as_dict() == {**plain.as_dict(), "residual": True}
-    where = target_device((9, 0))
-    kernel = registry.get_kernel("layernorm", "cluster")
-    reason = kernel.legal(problem, kernel.default(problem, where), where)
-    assert reason == "residual=true: expected false"
 
 
 def test_a_stream_of_another_shape_or_dtype_is_refused():

@@ -31,7 +31,7 @@ def choices(problem, device, every=False):
     for kernel in registry.kernels("rmsnorm").values():
         default = kernel.default(problem, where)
         configs = [default]
-        if kernel.name == "cluster":
+        if kernel.name == "tiles":
             other = {"stages": 3, "resident": 1}
         elif kernel.space(problem, where):
             other = {"tile_n": 2 * default.tile_n, "warps": 2 * default.warps}

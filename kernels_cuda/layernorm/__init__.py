@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from jetfire.core.device import Device
-from jetfire.kernels_cuda.cluster_norm import ClusterConfig, ClusterNorm
+from jetfire.kernels_cuda.norm_tiles import NormTiles
 
 
-class ClusterLayerNorm(ClusterNorm):
+class LayerNormTiles(NormTiles):
     op = "layernorm"
-    source = Path(__file__).parent / "cluster.cu"
     sums = ("dweight", "dbias")
 
-    def legal(self, problem: Any, config: ClusterConfig, device: Device) -> str | None:
-        if problem.residual:
-            return "residual=true: expected false"
-        return super().legal(problem, config, device)
 
-
-KERNELS = (ClusterLayerNorm(),)
+KERNELS = (LayerNormTiles(),)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from jetfire.kernels_cuda.cluster_norm import ClusterNorm
+from jetfire.kernels_cuda.norm_tiles import NormTiles
 
 
-class ClusterRmsNorm(ClusterNorm):
+class RmsNormTiles(NormTiles):
     op = "rmsnorm"
-    source = Path(__file__).parent / "cluster.cu"
     sums = ("dweight",)
 
 
-KERNELS = (ClusterRmsNorm(),)
+KERNELS = (RmsNormTiles(),)

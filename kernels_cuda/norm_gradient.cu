@@ -1,0 +1,376 @@
+// A norm's gradient, quantised, from what norm_sums.cu added up.
+//
+// A block has tiles that follow one another along rows, so that it adds up the parts of a row's
+// sums once. Before the first tile has come, blocks add up those of columns. If RESIDUAL the
+// gradient joins that of the residual stream: the sum is rounded to bf16, written, and quantised
+// as it was rounded.
+#include "norm_tiles.cuh"
+
+constexpr int HELD = OUT_BLOCK == SIDE ? 1 : PARTS;  // parts that a warp has in registers at once
+constexpr float LARGEST = 0x1.fffffep127f;
+
+// dx = dy·weight·rstd + x·rstd·slope + offset.
+struct alignas(16) Row {
+  float rstd, slope, offset;
+};
+
+struct Shared {
+  Ring ring;
+  float weight[STAGES][TILE];
+  Row rows[TILE];
+  Sums columns[WARPS][SIDE];
+  uint32_t most[PARTS_OF_TILE];  // the bits of parts' largest values
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
+
+// --- loading -------------------------------------------------------------------------------------
+
+// Have L2 fetch a box of a matrix.
+DEVICE void tma_prefetch(const TensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];"
+               ::"l"(&map), "r"(x), "r"(y) : "memory");
+}
+
+DEVICE void fetch(Shared& shared, int stage, int row0, int column0, const Arguments& p) {
+  const int i = threadIdx.x, column = column0 + i;
+  if (i < TILE) copy_float(shared.weight[stage][i], p.weight, column, column < p.n);
+  fetch_codes(shared.ring, stage, row0, column0, p);
+  if constexpr (RESIDUAL && STREAM_ACCESS == 16) {
+    constexpr int HALF = TILE / 2;
+    if (i == 0) tma_prefetch(p.stream, column0, row0);
+    if (i == 0 && column0 + HALF < p.n) tma_prefetch(p.stream, column0 + HALF, row0);
+  }
+}
+
+// --- sums ----------------------------------------------------------------------------------------
+
+// Add up the parts of the sums of a tile's rows, a few threads per row.
+DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
+  constexpr int SLICES = THREADS / TILE;
+  const int i = threadIdx.x / SLICES, row = row0 + i, parts = ceil_div(p.n, TILE);
+  Sums even = {}, odd = {};
+  if (row < p.m) {
+#pragma unroll 4
+    for (int j = threadIdx.x % SLICES; j < parts; j += 2 * SLICES) {
+      even += p.row_parts[int64_t(j) * p.m + row];
+      if (j + SLICES < parts) odd += p.row_parts[int64_t(j + SLICES) * p.m + row];
+    }
+  }
+  even += odd;
+#pragma unroll
+  for (int step = 1; step < SLICES; step *= 2) {
+#pragma unroll
+    for (int k = 0; k < SUMS; ++k) even.of[k] += __shfl_xor_sync(ALL, even.of[k], step);
+  }
+  if (threadIdx.x % SLICES) return;
+  const float rstd = row < p.m ? p.rstd[row] : 0.0f, inverse = 1.0f / float(p.n);
+  const float shift = CENTERED && row < p.m ? p.mean[row] * rstd : 0.0f;
+  const float slope = -rstd * (even.of[0] * inverse);
+  const float offset = CENTERED ? -shift * slope - rstd * (even.of[SUMS - 1] * inverse) : 0.0f;
+  shared.rows[i] = {rstd, slope, offset};
+}
+
+// Add up the parts of the sums of 32 columns, a slice of them per warp.
+DEVICE void add_columns(Shared& shared, const Arguments& p, const Lane& lane) {
+  for (int column0 = blockIdx.x * SIDE; column0 < p.n; column0 += gridDim.x * SIDE) {
+    const int column = column0 + lane.index;
+    Sums sums = {};
+    if (column < p.n) {
+#pragma unroll 4
+      for (int i = lane.warp; i < p.column_part_count; i += WARPS) {
+        sums += p.column_parts[int64_t(i) * p.n + column];
+      }
+    }
+    shared.columns[lane.warp][lane.index] = sums;
+    __syncthreads();
+    if (lane.warp == 0 && column < p.n) {
+#pragma unroll
+      for (int i = 1; i < WARPS; ++i) sums += shared.columns[i][lane.index];
+      p.dweight[column] = sums.of[0];
+      if (CENTERED) p.dbias[column] = sums.of[SUMS - 1];
+    }
+    __syncthreads();
+  }
+}
+
+// --- a part --------------------------------------------------------------------------------------
+
+// A lane's values of dx, fp32.
+struct Values {
+  float values[TALL][WIDE];
+  float most = 0;
+
+  DEVICE void begin(int, int, const Arguments&, const Lane&) {}
+
+  DEVICE void take(int k, const float (&dx)[WIDE]) {
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) {
+      values[k][j] = dx[j];
+      most = max_nan(most, fabsf(dx[j]));
+    }
+  }
+
+  DEVICE float at(int k, int j) const { return values[k][j]; }
+  DEVICE uint32_t largest() const { return __float_as_uint(most); }
+  DEVICE void end(int, int, const Arguments&, const Lane&) const {}
+};
+
+DEVICE float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// The larger magnitudes of two pairs of bf16, NaN above all; what their signs are is not said.
+DEVICE uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t most;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+
+// A lane's values of dsum, and then of its sum with dx, bf16.
+struct Stream {
+  uint32_t pairs[TALL][WIDE / 2];
+  uint32_t most = 0;
+
+  DEVICE void begin(int row0, int column0, const Arguments& p, const Lane& lane) {
+    const int column = column0 + lane.column;
+#pragma unroll
+    for (int k = 0; k < TALL; ++k) {
+      const int row = row0 + lane.row_at(k);
+      const int columns = row < p.m ? p.n - column : 0;
+      const uint16_t* from = p.dsum + row * p.dsum_pitch + column;
+      if constexpr (STREAM_ACCESS == 16) {
+        const uint4 x = columns > 0 ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+        pairs[k][0] = x.x, pairs[k][1] = x.y, pairs[k][2] = x.z, pairs[k][3] = x.w;
+      } else {
+#pragma unroll
+        for (int j = 0; j < WIDE; j += 2) {
+          const uint32_t low = j < columns ? from[j] : 0, high = j + 1 < columns ? from[j + 1] : 0;
+          pairs[k][j / 2] = low | high << 16;
+        }
+      }
+    }
+  }
+
+  DEVICE void take(int k, const float (&dx)[WIDE]) {
+#pragma unroll
+    for (int j = 0; j < WIDE; j += 2) {
+      uint32_t& pair = pairs[k][j / 2];
+      pair = pack_bf16(low_bf16(pair) + dx[j], high_bf16(pair) + dx[j + 1]);
+      most = max_magnitudes(most, pair);
+    }
+  }
+
+  DEVICE float at(int k, int j) const {
+    const uint32_t pair = pairs[k][j / 2];
+    return j % 2 ? high_bf16(pair) : low_bf16(pair);
+  }
+
+  // Its bits as a float's.
+  DEVICE uint32_t largest() const { return max(most << 16 & 0x7FFF0000u, most & 0x7FFF0000u); }
+
+  DEVICE void end(int row0, int column0, const Arguments& p, const Lane& lane) const {
+    const int column = column0 + lane.column;
+#pragma unroll
+    for (int k = 0; k < TALL; ++k) {
+      const int row = row0 + lane.row_at(k);
+      const int columns = row < p.m ? p.n - column : 0;
+      uint16_t* to = p.dx + int64_t(row) * p.n + column;
+      if constexpr (STREAM_ACCESS == 16) {
+        const auto [a, b, c, d] = pairs[k];
+        if (columns > 0) *reinterpret_cast<uint4*>(to) = {a, b, c, d};
+      } else {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+          if (j < columns) to[j] = uint16_t(pairs[k][j / 2] >> j % 2 * 16);
+        }
+      }
+    }
+  }
+};
+
+template <bool>
+struct HeldAs {
+  using Type = Values;
+};
+template <>
+struct HeldAs<true> {
+  using Type = Stream;
+};
+using Part = HeldAs<RESIDUAL>::Type;
+
+// Replace ∞ by fp32's largest number, so that a code of 0 times it is 0.
+DEVICE float finite(float x) { return x > LARGEST ? LARGEST : x; }
+
+// Take a part's dx; return the bits of the largest |value|.
+DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
+                     const Arguments& p, const Lane& lane) {
+  const Tile tile(shared.ring, stage);
+  const float x_scale = tile.scale(0, part), dy_scale = tile.scale(1, part);
+  to.begin(row0, column0, p, lane);
+  float weight[WIDE];
+#pragma unroll
+  for (int j = 0; j < WIDE; j += 4) {
+    const float* from = shared.weight[stage] + column_of(part) + lane.column + j;
+    const float4 w = *reinterpret_cast<const float4*>(from);
+    weight[j] = w.x, weight[j + 1] = w.y, weight[j + 2] = w.z, weight[j + 3] = w.w;
+  }
+  const int columns = p.n - column0 - lane.column;
+#pragma unroll
+  for (int k = 0; k < TALL; ++k) {
+    float x[WIDE], dy[WIDE], dx[WIDE];
+    to_floats(x, lane.codes(tile, 0, part, k));
+    to_floats(dy, lane.codes(tile, 1, part, k));
+    Row row = shared.rows[row_of(part) + lane.row_at(k)];
+    // What lies beyond the matrix would hold the offset.
+    if (columns <= 0) row.offset = 0;
+    const float of_dy = finite(dy_scale * row.rstd), of_x = x_scale * row.rstd * row.slope;
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) {
+      const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;
+      dx[j] = fmaf(dy[j] * of_dy, weight[j], rest);
+      if (CENTERED && !WHOLE_LANES && j >= columns) dx[j] = 0;
+    }
+    to.take(k, dx);
+  }
+  to.end(row0, column0, p, lane);
+  return __reduce_max_sync(ALL, to.largest());
+}
+
+// Codes of a part's values; 0 for all if the multiplier is 0, as some may not be finite then.
+DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint64_t seed,
+                     int row0, int column0, const Lane& lane) {
+  const uint32_t sound = multiplier != 0 ? ALL : 0;
+  Words words[TALL];
+  if constexpr (STOCHASTIC) {
+    multiplier *= 0.9999998f;  // a product of just -127 might floor to -128
+    const int rows[TALL] = {row0 + lane.row_at(0), row0 + lane.row_at(1), row0 + lane.row_at(2),
+                            row0 + lane.row_at(3)};
+    draw(words, seed, rows, column0 + lane.column);
+  }
+#pragma unroll
+  for (int k = 0; k < TALL; ++k) {
+    uint32_t codes[WIDE];
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) {
+      if constexpr (STOCHASTIC) codes[j] = rounded(from.at(k, j), multiplier, words[k], j);
+      else codes[j] = rounded(from.at(k, j), multiplier);
+    }
+    to[k] = {pack(codes[0], codes[1], codes[2], codes[3]) & sound,
+             pack(codes[4], codes[5], codes[6], codes[7]) & sound};
+  }
+}
+
+DEVICE void store(const uint2 (&codes)[TALL], int row0, int column0, const Arguments& p,
+                  const Lane& lane) {
+  const int row = row0 + (lane.row & ~2), column = column0 + lane.column;
+  // Of words all codes are within the matrix, or none.
+  const int rows = QT_ACCESS == TALL ? (row < p.m ? TALL : 0) : p.m - row;
+  const int columns = Q_ACCESS == WIDE ? (column < p.n ? WIDE : 0) : p.n - column;
+  if constexpr (WRITES_Q) {
+    uint8_t* q = p.q + int64_t(row0 + lane.row) * p.n + column;
+    const int64_t two = int64_t(p.n) * (lane.exchanged ? -2 : 2);
+#pragma unroll
+    for (int k = 0; k < TALL; ++k) {
+      uint8_t* to = q + (k < 2 ? 0 : two) + k % 2 * p.n;
+      const bool inside = QT_ACCESS == TALL ? rows > 0 : row0 + lane.row_at(k) < p.m;
+      if (inside) store_row<Q_ACCESS>(to, codes[k], columns);
+    }
+  }
+  if constexpr (WRITES_QT) {
+    uint32_t words[WIDE / 4][4];
+    transpose(words[0], codes[0].x, codes[1].x, codes[2].x, codes[3].x, lane.exchanged);
+    transpose(words[1], codes[0].y, codes[1].y, codes[2].y, codes[3].y, lane.exchanged);
+    uint8_t* qt = p.qt + int64_t(column) * p.m + row;
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j, qt += p.m) {
+      if (j < columns) store_column<QT_ACCESS>(qt, words[j / 4][j % 4], rows);
+    }
+  }
+}
+
+// --- a tile --------------------------------------------------------------------------------------
+
+// The scale of a block of the output, by the warp whose first part is the block's.
+DEVICE void store_scale(float scale, int part, int row, int column, const Arguments& p,
+                        const Lane& lane) {
+  const bool first = row_of(part) % OUT_BLOCK == 0 && column_of(part) % OUT_BLOCK == 0;
+  if (!first || lane.index != 0 || row >= p.m || column >= p.n) return;
+  const int64_t i = row / OUT_BLOCK, j = column / OUT_BLOCK;
+  if (WRITES_Q) p.scale[i * ceil_div(p.n, OUT_BLOCK) + j] = scale;
+  if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
+}
+
+// The largest of the parts of the block that the warp's are of. All warps of the block come here.
+// The bits of floats above 0 order as they do, and NaN above all.
+DEVICE uint32_t largest(uint32_t (&slots)[PARTS_OF_TILE], const uint32_t (&most)[HELD], int part,
+                        const Lane& lane) {
+  if constexpr (OUT_BLOCK == SIDE) return most[0];
+  constexpr int N = OUT_BLOCK / SIDE, BLOCKS = PARTS_OF_TILE / (N * N);
+  const int down = part / ACROSS / N, across = part % ACROSS / N;
+#pragma unroll
+  for (int b = 0; b < HELD; ++b) {
+    if (lane.index == 0) slots[part + b] = most[b];
+  }
+  named_barrier(1 + down * (ACROSS / N) + across, THREADS / BLOCKS);
+  const int first = (down * ACROSS + across) * N, i = lane.index % (N * N);
+  return __reduce_max_sync(ALL, slots[first + i / N * ACROSS + i % N]);
+}
+
+DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed,
+                 const Arguments& p, const Lane& lane) {
+#pragma unroll 1
+  for (int begin = 0; begin < PARTS; begin += HELD) {
+    const int part = lane.warp * PARTS + begin;
+    const int row = row0 + row_of(part), column = column0 + column_of(part);
+    Part held[HELD];
+    uint32_t most[HELD];
+#pragma unroll
+    for (int b = 0; b < HELD; ++b) {
+      most[b] = read(held[b], shared, stage, part + b, row, column + b * SIDE, p, lane);
+    }
+    float scale, multiplier;
+    block_scale(largest(shared.most, most, part, lane), scale, multiplier);
+    store_scale(scale, part, row, column, p, lane);
+#pragma unroll
+    for (int b = 0; b < HELD; ++b) {
+      uint2 codes[TALL];
+      quantise(codes, held[b], multiplier, seed, row, column + b * SIDE, lane);
+      store(codes, row, column + b * SIDE, p, lane);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    norm_gradient(const __grid_constant__ Arguments p) {
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const Lane lane;
+  const uint64_t seed = STOCHASTIC ? *p.seed : 0;
+  const int across = ceil_div(p.n, TILE);
+  const int64_t tiles = int64_t(ceil_div(p.m, TILE)) * across;
+  const int64_t first = tiles * blockIdx.x / gridDim.x, end = tiles * (blockIdx.x + 1) / gridDim.x;
+  int row = int(first / across), column = int(first % across), before = -1;
+  int ahead_row = row, ahead_column = column, ahead = int(end - first);
+  auto fetch_ahead = [&](int stage) {
+    if (ahead-- > 0) fetch(shared, stage, ahead_row * TILE, ahead_column * TILE, p);
+    copy_commit();
+    if (++ahead_column == across) ahead_column = 0, ++ahead_row;
+  };
+  prepare(shared.ring);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) fetch_ahead(i);
+  add_columns(shared, p, lane);
+  int stage = 0;
+  uint32_t lap = 0;
+#pragma unroll 1
+  for (int left = int(end - first); left > 0; --left) {
+    if (row != before) {
+      __syncthreads();  // all are done with the rows before
+      add_rows(shared, row * TILE, p);
+      before = row;
+    }
+    wait(shared.ring, stage, lap);
+    fetch_ahead(stage ? stage - 1 : STAGES - 1);
+    turn(shared, stage, row * TILE, column * TILE, seed, p, lane);
+    if (++stage == STAGES) stage = 0, ++lap;
+    if (++column == across) column = 0, ++row;
+  }
+}
