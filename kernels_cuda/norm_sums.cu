@@ -67,8 +67,8 @@ DEVICE Sums add(ColumnSums& of_columns, const Tile& tile, const Statistics* rows
       const float product = dy[j] * (CENTERED ? fmaf(x[j], step, -shift) : x[j]);
       g = j ? fmaf(dy[j], weight[j], g) : dy[j] * weight[j];
       gx = j ? fmaf(product, weight[j], gx) : product * weight[j];
-      const float last = k ? dweight[j] : 0.0f;
-      dweight[j] = CENTERED ? last + product : fmaf(product, rstd, last);
+      const float of_column = CENTERED ? product : product * rstd;
+      dweight[j] = k ? dweight[j] + of_column : of_column;
       dbias[j] = k ? dbias[j] + dy[j] : dy[j];
     }
     along[k] = (CENTERED ? gx : gx * step) * dy_scale;

@@ -6,6 +6,7 @@ norm_sums.cu adds up over rows and columns, norm_gradient.cu writes the gradient
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -257,9 +258,9 @@ class NormTiles(Kernel):
         processors = driver.processors(device.index)
         strips, down = ceil_div(problem.n, TILE), ceil_div(problem.m, TILE)
         each = blocks_per_strip(problem, config, processors)
-        made = {"dtype": torch.float32, "device": device.torch}
-        row_parts = torch.empty(strips, problem.m, sums, **made)
-        column_parts = torch.empty(each, problem.n, sums, **made)
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=inputs["x"].device)
+        row_parts = empty((strips, problem.m, sums))
+        column_parts = empty((each, problem.n, sums))
         content = arguments(problem, inputs, outputs, access, row_parts, column_parts)
         argument = driver.struct_argument(content, len(content))
         blocks = {SUMS: each * strips, GRADIENT: min(strips * down, config.resident * processors)}
