@@ -1,5 +1,5 @@
-// Tiles of 128×128 codes of x and dy, for the two launches of a norm's gradient: norm_sums.cu and
-// norm_gradient.cu. LayerNorm's if CENTERED, else RMSNorm's.
+// Tiles of 128×128 codes of x and dy, for the two launches of a norm's gradient: norm_sums.cuh and
+// norm_gradient.cuh. LayerNorm's if CENTERED, else RMSNorm's.
 //
 // Blocks of the grid go over tiles, one turn each, while the next tiles are on their way to shared
 // memory. A tile is 16 parts of 32×32 codes, of which a warp has PARTS. A part has one scale of x

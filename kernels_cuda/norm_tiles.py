@@ -1,6 +1,6 @@
 """The norms' gradient in CUDA C++: configuration, legality and both launches of it.
 
-norm_sums.cu adds up over rows and columns, norm_gradient.cu writes the gradient.
+norm_sums.cuh adds up over rows and columns, norm_gradient.cuh writes the gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config, Kernel
@@ -25,12 +25,13 @@ from jetfire.kernels_cuda.driver import address
 if TYPE_CHECKING:
     import torch
 
-SUMS = Path(__file__).parent / "norm_sums.cu"
-GRADIENT = Path(__file__).parent / "norm_gradient.cu"
 TILE = 128  # rows and columns
 PARTS = 16  # of a tile, of 32×32 codes
 STREAM_COLUMNS = 64  # of a box of bf16, whose rows have at most 128 bytes
 ARGUMENT_BYTES = 640  # of a struct that is aligned to 64
+Launch = Literal["sums", "gradient"]
+# The launches in their order, and what their fields of a config begin with.
+PREFIXES: dict[Launch, str] = {"sums": "sums_", "gradient": ""}
 
 
 @dataclass(frozen=True)
@@ -84,30 +85,29 @@ def residual(problem: Any) -> bool:
     return bool(getattr(problem, "residual", False))
 
 
-def shared_bytes(launch: Path, config: NormTilesConfig, sums: int) -> int:
+def shared_bytes(launch: Launch, config: NormTilesConfig, sums: int) -> int:
     """Return a block's shared memory in bytes; the sources assert that they count the same."""
-    stages = config.sums_stages if launch == SUMS else config.stages
+    stages = config.sums_stages if launch == "sums" else config.stages
     ring = stages * 2 * (TILE * TILE + 4 * PARTS) + 32
-    if launch == SUMS:
+    if launch == "sums":
         return ring + stages * 8 * TILE + 4 * 4 * sums * TILE
     return ring + stages * 4 * TILE + 16 * TILE + config.warps * 4 * sums * 32 + 4 * PARTS
 
 
-def registers(launch: Path, problem: Any, config: NormTilesConfig) -> int:
+def registers(launch: Launch, problem: Any, config: NormTilesConfig) -> int:
     """Return the registers that a thread needs so that nothing spills, as audited on sm_90."""
-    if launch == SUMS or config.warps == PARTS or problem.out_block == 32 or residual(problem):
+    if launch == "sums" or config.warps == PARTS or problem.out_block == 32 or residual(problem):
         return 80
     return 128
 
 
 def sums_header(problem: Any, config: NormTilesConfig, access: Access, sums: int) -> str:
-    """Write the constants of norm_sums.cu as a header."""
+    """Write the constants of norm_sums.cuh as a header."""
     constants: dict[str, bool | int] = {
         "WARPS": config.warps,
         "STAGES": config.sums_stages,
         "RESIDENT": config.sums_resident,
-        "SHARED_BYTES": shared_bytes(SUMS, config, sums),
-        "CENTERED": sums == 2,
+        "SHARED_BYTES": shared_bytes("sums", config, sums),
         "BLOCK": problem.block,
         "TMA": access.tma,
     }
@@ -115,15 +115,14 @@ def sums_header(problem: Any, config: NormTilesConfig, access: Access, sums: int
 
 
 def gradient_header(problem: Any, config: NormTilesConfig, access: Access, sums: int) -> str:
-    """Write the constants of norm_gradient.cu as a header."""
+    """Write the constants of norm_gradient.cuh as a header."""
     # Addresses of bytes want registers: 128 per thread.
     resident = config.resident if access == WORDS else min(config.resident, 16 // config.warps)
     constants: dict[str, bool | int] = {
         "WARPS": config.warps,
         "STAGES": config.stages,
         "RESIDENT": resident,
-        "SHARED_BYTES": shared_bytes(GRADIENT, config, sums),
-        "CENTERED": sums == 2,
+        "SHARED_BYTES": shared_bytes("gradient", config, sums),
         "BLOCK": problem.block,
         "OUT_BLOCK": problem.out_block,
         "RESIDUAL": residual(problem),
@@ -176,12 +175,14 @@ class NormTiles(Kernel):
     """A norm's gradient, for blocks of the grid that go over tiles of 128×128 codes, twice.
 
     Attributes:
+        sources: of the launch that adds up, and of the one that writes the gradient.
         sums: the op's outputs that are sums over rows.
     """
 
     name = "tiles"
     Config = NormTilesConfig
     candidate = True
+    sources: ClassVar[tuple[Path, Path]]
     sums: ClassVar[tuple[str, ...]]
 
     def legal(self, problem: Any, config: NormTilesConfig, device: Device) -> str | None:
@@ -197,7 +198,7 @@ class NormTiles(Kernel):
         for name in ("m", "n"):
             if getattr(problem, name) > 2**30:
                 return f"{name}={getattr(problem, name)}: expected at most 2^30"
-        for launch, prefix in ((SUMS, "sums_"), (GRADIENT, "")):
+        for launch, prefix in PREFIXES.items():
             resident = getattr(config, f"{prefix}resident")
             each = registers(launch, problem, config)
             if resident * 32 * config.warps * each > 65536:
@@ -217,36 +218,41 @@ class NormTiles(Kernel):
         threads = 32 * config.warps
         return dataclasses.replace(
             config,
-            resident=min(3, 65536 // (threads * registers(GRADIENT, problem, config))),
-            sums_resident=min(3, 65536 // (threads * registers(SUMS, problem, config))),
+            resident=min(3, 65536 // (threads * registers("gradient", problem, config))),
+            sums_resident=min(3, 65536 // (threads * registers("sums", problem, config))),
         )
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
         return SPACE
 
-    def headers(self, problem: Any, config: NormTilesConfig, access: Access) -> dict[Path, str]:
-        """Return the constants of both launches."""
-        given = problem, config, access, len(self.sums)
-        return {SUMS: sums_header(*given), GRADIENT: gradient_header(*given)}
-
     def cubin(
         self,
-        launch: Path,
+        launch: Launch,
         problem: Any,
         config: NormTilesConfig,
         capability: tuple[int, int],
         access: Access,
     ) -> Cubin:
         """Return the machine code of a launch for tensors of some alignment."""
-        code = _compiled(launch, self.headers(problem, config, access)[launch], capability)
-        shared = shared_bytes(launch, config, len(self.sums))
-        return Cubin(launch.stem, code, shared, config.warps)
+        source, text, shared = self.programs(problem, config, access)[launch]
+        return Cubin(source.stem, _compiled(source, text, capability), shared, config.warps)
 
     def cubins(
         self, problem: Any, config: NormTilesConfig, capability: tuple[int, int]
     ) -> list[Cubin]:
         access = accesses(problem)
-        return [self.cubin(one, problem, config, capability, access) for one in (SUMS, GRADIENT)]
+        return [self.cubin(each, problem, config, capability, access) for each in PREFIXES]
+
+    def programs(
+        self, problem: Any, config: NormTilesConfig, access: Access
+    ) -> dict[Launch, tuple[Path, str, int]]:
+        """Return each launch's source, constants and shared memory."""
+        given = problem, config, access, len(self.sums)
+        texts = sums_header(*given), gradient_header(*given)
+        return {
+            launch: (source, text, shared_bytes(launch, config, len(self.sums)))
+            for launch, source, text in zip(PREFIXES, self.sources, texts, strict=True)
+        }
 
     def launch(
         self, problem: Any, config: NormTilesConfig, inputs: Tensors, outputs: Tensors
@@ -263,10 +269,11 @@ class NormTiles(Kernel):
         column_parts = empty((each, problem.n, sums))
         content = arguments(problem, inputs, outputs, access, row_parts, column_parts)
         argument = driver.struct_argument(content, len(content))
-        blocks = {SUMS: each * strips, GRADIENT: min(strips * down, config.resident * processors)}
-        for source, text in self.headers(problem, config, access).items():
-            function = _function(source, text, device, shared_bytes(source, config, sums))
-            function(blocks[source], 32 * config.warps, (argument,))
+        blocks = each * strips, min(strips * down, config.resident * processors)
+        programs = self.programs(problem, config, access).values()
+        for count, (source, text, shared) in zip(blocks, programs, strict=True):
+            function = _function(source, text, device, shared)
+            function(count, 32 * config.warps, (argument,))
 
 
 def blocks_per_strip(problem: Any, config: NormTilesConfig, processors: int) -> int:

@@ -13,8 +13,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, launch, verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.norm_tiles import (
-    GRADIENT,
-    SUMS,
+    PREFIXES,
     Access,
     NormTilesConfig,
     accesses,
@@ -63,7 +62,7 @@ def test_nothing_spills(form, warps, out_block):
     config = kernel_of(form).default(problem, SM_90)
     if warps == 16:
         config = dataclasses.replace(config, warps=16, resident=1, sums_resident=1)
-    for which in (SUMS, GRADIENT):
+    for which in PREFIXES:
         found = audited(form, which, problem, config)
         assert (found.spills, found.stack_bytes) == (0, 0), found.registers
         assert "UTMALDG" in found.instructions
@@ -77,7 +76,7 @@ def test_a_tile_has_few_instructions(form):
     """All of the code, with what is done once, per each of a thread's 32 or 64 codes in it."""
     problem = problem_of(form, layout="both", rounding="stochastic")
     config = kernel_of(form).default(problem, SM_90)
-    sums, gradient = (audited(form, which, problem, config) for which in (SUMS, GRADIENT))
+    sums, gradient = (audited(form, which, problem, config) for which in PREFIXES)
     assert sum(sums.instructions.values()) / 32 < 31
     assert sum(gradient.instructions.values()) / 64 < 44
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jetfire.kernels_cuda.norm_tiles import NormTiles
+
+FOLDER = Path(__file__).parent
 
 
 class RmsNormTiles(NormTiles):
     op = "rmsnorm"
+    sources = (FOLDER / "sums.cu", FOLDER / "gradient.cu")
     sums = ("dweight",)
 
 

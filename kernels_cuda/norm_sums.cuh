@@ -3,6 +3,8 @@
 // A block goes down a strip of 128 columns, every gridDim.x/strips-th tile. Sums over columns stay
 // in registers from tile to tile, and the block writes them once; sums over a tile's rows it writes
 // at each turn. So a warp's parts lie below one another.
+#pragma once
+
 #include "norm_tiles.cuh"
 
 struct Statistics {
@@ -109,7 +111,7 @@ DEVICE void store_columns(Shared& shared, ColumnSums& of_columns, int column0, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    norm_sums(const __grid_constant__ Arguments p) {
+    sums(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Lane lane;
   const int strips = ceil_div(p.n, TILE), strip = blockIdx.x % strips, column0 = strip * TILE;

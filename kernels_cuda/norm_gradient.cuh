@@ -1,9 +1,11 @@
-// A norm's gradient, quantised, from what norm_sums.cu added up.
+// A norm's gradient, quantised, from what norm_sums.cuh added up.
 //
 // A block has tiles that follow one another along rows, so that it adds up the parts of a row's
 // sums once. Before the first tile has come, blocks add up those of columns. If RESIDUAL the
 // gradient joins that of the residual stream: the sum is rounded to bf16, written, and quantised
 // as it was rounded.
+#pragma once
+
 #include "norm_tiles.cuh"
 
 constexpr int HELD = OUT_BLOCK == SIDE ? 1 : PARTS;  // parts that a warp has in registers at once
@@ -340,7 +342,7 @@ DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    norm_gradient(const __grid_constant__ Arguments p) {
+    gradient(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Lane lane;
   const uint64_t seed = STOCHASTIC ? *p.seed : 0;

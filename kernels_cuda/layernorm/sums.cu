@@ -1,0 +1,3 @@
+// What LayerNorm's gradient has to add up.
+constexpr bool CENTERED = true;
+#include "norm_sums.cuh"

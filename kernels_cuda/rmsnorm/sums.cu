@@ -1,0 +1,3 @@
+// What RMSNorm's gradient has to add up.
+constexpr bool CENTERED = false;
+#include "norm_sums.cuh"
