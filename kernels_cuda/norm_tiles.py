@@ -1,6 +1,10 @@
 """The norms' gradient in CUDA C++: configuration, legality and both launches of it.
 
-norm_sums.cuh adds up over rows and columns, norm_gradient.cuh writes the gradient.
+norm_sums.cuh adds up over rows and columns, norm_gradient.cuh writes the gradient. Instructions
+issued per element from blocks of 32 to blocks of 128, stochastic, layout both, counted in the loops
+as compiled for sm_90: sums 15 (RMSNorm's 11); gradient 21, with the residual stream 27. An H200
+issues one per element of 8192×1024 in 0.28 µs at 1.755 GHz; its memory takes 4 µs for the first
+launch, 8 for the second and 15.8 with the stream.
 """
 
 from __future__ import annotations
