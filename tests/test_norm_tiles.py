@@ -72,6 +72,13 @@ def test_nothing_spills(form, warps, out_block):
         assert audited(form, which, ragged, config, odd).spills <= 8
 
 
+@pytest.mark.parametrize(("layout", "rounding"), LAYOUTS)
+def test_no_layout_or_rounding_spills(form, layout, rounding):
+    problem = problem_of(form, layout=layout, rounding=rounding)
+    found = audited(form, "gradient", problem, kernel_of(form).default(problem, SM_90))
+    assert found.spills == 0, found.registers
+
+
 def test_a_tile_has_few_instructions(form):
     """All of the code, with what is done once, per each of a thread's 32 or 64 codes in it."""
     problem = problem_of(form, layout="both", rounding="stochastic")
