@@ -44,7 +44,7 @@ mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 }""")
 
 
-@cache  # Gluon checks a layout for 0.1 ms: of a 350M step's 96 norms that was 25 ms of the host's
+@cache  # Gluon checks each layout: 29 of the 209 ms of a launched 350M step under cProfile
 def run_layout(
     rows: int, runs: int, last: int, warps: int, across: int
 ) -> gl.DistributedLinearLayout:
