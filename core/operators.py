@@ -17,9 +17,12 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core.tensors import Tensors, float_name
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 # Makes fields of a problem that follow from its operator's arguments, those that its parameters
@@ -79,6 +82,7 @@ class Operator:
         self._tensors = tuple(name for kind, _, _, name in arguments if kind == "Tensor")
         self._scalars = tuple(name for kind, _, _, name in arguments if kind != "Tensor")
         self.written = tuple(name for _, writes, _, name in arguments if writes)
+        self._written_places = tuple(map(self._tensors.index, self.written))
         self._returns = rest.rpartition(" -> ")[2]
         self._renamed = tuple((renamed or {}).items())
         self._fields = {"mode": "bwd", **fields} if backward else fields
@@ -130,12 +134,16 @@ class Operator:
         """Define an overload; where `constant`, autograd takes its results for constants."""
         import torch
 
-        from jetfire.core import calls
+        from jetfire.core import calls, replay
 
         packed, launch, allocate = _packed(self._returns), calls.launch, calls.allocate
 
         def run(*args: Any) -> Any:
             return packed(launch(self, args))
+
+        def solve(*args: Any) -> list[torch.Tensor]:
+            outputs = launch(self, args)
+            return [] if self.written else list(outputs.values())
 
         def fake(*args: Any) -> Any:
             return packed(allocate(self, args))
@@ -144,8 +152,9 @@ class Operator:
         # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         library.define(schema, tags=tags)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, run, key)
+        library.impl(name, run, "CPU")
+        served = replay.Served(run, solve, self._written_places)
+        library.impl(name, replay.serve(name, served), "CUDA")
         torch.library.register_fake(f"jetfire::{name}", fake, lib=library)
         if constant:
             # By torch's default, float outputs would require gradients, and backward would warn.

@@ -130,6 +130,11 @@ def remembered(function: _Function) -> _Function:
     return cached  # type: ignore[return-value]
 
 
+def when_forgotten(clear: Callable[[], None]) -> None:
+    """Have `forget` call a function too."""
+    _clearers.append(clear)
+
+
 def forget() -> None:
     """Empty all caches, so that profiles are read, and kernels chosen, anew."""
     for clear in _clearers:

@@ -9,6 +9,8 @@ counters; those on different streams, or captured in graphs that may be replayed
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +23,22 @@ _by_stream: dict[tuple[int, int], torch.Tensor] = {}
 # left in the newest.
 _arenas: dict[int, list[torch.Tensor]] = {}
 _left: dict[int, int] = {}
+_repeated = threading.local()
+
+
+@contextmanager
+def repeating(known: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Note what `counters` returns within, on this thread.
+
+    Args:
+        known: what it is to return instead, in order, from an earlier note; none is anew.
+    """
+    noted: list[torch.Tensor] = []
+    _repeated.now = known, noted
+    try:
+        yield noted
+    finally:
+        del _repeated.now
 
 
 def _captured(device: torch.device, index: int, count: int) -> torch.Tensor:
@@ -36,6 +54,14 @@ def _captured(device: torch.device, index: int, count: int) -> torch.Tensor:
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
     """Return int32 zeros for one launch on the current stream, which must leave zeros there."""
+    now: tuple[list[torch.Tensor], list[torch.Tensor]] = getattr(_repeated, "now", ([], []))
+    known, noted = now
+    found = known[len(noted)] if known else _counters(device, count)
+    noted.append(found)
+    return found
+
+
+def _counters(device: torch.device, count: int) -> torch.Tensor:
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index or 0
