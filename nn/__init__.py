@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jetfire.nn.block import Int8Block, Stream
     from jetfire.nn.conversion import Report, convert
     from jetfire.nn.embedding import TiedGradient, tied_embedding
+    from jetfire.nn.frozen import FrozenInt8Linear
     from jetfire.nn.gelu import Int8GELU
     from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
     from jetfire.nn.layernorm import Int8LayerNorm
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AdamW": "optimizer",
+    "FrozenInt8Linear": "frozen",
     "Int4": "recipes",
     "Int4Conv1D": "int4",
     "Int4Linear": "int4",
@@ -47,6 +49,7 @@ _MODULES = {
 __all__ = [
     "RECIPES",
     "AdamW",
+    "FrozenInt8Linear",
     "Int4",
     "Int4Conv1D",
     "Int4Linear",

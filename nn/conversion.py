@@ -1,4 +1,4 @@
-"""Swap the linear layers of any model for INT8 or INT4 ones, over the same parameters."""
+"""Swap the linear layers of any model for INT8 or INT4 ones, over the same parameters or frozen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.nn.parameter import is_lazy
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.nn import recipes
+from jetfire.nn.frozen import FrozenInt8Linear
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import FLOATS
 from jetfire.nn.recipes import Recipe
 
 # What linear layers are replaced by.
-CONVERTED = (Int8Linear, Int8Conv1D, Int4Linear, Int4Conv1D)
+CONVERTED = (Int8Linear, Int8Conv1D, FrozenInt8Linear, Int4Linear, Int4Conv1D)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def convert(
     recipe: str | Recipe = "int8",
     skip: tuple[str, ...] = (),
     head: bool = False,
+    frozen: bool = False,
 ) -> Report:
     """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 
@@ -57,42 +59,61 @@ def convert(
     are. A `torch.nn.TransformerEncoderLayer` no longer takes torch's fused path in evaluation,
     which reads the weights of its linear layers and calls none of them.
 
+    Layers that `peft` put beside those that it wraps stay as they are.
+
     Args:
         skip: names of modules to leave, with all that is in them.
         head: whether the output head is replaced too: a linear layer that the model gives as
             `get_output_embeddings()`, or whose weight is an embedding's.
+        frozen: whether layers keep their weights as INT8 codes alone and do not learn
+            (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
+            replaced, where nobody else holds it.
 
     Raises:
-        UsageError: there is no such recipe or module, or the model is itself a linear layer.
+        UsageError: there is no such recipe or module, or the model is itself a linear layer, or
+            `frozen` with a recipe that is not INT8.
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if frozen and recipe.block is None:
+        raise UsageError(f"frozen=True with recipe={recipe.name}: expected an INT8 recipe")
     if _is_linear(model) or isinstance(model, CONVERTED):
         raise UsageError(
             f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
         )
-    named = dict(model.named_modules(remove_duplicate=False))
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for name in skip:
-        if name not in named:
+        if name not in names:
             raise UsageError(f"skip={name!r}: expected the name of a module")
-    skipped = {name for name in named if any(f"{name}.".startswith(f"{s}.") for s in skip)}
+    skipped = {name for name in names if any(f"{name}.".startswith(f"{s}.") for s in skip)}
     heads = set() if head else _heads(model)
-    unused = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    replaced: dict[nn.Module, nn.Module] = {}
-    converted, left = [], {}
-    for name, module in named.items():
-        if not any(is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
-            continue
-        reason = _why_not(module, recipe, name in skipped, module in heads, module in unused)
-        if reason is not None:
-            left[name] = reason
-            continue
-        if module not in replaced:
-            replaced[module] = _replacement(module, recipe)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, replaced[module])
-        converted.append(name)
+    others = _others(model, frozen)
+    places = _places(model)
+    converted: list[str] = []
+    left: dict[str, str] = {}
+    while places:
+        module = next(iter(places))
+        new: nn.Module | None = None
+        for name in places.pop(module):  # so that a frozen layer's weight goes with its module
+            states = name in skipped, module in heads, others.get(module)
+            reason = _why_not(module, recipe, *states)
+            if reason is not None:
+                left[name] = reason
+                continue
+            new = _replacement(module, recipe, frozen) if new is None else new
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new)
+            converted.append(name)
     _leave_fused_path(model)
     return Report(tuple(converted), left)
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return the modules that have a matrix of their own, each with its names."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
+            places.setdefault(module, []).append(name)
+    return places
 
 
 def _leave_fused_path(model: nn.Module) -> None:
@@ -140,17 +161,35 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
 
 
+def _others(model: nn.Module, frozen: bool) -> dict[nn.Module, str]:
+    """Return modules that are another's to call or to read, and why they are left."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found[module.out_proj] = (
+                "MultiheadAttention multiplies by its weight itself and never calls it"
+            )
+        base = getattr(module, "base_layer", None)
+        if not isinstance(base, nn.Module) or not type(module).__module__.startswith("peft."):
+            continue
+        for adapter in set(module.modules()) - {module} - set(base.modules()):
+            found[adapter] = "an adapter"
+        if frozen and _is_conv1d(base):
+            found[base] = "an adapter expects its weight in×out: freeze it before"
+    return found
+
+
 def _why_not(
-    module: nn.Module, recipe: Recipe, skipped: bool, head: bool, unused: bool
+    module: nn.Module, recipe: Recipe, skipped: bool, head: bool, other: str | None
 ) -> str | None:
     """Return why a module with a matrix is not replaced; None if it is."""
     kind = type(module)
-    if isinstance(module, Int8Linear | Int8Conv1D):
+    if isinstance(module, Int8Linear | Int8Conv1D | FrozenInt8Linear):
         return f"{kind.__name__} already, in blocks of {module.block}"
     if isinstance(module, Int4Linear | Int4Conv1D):
         return f"{kind.__name__} already, group={module.int4.group} {module.int4.gradient}"
-    if unused:
-        return "MultiheadAttention multiplies by its weight itself and never calls it"
+    if other is not None:
+        return other
     if not _is_linear(module):
         linear = isinstance(module, nn.Linear)
         return f"{kind.__name__}, {'a kind of its own' if linear else 'not a linear layer'}"
@@ -172,7 +211,7 @@ def _why_not(
     return None
 
 
-def _replacement(module: Any, recipe: Recipe) -> nn.Module:
+def _replacement(module: Any, recipe: Recipe, frozen: bool) -> nn.Module:
     new: nn.Module
     if recipe.int4 is not None:
         if _is_conv1d(module):
@@ -181,6 +220,9 @@ def _replacement(module: Any, recipe: Recipe) -> nn.Module:
             new = Int4Linear.over(module, recipe.int4)
         return new.train(module.training)
     assert recipe.block is not None
+    if frozen:
+        weight = module.weight.t() if _is_conv1d(module) else module.weight
+        return FrozenInt8Linear(weight, module.bias, recipe.block).train(module.training)
     if _is_conv1d(module):
         new = Int8Conv1D(module.weight, module.bias, recipe.block)
     else:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import Block
+from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized
 from jetfire.nn.products import (
     FLOATS,
@@ -34,7 +34,8 @@ class _Int8LinearFunction(torch.autograd.Function):
     """y = x·Wᵀ + b; gradients are quantised stochastically, so both products are unbiased.
 
     `codes` are the tensors of the `Quantized` W, out×in: autograd looks into no tuple. Where the
-    parameter itself is stored `transposed`, in×out, its gradient is too.
+    parameter itself is stored `transposed`, in×out, its gradient is too. `layout` is that of the
+    input's codes: its transpose is kept for the weight's gradient alone.
     """
 
     @staticmethod
@@ -46,10 +47,11 @@ class _Int8LinearFunction(torch.autograd.Function):
         seed: torch.Tensor | None,
         block: Block,
         transposed: bool,
+        layout: Layout,
         *codes: torch.Tensor,
     ) -> torch.Tensor:
         w = Quantized.of(codes, "both", block)
-        a = int8_quantize(x, block=block, layout="both")
+        a = int8_quantize(x, block=block, layout=layout)
         ctx.save_for_backward(seed, *flat(a.t, w.t))
         ctx.block, ctx.transposed = block, transposed
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -62,7 +64,8 @@ class _Int8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         seed, *codes = ctx.saved_tensors
         at, wt = unflat(codes, ctx.block)
-        g = quantised_gradient(grads[0], ctx.block, seed)
+        both = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        g = quantised_gradient(grads[0], ctx.block, seed, "both" if both else "q")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = int8_gemm(g, wt, out=ctx.dtype)
@@ -71,7 +74,7 @@ class _Int8LinearFunction(torch.autograd.Function):
             dw = product_of_transposes(*factors, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             db = int8_column_sum(g).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * 7
+        return dx, dw, db, *[None] * 8
 
 
 def _apply(
@@ -87,9 +90,10 @@ def _apply(
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
     seed = keys_for_backward(1, x.device, training)
+    layout = "both" if weight.requires_grad and torch.is_grad_enabled() else "q"
     with torch.autocast(x.device.type, enabled=False):
         y = _Int8LinearFunction.apply(
-            x, weight, bias, seed, codes.block, transposed, *codes.tensors
+            x, weight, bias, seed, codes.block, transposed, layout, *codes.tensors
         )
     return y.reshape(*input.shape[:-1], outputs)
 

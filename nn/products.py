@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import Block, FloatName
+from jetfire.core.problem import Block, FloatName, Layout
 from jetfire.core.tensors import Quantized
 from jetfire.ops import int8_gemm, int8_quantize
 
@@ -61,10 +61,12 @@ def keys_for_backward(count: int, device: torch.device, training: bool) -> torch
     return draw(count, device) if backward_may_follow(training) else None
 
 
-def quantised_gradient(gradient: torch.Tensor, block: Block, seed: torch.Tensor) -> Quantized:
-    """Return an m×n gradient both ways, rounded stochastically: its products are unbiased."""
+def quantised_gradient(
+    gradient: torch.Tensor, block: Block, seed: torch.Tensor, layout: Layout = "both"
+) -> Quantized:
+    """Return an m×n gradient rounded stochastically: its products are unbiased."""
     return int8_quantize(
-        gradient.contiguous(), block=block, layout="both", rounding="stochastic", seed=seed
+        gradient.contiguous(), block=block, layout=layout, rounding="stochastic", seed=seed
     )
 
 
@@ -218,7 +220,7 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
     def of(self, weight: torch.Tensor, block: Block) -> Quantized:
         """Return the codes of the weight as it is now."""
         checked_weight(weight)
-        return self.found(weight, block, lambda: _quantised_weight(weight, block))
+        return self.found(weight, block, lambda: quantised_weight(weight, block))
 
     def put(self, weight: torch.Tensor, block: int, codes: Quantized, of: tuple[int, int]) -> None:
         """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
@@ -230,11 +232,12 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
         return self._made
 
 
-def _quantised_weight(weight: torch.Tensor, block: Block) -> Quantized:
+def quantised_weight(weight: torch.Tensor, block: Block, layout: Layout = "both") -> Quantized:
+    """Return a weight's codes, rounded to nearest."""
     rows = weight.detach()
     if rows.stride(1) != 1:  # another's transpose
         rows = rows.contiguous()
-    return int8_quantize(rows, block=block, layout="both")
+    return int8_quantize(rows, block=block, layout=layout)
 
 
 class Int8Weights(ABC):

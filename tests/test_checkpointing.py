@@ -4,13 +4,20 @@ Forward runs twice from one state of torch's generator: reentrant checkpointing 
 first. Layers that drew in one of the two alone would leave dropout other numbers in the other.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from jetfire.nn import (
+    FrozenInt8Linear,
     Int4Conv1D,
     Int4Linear,
     Int8Block,
@@ -28,6 +35,22 @@ ROWS, WIDTH = 32, 64
 
 
 reentrant = pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])
+
+
+def products_kept(context, function, *args, **options):
+    """Selective checkpointing: codes are made again, and what was multiplied is kept."""
+    kept = "gemm" in function.name()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SEGMENTS = {
+    "new": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, products_kept),
+    },
+}
 
 
 class Blocks(nn.Module):
@@ -51,6 +74,7 @@ def parameter(*shape):
 LAYERS = {
     "Int8Linear": lambda: Int8Linear(WIDTH, WIDTH),
     "Int8Conv1D": lambda: Int8Conv1D(parameter(WIDTH, WIDTH), parameter(WIDTH)),
+    "FrozenInt8Linear": lambda: FrozenInt8Linear(parameter(WIDTH, WIDTH), parameter(WIDTH)),
     "Int8LayerNorm": lambda: Int8LayerNorm(WIDTH),
     "Int8GELU": Int8GELU,
     "Int4Linear": lambda: Int4Linear(WIDTH, WIDTH),
@@ -72,7 +96,7 @@ def gradients(device, kind, run):
         for layer in layers:
             y = run(lambda x, layer=layer: F.dropout(layer(F.dropout(x, 0.2)), 0.5), y)
         y.square().sum().backward()
-        found += [leaf.grad.clone() for leaf in (x, *layers.parameters())]
+        found += [p.grad.clone() for p in (x, *layers.parameters()) if p.requires_grad]
     return found
 
 
@@ -81,13 +105,10 @@ def same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@reentrant
+@pytest.mark.parametrize("how", SEGMENTS)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_layers(device, kind, reentrant):
-    def segment(function, x):
-        return checkpoint(function, x, use_reentrant=reentrant)
-
-    kept = gradients(device, kind, segment)
+def test_layers(device, kind, how):
+    kept = gradients(device, kind, partial(checkpoint, **SEGMENTS[how]))
     same(kept, gradients(device, kind, lambda function, x: function(x)))
 
 

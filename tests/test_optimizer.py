@@ -23,13 +23,13 @@ SHAPE = Shape(layers=2, heads=2, width=32, context=16, vocabulary=61)
 def quantised(monkeypatch) -> list[torch.Size]:
     """The shapes of the weights that are quantised by a call of their own."""
     found: list[torch.Size] = []
-    original = products._quantised_weight
+    original = products.quantised_weight
 
     def counting(weight: torch.Tensor, block: Block) -> Quantized:
         found.append(weight.shape)
         return original(weight, block)
 
-    monkeypatch.setattr(products, "_quantised_weight", counting)
+    monkeypatch.setattr(products, "quantised_weight", counting)
     return found
 
 

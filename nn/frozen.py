@@ -1,0 +1,181 @@
+"""A frozen linear layer of INT8 codes alone: what adapters such as LoRA's are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
+from jetfire.core.tensors import Quantized
+from jetfire.nn.linear import rows
+from jetfire.nn.products import (
+    FLOATS,
+    checked_block,
+    checked_weight,
+    keys_for_backward,
+    quantised_gradient,
+    quantised_weight,
+)
+from jetfire.ops import (
+    int8_column_sum,
+    int8_dequantize,
+    int8_gemm,
+    int8_quantize,
+    int8_transpose,
+)
+
+
+class _FrozenFunction(torch.autograd.Function):
+    """y = x·Wᵀ + b of a W (`codes`, `scale`) that has no gradient: nothing of x is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        block: Block,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scale, seed)
+        ctx.block, ctx.dtype = block, FLOATS[x.dtype]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        w, wide = Quantized(codes, scale, block=block), None if bias is None else bias.float()
+        return int8_gemm(int8_quantize(x, block=block), w, out=ctx.dtype, bias=wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        codes, scale, seed = ctx.saved_tensors
+        of_bias = ctx.needs_input_grad[3]
+        g = quantised_gradient(grads[0], ctx.block, seed, "both" if of_bias else "q")
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            wt = int8_transpose(Quantized(codes, scale, block=ctx.block))
+            dx = int8_gemm(g, wt, out=ctx.dtype)
+        if of_bias:
+            db = int8_column_sum(g).to(ctx.bias_dtype)
+        return dx, None, None, db, None, None
+
+
+class FrozenInt8Linear(nn.Linear):
+    """x·Wᵀ + b of a W that is kept as INT8 codes and does not learn: one byte per parameter.
+
+    `peft` takes it for the `torch.nn.Linear` that it is. Its float weight is gone: `weight` is made
+    of the codes where it is read, and quantised anew where it is written (merging an adapter), by
+    assignment to it or to its `data`.
+
+    Args:
+        weight: out×in, bf16, fp16 or fp32.
+        bias: out, or None; it stays a float parameter, without a gradient unless one asks for it.
+        block: 32, 64 or 128, the side of a quantisation block.
+
+    Attributes:
+        codes: int8, out×in: a parameter without gradient, so that FSDP shards it and DDP sends it
+            once. `scale` is fp32, ⌈out/block⌉×⌈in/block⌉: a buffer, which neither casts.
+        dtype: that of `weight` where it is read; `to` changes it.
+    """
+
+    codes: nn.Parameter
+    scale: torch.Tensor
+
+    @checked
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, block: int = 32) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = checked_weight(weight).shape
+        self.block, self.dtype = checked_block(block), weight.dtype
+        q, scale = self._quantised(weight)
+        self.codes = nn.Parameter(q, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+        self.requires_grad_(False)
+
+    def _quantised(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        w = quantised_weight(weight, self.block, "q")
+        assert w.q is not None
+        assert w.scale is not None
+        return w.q, w.scale
+
+    def dequantised(self) -> torch.Tensor:
+        """Return codes times scales, out×in of `dtype`."""
+        w = Quantized(self.codes.detach(), self.scale, block=self.block)
+        return int8_dequantize(w, out=FLOATS[self.dtype])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as floats, which are made when they are read."""
+        return _FloatWeight(self)
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        if isinstance(value, _FloatWeight) and value.layer is self:
+            return
+        if value.shape != self.codes.shape:
+            raise UsageError(f"weight of shape {tuple(value.shape)}: expected {self._shape}")
+        q, scale = self._quantised(checked_weight(value))
+        self.codes.data.copy_(q)
+        self.scale.copy_(scale)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
+        x = rows(input, self.in_features)
+        seed = keys_for_backward(1, x.device, self.training)
+        with torch.autocast(x.device.type, enabled=False):
+            y = _FrozenFunction.apply(x, self.codes, self.scale, self.bias, seed, self.block)
+        return y.reshape(*input.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Apply as any module; a change of dtype is `weight`'s, and not the scales'."""
+        scale = self.scale
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scale.device)).dtype
+        super()._apply(fn, recurse)
+        if self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block={self.block}"
+
+
+class _FloatWeight(torch.Tensor):
+    """A frozen layer's weight as floats: what reads it makes them, its `data` writes the codes."""
+
+    layer: FrozenInt8Linear
+
+    @staticmethod
+    def __new__(cls, layer: FrozenInt8Linear) -> _FloatWeight:
+        new = torch.Tensor._make_wrapper_subclass(
+            cls, layer.codes.shape, dtype=layer.dtype, device=layer.codes.device
+        )
+        new.layer = layer
+        return new
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.layer.dequantised()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.layer.weight = value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        written = zip(func._schema.arguments, args, strict=False)
+        if any(isinstance(value, cls) and argument.is_write for argument, value in written):
+            raise UsageError(f"{func} on a frozen weight: expected an assignment to its data")
+        args, kwargs = tree_map_only(cls, lambda w: w.layer.dequantised(), (args, kwargs or {}))
+        return func(*args, **kwargs)
