@@ -24,6 +24,8 @@ from jetfire.core.tensors import Tensors, float_name
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.core.replay import Served
+
 Shape = tuple[int, ...]
 # Makes fields of a problem that follow from its operator's arguments, those that its parameters
 # name: of a tensor it gets the shape, or None where there is none.
@@ -44,6 +46,36 @@ def _packed(returns: str) -> Callable[[Tensors], Any]:
 def _size(first: Shape) -> dict[str, Any]:
     m, n = first
     return {"m": m, "n": n}
+
+
+def arguments_of(schema: str) -> list[tuple[str, str, str, str]]:
+    """Return each argument's type, alias if it is written, ``?`` if it may be None, and name."""
+    return _ARGUMENT.findall(schema.partition("(")[2].rpartition(" -> ")[0])
+
+
+def define(schema: str, served: Served, fake: Callable[..., Any], constant: bool = True) -> Any:
+    """Define an overload of a torch operator, and return it.
+
+    Args:
+        fake: the same without memory, for tracing.
+        constant: autograd takes its results for constants.
+    """
+    import torch
+
+    from jetfire.core import calls, replay
+
+    name, library = schema.partition("(")[0], calls.LIBRARY
+    # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define(schema, tags=tags)
+    library.impl(name, served.run, "CPU")
+    library.impl(name, replay.serve(name, served), "CUDA")
+    torch.library.register_fake(f"jetfire::{name}", fake, lib=library)
+    if constant:
+        # By torch's default, float outputs would require gradients, and backward would warn.
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(torch.ops.jetfire, packet), variant or "default")
 
 
 class Operator:
@@ -78,7 +110,7 @@ class Operator:
         self.name, _, rest = schema.partition("(")
         forward, backward, _ = self.name.partition("_backward")
         self.op = op or forward
-        arguments = _ARGUMENT.findall(rest.rpartition(" -> ")[0])
+        arguments = arguments_of(schema)
         self._tensors = tuple(name for kind, _, _, name in arguments if kind == "Tensor")
         self._scalars = tuple(name for kind, _, _, name in arguments if kind != "Tensor")
         self.written = tuple(name for _, writes, _, name in arguments if writes)
@@ -132,8 +164,6 @@ class Operator:
 
     def _define(self, schema: str, constant: bool = True) -> Any:
         """Define an overload; where `constant`, autograd takes its results for constants."""
-        import torch
-
         from jetfire.core import calls, replay
 
         packed, launch, allocate = _packed(self._returns), calls.launch, calls.allocate
@@ -148,19 +178,7 @@ class Operator:
         def fake(*args: Any) -> Any:
             return packed(allocate(self, args))
 
-        name, library = schema.partition("(")[0], calls.LIBRARY
-        # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
-        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-        library.define(schema, tags=tags)
-        library.impl(name, run, "CPU")
-        served = replay.Served(run, solve, self._written_places)
-        library.impl(name, replay.serve(name, served), "CUDA")
-        torch.library.register_fake(f"jetfire::{name}", fake, lib=library)
-        if constant:
-            # By torch's default, float outputs would require gradients, and backward would warn.
-            library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        packet, _, variant = name.partition(".")
-        return getattr(getattr(torch.ops.jetfire, packet), variant or "default")
+        return define(schema, replay.Served(run, solve, self._written_places), fake, constant)
 
 
 class Differentiable(Operator):

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.fused import Fused
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import rows
 from jetfire.nn.products import FLOATS, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_gelu, int8_gelu_backward, int8_quantize
 
+Approximate = Literal["tanh", "erf"]
 # torch's names of the two forms, and the op's.
-_FORMS: dict[str, Literal["tanh", "erf"]] = {"none": "erf", "tanh": "tanh"}
+_FORMS: dict[str, Approximate] = {"none": "erf", "tanh": "tanh"}
 
 
-class _Int8GELUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        seeds: torch.Tensor | None,
-        block: Block,
-        approximate: Literal["tanh", "erf"],
-    ) -> torch.Tensor:
-        a = int8_quantize(x, block=block)
-        ctx.save_for_backward(a.q, a.scale, seeds)
-        ctx.block, ctx.approximate, ctx.dtype = block, approximate, FLOATS[x.dtype]
-        return int8_dequantize(int8_gelu(a, approximate=approximate), out=ctx.dtype)
+def _forward(x: torch.Tensor, block: Block, approximate: Approximate) -> list[torch.Tensor]:
+    """Return gelu(x), and the codes of x."""
+    a = int8_quantize(x, block=block)
+    y = int8_dequantize(int8_gelu(a, approximate=approximate), out=FLOATS[x.dtype])
+    return [y, *a.tensors]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, scale, seeds = ctx.saved_tensors
-        g = int8_quantize(
-            grads[0].contiguous(), block=ctx.block, rounding="stochastic", seed=seeds[0:1]
-        )
-        a = Quantized(q, scale, block=ctx.block)
-        dx = int8_gelu_backward(a, g, approximate=ctx.approximate, seed=seeds[1:2])
-        return int8_dequantize(dx, out=ctx.dtype), None, None, None
+
+def _backward(
+    g: torch.Tensor,
+    seeds: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    block: Block,
+    approximate: Approximate,
+    _: bool,
+) -> list[torch.Tensor]:
+    """Return the gradient of x."""
+    codes = int8_quantize(g, block=block, rounding="stochastic", seed=seeds[0:1])
+    a = Quantized(q, scale, block=block)
+    dx = int8_gelu_backward(a, codes, approximate=approximate, seed=seeds[1:2])
+    return [int8_dequantize(dx, out=FLOATS[g.dtype])]
+
+
+_gelu = Fused(
+    "gelu_layer(Tensor x, int block, str approximate) -> Tensor[]",
+    _forward,
+    "gelu_layer_backward(Tensor g, Tensor seeds, Tensor q, Tensor scale, int block, str"
+    " approximate, bool of_x) -> Tensor[]",
+    _backward,
+)
 
 
 class Int8GELU(nn.GELU):
@@ -65,8 +72,7 @@ class Int8GELU(nn.GELU):
         """Map (…, n) to the same, in the autocast dtype if there is one."""
         x = rows(input, input.shape[-1] if input.dim() else 1)
         seeds = keys_for_backward(2, x.device, self.training)
-        with torch.autocast(x.device.type, enabled=False):
-            y = _Int8GELUFunction.apply(x, seeds, self.block, _FORMS[self.approximate])
+        y = _gelu((x,), (x,), (seeds,), (self.block, _FORMS[self.approximate]))
         return y.reshape(input.shape)
 
     def extra_repr(self) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.fused import Fused
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
-from jetfire.nn.linear import rows
+from jetfire.nn.linear import rows, wide
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
 from jetfire.ops import (
     int8_dequantize,
@@ -22,36 +21,44 @@ from jetfire.ops import (
 )
 
 
-class _Int8LayerNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        seeds: torch.Tensor | None,
-        block: Block,
-        eps: float,
-    ) -> torch.Tensor:
-        a = int8_quantize(x, block=block)
-        y, mean, rstd = int8_layernorm(a, weight.float(), bias.float(), eps=eps)
-        ctx.save_for_backward(a.q, a.scale, weight, mean, rstd, seeds)
-        ctx.block, ctx.dtype, ctx.bias_dtype = block, FLOATS[x.dtype], bias.dtype
-        return int8_dequantize(y, out=ctx.dtype)
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, block: Block, eps: float
+) -> list[torch.Tensor]:
+    """Return LayerNorm of x, the codes of x, and its rows' statistics."""
+    a = int8_quantize(x, block=block)
+    y, mean, rstd = int8_layernorm(a, weight, bias, eps=eps)
+    return [int8_dequantize(y, out=FLOATS[x.dtype]), *a.tensors, mean, rstd]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, scale, weight, mean, rstd, seeds = ctx.saved_tensors
-        g = int8_quantize(
-            grads[0].contiguous(), block=ctx.block, rounding="stochastic", seed=seeds[0:1]
-        )
-        a = Quantized(q, scale, block=ctx.block)
-        dx, dweight, dbias = int8_layernorm_backward(
-            a, g, weight.float(), mean, rstd, seed=seeds[1:2]
-        )
-        dx = int8_dequantize(dx, out=ctx.dtype)
-        return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None, None, None
+
+def _backward(
+    g: torch.Tensor,
+    weight: torch.Tensor,
+    seeds: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    block: Block,
+    eps: float,
+    *wanted: bool,
+) -> list[torch.Tensor]:
+    """Return the gradients of x, weight and bias, those that are wanted."""
+    codes = int8_quantize(g, block=block, rounding="stochastic", seed=seeds[0:1])
+    a = Quantized(q, scale, block=block)
+    dx, *of_parameters = int8_layernorm_backward(a, codes, weight, mean, rstd, seed=seeds[1:2])
+    found = [int8_dequantize(dx, out=FLOATS[g.dtype])] if wanted[0] else []
+    pairs = zip(of_parameters, wanted[1:], strict=True)
+    return [*found, *(gradient for gradient, is_wanted in pairs if is_wanted)]
+
+
+_layernorm = Fused(
+    "layernorm_layer(Tensor x, Tensor weight, Tensor bias, int block, float eps) -> Tensor[]",
+    _forward,
+    "layernorm_layer_backward(Tensor g, Tensor weight, Tensor seeds, Tensor q, Tensor scale,"
+    " Tensor mean, Tensor rstd, int block, float eps, bool of_x, bool of_weight, bool of_bias)"
+    " -> Tensor[]",
+    _backward,
+)
 
 
 class Int8LayerNorm(nn.LayerNorm):
@@ -79,8 +86,9 @@ class Int8LayerNorm(nn.LayerNorm):
         """Map (…, width) to the same, in the autocast dtype if there is one."""
         x = rows(input, self.normalized_shape[0])
         seeds = keys_for_backward(2, x.device, self.training)
-        with torch.autocast(x.device.type, enabled=False):
-            y = _Int8LayerNormFunction.apply(x, self.weight, self.bias, seeds, self.block, self.eps)
+        weight, bias = (wide(parameter) for parameter in (self.weight, self.bias))
+        leaves, constants = (x, self.weight, self.bias), (self.block, self.eps)
+        y = _layernorm(leaves, (x, weight, bias), (weight, seeds), constants)
         return y.reshape(input.shape)
 
     def extra_repr(self) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import Block, Layout
+from jetfire.core.fused import Fused
+from jetfire.core.problem import Block, FloatName
 from jetfire.core.tensors import Quantized
 from jetfire.nn.products import (
     FLOATS,
@@ -21,60 +21,71 @@ from jetfire.nn.products import (
     Placed,
     QuantisedWeight,
     checked_block,
-    flat,
     keys_for_backward,
-    product_of_transposes,
     quantised_gradient,
-    unflat,
 )
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 
 
-class _Int8LinearFunction(torch.autograd.Function):
-    """y = x·Wᵀ + b; gradients are quantised stochastically, so both products are unbiased.
+def _forward(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: Block,
+    learns: bool,
+    *_: Any,
+) -> list[torch.Tensor]:
+    """Return y = x·Wᵀ + b, and the codes of xᵀ where the weight learns."""
+    a = int8_quantize(x, block=block, layout="both" if learns else "q")
+    y = int8_gemm(a, Quantized(q, scale, block=block), out=FLOATS[x.dtype], bias=bias)
+    return [y, *a.t.tensors[:2]] if learns else [y]
 
-    `codes` are the tensors of the `Quantized` W, out×in: autograd looks into no tuple. Where the
-    parameter itself is stored `transposed`, in×out, its gradient is too. `layout` is that of the
-    input's codes: its transpose is kept for the weight's gradient alone.
+
+def _backward(
+    g: torch.Tensor,
+    seed: torch.Tensor,
+    wt: torch.Tensor,
+    wt_scale: torch.Tensor,
+    at: torch.Tensor | None,
+    at_scale: torch.Tensor | None,
+    block: Block,
+    learns: bool,
+    transposed: bool,
+    dtype: FloatName,
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> list[torch.Tensor]:
+    """Return the gradients that are wanted.
+
+    The result's gradient is quantised stochastically, so both products are unbiased.
     """
+    both = of_weight or of_bias
+    a = Quantized(at, at_scale, block=block)
+    codes = quantised_gradient(g, block, seed, "both" if both else "q")
+    found = []
+    if of_x:
+        found.append(int8_gemm(codes, Quantized(wt, wt_scale, block=block), out=FLOATS[g.dtype]))
+    if of_weight:
+        factors = (a, codes.t) if transposed else (codes.t, a)
+        found.append(int8_gemm(*factors, out=dtype))
+    if of_bias:
+        found.append(int8_column_sum(codes))
+    return found
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        block: Block,
-        transposed: bool,
-        layout: Layout,
-        *codes: torch.Tensor,
-    ) -> torch.Tensor:
-        w = Quantized.of(codes, "both", block)
-        a = int8_quantize(x, block=block, layout=layout)
-        ctx.save_for_backward(seed, *flat(a.t, w.t))
-        ctx.block, ctx.transposed = block, transposed
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        ctx.dtype = FLOATS[x.dtype]
-        wide = bias.float() if bias is not None else None
-        return int8_gemm(a, w, out=ctx.dtype, bias=wide)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        seed, *codes = ctx.saved_tensors
-        at, wt = unflat(codes, ctx.block)
-        both = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        g = quantised_gradient(grads[0], ctx.block, seed, "both" if both else "q")
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = int8_gemm(g, wt, out=ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            factors = (at, g.t) if ctx.transposed else (g.t, at)
-            dw = product_of_transposes(*factors, ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = int8_column_sum(g).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * 8
+# The weight, of a `dtype`, is multiplied by as out×in; `transposed`: it is stored in×out, and so is
+# its gradient.
+_linear = Fused(
+    "linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, int block, bool learns,"
+    " bool transposed, str dtype) -> Tensor[]",
+    _forward,
+    "linear_backward(Tensor g, Tensor seed, Tensor wt, Tensor wt_scale, Tensor? at, Tensor?"
+    " at_scale, int block, bool learns, bool transposed, str dtype, bool of_x, bool of_weight,"
+    " bool of_bias) -> Tensor[]",
+    _backward,
+)
 
 
 def _apply(
@@ -90,12 +101,14 @@ def _apply(
     outputs, inputs = codes.q.shape
     x = rows(input, inputs)
     seed = keys_for_backward(1, x.device, training)
-    layout = "both" if weight.requires_grad and torch.is_grad_enabled() else "q"
-    with torch.autocast(x.device.type, enabled=False):
-        y = _Int8LinearFunction.apply(
-            x, weight, bias, seed, codes.block, transposed, layout, *codes.tensors
-        )
-    return y.reshape(*input.shape[:-1], outputs)
+    learns = weight.requires_grad and torch.is_grad_enabled()
+    y = _linear(
+        (x, weight, bias),
+        (x, codes.q, codes.scale, None if bias is None else wide(bias)),
+        (seed, codes.qt, codes.scale_t),
+        (codes.block, learns, transposed, FLOATS[weight.dtype]),
+    )
+    return y if input.dim() == 2 else y.reshape(*input.shape[:-1], outputs)
 
 
 class Int8Linear(nn.Linear, Int8Weights):
@@ -191,6 +204,11 @@ def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWei
                 if type(weight) is nn.Parameter:
                     found.setdefault(weight, (cache, block))
     return found
+
+
+def wide(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter in fp32, as kernels take it; without a gradient if it is a copy."""
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float()
 
 
 def rows(input: torch.Tensor, width: int) -> torch.Tensor:

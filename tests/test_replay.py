@@ -4,6 +4,7 @@ import ctypes
 import gc
 import shutil
 import subprocess
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from jetfire import ops
 from jetfire.core import calls, replay, workspace
 from jetfire.core.errors import JetfireWarning
-from jetfire.core.operators import Operator
+from jetfire.core.operators import Operator, define
 from jetfire.core.replay import build
 from jetfire.export.target import cuda_home
+from jetfire.tests import functions
 
 FAKE = Path(__file__).parent / "fakes" / "capture.c"
 SCALE, SCALE_BY_JOB, COUNT = range(3)
@@ -103,7 +107,7 @@ def driver(library, monkeypatch):
 
     arena = torch.zeros(256, dtype=torch.int32)
     taken = iter(range(0, 256, 4))
-    monkeypatch.setattr(replay, "_extension", lambda: module)
+    monkeypatch.setattr(replay, "extension", lambda: module)
     monkeypatch.setattr(replay, "DRIVER", fake.file)
     monkeypatch.setattr(replay, "aside", aside)
     monkeypatch.setattr(replay, "refusals", {})
@@ -272,6 +276,30 @@ def test_absent_tensors_texts_and_one_result(serve):
     assert double.calls == 2
 
 
+def test_an_operator_of_operators(driver, serve):
+    """Its plan has the launches of all that it calls, and their memory."""
+    double = serve(plain)
+    whole = f"replay_test{next(_made)}"
+
+    def body(x, factor):
+        (between,) = double(x, factor)
+        return [*double(between, factor), between]
+
+    run = replay.Served(body, body, ())
+    define(f"{whole}(Tensor x, float factor) -> Tensor[]", run, body)
+    replay.take_over(whole, "CPU")
+    before = driver.launched
+    for _ in range(6):
+        x = torch.randn(4, 6)
+        y, between = getattr(torch.ops.jetfire, whole)(x, 2.0)
+        assert torch.equal(between, 2 * x)
+        assert torch.equal(y, 4 * x)
+    assert not replay.refusals
+    assert driver.launched - before == 2 * 6
+    # Python's calls: two of the first, and as many each time that the second is recorded.
+    assert double.calls == 2 + 2 * 2
+
+
 def clones(driver, key, inputs, outputs):
     driver.scale(inputs["x"].clone(), outputs["y"], key[0])
 
@@ -372,20 +400,60 @@ def test_a_failed_launch_says_so(driver, serve):
 
 def test_without_a_compiler_python_goes_on(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    replay._extension.cache_clear()
+    replay.extension.cache_clear()
     build.extension.cache_clear()
     try:
         with pytest.warns(JetfireWarning, match="no C\\+\\+ compiler 'no-such-compiler'"):
-            assert replay._extension() is None
+            assert replay.extension() is None
     finally:
-        replay._extension.cache_clear()
+        replay.extension.cache_clear()
         build.extension.cache_clear()
 
 
 def test_off(monkeypatch):
     monkeypatch.setenv("JETFIRE_REPLAY", "off")
-    replay._extension.cache_clear()
+    replay.extension.cache_clear()
     try:
-        assert replay._extension() is None
+        assert replay.extension() is None
     finally:
-        replay._extension.cache_clear()
+        replay.extension.cache_clear()
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", functions.names())
+def test_every_function_is_replayed_with_the_bits_of_python(name):
+    for given in functions.arguments()[name]:
+        options = tree_map_only(torch.Tensor, torch.Tensor.cuda, given)
+        before, found = build.extension().replayed(), []
+        for _ in range(4):
+            copies = tree_map_only(torch.Tensor, torch.clone, options)
+            result = getattr(ops, name)(**copies)
+            found.append([x.cpu() for x in tree_leaves((result, copies)) if torch.is_tensor(x)])
+        assert build.extension().replayed() >= before + 2, (given, replay.refusals)
+        for later in found[1:]:
+            for one, other in zip(found[0], later, strict=True):
+                assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.quiet
+def test_a_replayed_call_takes_less_of_the_host(monkeypatch):
+    """Less than half of Python's; the sizes are such that the GPU is never waited for."""
+    x = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
+
+    def microseconds():
+        for _ in range(10):
+            ops.int8_quantize(x, block=128, layout="both")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            ops.int8_quantize(x, block=128, layout="both")
+        return (time.perf_counter() - start) / 200 * 1e6
+
+    replayed = microseconds()
+    run = replay._served["quantize"].run
+    monkeypatch.setattr("jetfire.ops.quantize._quantize", lambda *args: run(*args))
+    assert replayed < microseconds() / 2

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jetfire.core import workspace
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.replay import build
-from jetfire.core.replay.capture import Capture, CaptureError, Launched
+from jetfire.core.replay.capture import Capture, CaptureError, KernelLaunch
 
 DRIVER = "libcuda.so.1"
 # Twins are so many bytes apart for each tensor: a multiple of what kernels choose by, and so few
@@ -85,7 +85,7 @@ def serve(name: str, served: Served) -> Callable[..., Any]:
     _waiting.append(name)
 
     def first(*args: Any) -> Any:
-        if _extension() is not None:
+        if extension() is not None:
             with _lock:
                 while _waiting:
                     take_over(_waiting.pop(), "CUDA")
@@ -98,11 +98,11 @@ def take_over(name: str, key: str) -> None:
     """Have C++ take over an operator under a dispatch key, for as long as the process lives."""
     packet, _, overload = name.partition(".")
     run = _served[name].run
-    _extension().install(f"jetfire::{packet}", overload, key, run, Recorder(name))
+    extension().install(f"jetfire::{packet}", overload, key, run, Recorder(name))
 
 
 @cache
-def _extension() -> Any:
+def extension() -> Any:
     """Return the C++ module; None where calls are left with Python."""
     if os.environ.get("JETFIRE_REPLAY", "").lower() in ("off", "0", "false"):
         return None
@@ -118,8 +118,8 @@ def _extension() -> Any:
 
 def forget() -> None:
     """Forget every plan: kernels and configs are chosen anew."""
-    if _extension.cache_info().currsize and _extension() is not None:
-        _extension().forget()
+    if extension.cache_info().currsize and extension() is not None:
+        extension().forget()
 
 
 class Recorder:
@@ -158,14 +158,14 @@ class Recorder:
         among = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         written = [among.index(i) for i in served.written if i in among]
         made = ([first.made[i] for i in places] for places in (results, scratch))
-        return _extension().Plan(launches, *made, written)
+        return extension().Plan(launches, *made, written)
 
 
 @dataclass(frozen=True)
 class _Recorded:
     """What a call launches, the memory that it allocates, what of that it returns, its counters."""
 
-    launches: list[Launched]
+    launches: list[KernelLaunch]
     made: list[torch.Tensor]
     results: list[torch.Tensor]
     counters: list[torch.Tensor]
@@ -270,7 +270,7 @@ def _moves(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _moved(tensors: Sequence[torch.Tensor], moves: Sequence[int]) -> list[torch.Tensor]:
     """Return tensors of the same kinds, so many bytes further on: none is to be read."""
     pairs = zip(tensors, moves, strict=True)
-    return [_extension().shifted(x.detach(), by) for x, by in pairs]
+    return [extension().shifted(x.detach(), by) for x, by in pairs]
 
 
 def _places(made: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[int]:
@@ -283,8 +283,8 @@ def _places(made: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> li
 
 
 def _compared(
-    first: Sequence[Launched],
-    second: Sequence[Launched],
+    first: Sequence[KernelLaunch],
+    second: Sequence[KernelLaunch],
     tensors: Sequence[torch.Tensor],
     moves: Sequence[int],
     order: Sequence[int],
@@ -312,5 +312,5 @@ def _compared(
             if number is None:
                 raise Refused(f"its parameters differ at byte {8 * at} by no tensor's address")
             patches.append((8 * int(at), number, int(words[at]) - begin))
-        made.append(_extension().Launch(**vars(one), patches=patches))
+        made.append(extension().Launch(**vars(one), patches=patches))
     return made

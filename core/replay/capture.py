@@ -28,7 +28,7 @@ class CaptureError(JetfireError):
 
 
 @dataclass(frozen=True)
-class Launched:
+class KernelLaunch:
     """One launch of a kernel function.
 
     Attributes:
@@ -78,7 +78,7 @@ class Capture:
     def __init__(self, driver: str = "libcuda.so.1") -> None:
         self._driver = _library(driver)
 
-    def launches(self, stream: int, work: Callable[[], object]) -> list[Launched]:
+    def launches(self, stream: int, work: Callable[[], object]) -> list[KernelLaunch]:
         """Return what `work` launches on a stream, in order; nothing of it is run.
 
         Args:
@@ -128,7 +128,7 @@ class Capture:
         self._call(name, graph, *arrays, byref(count))
         return [[one or 0 for one in array[: count.value]] for array in arrays]
 
-    def _launched(self, node: int) -> Launched:
+    def _launched(self, node: int) -> KernelLaunch:
         kind = c_int()
         self._call("cuGraphNodeGetType", c_void_p(node), byref(kind))
         if kind.value != _KERNEL_NODE:
@@ -141,7 +141,7 @@ class Capture:
         (cooperative, *_), cluster = (
             self._attribute(node, name) for name in (_COOPERATIVE, _CLUSTER_DIMENSION)
         )
-        return Launched(
+        return KernelLaunch(
             found.function,
             tuple(found.grid),
             tuple(found.block),

@@ -17,6 +17,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
@@ -364,6 +365,117 @@ uint64_t replayed() {
   return sum;
 }
 
+// --- autograd ------------------------------------------------------------------------------------
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A forward operator and its backward (`core.fused`).
+struct Pair {
+  c10::OperatorHandle forward, backward;
+  size_t saved;  // tensors that backward takes after the result's gradient
+
+  static c10::OperatorHandle find(const std::string& name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(("jetfire::" + name).c_str(), "");
+  }
+};
+
+struct Call {
+  const Pair* pair;
+  variable_list tensors, kept;
+  std::vector<c10::IValue> constants;
+};
+
+c10::IValue or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
+}
+
+// The gradient of a gradient fails, with torch's own words for a Python function of this kind.
+struct Once : torch::autograd::Function<Once> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& gradient) {
+    return gradient.alias();
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false, "trying to differentiate twice a function that was marked with "
+                       "@once_differentiable");
+  }
+};
+
+constexpr size_t MOST_LEAVES = 3;
+using Leaf = std::optional<at::Tensor>;
+
+struct PairFunction : torch::autograd::Function<PairFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const Leaf& first, const Leaf& second,
+                            const Leaf& third, const Call* call) {
+    torch::jit::Stack stack;
+    for (const at::Tensor& tensor : call->tensors) stack.push_back(or_none(tensor));
+    stack.insert(stack.end(), call->constants.begin(), call->constants.end());
+    call->pair->forward.callBoxed(&stack);
+    variable_list made = torch::jit::pop(stack).toTensorVector();
+    at::Tensor result = std::move(made[0]);
+    variable_list saved = call->kept;
+    saved.insert(saved.end(), made.begin() + 1, made.end());
+    saved.resize(call->pair->saved);
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["constants"] = c10::ivalue::Tuple::create(call->constants);
+    ctx->saved_data["pair"] = reinterpret_cast<int64_t>(call->pair);
+    // Torch counts the tensors alone where it says whose gradient is wanted.
+    int64_t present = 0;
+    for (const Leaf* leaf : {&first, &second, &third}) present = 2 * present + leaf->has_value();
+    ctx->saved_data["present"] = present;
+    ctx->set_materialize_grads(false);
+    return result;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list wanted(MOST_LEAVES + 1);
+    if (!grads[0].defined()) return wanted;
+    const auto* pair = reinterpret_cast<const Pair*>(ctx->saved_data["pair"].toInt());
+    const auto constants = ctx->saved_data["constants"].toTuple();
+    const size_t leaves =
+        pair->backward.schema().arguments().size() - 1 - pair->saved - constants->elements().size();
+    const int64_t present = ctx->saved_data["present"].toInt();
+    std::array<bool, MOST_LEAVES> needed{};
+    for (size_t i = 0, edge = 0; i < MOST_LEAVES; ++i) {
+      if (present >> (MOST_LEAVES - 1 - i) & 1) needed[i] = ctx->needs_input_grad(edge++);
+    }
+    torch::jit::Stack stack;
+    {
+      const at::NoGradGuard no_grad;
+      torch::jit::push(stack, grads[0].contiguous());
+      for (const at::Tensor& tensor : ctx->get_saved_variables()) stack.push_back(or_none(tensor));
+      for (const c10::IValue& constant : constants->elements()) stack.push_back(constant);
+      for (size_t i = 0; i < leaves; ++i) torch::jit::push(stack, needed[i]);
+      pair->backward.callBoxed(&stack);
+    }
+    auto found = torch::jit::pop(stack).toTensorVector();
+    auto next = found.begin();
+    for (size_t i = 0; i < leaves; ++i) {
+      if (!needed[i]) continue;
+      at::Tensor gradient = std::move(*next++);
+      if (at::GradMode::is_enabled()) gradient = Once::apply(gradient.requires_grad_());
+      wanted[i] = std::move(gradient);
+    }
+    return wanted;
+  }
+};
+
+c10::IValue to_constant(py::handle value) {
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  return value.cast<std::string>();
+}
+
+variable_list to_tensors(const py::sequence& values) {
+  variable_list tensors;
+  tensors.reserve(values.size());
+  for (py::handle value : values) {
+    tensors.push_back(value.is_none() ? at::Tensor() : THPVariable_Unpack(value.ptr()));
+  }
+  return tensors;
+}
+
 // A tensor's twin `bytes` further on, to be looked at and not read: nothing says what is there.
 at::Tensor shifted(const at::Tensor& tensor, int64_t bytes) {
   char* place = static_cast<char*>(tensor.data_ptr()) + bytes;
@@ -410,6 +522,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        const std::vector<py::object>& scratch, std::vector<uint32_t> written) {
         return std::make_shared<Plan>(Plan{launches, specs(outputs), specs(scratch), written});
       }));
+  py::class_<Pair, std::shared_ptr<Pair>>(m, "Pair")
+      .def(py::init([](const std::string& forward, const std::string& backward, size_t saved) {
+        // Nodes of autograd refer to it for as long as they like.
+        static auto* kept = new std::vector<std::shared_ptr<Pair>>;
+        Pair pair{Pair::find(forward), Pair::find(backward), saved};
+        return kept->emplace_back(std::make_shared<Pair>(pair));
+      }))
+      .def("__call__", [](const std::shared_ptr<Pair>& pair, const py::sequence& leaves,
+                          const py::sequence& tensors, const py::sequence& kept,
+                          const py::sequence& constants) {
+        std::vector<c10::IValue> values;
+        for (py::handle value : constants) values.push_back(to_constant(value));
+        const variable_list given = to_tensors(leaves);
+        TORCH_CHECK(given.size() <= MOST_LEAVES, given.size(), " leaves");
+        std::array<Leaf, MOST_LEAVES> leaf;
+        for (size_t i = 0; i < given.size(); ++i) {
+          if (given[i].defined()) leaf[i] = given[i];
+        }
+        const Call call{pair.get(), to_tensors(tensors), to_tensors(kept), std::move(values)};
+        at::Tensor result;
+        {
+          const py::gil_scoped_release none;
+          result = PairFunction::apply(leaf[0], leaf[1], leaf[2], &call);
+        }
+        return py::reinterpret_steal<py::object>(THPVariable_Wrap(result));
+      });
   m.def("connect", &connect);
   m.def("install", &install);
   m.def("forget", &forget);

@@ -1,0 +1,130 @@
+"""Fused: a layer's forward and its backward, each one operator made of other operators' calls.
+
+On a GPU both are replayed (`core.replay`) and autograd's node is C++: a call takes one entry into
+the dispatcher instead of one for each launch. Elsewhere, and while torch.compile traces, the same
+two bodies run in Python and show the operators that they call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from jetfire.core import replay
+from jetfire.core.operators import arguments_of, define
+
+Maybe = torch.Tensor | None
+# Solves one half, of all arguments of its schema.
+Body = Callable[..., list[torch.Tensor]]
+Constants = tuple[bool | int | float | str, ...]
+
+
+class Fused:
+    """A function of tensors whose gradient is an operator, too.
+
+    Forward returns its result and then what backward needs of what it made. Backward takes the
+    result's gradient, contiguous; the tensors that were kept, and those that forward made (None
+    where it made none); forward's constants; and for each leaf whether its gradient is wanted. It
+    returns those that are, in order. Both run without autograd.
+
+    Args:
+        forward, backward: schemas, ``name(Tensor x, …, int block, …) -> Tensor[]``, tensors first.
+        forward_body, backward_body: what they do.
+    """
+
+    def __init__(
+        self, forward: str, forward_body: Body, backward: str, backward_body: Body
+    ) -> None:
+        self._forward, self._backward = forward_body, backward_body
+        self._names = tuple(schema.partition("(")[0] for schema in (forward, backward))
+        kinds = [kind for kind, *_ in arguments_of(backward)]
+        self._saved = kinds.count("Tensor") - 1  # less the result's gradient
+        for schema, body in ((forward, forward_body), (backward, backward_body)):
+            _define(schema, body)
+        self._function = _function(self)
+
+    def __call__(
+        self,
+        leaves: Sequence[Maybe],
+        tensors: Sequence[Maybe],
+        kept: Sequence[Maybe],
+        constants: Constants,
+    ) -> torch.Tensor:
+        """Return forward's result.
+
+        Args:
+            leaves: what has a gradient, in the order of backward's results.
+            tensors, constants: forward's arguments.
+            kept: what backward needs of what is there already.
+        """
+        if not torch.compiler.is_compiling() and _in_cpp(leaves):
+            result: torch.Tensor = self._pair(leaves, tensors, kept, constants)
+            return result
+        # torch.compile traces no node that gets a tensor twice.
+        once = list(leaves)
+        places = [_place(once, tensor) for tensor in (*tensors, *kept)]
+        how = constants, len(leaves), tuple(places[: len(tensors)]), tuple(places[len(tensors) :])
+        made: torch.Tensor = self._function.apply(how, *once)
+        return made
+
+    @cached_property
+    def _pair(self) -> Any:
+        return replay.extension().Pair(*self._names, self._saved)
+
+
+def _define(schema: str, body: Body) -> None:
+    def run(*args: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return body(*args)
+
+    define(schema, replay.Served(run, run, ()), body)
+
+
+def _in_cpp(leaves: Sequence[Maybe]) -> bool:
+    """Return whether C++ takes a call of these leaves: plain tensors on a GPU."""
+    if not all(leaf is None or type(leaf) in _PLAIN for leaf in leaves):
+        return False
+    x = leaves[0]
+    return x is not None and x.is_cuda and replay.extension() is not None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _place(tensors: list[Maybe], tensor: Maybe) -> int:
+    """Return where a tensor is in a list, at whose end it is put where it is not yet."""
+    for place, other in enumerate(tensors):
+        if other is tensor:
+            return place
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def _function(fused: Fused) -> type[torch.autograd.Function]:
+    """Return the same node of autograd in Python."""
+    forward_body, backward_body, saved = fused._forward, fused._backward, fused._saved
+
+    class FusedFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, how: Any, *given: Maybe) -> torch.Tensor:
+            constants, leaves, tensors, kept = how
+            result, *made = forward_body(*(given[i] for i in tensors), *constants)
+            none = [None] * (saved - len(kept) - len(made))
+            ctx.save_for_backward(*(given[i] for i in kept), *made, *none)
+            ctx.constants, ctx.leaves, ctx.given = constants, leaves, len(given)
+            return result
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Maybe, ...]:
+            needs = ctx.needs_input_grad[1 : 1 + ctx.leaves]
+            arguments = grads[0].contiguous(), *ctx.saved_tensors, *ctx.constants, *needs
+            found = iter(backward_body(*arguments))
+            wanted = [next(found) if need else None for need in needs]
+            return None, *wanted, *[None] * (ctx.given - ctx.leaves)
+
+    return FusedFunction

@@ -1,0 +1,176 @@
+"""Fused layers: autograd's node in C++ and in Python, on the CPU; tests of a GPU run both there."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from jetfire.core import fused, replay
+from jetfire.core.replay import build
+from jetfire.nn import Int8Conv1D, Int8Linear
+
+
+@pytest.fixture
+def in_cpp(monkeypatch):
+    """Has C++ take calls on the CPU, too; counts them."""
+    calls = []
+
+    def taken(leaves):
+        calls.append(leaves)
+        return True
+
+    monkeypatch.setattr(replay, "extension", build.extension)
+    monkeypatch.setattr(fused, "_in_cpp", taken)
+    return calls
+
+
+def linear(bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    return Int8Linear(40, 24, bias=bias, dtype=dtype)
+
+
+def conv(bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(40, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+    return Int8Conv1D(nn.Parameter(weight), nn.Parameter(bias))
+
+
+def solved(layer, x, autocast=False):
+    """The result, and the gradients that are wanted, from one state of the generator."""
+    torch.manual_seed(3)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    wanted = [leaf for leaf in (x, *layer.parameters()) if leaf.requires_grad]
+    if not y.requires_grad:
+        return [y]
+    torch.manual_seed(4)
+    return [y, *torch.autograd.grad(y, wanted, torch.randn_like(y))]
+
+
+def compared(layer, x, monkeypatch, **how):
+    ours = solved(layer, x, **how)
+    monkeypatch.setattr(fused, "_in_cpp", lambda leaves: False)
+    theirs = solved(layer, x, **how)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    return ours
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [linear, conv])
+def test_cpp_gives_the_bits_of_python(in_cpp, monkeypatch, make, dtype, autocast):
+    x = torch.randn(2, 5, 40, dtype=dtype, requires_grad=True)
+    found = compared(make(dtype=dtype), x, monkeypatch, autocast=autocast)
+    assert len(found) == 4
+    assert len(in_cpp) == 1
+
+
+def test_without_bias(in_cpp, monkeypatch):
+    found = compared(linear(bias=False), torch.randn(5, 40, requires_grad=True), monkeypatch)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("learning", [(), ("weight",), ("bias",), ("weight", "bias")])
+@pytest.mark.parametrize("input_learns", [False, True])
+def test_gradients_that_are_wanted(in_cpp, monkeypatch, learning, input_learns):
+    layer = linear()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad = name in learning
+    x = torch.randn(5, 40, requires_grad=input_learns)
+    found = compared(layer, x, monkeypatch)
+    assert len(found) == 1 + input_learns + len(learning)
+
+
+def test_a_part_of_the_gradients(in_cpp):
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.shape == x.shape
+
+
+def test_nothing_is_kept_without_gradients(in_cpp):
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    with torch.no_grad():
+        assert layer(x).grad_fn is None
+    assert "PairFunction" in layer(x).grad_fn.name()
+
+
+def test_gradient_that_is_not_contiguous(in_cpp, monkeypatch):
+    layer, x = linear(), torch.randn(24, 40, requires_grad=True)
+
+    def gradient():
+        torch.manual_seed(3)
+        return torch.autograd.grad((layer(x).t() * torch.arange(24.0)).sum(), x)[0]
+
+    ours = gradient()
+    monkeypatch.setattr(fused, "_in_cpp", lambda leaves: False)
+    assert torch.equal(ours, gradient())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_bits(in_cpp, reentrant):
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+
+    def gradients(call):
+        torch.manual_seed(3)
+        return torch.autograd.grad(call().square().sum(), (x, *layer.parameters()))
+
+    if reentrant:  # takes no torch.autograd.grad
+        torch.manual_seed(3)
+        checkpoint(layer, x, use_reentrant=True).square().sum().backward()
+        found = (x.grad, *(p.grad for p in layer.parameters()))
+    else:
+        found = gradients(lambda: checkpoint(layer, x, use_reentrant=False))
+    for one, other in zip(found, gradients(lambda: layer(x)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_twice(in_cpp):
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    y = layer(x).sum()
+    torch.manual_seed(3)
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(first, torch.autograd.grad(y, x)[0])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, x)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_of_gradients_are_refused(in_cpp, monkeypatch, native):
+    monkeypatch.setattr(fused, "_in_cpp", lambda leaves: native)
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_gradients_are_freed(in_cpp):
+    """No tensor refers to a node that refers to it."""
+    import gc
+    import weakref
+
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    gc.disable()
+    try:
+        y = layer(x)
+        known = weakref.ref(y)
+        del y
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [linear, conv])
+def test_replayed_on_a_gpu_with_the_bits_of_python(monkeypatch, make):
+    layer, x = make().cuda(), torch.randn(64, 40, device="cuda", requires_grad=True)
+    before = build.extension().replayed()
+    found = [solved(layer, x, autocast=True) for _ in range(4)]
+    assert build.extension().replayed() >= before + 4  # both halves of two calls
+    monkeypatch.setattr(fused, "_in_cpp", lambda leaves: False)
+    for later in (*found[1:], solved(layer, x, autocast=True)):
+        for one, other in zip(found[0], later, strict=True):
+            assert torch.equal(one, other)
