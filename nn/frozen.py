@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.fused import Fused
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
-from jetfire.nn.linear import rows
+from jetfire.nn.linear import rows, wide
 from jetfire.nn.products import (
     FLOATS,
     checked_block,
@@ -32,38 +32,41 @@ from jetfire.ops import (
 )
 
 
-class _FrozenFunction(torch.autograd.Function):
-    """y = x·Wᵀ + b of a W (`codes`, `scale`) that has no gradient: nothing of x is kept."""
+def _forward(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block: Block
+) -> list[torch.Tensor]:
+    """Return y = x·Wᵀ + b. Nothing of x is kept, as W has no gradient."""
+    a, w = int8_quantize(x, block=block), Quantized(q, scale, block=block)
+    return [int8_gemm(a, w, out=FLOATS[x.dtype], bias=bias)]
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        block: Block,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(codes, scale, seed)
-        ctx.block, ctx.dtype = block, FLOATS[x.dtype]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        w, wide = Quantized(codes, scale, block=block), None if bias is None else bias.float()
-        return int8_gemm(int8_quantize(x, block=block), w, out=ctx.dtype, bias=wide)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes, scale, seed = ctx.saved_tensors
-        of_bias = ctx.needs_input_grad[3]
-        g = quantised_gradient(grads[0], ctx.block, seed, "both" if of_bias else "q")
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            wt = int8_transpose(Quantized(codes, scale, block=ctx.block))
-            dx = int8_gemm(g, wt, out=ctx.dtype)
-        if of_bias:
-            db = int8_column_sum(g).to(ctx.bias_dtype)
-        return dx, None, None, db, None, None
+def _backward(
+    g: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    seed: torch.Tensor,
+    block: Block,
+    of_x: bool,
+    of_bias: bool,
+) -> list[torch.Tensor]:
+    """Return the gradients that are wanted."""
+    codes = quantised_gradient(g, block, seed, "both" if of_bias else "q")
+    found = []
+    if of_x:
+        wt = int8_transpose(Quantized(q, scale, block=block))
+        found.append(int8_gemm(codes, wt, out=FLOATS[g.dtype]))
+    if of_bias:
+        found.append(int8_column_sum(codes))
+    return found
+
+
+_frozen = Fused(
+    "frozen_linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, int block) -> Tensor[]",
+    _forward,
+    "frozen_linear_backward(Tensor g, Tensor q, Tensor scale, Tensor seed, int block, bool of_x,"
+    " bool of_bias) -> Tensor[]",
+    _backward,
+)
 
 
 class FrozenInt8Linear(nn.Linear):
@@ -132,8 +135,9 @@ class FrozenInt8Linear(nn.Linear):
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
         x = rows(input, self.in_features)
         seed = keys_for_backward(1, x.device, self.training)
-        with torch.autocast(x.device.type, enabled=False):
-            y = _FrozenFunction.apply(x, self.codes, self.scale, self.bias, seed, self.block)
+        codes, bias = (self.codes, self.scale), self.bias
+        tensors = (x, *codes, None if bias is None else wide(bias))
+        y = _frozen((x, bias), tensors, (*codes, seed), (self.block,))
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetfire.core import fused, replay
 from jetfire.core.replay import build
-from jetfire.nn import Int8Conv1D, Int8Linear
+from jetfire.nn import FrozenInt8Linear, Int8Conv1D, Int8Linear
 
 
 @pytest.fixture
@@ -58,13 +58,19 @@ def compared(layer, x, monkeypatch, **how):
     return ours
 
 
+def frozen(bias=True, dtype=torch.float32):
+    made = FrozenInt8Linear(torch.randn(24, 40, dtype=dtype), torch.randn(24, dtype=dtype))
+    made.bias.requires_grad = True
+    return made
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [linear, conv])
+@pytest.mark.parametrize("make", [linear, conv, frozen])
 def test_cpp_gives_the_bits_of_python(in_cpp, monkeypatch, make, dtype, autocast):
     x = torch.randn(2, 5, 40, dtype=dtype, requires_grad=True)
     found = compared(make(dtype=dtype), x, monkeypatch, autocast=autocast)
-    assert len(found) == 4
+    assert len(found) == (3 if make is frozen else 4)
     assert len(in_cpp) == 1
 
 
