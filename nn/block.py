@@ -11,6 +11,7 @@ another, `flow`: a product's INT8 output, LayerNorm's and GELU's inputs, the gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized
-from jetfire.nn.linear import Int8Linear
+from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.products import (
     Handoff,
     Placed,
@@ -79,8 +80,15 @@ _ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
 _MASK0, _MASK2 = 5, 6
 
 
-class _Setting(NamedTuple):
-    """What both halves of a block know besides their tensors."""
+class Setting(NamedTuple):
+    """What both halves of a block know besides their tensors.
+
+    Attributes:
+        block, flow, adds: as in `Int8Block`.
+        eps: of both norms.
+        dropout: probability, of both branches' outputs.
+        transposed: whether weights are stored in×out, and so their gradients.
+    """
 
     block: Block
     flow: Block
@@ -90,6 +98,7 @@ class _Setting(NamedTuple):
     dropout: float
     approximate: Literal["tanh", "erf"]
     adds: bool
+    transposed: bool
 
 
 class _Enter(torch.autograd.Function):
@@ -103,7 +112,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any,
         handoff: Handoff | None,
-        setting: _Setting,
+        setting: Setting,
         seeds: Tensor | None,
         x: Tensor,
         q: Tensor,
@@ -147,7 +156,7 @@ class _Enter(torch.autograd.Function):
             *parts, block=block, rounding="stochastic", layout="both", seed=seeds[0:1]
         )
         dh = int8_gemm(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
-        dw = weight_gradient(g.t, ht, ctx.weight, ctx.setting.adds)
+        dw = _weight_gradient(g, ht, ctx.weight, ctx.setting)
         db = int8_column_sum(g)
         del g
         layout: Layout = "q" if handoff is None else "both"
@@ -170,7 +179,7 @@ class _Leave(torch.autograd.Function):
     def forward(
         ctx: Any,
         handoff: Handoff | None,
-        setting: _Setting,
+        setting: Setting,
         seeds: Tensor | None,
         x: Tensor,
         attended: Tensor,
@@ -232,7 +241,7 @@ class _Leave(torch.autograd.Function):
         if dx is None:  # all that read the stream has given it no gradient
             return (None,) * len(ctx.needs_input_grad)
         setting = ctx.setting
-        block, flow, adds = setting.block, setting.flow, setting.adds
+        block, flow = setting.block, setting.flow
         weight0, weight1, weight2 = ctx.weights
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
@@ -248,7 +257,7 @@ class _Leave(torch.autograd.Function):
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
         u = int8_gelu(f, approximate=setting.approximate, layout="qt", out_block=block)
-        dw2 = weight_gradient(g.t, u.t, weight2, adds)
+        dw2 = _weight_gradient(g, u.t, weight2, setting)
         db2 = int8_column_sum(g)
         del u
         du = int8_gemm(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
@@ -263,7 +272,7 @@ class _Leave(torch.autograd.Function):
             out_block=block,
         )
         del du
-        dw1 = weight_gradient(df.t, ht, weight1, adds)
+        dw1 = _weight_gradient(df, ht, weight1, setting)
         db1 = int8_column_sum(df)
         df = alone(df)
         dh = int8_gemm(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
@@ -275,14 +284,25 @@ class _Leave(torch.autograd.Function):
         g = _undropped(copy, setting, seeds, _MASK0)
         del copy
         dattended = int8_gemm(g, w0t, out="bf16")
-        dw0 = weight_gradient(g.t, at, weight0, adds)
+        dw0 = _weight_gradient(g, at, weight0, setting)
         db0 = int8_column_sum(g)
         of_linears = dw0, db0, dw1, db1, dw2, db2
         of_parameters = dnorm_weight, dnorm_bias, *of_linears
         return None, None, None, dx, dattended, *of_parameters, *[None] * 12
 
 
-def _dropped(y: Quantized, setting: _Setting, seeds: Tensor | None, index: int) -> Quantized:
+def _weight_gradient(
+    g: Quantized, xt: Quantized, weight: Tensor, setting: Setting
+) -> Tensor | None:
+    """Return the gradient of a weight, from that of the product's output and the transposed input.
+
+    None where it was added to the weight's own.
+    """
+    factors = (xt, g.t) if setting.transposed else (g.t, xt)
+    return weight_gradient(*factors, weight, setting.adds)
+
+
+def _dropped(y: Quantized, setting: Setting, seeds: Tensor | None, index: int) -> Quantized:
     """Return a branch's output after dropout, whose mask is keyed by a seed."""
     if not setting.dropout:
         return y
@@ -290,11 +310,62 @@ def _dropped(y: Quantized, setting: _Setting, seeds: Tensor | None, index: int) 
     return int8_dropout(y, seeds[index : index + 1], p=setting.dropout)
 
 
-def _undropped(g: Quantized, setting: _Setting, seeds: Tensor, index: int) -> Quantized:
+def _undropped(g: Quantized, setting: Setting, seeds: Tensor, index: int) -> Quantized:
     """Return the gradient of what went into `_dropped`, from that of what came out."""
     if not setting.dropout:
         return g
     return int8_dropout_backward(g, seeds[index : index + 1], p=setting.dropout, layout="both")
+
+
+# Returns attention of query, key and value, batch×heads×length×head, as batch×length×heads×head.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def flowed(
+    stream: Stream,
+    setting: Setting,
+    norms: tuple[nn.LayerNorm, nn.LayerNorm],
+    linears: tuple[Int8Linear | Int8Conv1D, ...],
+    attention: Attention,
+    training: bool,
+) -> Stream:
+    """Return the stream after a block.
+
+    Args:
+        linears: those of query, key and value together, of attention's output, and both of the MLP.
+    """
+    seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, training)
+    enter = leave = None
+    if seeds is not None:
+        enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
+    qkv, *others = linears
+    x, *parts = _Enter.apply(
+        stream.handoff,
+        setting,
+        enter,
+        stream.x,
+        *stream.codes[:2],
+        stream.mean,
+        stream.rstd,
+        norms[0].weight,
+        norms[0].bias,
+        qkv.weight,
+        qkv.bias,
+        *qkv.codes().tensors,
+    )
+    handoff = None if torch.compiler.is_compiling() else Handoff()
+    x, q, scale, mean, rstd = _Leave.apply(
+        handoff,
+        setting,
+        leave,
+        x,
+        attention(*parts).reshape(x.shape),
+        norms[1].weight,
+        norms[1].bias,
+        *(p for linear in others for p in (linear.weight, linear.bias)),
+        *(t for linear in others for t in linear.codes().tensors),
+    )
+    return Stream(x, Quantized(q, scale, block=setting.flow), mean, rstd, handoff)
 
 
 class Int8Block(nn.Module):
@@ -355,44 +426,26 @@ class Int8Block(nn.Module):
         if stream.x.shape[0] % batch:
             raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
         dropout = self.dropout if self.training else 0.0
-        sides, eps = (self.block, self.flow), self.norm1.eps
-        adds = self.adds_gradients
-        setting = _Setting(*sides, batch, self.heads, eps, dropout, "tanh", adds)
-        seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, self.training)
-        enter = leave = None
-        if seeds is not None:
-            enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
-        x, query, key, value = _Enter.apply(
-            stream.handoff,
-            setting,
-            enter,
-            stream.x,
-            *stream.codes[:2],
-            stream.mean,
-            stream.rstd,
-            self.norm1.weight,
-            self.norm1.bias,
-            self.qkv.weight,
-            self.qkv.bias,
-            *self.qkv.codes().tensors,
+        setting = Setting(
+            self.block,
+            self.flow,
+            batch,
+            self.heads,
+            self.norm1.eps,
+            dropout,
+            "tanh",
+            self.adds_gradients,
+            transposed=False,
         )
-        attended = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
-        )
-        linears = (self.projection, self.expand, self.contract)
-        handoff = None if torch.compiler.is_compiling() else Handoff()
-        x, q, scale, mean, rstd = _Leave.apply(
-            handoff,
-            setting,
-            leave,
-            x,
-            attended.transpose(1, 2).reshape(x.shape),
-            self.norm2.weight,
-            self.norm2.bias,
-            *(p for linear in linears for p in (linear.weight, linear.bias)),
-            *(t for linear in linears for t in linear.codes().tensors),
-        )
-        return Stream(x, Quantized(q, scale, block=self.flow), mean, rstd, handoff)
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True
+            )
+            return attended.transpose(1, 2)
+
+        linears = self.qkv, self.projection, self.expand, self.contract
+        return flowed(stream, setting, (self.norm1, self.norm2), linears, attention, self.training)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, block={self.block}, flow={self.flow}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -29,14 +29,21 @@ class Report:
         converted: names of the modules replaced.
         left: name → why it stays as it is, for every other module that has a matrix of its own,
             layers that were converted before among them.
+        fused: names of the blocks with INT8 between their layers too.
+        single: name → why there is none, for every other block of `transformers`' where it was
+            asked for: its linear layers are converted one by one.
     """
 
     converted: tuple[str, ...]
     left: dict[str, str]
+    fused: tuple[str, ...] = ()
+    single: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"converted {len(self.converted)} linear layers"]
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
+        lines += [f"fused {len(self.fused)} blocks"] if self.fused else []
+        lines += [f"not fused {name}: {reason}" for name, reason in self.single.items()]
         return "\n".join(lines)
 
 
@@ -47,6 +54,7 @@ def convert(
     skip: tuple[str, ...] = (),
     head: bool = False,
     frozen: bool = False,
+    fused: bool = False,
 ) -> Report:
     """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 
@@ -68,14 +76,19 @@ def convert(
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
             replaced, where nobody else holds it.
+        fused: whether the blocks of `transformers`' GPT-2 also have INT8 between their layers, as
+            `Int8Block` has: under BF16 autocast, of fp32 parameters.
 
     Raises:
         UsageError: there is no such recipe or module, or the model is itself a linear layer, or
-            `frozen` with a recipe that is not INT8.
+            `frozen` or `fused` with a recipe that is not INT8, or both.
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    if frozen and recipe.block is None:
-        raise UsageError(f"frozen=True with recipe={recipe.name}: expected an INT8 recipe")
+    for name, asked in (("frozen", frozen), ("fused", fused)):
+        if asked and recipe.block is None:
+            raise UsageError(f"{name}=True with recipe={recipe.name}: expected an INT8 recipe")
+    if frozen and fused:
+        raise UsageError("frozen=True fused=True: expected one of them")
     if _is_linear(model) or isinstance(model, CONVERTED):
         raise UsageError(
             f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
@@ -104,7 +117,37 @@ def convert(
             setattr(model.get_submodule(parent), leaf, new)
             converted.append(name)
     _leave_fused_path(model)
-    return Report(tuple(converted), left)
+    blocks = _fuse(model, recipe, skipped) if fused else ()
+    return Report(tuple(converted), left, *blocks)
+
+
+def _fuse(
+    model: nn.Module, recipe: Recipe, skipped: set[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Give blocks INT8 between their layers; return which, and why not of the others."""
+    fused, single = [], {}
+    assert recipe.flow is not None
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not any(base.__name__ == "GradientCheckpointingLayer" for base in kind.__mro__):
+            continue
+        if name in skipped:
+            single[name] = "asked to"
+        elif kind.__module__ != "transformers.models.gpt2.modeling_gpt2":
+            single[name] = f"{kind.__name__} has no such form"
+        elif (reason := _gpt2_block().why_not(module)) is not None:
+            single[name] = reason
+        else:
+            _gpt2_block().fuse(module, recipe.flow)
+            fused.append(name)
+    return tuple(fused), single
+
+
+def _gpt2_block() -> Any:
+    """Return the module that has GPT-2's form; it imports `transformers`, as the model has."""
+    from jetfire.nn import gpt2_block
+
+    return gpt2_block
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[str]]:

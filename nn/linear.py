@@ -163,10 +163,13 @@ class Int8Conv1D(nn.Module, Int8Weights):
         self.weight, self.bias, self.block = weight, bias, checked_block(block)
         self._quantised = QuantisedWeight()
 
+    def codes(self) -> Quantized:
+        """Return the codes of Wᵀ, out×in, and their transpose, made once per optimizer step."""
+        return self._quantised.of(self.weight, self.block).t
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
-        codes = self._quantised.of(self.weight, self.block).t
-        return _apply(input, self.weight, self.bias, codes, True, self.training)
+        return _apply(input, self.weight, self.bias, self.codes(), True, self.training)
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
         """Return the weight with its codes and block."""

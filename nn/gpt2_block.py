@@ -1,0 +1,155 @@
+"""`transformers`' GPT-2 block with the INT8 data flow of `Int8Block`, over its own parameters.
+
+Importing this imports `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.models.gpt2.modeling_gpt2 import (
+    ALL_ATTENTION_FUNCTIONS,
+    GPT2Block,
+    eager_attention_forward,
+)
+
+from jetfire.core.problem import Block
+from jetfire.nn.block import Setting, Stream, flowed
+from jetfire.nn.linear import Int8Conv1D
+
+# Its activation functions, as GELU's op names them.
+_GELU: dict[str, Literal["tanh", "erf"]] = {
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu": "erf",
+}
+
+
+class Int8GPT2Block(GPT2Block):
+    """A GPT-2 block whose linear layers are `Int8Conv1D`, with INT8 between them too.
+
+    It is what it was under other than BF16 autocast, and with cross attention. Attention is the
+    model's own: masks, caches and implementations are as before. Checkpointing gives the bits that
+    there are without it; reentrant, the loss's alone, as it rounds gradients by other draws.
+
+    Attributes:
+        flow: side of the blocks of what flows between products.
+    """
+
+    flow: Block
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the hidden states, batch×length×width, bf16."""
+        if encoder_hidden_states is not None or not _in_bf16(hidden_states.device.type):
+            found: torch.Tensor = super().forward(
+                hidden_states,  # type: ignore[arg-type]
+                past_key_values,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                use_cache,
+                **kwargs,
+            )
+            return found
+
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            own: Any = self.attn
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, own.layer_idx)
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+                own.config._attn_implementation, eager_attention_forward
+            )
+            attended, _ = interface(
+                own,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=own.attn_dropout.p if self.training else 0.0,
+                scaling=own.scaling,
+                **kwargs,
+            )
+            result: torch.Tensor = attended
+            return result
+
+        mlp, own = self.mlp, self.attn
+        linears: Any = own.c_attn, own.c_proj, mlp.c_fc, mlp.c_proj
+        setting = Setting(
+            linears[0].block,
+            self.flow,
+            hidden_states.shape[0],
+            own.num_heads,
+            self.ln_1.eps,
+            own.resid_dropout.p if self.training else 0.0,
+            _GELU[own.config.activation_function],
+            adds=False,
+            transposed=True,
+        )
+        stream, norms = _stream_of(hidden_states, self.flow), (self.ln_1, self.ln_2)
+        after = flowed(stream, setting, norms, linears, attention, self.training)
+        return _as_hidden(after, hidden_states.shape)
+
+
+def _in_bf16(kind: str) -> bool:
+    """Return whether what runs now on a kind of device is autocast to bf16."""
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
+def _as_hidden(stream: Stream, shape: torch.Size) -> torch.Tensor:
+    """Return the stream as hidden states, which the next block knows as such."""
+    hidden = stream.x.view(shape)
+    if not torch.compiler.is_compiling():  # it traces no attribute of a tensor
+        hidden._int8_stream = (stream, hidden._version)  # type: ignore[attr-defined]
+    return hidden
+
+
+def _stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
+    """Return hidden states as a stream: the block's before, or a new one where they are others.
+
+    Reentrant checkpointing makes hidden states of a stream without gradients: such are others. So
+    that it gives the bits that there are without it, no statistics are taken over: LayerNorm's own,
+    of the codes, differ in the last digits.
+    """
+    known: tuple[Stream, int] | None = getattr(hidden, "_int8_stream", None)
+    if known is not None and not torch.compiler.is_compiling():
+        stream, version = known
+        learns = hidden.requires_grad == stream.x.requires_grad
+        if learns and version == hidden._version and stream.codes.block == flow:
+            return stream._replace(mean=None, rstd=None)
+    x = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
+    return Stream.of(x, flow)
+
+
+def why_not(block: nn.Module) -> str | None:
+    """Return why a block whose linear layers are converted cannot be fused; None if it can."""
+    assert isinstance(block, GPT2Block)
+    layers: Any = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+    if not all(type(layer) is Int8Conv1D for layer in layers):
+        return "not all of its linear layers are in INT8"
+    if hasattr(block, "crossattention"):
+        return "cross attention"
+    if (name := block.attn.config.activation_function) not in _GELU:
+        return f"activation {name}, not GELU"
+    if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
+        return "reorder_and_upcast_attn"
+    if any(parameter.dtype != torch.float32 for parameter in block.parameters()):
+        return "its parameters are not all float32"
+    return None
+
+
+def fuse(block: nn.Module, flow: Block) -> None:
+    """Make a GPT-2 block one of this kind, in place: whoever holds it holds it still."""
+    block.__class__ = Int8GPT2Block
+    block.flow = flow  # type: ignore[assignment]

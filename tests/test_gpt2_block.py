@@ -1,0 +1,225 @@
+"""GPT-2 of `transformers` with INT8 between the layers of its blocks, on the CPU."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from jetfire.core.errors import UsageError
+from jetfire.nn import convert
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from jetfire.nn.gpt2_block import Int8GPT2Block  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 32}
+
+
+def model(dropout=0.0, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = transformers.GPT2Config(**SIZES, **drops, **options)
+    return transformers.GPT2LMHeadModel(config).to(dtype)
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randint(96, (2, 32))
+
+
+def step(one, seed=3, **options):
+    """The loss, and the gradients by name."""
+    one.zero_grad()
+    torch.manual_seed(seed)
+    ids = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = one(ids, labels=ids, **options).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in one.named_parameters()}
+
+
+def fused(**options):
+    made = model(**options)
+    report = convert(made, fused=True)
+    assert report.fused == ("transformer.h.0", "transformer.h.1")
+    assert report.single == {}
+    return made
+
+
+def near(ours, theirs, most):
+    for name, gradient in ours.items():
+        error = (gradient - theirs[name]).norm() / theirs[name].norm()
+        assert error < most, (name, float(error))
+
+
+def test_loss_and_gradients_are_near_float():
+    loss, gradients = step(fused())
+    exact, theirs = step(model())
+    assert loss == pytest.approx(exact, abs=0.01)
+    near(gradients, theirs, 0.12)
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_is_what_its_layers_are(activation):
+    """The same as the layers one by one, but for what flows between."""
+    loss, gradients = step(fused(activation_function=activation))
+    singly = model(activation_function=activation)
+    convert(singly)
+    other, theirs = step(singly)
+    assert loss == pytest.approx(other, abs=0.01)
+    near(gradients, theirs, 0.15)
+
+
+def test_the_stream_goes_from_block_to_block(monkeypatch):
+    """Codes and statistics are made once by the block before; the first has none before it."""
+    made, calls = fused(), []
+    monkeypatch.setattr(
+        "jetfire.nn.block.int8_quantize",
+        lambda x, **how: calls.append(x.shape) or _quantize(x, **how),
+    )
+    from jetfire.ops import int8_quantize as _quantize
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        made(batch())
+    # Of the embeddings once; of attention's output in each block.
+    assert len(calls) == 3
+
+
+def test_hidden_states_changed_between_blocks_are_seen():
+    made = fused()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = made(batch()).logits
+
+        def double(module, args, output):
+            return output.mul_(2.0)
+
+        with made.transformer.h[0].register_forward_hook(double):
+            after = made(batch()).logits
+    assert not torch.equal(before, after)
+
+
+def test_masks_are_the_model_s():
+    ids, mask = batch(), torch.ones(2, 32, dtype=torch.long)
+    mask[0, :8] = 0
+    singly = model()
+    convert(singly)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = fused().eval()(ids, attention_mask=mask).logits.float()
+        theirs = singly.eval()(ids, attention_mask=mask).logits.float()
+        unmasked = singly(ids).logits.float()
+    error = (ours - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()
+    assert error < 0.05 < (unmasked - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()
+
+
+def test_generates_with_a_cache():
+    made = fused().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        kwargs = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        cached = made.generate(batch()[:, :8], **kwargs)
+        whole = made.generate(batch()[:, :8], use_cache=False, **kwargs)
+    assert cached.shape == whole.shape == (2, 12)
+
+
+def test_checkpointing_changes_no_bit():
+    made = fused(dropout=0.1).train()
+    loss, gradients = step(made)
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    again, theirs = step(made)
+    assert loss == again
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, theirs[name]), name
+
+
+def test_reentrant_checkpointing_rounds_gradients_by_other_draws():
+    """Codes of a gradient go from block to block, but not into another graph."""
+    made = fused(dropout=0.1).train()
+    loss, gradients = step(made)
+    made.gradient_checkpointing_enable({"use_reentrant": True})
+    again, theirs = step(made)
+    assert loss == again
+    near(gradients, theirs, 0.1)
+
+
+def test_without_autocast_it_is_its_layers():
+    made, singly = fused().eval(), model()
+    convert(singly)
+    with torch.no_grad():
+        assert torch.equal(made(batch()).logits, singly.eval()(batch()).logits)
+
+
+def test_compiles_whole():
+    """All but the loss, of which `transformers` has a warning that Dynamo does not trace."""
+    made = fused()
+    other, theirs = step(made, use_cache=False)
+    torch._dynamo.reset()
+    made.transformer.compile(fullgraph=True, backend="aot_eager")
+    loss, gradients = step(made, use_cache=False)
+    assert loss == pytest.approx(other, abs=0.01)
+    near(gradients, theirs, 0.12)
+
+
+def test_a_block_after_a_checkpointed_one_gives_it_gradients():
+    made = fused().train()
+    made.gradient_checkpointing_enable({"use_reentrant": True})
+    made.transformer.h[1].gradient_checkpointing = False
+    _, gradients = step(made)
+    assert gradients["transformer.h.0.mlp.c_fc.weight"].abs().max() > 0
+
+
+def test_state_copies_and_pickles(tmp_path):
+    made = fused()
+    assert made.state_dict().keys() == model().state_dict().keys()
+    made.save_pretrained(tmp_path)
+    plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert not any(isinstance(module, Int8GPT2Block) for module in plain.modules())
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert step(other)[0] == step(made)[0]
+
+
+def test_again_changes_nothing():
+    made = fused()
+    before = step(made)[0]
+    report = convert(made, fused=True)
+    assert report.fused == ()
+    assert step(made)[0] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "reason"),
+    [
+        ({"activation_function": "relu"}, {}, "activation relu, not GELU"),
+        ({"dtype": torch.bfloat16}, {}, "its parameters are not all float32"),
+        ({}, {"skip": ("transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")},
+         "not all of its linear layers are in INT8"),
+        ({}, {"skip": ("transformer.h.0", "transformer.h.1")}, "asked to"),
+        ({"add_cross_attention": True}, {}, "cross attention"),
+    ],
+)  # fmt: skip
+def test_blocks_that_cannot_be(options, how, reason):
+    report = convert(model(**options), fused=True, **how)
+    assert report.single == dict.fromkeys(("transformer.h.0", "transformer.h.1"), reason)
+    assert f"not fused transformer.h.0: {reason}" in str(report)
+
+
+def test_blocks_of_other_models_are_named():
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    report = convert(transformers.LlamaForCausalLM(config), fused=True)
+    assert report.single == {"model.layers.0": "LlamaDecoderLayer has no such form"}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"recipe": "int4-hq"}, "fused=True with recipe=int4-hq: expected an INT8 recipe"),
+        ({"frozen": True}, "frozen=True fused=True: expected one of them"),
+    ],
+)
+def test_refused(how, message):
+    with pytest.raises(UsageError, match=message):
+        convert(model(), fused=True, **how)
