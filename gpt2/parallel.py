@@ -23,6 +23,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.options import check_processes, torchrun
 from jetfire.gpt2.settings import Settings
+from jetfire.nn import gather_codes
 from jetfire.nn.products import is_dtensor, own_part
 
 T = TypeVar("T")
@@ -200,6 +201,7 @@ def spread(model: nn.Module, settings: Settings, group: Group, device: torch.dev
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        gather_codes(model, group.world)
         mesh = init_device_mesh(device.type, (group.world,))
         blocks: Any = model.blocks
         for block in blocks:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jetfire.nn.optimizer import AdamW, replaying
     from jetfire.nn.products import weights_changed
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
+    from jetfire.nn.sharding import gather_codes
 
 _MODULES = {
     "AdamW": "optimizer",
@@ -37,6 +38,7 @@ _MODULES = {
     "Stream": "block",
     "TiedGradient": "embedding",
     "convert": "conversion",
+    "gather_codes": "sharding",
     "is_int4_state": "int4",
     "linear_cross_entropy": "loss",
     "quantised_weights": "linear",
@@ -60,6 +62,7 @@ __all__ = [
     "Stream",
     "TiedGradient",
     "convert",
+    "gather_codes",
     "is_int4_state",
     "linear_cross_entropy",
     "quantised_weights",

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName
 from jetfire.core.tensors import Quantized
+from jetfire.nn.gathered import GatheredWeight
 from jetfire.ops import int8_gemm, int8_quantize
 
 Made = TypeVar("Made")
@@ -232,6 +233,8 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
 
     def of(self, weight: torch.Tensor, block: Block) -> Quantized:
         """Return the codes of the weight as it is now."""
+        if isinstance(weight, GatheredWeight):
+            return weight.codes
         checked_weight(weight)
         return self.found(weight, block, lambda: _quantised_weight(weight, block))
 
