@@ -221,8 +221,13 @@ def checked_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight.
 
     Raises:
-        UsageError: it is of a dtype that nothing quantises.
+        UsageError: it is divided over processes, or of a dtype that nothing quantises.
     """
+    if is_dtensor(weight):
+        raise UsageError(
+            "weight divided over processes: expected it whole, or Int8Linear under "
+            "ColwiseParallel or RowwiseParallel"
+        )
     if weight.dtype not in FLOATS:
         raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
     return weight

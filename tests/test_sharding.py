@@ -1,4 +1,4 @@
-"""INT8 weights over processes: FSDP2 gathers them as codes."""
+"""INT8 weights over processes: gathered as codes by FSDP2, divided by tensor parallelism."""
 
 import copy
 import io
@@ -376,7 +376,67 @@ def test_a_training_s_model_is_sharded_so(outcomes):
         assert len(outcome["gpt2"]["coded"]) == 8
 
 
-def test_shards_of_columns_are_refused_by_all(outcomes):
-    says = "a weight of 64×64, 64×32 of it in one of 2 processes: expected the shards that "
+@pytest.mark.parametrize(("name", "near"), [("tp", 1e-6), ("tp-cut", 1e-3)])
+def test_tensor_parallelism_gives_the_same_loss(name, near, outcomes):
+    """But for the order of sums; where shards cut a block, for the codes of its two parts."""
     for outcome in outcomes:
-        assert outcome["refused"]["columns"].startswith(says)
+        found, expected = outcome[name], outcome[f"{name}-alone"]
+        assert found["losses"][0] == pytest.approx(expected["losses"][0], rel=near)
+        for row, other in zip(found["losses"], expected["losses"], strict=True):
+            assert row == pytest.approx(other, rel=2e-3)
+        for part, value in expected["gradients"].items():
+            far = torch.linalg.vector_norm(found["gradients"][part] - value)
+            assert far < 0.05 * torch.linalg.vector_norm(value), part
+    assert same_tensors(outcomes[0][name]["parameters"], outcomes[1][name]["parameters"])
+
+
+def test_tensor_parallelism_under_autocast(outcomes):
+    found, expected = outcomes[0]["tp-autocast"]
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_fsdp_over_tensor_parallelism(outcomes):
+    expected = [
+        "CodedShard",
+        "Tensor",
+        "CodedShard",
+        "Tensor",
+        "Tensor",
+        "Tensor",
+        "CodedShard",
+        "Tensor",
+    ]
+    assert outcomes[0]["2d-kinds"] == expected
+    for row, other in zip(losses(outcomes, "2d"), outcomes[0]["alone"]["losses"], strict=True):
+        assert row == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "columns",
+            "a weight of 64×64, 64×32 of it in one of 2 processes: expected the shards "
+            "that gather_codes was told of",
+        ),
+        (
+            "int4",
+            "weight divided over processes: expected it whole, or Int8Linear under "
+            "ColwiseParallel or RowwiseParallel",
+        ),
+        (
+            "block",
+            "weight divided over processes: expected it whole, or Int8Linear under "
+            "ColwiseParallel or RowwiseParallel",
+        ),
+        ("replicated", "weight placed (Replicate(),): expected (Shard(0),) or (Shard(1),)"),
+        (
+            "plain",
+            "input is no DTensor, the weight is: expected parallelize_module of the layer "
+            "itself, or a call of what fully_shard was given",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_all(name, says, outcomes):
+    assert [outcome["refused"].get(name) for outcome in outcomes] == [says, says]

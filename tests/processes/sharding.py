@@ -1,4 +1,4 @@
-"""What tests/test_sharding.py starts twice: a toy trained whole, and sharded in many ways.
+"""What tests/test_sharding.py starts twice: a toy trained whole, and divided in many ways.
 
 Arguments: the rank; a folder for the store, checkpoints and outcomes.
 """
@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +29,10 @@ from jetfire.gpt2 import parallel, settings
 from jetfire.gpt2.model import GPT2, Shape
 from jetfire.nn import (
     AdamW,
+    Int8Block,
     Int8Conv1D,
+    Int8Linear,
+    Stream,
     convert,
     gather_codes,
     linear,
@@ -316,6 +324,34 @@ def gpt2() -> None:
     OUTCOMES["gpt2"] = {"losses": losses, "coded": coded}
 
 
+# --- tensor parallelism -------------------------------------------------------------------------
+
+
+def divided(model: nn.Module, mesh=None) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,)) if mesh is None else mesh
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def tensor_parallel() -> None:
+    """All processes train on the same tokens. Of 96 hidden features, shards cut a block."""
+    for name, hidden in (("tp", 4 * WIDTH), ("tp-cut", 96)):
+        OUTCOMES[name] = together(divided(toy(hidden=hidden)), optimizer(), of=0)
+        OUTCOMES[f"{name}-alone"] = alone(optimizer(), ranks=(0,), hidden=hidden)
+    model = divided(toy())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(batch(0, 0))
+        expected = toy()(batch(0, 0))
+    OUTCOMES["tp-autocast"] = (y.detach(), expected.detach())
+
+
+def two_dimensions() -> None:
+    """FSDP2 over what tensor parallelism divided, here by one."""
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "tensor"))
+    model = sharded(divided(toy(), mesh["tensor"]), mesh=mesh["data"])
+    OUTCOMES["2d-kinds"] = [type(own_part(p)).__name__ for p in model.parameters()]
+    OUTCOMES["2d"] = together(model, optimizer())
+
+
 def refused() -> None:
     """In a line that is the same in every process."""
     said = OUTCOMES["refused"] = {}
@@ -328,12 +364,36 @@ def refused() -> None:
 
     by_columns = sharded(toy(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
     refuse("columns", lambda: by_columns(batch(0, 0)))
+    int4 = divided(toy(recipe="int4-naive"))
+    refuse("int4", lambda: int4(batch(0, 0)))
+    block = Int8Block(WIDTH, 2)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    parallelize_module(block, mesh, {"qkv": ColwiseParallel()})
+    stream = Stream.of(batch(0, 0).flatten(0, 1).bfloat16(), 32)
+    refuse("block", lambda: block(stream, 2))
+    layer = Int8Linear(WIDTH, WIDTH)
+    distribute_module(layer, mesh)
+    refuse("replicated", lambda: layer(batch(0, 0)))
+    layer = Int8Linear(WIDTH, WIDTH)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    refuse("plain", lambda: layer(batch(0, 0)))
 
 
 torch.set_num_threads(1)
 store = dist.FileStore(str(HOME / "store"), WORLD)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
-for part in (fsdp, bf16, bytes_gathered, evaluation, memory, checkpoints, gpt2, refused):
+for part in (
+    fsdp,
+    bf16,
+    bytes_gathered,
+    evaluation,
+    memory,
+    checkpoints,
+    gpt2,
+    tensor_parallel,
+    two_dimensions,
+    refused,
+):
     part()
 torch.save(OUTCOMES, HOME / f"{RANK}.pt")
 dist.destroy_process_group()
