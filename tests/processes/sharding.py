@@ -337,11 +337,24 @@ def tensor_parallel() -> None:
     for name, hidden in (("tp", 4 * WIDTH), ("tp-cut", 96)):
         OUTCOMES[name] = together(divided(toy(hidden=hidden)), optimizer(), of=0)
         OUTCOMES[f"{name}-alone"] = alone(optimizer(), ranks=(0,), hidden=hidden)
-    model = divided(toy())
+    model, x = divided(toy()), batch(0, 0)
+    found = {"compiled": (torch.compile(model, backend="aot_eager")(x), model(x))}
     with torch.autocast("cpu", torch.bfloat16):
-        y = model(batch(0, 0))
-        expected = toy()(batch(0, 0))
-    OUTCOMES["tp-autocast"] = (y.detach(), expected.detach())
+        found["autocast"] = (model(x), toy()(x))
+    found["sequence"] = sequence_parallel(x)
+    OUTCOMES["tp-outputs"] = {n: tuple(y.detach() for y in pair) for n, pair in found.items()}
+
+
+def sequence_parallel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this process's tokens of two layers, which it alone gives and gets, and of one's."""
+    alone, parted = (nn.Sequential(model.up, model.down) for model in (toy(), toy()))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(1)),
+        "1": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(parted, init_device_mesh("cpu", (WORLD,)), plan)
+    own = slice(RANK * 16, RANK * 16 + 16)
+    return parted(x[:, own]).clone(), alone(x)[:, own]  # a clone waits for the others' part
 
 
 def two_dimensions() -> None:
