@@ -57,6 +57,6 @@ def divided_linear(
         [Shard(last) if by_rows else Partial()],
         run_check=False,
         shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=torch.empty(shape, dtype=y.dtype, device="meta").stride(),
     )
     return found if bias is None or by_rows else found + bias.to(found.dtype)
