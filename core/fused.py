@@ -85,14 +85,14 @@ def _define(schema: str, body: Body) -> None:
 
 
 def _in_cpp(leaves: Sequence[Maybe]) -> bool:
-    """Return whether C++ takes a call of these leaves: plain tensors on a GPU."""
-    if not all(leaf is None or type(leaf) in _PLAIN for leaf in leaves):
-        return False
+    """Return whether C++ takes a call of these leaves: the first is a plain tensor on a GPU.
+
+    The others may be of any kind, as they are only told their gradients.
+    """
     x = leaves[0]
-    return x is not None and x.is_cuda and replay.extension() is not None
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return x.is_cuda and replay.extension() is not None
 
 
 def _place(tensors: list[Maybe], tensor: Maybe) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from jetfire.gpt2 import parallel
 from jetfire.gpt2.parallel import ALONE, Group
 from jetfire.gpt2.step import Micro, autocast
+from jetfire.nn.products import own_part
 
 
 class _Fault(NamedTuple):
@@ -57,7 +58,7 @@ class _Watch:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The float tensors of a module's output: one, or tuples of them; of a sharded one our part."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        yield parallel.local(value)
+        yield own_part(value)
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors(part)
@@ -68,7 +69,7 @@ def _finite(value: Any) -> bool:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return "NaN" if bool(torch.isnan(parallel.local(tensor)).any()) else "Inf"
+    return "NaN" if bool(torch.isnan(own_part(tensor)).any()) else "Inf"
 
 
 def _parameter_of(module: nn.Module) -> str | None:

@@ -23,6 +23,8 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.options import check_processes, torchrun
 from jetfire.gpt2.settings import Settings
+from jetfire.nn import gather_codes
+from jetfire.nn.products import is_dtensor, own_part
 
 T = TypeVar("T")
 # The others wait while the first prepares data; torchrun ends them if it dies.
@@ -199,6 +201,7 @@ def spread(model: nn.Module, settings: Settings, group: Group, device: torch.dev
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        gather_codes(model, group.world)
         mesh = init_device_mesh(device.type, (group.world,))
         blocks: Any = model.blocks
         for block in blocks:
@@ -235,37 +238,29 @@ def reshard(model: nn.Module) -> None:
         sharded.reshard()
 
 
-def _dtensor(tensor: torch.Tensor) -> Any:
-    """The tensor if it is sharded, else None. DTensor's own module takes 0.8 s to import."""
-    return tensor if hasattr(tensor, "full_tensor") else None
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a sharded tensor; any other as it is."""
-    sharded = _dtensor(tensor)
-    return tensor if sharded is None else sharded.to_local()
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered, which all processes must ask for; any other as it is."""
-    sharded = _dtensor(tensor)
-    return tensor if sharded is None else sharded.full_tensor()
+    if not is_dtensor(tensor):
+        return tensor
+    sharded: Any = tensor
+    gathered: torch.Tensor = sharded.full_tensor()
+    return gathered
 
 
 def as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor that every process has whole, sharded as another is."""
-    sharded = _dtensor(like)
-    if sharded is None:
+    if not is_dtensor(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
+    sharded: Any = like
     there = tensor.to(like.device)
     return distribute_tensor(there, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 def norm(tensors: list[torch.Tensor], group: Group) -> torch.Tensor:
     """The 2-norm of all elements, on every process, whether tensors are sharded or not."""
-    own = nn.utils.get_total_norm([local(tensor) for tensor in tensors])
-    if any(_dtensor(tensor) is not None for tensor in tensors):
+    own = nn.utils.get_total_norm([own_part(tensor) for tensor in tensors])
+    if any(is_dtensor(tensor) for tensor in tensors):
         return group.add(own.square()).sqrt()
     return own

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jetfire.nn.optimizer import AdamW, replaying
     from jetfire.nn.products import weights_changed
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
+    from jetfire.nn.sharding import gather_codes
 
 _MODULES = {
     "AdamW": "optimizer",
@@ -39,6 +40,7 @@ _MODULES = {
     "Stream": "block",
     "TiedGradient": "embedding",
     "convert": "conversion",
+    "gather_codes": "sharding",
     "is_int4_state": "int4",
     "linear_cross_entropy": "loss",
     "quantised_weights": "linear",
@@ -63,6 +65,7 @@ __all__ = [
     "Stream",
     "TiedGradient",
     "convert",
+    "gather_codes",
     "is_int4_state",
     "linear_cross_entropy",
     "quantised_weights",

@@ -269,6 +269,7 @@ class _Int4Layer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
+        checked_weight(self.weight)
         outputs, inputs = self._sizes()
         x = rows(input, inputs)
         sample, seeds = self._drawn(x.detach())
@@ -301,7 +302,7 @@ class _Int4Layer(nn.Module):
 
     def _codes_of(self, step: Tensor, group: Group) -> tuple[Quantized4, Quantized4]:
         """Return the weight's wide codes and their transpose, made once per optimizer step."""
-        weight = checked_weight(self.weight)
+        weight = self.weight
 
         def make() -> tuple[Quantized4, Quantized4]:
             matrix = _out_by_in(weight, self.transposed)

@@ -21,7 +21,9 @@ from jetfire.nn.products import (
     Placed,
     QuantisedWeight,
     checked_block,
+    is_dtensor,
     keys_for_backward,
+    own_part,
     quantised_gradient,
 )
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
@@ -142,7 +144,18 @@ class Int8Linear(nn.Linear, Int8Weights):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
+        if is_dtensor(self.weight):
+            from jetfire.nn.tensor_parallel import divided_linear
+
+            return divided_linear(input, self.weight, self.bias, self._multiply)
         return _apply(input, self.weight, self.bias, self.codes(), False, self.training)
+
+    def _multiply(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply by this process's part of the weight: the codes are of the part itself."""
+        codes = self._quantised.of(own_part(self.weight), self.block)
+        return _apply(input, weight, bias, codes, False, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"

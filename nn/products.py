@@ -7,7 +7,7 @@ import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName, Layout
 from jetfire.core.tensors import Quantized
+from jetfire.nn.gathered import GatheredWeight
 from jetfire.ops import int8_gemm, int8_quantize
 
 Made = TypeVar("Made")
@@ -203,12 +204,35 @@ def _wait_for(stream: torch.cuda.Stream, made: object) -> None:
             tensor.record_stream(current)
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether it is a DTensor, by its name: its own module takes 0.8 s to import.
+
+    Nor does Dynamo see a DTensor's methods: it traces names of types.
+    """
+    return type(tensor).__name__ == "DTensor"
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a DTensor, the same object every time; any other as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    whole: Any = tensor
+    with torch.no_grad():
+        part: torch.Tensor = whole.to_local()
+    return part
+
+
 def checked_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight.
 
     Raises:
-        UsageError: it is of a dtype that nothing quantises.
+        UsageError: it is divided over processes, or of a dtype that nothing quantises.
     """
+    if is_dtensor(weight):
+        raise UsageError(
+            "weight divided over processes: expected it whole, or Int8Linear under "
+            "ColwiseParallel or RowwiseParallel"
+        )
     if weight.dtype not in FLOATS:
         raise UsageError(f"weight of {weight.dtype}: expected bfloat16, float16 or float32")
     return weight
@@ -219,6 +243,8 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
 
     def of(self, weight: torch.Tensor, block: Block) -> Quantized:
         """Return the codes of the weight as it is now."""
+        if isinstance(weight, GatheredWeight):
+            return weight.codes
         checked_weight(weight)
         return self.found(weight, block, lambda: quantised_weight(weight, block))
 

@@ -194,6 +194,14 @@ def test_in_int8_too_but_for_the_rounding(how, runs):
     assert ours[-1] < ours[0] - 0.3
 
 
+def test_the_first_says_which_weights_are_gathered_as_floats(runs):
+    """In blocks of 32, of which two processes would cut all but those of 128 rows."""
+    said = "gather_codes: 6 of 8 INT8 weights will be gathered as floats, first blocks.0.qkv.weight"
+    assert outcome(runs, "fsdp-int8", 0)["err"].count(said) == 1
+    assert outcome(runs, "fsdp-int8", 1)["err"] == ""
+    assert "gather_codes" not in outcome(runs, "fsdp", 0)["err"]
+
+
 @pytest.mark.parametrize("how", ["ddp-graph", "fsdp"])
 def test_in_int4_they_share_the_first_batch(how, runs):
     """Steps begin as the mean of both processes' own, and all begin with the same first loss."""

@@ -20,6 +20,7 @@ from jetfire.cli import execute
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.gpt2 import command, graph, parallel, train
 from jetfire.gpt2.train import Training
+from jetfire.nn.products import own_part
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
 HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
@@ -67,7 +68,7 @@ def fault(self: Training, step: int):
     """A parameter of the second process, and its alone, becomes NaN before step 6."""
     if step == 6 and RANK == 1:
         with torch.no_grad():
-            parallel.local(self.model.blocks[1].expand.bias)[0] = math.nan
+            own_part(self.model.blocks[1].expand.bias)[0] = math.nan
     return LAUNCH(self, step)
 
 

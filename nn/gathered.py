@@ -1,0 +1,223 @@
+"""A weight that FSDP2 gathers as INT8 codes and scales: a quarter of fp32's bytes.
+
+Each process quantises the rows that it holds, all gather the codes, and each transposes them. What
+a parameter must have for that is public: `fsdp_pre_all_gather`, which gives what is sent, and
+`fsdp_post_all_gather`, which makes the module's weight of what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
+from jetfire.core.tensors import Quantized, float_name
+from jetfire.ops import int8_dequantize, int8_quantize, int8_transpose
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ATEN = torch.ops.aten
+# What makes a shard of a weight, a parameter of a tensor, and moves or copies either.
+_KEPT = {
+    _ATEN.clone.default,
+    _ATEN.detach.default,
+    _ATEN.empty_like.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_zeros.default,
+    _ATEN.slice.Tensor,
+    _ATEN.view.default,
+    _ATEN._pin_memory.default,
+    _ATEN._to_copy.default,
+}
+# What gives the same matrix again.
+_SAME = {
+    _ATEN.alias.default,
+    _ATEN.as_strided.default,
+    _ATEN.detach.default,
+    _ATEN.view.default,
+}
+
+
+class CodedShard(torch.Tensor):
+    """A float weight, or a process's rows of it, that FSDP2 gathers as codes.
+
+    In all else it is the tensor that it is made of, and what is saved of it is a plain tensor.
+
+    Args:
+        rows: m×n, whose memory it shares.
+        block: 32, 64 or 128, the side of a quantisation block.
+    """
+
+    block: Block
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, rows: torch.Tensor, block: Block) -> CodedShard:
+        shard: CodedShard = torch.Tensor._make_subclass(cls, rows)
+        shard.block = block
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        keeps = func in _KEPT and type(found) is torch.Tensor and found.is_floating_point()
+        return cls(found, args[0].block) if keeps else found
+
+    def plain(self) -> torch.Tensor:
+        """Return torch's own tensor of the same memory."""
+        return self.detach().as_subclass(torch.Tensor)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Return NumPy's array of the same memory, which torch gives of no subclass."""
+        return self.as_subclass(torch.Tensor).numpy(force=force)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain()
+        if isinstance(self, nn.Parameter):
+            plain = nn.Parameter(plain, self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """Return codes and scales of these rows, and nothing that the next hook must know.
+
+        Raises:
+            UsageError: processes do not hold the weight in whole rows of blocks, or one holds all.
+        """
+        shards, rows = mesh.size(), self.shape[0]
+        whole = outer_size == (shards * rows, self.shape[1]) and rows % self.block == 0
+        if shards == 1 or not whole:
+            raise UsageError(
+                f"a weight of {outer_size[0]}×{outer_size[1]}, {rows}×{self.shape[1]} of it in one "
+                f"of {shards} processes: expected the shards that gather_codes was told of"
+            )
+        return int8_quantize(self.plain(), block=self.block).tensors, None
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None:
+        """Return the gathered weight and what of it FSDP2 frees besides the outputs.
+
+        Args:
+            outputs: codes and scales of all rows, in memory that is the same every time.
+            dtype: as which the weight presents itself.
+            out: the weight that was made of that memory before. Its transpose is made anew.
+        """
+        if out is None:
+            codes = Quantized.of(outputs, "q", self.block)
+            transpose = int8_transpose(codes).tensors
+            both = Quantized.of((*outputs, *transpose), "both", self.block)
+            return GatheredWeight(both, dtype), transpose
+        with torch.no_grad():
+            weight: Any = out.to_local() if hasattr(out, "to_local") else out
+            weight.renew_transpose()
+        return None
+
+
+class GatheredWeight(torch.Tensor):
+    """An m×n weight of which there are codes alone, both ways, for as long as FSDP2 holds it.
+
+    An INT8 layer multiplies by the codes. What else reads it finds the numbers that they stand for,
+    and nothing may write to it.
+
+    Args:
+        codes: both ways.
+        dtype: the float type of its numbers and of its gradient.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    qt: torch.Tensor
+    scale_t: torch.Tensor
+    block: int
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: Quantized, dtype: torch.dtype) -> GatheredWeight:
+        q, scale, qt, scale_t = codes.tensors
+        weight: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, q.shape, dtype=dtype, device=q.device
+        )
+        weight.q, weight.scale, weight.qt, weight.scale_t = q, scale, qt, scale_t
+        weight.block = codes.block
+        return weight
+
+    @property
+    def codes(self) -> Quantized:
+        """The codes, both ways."""
+        return Quantized(self.q, self.scale, self.qt, self.scale_t, self.block)
+
+    def renew_transpose(self) -> None:
+        """Make the transpose of the codes as they are now, where it was.
+
+        Under an unchanged version, as FSDP2 itself gathers: backward finds in memory that was freed
+        meanwhile what forward had kept.
+        """
+        parts = self.qt, self.scale_t
+        made = int8_transpose(Quantized(self.q, self.scale, block=self.block)).tensors
+        versioned = tuple(part for part in parts if not part.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(versioned):
+            for part, new in zip(parts, made, strict=True):
+                part.copy_(new)
+
+    def floats(self) -> torch.Tensor:
+        """Return codes times scales, m×n."""
+        return int8_dequantize(self.codes, out=float_name(self.dtype))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, block={self.block}, {self.dtype})"
+
+    def _is_of(self, *layout: Sequence[int]) -> bool:
+        """Return whether a size, or size and strides, are its own."""
+        return all(tuple(a) == b for a, b in zip(layout, (self.shape, self.stride()), strict=False))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SAME and args[0]._is_of(*args[1:3]):
+            weight = args[0]
+            return cls(weight.codes, weight.dtype)
+        if _writes_gathered(func, args, kwargs or {}):
+            raise UsageError(f"{func}: expected a weight's shard, not what is gathered of it")
+        args, kwargs = tree_map_only(cls, cls.floats, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
+        return ["q", "scale", "qt", "scale_t"], (self.block, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, torch.Tensor], context: tuple[int, torch.dtype], *_: Any
+    ) -> GatheredWeight:
+        block, dtype = context
+        return cls(Quantized(**parts, block=block), dtype)
+
+
+def _writes_gathered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation writes to an argument that is a gathered weight."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    leaves = tree_leaves([given.get(name) for name in written])
+    return any(isinstance(leaf, GatheredWeight) for leaf in leaves)
