@@ -9,6 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.activations import (
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+)
 from transformers.models.gpt2.modeling_gpt2 import (
     ALL_ATTENTION_FUNCTIONS,
     GPT2Block,
@@ -19,12 +25,12 @@ from jetfire.core.problem import Block
 from jetfire.nn.block import Setting, Stream, flowed
 from jetfire.nn.linear import Int8Conv1D
 
-# Its activation functions, as GELU's op names them.
-_GELU: dict[str, Literal["tanh", "erf"]] = {
-    "gelu_new": "tanh",
-    "gelu_fast": "tanh",
-    "gelu_pytorch_tanh": "tanh",
-    "gelu": "erf",
+# The forms of its activation functions.
+_FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
+    NewGELUActivation: "tanh",
+    FastGELUActivation: "tanh",
+    GELUTanh: "tanh",
+    GELUActivation: "erf",
 }
 
 
@@ -93,7 +99,7 @@ class Int8GPT2Block(GPT2Block):
             own.num_heads,
             self.ln_1.eps,
             own.resid_dropout.p if self.training else 0.0,
-            _GELU[own.config.activation_function],
+            _FORMS[type(mlp.act)],
             adds=False,
             transposed=True,
         )
@@ -140,8 +146,8 @@ def why_not(block: nn.Module) -> str | None:
         return "not all of its linear layers are in INT8"
     if hasattr(block, "crossattention"):
         return "cross attention"
-    if (name := block.attn.config.activation_function) not in _GELU:
-        return f"activation {name}, not GELU"
+    if (kind := type(block.mlp.act)) not in _FORMS:
+        return f"its activation is {kind.__name__}: expected a GELU"
     if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
         return "reorder_and_upcast_attn"
     if any(parameter.dtype != torch.float32 for parameter in block.parameters()):

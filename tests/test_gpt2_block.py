@@ -190,7 +190,7 @@ def test_again_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "how", "reason"),
     [
-        ({"activation_function": "relu"}, {}, "activation relu, not GELU"),
+        ({"activation_function": "relu"}, {}, "its activation is ReLU: expected a GELU"),
         ({"dtype": torch.bfloat16}, {}, "its parameters are not all float32"),
         ({}, {"skip": ("transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")},
          "not all of its linear layers are in INT8"),
