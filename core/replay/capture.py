@@ -110,7 +110,7 @@ class Capture:
         nodes = self._listed("cuGraphGetNodes", graph, 1)[0]
         if not nodes:
             return []
-        sources, targets = self._listed("cuGraphGetEdges", graph, 2)
+        sources, targets = self._listed("cuGraphGetEdges_v2", graph, 2, None)
         following = dict(zip(sources, targets, strict=True))
         (*first,) = set(nodes) - set(targets)
         if len(first) != 1 or len(sources) != len(nodes) - 1 or len(following) != len(sources):
@@ -120,12 +120,12 @@ class Capture:
             order.append(following[order[-1]])
         return order
 
-    def _listed(self, name: str, graph: c_void_p, lists: int) -> list[list[int]]:
-        """Return what a function of the driver lists in parallel arrays."""
+    def _listed(self, name: str, graph: c_void_p, lists: int, *more: None) -> list[list[int]]:
+        """Return what a function of the driver lists in parallel arrays; `more` it need not."""
         count = c_size_t()
-        self._call(name, graph, *[None] * lists, byref(count))
+        self._call(name, graph, *[None] * lists, *more, byref(count))
         arrays = [(c_void_p * max(1, count.value))() for _ in range(lists)]
-        self._call(name, graph, *arrays, byref(count))
+        self._call(name, graph, *arrays, *more, byref(count))
         return [[one or 0 for one in array[: count.value]] for array in arrays]
 
     def _launched(self, node: int) -> KernelLaunch:

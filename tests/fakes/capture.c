@@ -138,10 +138,14 @@ CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* to, size_t* count) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuGraphGetEdges(CUgraph graph, CUgraphNode* from, CUgraphNode* to, size_t* count) {
-  (void)graph;
+CUresult cuGraphGetEdges_v2(CUgraph graph, CUgraphNode* from, CUgraphNode* to,
+                            CUgraphEdgeData* data, size_t* count) {
+  (void)graph, (void)data;
   *count = node_count > 0 ? node_count - 1 : 0;
-  for (int i = 0; from != NULL && i + 1 < node_count; ++i) from[i] = &nodes[i], to[i] = &nodes[i + 1];
+  for (int i = 0; from != NULL && i + 1 < node_count; ++i) {
+    from[i] = &nodes[i];
+    to[i] = &nodes[i + 1];
+  }
   return CUDA_SUCCESS;
 }
 
