@@ -844,8 +844,9 @@ def export_weights(
 def _bench_training(
     case: Annotated[
         str,
-        typer.Argument(metavar="CASE", help="block, wide (4 layers of width 4096), or a preset.",
-                       autocompletion=o.completing(o.CASES)),
+        typer.Argument(metavar="CASE", help="block, wide (4 layers of width 4096), a preset, "
+                       "hf:NAME, a transformers config.json, or MODULE:FUNCTION.",
+                       autocompletion=o.completing(o.CASES, o.MODELS)),
     ],
     recipe: Annotated[
         list[str] | None,
@@ -856,12 +857,12 @@ def _bench_training(
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=V,...", help="layers, heads, width, batch, context, "
-                     "vocabulary, accumulate."),
+                     "vocabulary, accumulate; of hf: kv_heads, hidden and run too."),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(parser=o.some("--peer"), metavar="NAME",
-                     help="Only these of eager (always there) and compile.",
+                     help="Only these beside eager: compile, fp8_tensorwise, fp8_rowwise, …",
                      autocompletion=o.completing(o.STEP_PEERS)),
     ] = None,
     device: o.Device = "auto", format_: o.Format = None, output: o.Rows = None,
@@ -881,6 +882,8 @@ def _bench_training(
     from jetfire.bench import command
     from jetfire.core import device as devices
     from jetfire.gpt2 import cases, settings
+    from jetfire.models import cases as models
+    from jetfire.models import sources
 
     _strict(strict_profile)
     devices.check_name(device)
@@ -888,10 +891,16 @@ def _bench_training(
         ops=(), settings=set_ or (), peers=peer or (), device=device, format=format_,
         output=output, append=append, dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
     )  # fmt: skip
+    command.file_format(asked)
+    if sources.named_here(case):
+        models.check(case, asked.settings, recipe or (), asked.peers)
+        from jetfire.models import bench as others
+
+        others.bench(asked, case, recipe or ())
+        return
     cases.problem_of(case, settings.split(asked.settings))
     cases.recipes_of(recipe or ())
     cases.peers_of(asked.peers)
-    command.file_format(asked)
     from jetfire.gpt2 import bench as training
 
     training.bench(asked, case, recipe or ())
