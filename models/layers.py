@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import convert
 
 CPU = torch.device("cpu")
+_NUMBERED = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class LinearLayer:
         name: the module's in the model.
         m: rows of its input in one call: tokens.
         n, k: features of its output and of its input.
+        transposed: its parameter is stored k×n.
         calls: how often a step calls it.
         kept: why `jetfire.nn.convert` leaves it; empty where it replaces it.
     """
@@ -37,6 +40,7 @@ class LinearLayer:
     n: int
     k: int
     bias: bool
+    transposed: bool = False
     calls: int = 1
     kept: str = ""
 
@@ -63,6 +67,20 @@ class Traced:
     @property
     def flops(self) -> float:
         return sum(layer.flops for layer in self.layers)
+
+
+def at_ends(names: Iterable[str]) -> list[str]:
+    """Return the names without those in numbered modules between the first and the last."""
+    found, last = list(names), dict[str, int]()
+    for name in found:
+        for number in _NUMBERED.finditer(name):
+            head = name[: number.start()]
+            last[head] = max(last.get(head, 0), int(number[1]))
+    return [
+        name
+        for name in found
+        if all(int(n[1]) in (0, last[name[: n.start()]]) for n in _NUMBERED.finditer(name))
+    ]
 
 
 def weight_of(module: Any) -> torch.Tensor:
@@ -116,8 +134,9 @@ def _traced(model: nn.Module, batch: Batch, recipe: str) -> Traced:
         if name in (*first.converted, *heads):
             n, k = weight_of(modules[name]).shape
             bias = getattr(modules[name], "bias", None) is not None
+            transposed = not isinstance(modules[name], nn.Linear)
             why = first.left.get(name, "")
-            layers.append(LinearLayer(name, rows[0], n, k, bias, len(rows), why))
+            layers.append(LinearLayer(name, rows[0], n, k, bias, transposed, len(rows), why))
     known = {*heads, *tables}
     left = {name: reason for name, reason in first.left.items() if name not in known}
     return Traced(tuple(layers), left, parameters)

@@ -104,8 +104,8 @@ class ModelSource(ABC):
         """
 
     @abstractmethod
-    def resized(self, batch: int, context: int) -> ModelSource:
-        """Return the same model with at most so many sequences and tokens of each."""
+    def sample(self, batch: int, context: int, layers: int) -> ModelSource:
+        """Return it with at most so many sequences, tokens and layers; a user's own as it is."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,14 @@ class ConfigSource(ModelSource):
         sizes = {ours: size for ours, size in named.items() if type(size) is int}
         return {"model": self.name, **sizes, "batch": self.batch, "context": self.context}
 
-    def resized(self, batch: int, context: int) -> ConfigSource:
-        return replace(self, batch=min(batch, self.batch), context=min(context, self.context))
+    def sample(self, batch: int, context: int, layers: int) -> ConfigSource:
+        sizes = {**self.sizes, "layers": min(layers, self.fields().get("layers", layers))}
+        return replace(
+            self,
+            sizes=sizes,
+            batch=min(batch, self.batch),
+            context=min(context, self.context),
+        )
 
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
         import torch
@@ -225,7 +231,7 @@ class FunctionSource(ModelSource):
     def fields(self) -> dict[str, Any]:
         return {"model": self.name}
 
-    def resized(self, batch: int, context: int) -> FunctionSource:
+    def sample(self, batch: int, context: int, layers: int) -> FunctionSource:
         return self
 
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
@@ -297,9 +303,14 @@ class PresetSource(ModelSource):
             "context": p.context,
         }
 
-    def resized(self, batch: int, context: int) -> PresetSource:
+    def sample(self, batch: int, context: int, layers: int) -> PresetSource:
         p = self.problem
-        smaller = replace(p, batch=min(batch, p.batch), context=min(context, p.context))
+        smaller = replace(
+            p,
+            batch=min(batch, p.batch),
+            context=min(context, p.context),
+            layers=min(layers, p.layers),
+        )
         return replace(self, problem=smaller)
 
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,11 +11,9 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2.subjects import RATE, Subject, Tensors, in_fp8
 from jetfire.measure.peers import COMPILES
 from jetfire.models.cases import PEERS, RUNS, ModelCase
-from jetfire.models.layers import weight_of
+from jetfire.models.layers import at_ends, weight_of
 from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import AdamW, convert
-
-_NUMBERED = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class ModelSubject(Subject):
@@ -111,16 +108,7 @@ def _gradients(model: nn.Module) -> Tensors:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.dim() == 2
     }
-    last: dict[str, int] = {}
-    for name in found:
-        for number in _NUMBERED.finditer(name):
-            head = name[: number.start()]
-            last[head] = max(last.get(head, 0), int(number[1]))
-    return {
-        name: gradient.clone()
-        for name, gradient in found.items()
-        if all(int(n[1]) in (0, last[name[: n.start()]]) for n in _NUMBERED.finditer(name))
-    }
+    return {name: found[name].clone() for name in at_ends(found)}
 
 
 def with_linear_in_fp8(model: nn.Module, recipe: str, layers: Iterable[str]) -> None:
