@@ -27,7 +27,7 @@ from jetfire.models import advice_text, sources, sqnr
 from jetfire.models.advice import Advice, Advised, chosen, judged, pattern
 from jetfire.models.cases import RUNS, ModelCase, run_of
 from jetfire.models.costs import Cost, Measured, Times, cost_of, shipped
-from jetfire.models.layers import LinearLayer, Traced, traced
+from jetfire.models.layers import LinearLayer, Traced, step_of, traced
 from jetfire.models.options import AdviseOptions
 from jetfire.models.problems import problems_of
 from jetfire.models.sources import Batch, ModelSource
@@ -117,7 +117,8 @@ def _exact(
         text += f"{layers}, at most {most} features of an operand"
     blocks = {name: _block(name) for name in asked.recipes}
     try:
-        return sqnr.measured(model, batch, names, blocks, most), text
+        with step_of(source):
+            return sqnr.measured(model, batch, names, blocks, most), text
     except torch.OutOfMemoryError:
         terminal.note(f"SQNR left out: out of memory with {text}: give a smaller batch")
         return {}, ""

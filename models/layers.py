@@ -98,14 +98,25 @@ def traced(source: ModelSource, recipe: str = "int8") -> Traced:
     with _silent(), nullcontext() if source.own else FakeTensorMode(allow_non_fake_inputs=True):
         model, batch = source.make(CPU)
         without_dropout(model)
-        try:
+        with step_of(source):
             return _traced(model, batch, recipe)
-        except (JetfireError, MemoryError):
+
+
+@contextmanager
+def step_of(source: ModelSource) -> Iterator[None]:
+    """Have what a model's step raises be one line that names the model.
+
+    Raises:
+        UsageError: it fails, but for want of memory.
+    """
+    try:
+        yield
+    except (JetfireError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "allocate memory" in str(error):  # torch has no type for it on a CPU
             raise
-        except Exception as error:
-            if "allocate memory" in str(error):  # torch has no type for it on a CPU
-                raise
-            raise UsageError(f"{source.name}: its step fails: {first_line(error)}") from error
+        raise UsageError(f"{source.name}: its step fails: {first_line(error)}") from error
 
 
 @contextmanager

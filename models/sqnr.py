@@ -138,7 +138,8 @@ def measured(
 
     def hook(name: str, module: Any, given: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
         if not output.requires_grad:  # nothing before it learns
-            output = output.detach().requires_grad_()
+            # No leaf, or the model could not overwrite it.
+            output = output.detach().requires_grad_().clone()
         x = given[0].detach()
 
         def take(gradient: torch.Tensor) -> None:

@@ -359,6 +359,22 @@ def make():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 31), nn.Bilinear(1, 1, 1))
     return model[:3], lambda net: net(torch.randn(16, 32)).square().mean()
 
+def inplace():
+    body = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
+    return body, lambda net: net(torch.randn(16, 32)).square().mean()
+
+def backward_fails():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("no way back")
+
+    return nn.Sequential(nn.Linear(32, 32)), lambda net: Fails.apply(net(torch.ones(4, 32))).sum()
+
 def none():
     return nn.Sequential(nn.GELU()), lambda net: net(torch.randn(4)).mean()
 """
@@ -375,6 +391,11 @@ def test_a_user_s_own_model(tmp_path, monkeypatch, capsys):
     ]
     assert found["sqnr_of"] == "its own batch, at most 1024 features of an operand"
     assert all(one["sqnr_db"] for one in found["layers"])
+    found = json.loads(said(capsys, "mine:inplace", "--device", "cpu", "--format", "json").out)
+    assert all(one["sqnr_db"] for one in found["layers"])
+    assert execute("advise", ["mine:backward_fails", "--device", "cpu"]) == 2
+    says = "mine:backward_fails: its step fails: RuntimeError: no way back"
+    assert says in capsys.readouterr().err
     assert execute("advise", ["mine:none", "--device", "cpu"]) == 2
     assert "mine:none: it calls no linear layer" in capsys.readouterr().err
     assert execute("advise", ["mine:make", "--device", "cpu", "--data", str(tmp_path)]) == 2

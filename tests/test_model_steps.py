@@ -192,6 +192,17 @@ def test_a_step_is_compiled_as_its_run_says(monkeypatch):
         assert ModelSubject(case, peer, HERE, 0).variant is cases.PEERS[peer]
 
 
+@pytest.mark.parametrize(("word", "changes"), [("hf:gpt2-124m", TINY), ("hf:llama-8x2048", GQA)])
+@pytest.mark.parametrize("name", ["int8", EAGER])
+def test_a_model_s_forward_is_one_graph(word, changes, name):
+    case = bench.case_of(word, words({**changes, "layers": "1"}), ["int8"], CPU)
+    made = ModelSubject(case, name, HERE, 0)
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(made.model)(**made.batch)
+    torch._dynamo.reset()
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
 def test_the_same_step_under_torch_compile(monkeypatch):
     """Traced whole and run by the eager backend: no compiler is needed."""
     usual = torch.compile
