@@ -844,8 +844,9 @@ def export_weights(
 def _bench_training(
     case: Annotated[
         str,
-        typer.Argument(metavar="CASE", help="block, wide (4 layers of width 4096), or a preset.",
-                       autocompletion=o.completing(o.CASES)),
+        typer.Argument(metavar="CASE", help="block, wide (4 layers of width 4096), a preset, "
+                       "hf:NAME, a transformers config.json, or MODULE:FUNCTION.",
+                       autocompletion=o.completing(o.CASES, o.MODELS)),
     ],
     recipe: Annotated[
         list[str] | None,
@@ -856,12 +857,12 @@ def _bench_training(
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=V,...", help="layers, heads, width, batch, context, "
-                     "vocabulary, accumulate."),
+                     "vocabulary, accumulate; of hf: kv_heads, hidden and run too."),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(parser=o.some("--peer"), metavar="NAME",
-                     help="Only these of eager (always there) and compile.",
+                     help="Only these beside eager: compile, fp8_tensorwise, fp8_rowwise, …",
                      autocompletion=o.completing(o.STEP_PEERS)),
     ] = None,
     device: o.Device = "auto", format_: o.Format = None, output: o.Rows = None,
@@ -881,6 +882,8 @@ def _bench_training(
     from jetfire.bench import command
     from jetfire.core import device as devices
     from jetfire.gpt2 import cases, settings
+    from jetfire.models import cases as models
+    from jetfire.models import sources
 
     _strict(strict_profile)
     devices.check_name(device)
@@ -888,10 +891,16 @@ def _bench_training(
         ops=(), settings=set_ or (), peers=peer or (), device=device, format=format_,
         output=output, append=append, dry_run=dry_run, rounds=rounds, seed=seed, debug=debug,
     )  # fmt: skip
+    command.file_format(asked)
+    if sources.named_here(case):
+        models.check(case, asked.settings, recipe or (), asked.peers)
+        from jetfire.models import bench as others
+
+        others.bench(asked, case, recipe or ())
+        return
     cases.problem_of(case, settings.split(asked.settings))
     cases.recipes_of(recipe or ())
     cases.peers_of(asked.peers)
-    command.file_format(asked)
     from jetfire.gpt2 import bench as training
 
     training.bench(asked, case, recipe or ())
@@ -938,6 +947,84 @@ def _tune_training(
     from jetfire.gpt2 import tuning
 
     tuning.run(asked, runs)
+
+
+@app.command(
+    cls=_Command,
+    epilog="Example: jetfire advise hf:gpt2-350m --set batch=16 --format json",
+)
+def advise(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="hf:NAME, a transformers config.json, MODULE:FUNCTION (which is called), or a "
+            "preset.",
+            autocompletion=o.completing(o.MODELS, o.PRESETS),
+        ),
+    ],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=o.some("--recipe"),
+            metavar="NAME,...",
+            help="Blocks to compare (int8-block32, -block64, -block128).",
+            autocompletion=o.completing(o.ADVISED),
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=V,...", help="Sizes, as in train bench."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Prepared tokens for the SQNR (random ones)."),
+    ] = None,
+    sqnr: Annotated[
+        bool, typer.Option("--sqnr/--no-sqnr", help="Compute the SQNR of the products.")
+    ] = True,
+    least: Annotated[
+        float,
+        typer.Option(
+            "--least-sqnr",
+            parser=o.number("--least-sqnr"),
+            metavar="DB",
+            help="Keep a layer of which a product has less: 20 dB is an error of a tenth.",
+        ),
+    ] = 20.0,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="table, json or csv.",
+            autocompletion=o.completing(("table", "json", "csv")),
+        ),
+    ] = "table",
+    device: o.Device = "auto",
+    seed: o.Seed = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Say by layer what INT8 takes and loses beside BF16 and FP8, and what to convert."""
+    from jetfire.measure import plan
+    from jetfire.models import options
+
+    asked = options.AdviseOptions(
+        model=model,
+        settings=set_ or (),
+        recipes=list(dict.fromkeys(plan.parse_list(recipe or []))) or options.RECIPES,
+        data=data,
+        sqnr=sqnr,
+        least=least,
+        format=format_,
+        device=device,
+        seed=seed,
+        debug=debug,
+    )
+    options.check(asked)
+    from jetfire.models.advise import advise as advise_on
+
+    advise_on(asked)
 
 
 @app.command(cls=_Command)

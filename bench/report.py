@@ -337,7 +337,7 @@ def page(
     kernels = (
         gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models,
     )  # fmt: skip
-    training = (training_report.steps, training_report.blocks)
+    training = (training_report.steps, training_report.models, training_report.blocks)
     parts = [
         f"# Results: {results.device.get('name')}\n",
         f"<!-- Generated from {name} by `make report`; do not edit. -->\n",
@@ -507,7 +507,7 @@ def _complete(results: Results, file: Path) -> Results:
 
 def _problem(row: Row, file: Path) -> dict[str, Any]:
     if row.op in training_report.OPS:
-        schema.convert(row.problem, training_report.TrainingProblem, file)
+        schema.convert(row.problem, training_report.problem_type(row.op), file)
         return row.problem
     if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")

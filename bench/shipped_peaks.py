@@ -55,6 +55,12 @@ def every() -> dict[str, ShippedPeaks]:
     return {one.name: one for one in schema.load(FILE, _File, version=SCHEMA).devices}
 
 
+def result_files(folder: Path) -> list[Path]:
+    """Return the results files of a folder, those of short names first."""
+    found = sorted(folder.glob("*.json"), key=lambda path: (len(path.name), path.name))
+    return [file for file in found if not file.stem.endswith("-lookups")]
+
+
 def text_of(folder: Path) -> str:
     """Return what `FILE` holds where a folder has these results; of one device the shortest name.
 
@@ -62,9 +68,7 @@ def text_of(folder: Path) -> str:
         UsageError: none of them has peaks, or one cannot be read.
     """
     found: dict[str, dict[str, object]] = {}
-    for file in sorted(folder.glob("*.json"), key=lambda path: (len(path.name), path.name)):
-        if file.stem.endswith("-lookups"):
-            continue
+    for file in result_files(folder):
         device = Results.load(file).device
         if device.get("name") and device.get("peaks"):
             one = {"name": device["name"], "source": file.name, "peaks": device["peaks"]}

@@ -9,17 +9,19 @@ from typing_extensions import TypedDict
 
 from jetfire.bench import show
 from jetfire.bench.markdown import MarkdownTable
-from jetfire.core.schema import Size
+from jetfire.core.schema import Line, Size
 from jetfire.measure.results import Results, Row
 
-STEP, BLOCK = "gpt2_step", "gpt2_block"
-OPS = (STEP, BLOCK)
+STEP, BLOCK, MODEL = "gpt2_step", "gpt2_block", "model_step"
+OPS = (STEP, BLOCK, MODEL)
 EAGER, COMPILE, OWN_LOSS = "eager", "compile", "compile_own_loss"
+REDUCE_OVERHEAD = "reduce_overhead"
 TENSORWISE, ROWWISE = "fp8_tensorwise", "fp8_rowwise"
 NAMES = {
     EAGER: "BF16 eager",
     COMPILE: "BF16 torch.compile",
     OWN_LOSS: "BF16 torch.compile, our loss",
+    REDUCE_OVERHEAD: "BF16 torch.compile, reduce-overhead",
     TENSORWISE: "FP8 torchao tensorwise, torch.compile",
     ROWWISE: "FP8 torchao rowwise, torch.compile",
 }
@@ -36,6 +38,20 @@ class TrainingProblem(TypedDict):
     accumulate: NotRequired[Size]
 
 
+class ModelStepProblem(TypedDict):
+    """The fields of the step of any model that the tables show; a user's own has no sizes."""
+
+    model: Line
+    run: Line
+    batch: NotRequired[Size]
+    context: NotRequired[Size]
+
+
+def problem_type(op: str) -> type:
+    """Return the type of the problems of one of `OPS`."""
+    return ModelStepProblem if op == MODEL else TrainingProblem
+
+
 def _rows(results: Results, ops: Sequence[str]) -> list[Row]:
     return [row for row in results.rows if row.op in ops and row.ms is not None]
 
@@ -43,6 +59,9 @@ def _rows(results: Results, ops: Sequence[str]) -> list[Row]:
 def problem_text(row: Row) -> str:
     """``4 layers of width 4096, 4×1024 tokens``."""
     p = row.problem
+    if "model" in p:
+        sizes = f", {p['batch']}×{p['context']} tokens" if "batch" in p else ""
+        return f"{p['model']}{sizes}, run {p['run']}"
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
     layers = f"{p['layers']} layers" if "layers" in p else "one block"
     return f"{layers} of width {p['width']}, {micros}{p['batch']}×{p['context']} tokens"
@@ -119,6 +138,17 @@ def blocks(results: Results) -> MarkdownTable | None:
         f"fp32, weights quantised (or cast) in each call. Otherwise as above. {_MEMORY}"
     )
     return _table(results, BLOCK, "Transformer block", text)
+
+
+def models(results: Results) -> MarkdownTable | None:
+    text = (
+        "Forward, backward and fused AdamW of models of transformers (fp32 parameters, BF16 "
+        "autocast), in turns in one process after loss and gradients were checked against BF16 "
+        "eager's. Recipes are converted by jetfire.nn.convert and run as the problem says: eager, "
+        "under torch.compile, or under its mode reduce-overhead. TFLOP/s count the linear layers' "
+        "products. Otherwise as above."
+    )
+    return _table(results, MODEL, "Training steps of other models", text)
 
 
 def readme(results: Results) -> str:

@@ -22,10 +22,10 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,7 +40,9 @@ from jetfire.gpt2.cases import (
     PEERS,
     SUITE,
     StepProblem,
+    TorchVariant,
     TrainingCase,
+    TrainingWork,
     peers_of,
     problem_of,
     recipes_of,
@@ -90,25 +92,32 @@ class Deviation:
     wrong: str = ""
 
 
-def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Deviation:
+def compared(
+    ours: Tensors,
+    theirs: Tensors,
+    noisy: bool = False,
+    attention: tuple[str, ...] = _ATTENTION,
+    loss_tolerance: float = LOSS_TOLERANCE,
+) -> Deviation:
     """Compare a call's loss and gradients with those of BF16 eager.
 
     Args:
         noisy: whether gradients are right on average, not each time.
+        attention: what the names of those end with that may have come through attention alone.
     """
     errors, noises, wrong, far = [0.0], [0.0], "", 0.0
     for name, its in theirs.items():
         left, right = ours[name].double(), its.double()
         error = float((left - right).norm() / right.norm())
         if name == "loss":
-            if not abs(error) <= LOSS_TOLERANCE:
+            if not abs(error) <= loss_tolerance:
                 what = f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
                 return Deviation(error, wrong=what)
             continue
         off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
         if noisy:
             off = abs(float((left * right).sum() / right.square().sum()) - 1)
-            limit = ATTENTION_TOLERANCE if name.endswith(_ATTENTION) else ALONG_TOLERANCE
+            limit = ATTENTION_TOLERANCE if name.endswith(attention) else ALONG_TOLERANCE
             what = "relative error along it"
         errors.append(off)
         noises.append(error)
@@ -120,11 +129,17 @@ def compared(ours: Tensors, theirs: Tensors, noisy: bool = False) -> Deviation:
 
 
 class TrainingBench:
-    """Measures cases on one device."""
+    """Measures cases on one device.
+
+    Attributes:
+        variants: what recipes are measured against, by name.
+    """
+
+    variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
 
     def __init__(
         self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = STEADY_MS,
-        sample_ms: float = SAMPLE_MS, peers: Sequence[str] = tuple(PEERS), debug: bool = False,
+        sample_ms: float = SAMPLE_MS, peers: Collection[str] | None = None, debug: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.where = device, device.torch_device
         self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
@@ -132,9 +147,10 @@ class TrainingBench:
         self.monitor = Nvml.open(self.where)
         self.cuda = device.kind == "cuda"
         # Eager is what recipes are checked against; on the CPU compiling would need a compiler.
-        self.peers = [n for n in PEERS if n == EAGER or (self.cuda and n in peers)]
+        wanted = self.variants if peers is None else peers
+        self.peers = [n for n in self.variants if n == EAGER or (self.cuda and n in wanted)]
 
-    def measure(self, case: TrainingCase) -> list[Row]:
+    def measure(self, case: TrainingWork) -> list[Row]:
         """Rows of the recipes, then of the peers; none where BF16 eager does not fit."""
         try:
             return self._measure(case)
@@ -147,11 +163,11 @@ class TrainingBench:
             if self.cuda:
                 torch.cuda.empty_cache()
 
-    def _measure(self, case: TrainingCase) -> list[Row]:
+    def _measure(self, case: TrainingWork) -> list[Row]:
         subjects, probes, rows = self._probed(case)
         right = {name: subject for name, subject in subjects.items()
-                 if name in PEERS or rows[name].ok}  # fmt: skip
-        if any(name not in PEERS for name in right):
+                 if name in self.variants or rows[name].ok}  # fmt: skip
+        if any(name not in self.variants for name in right):
             variants = self._variants(case, right)
             timings = timer.time_calls(
                 {name: [call] for name, call in variants.items()}, self.where, self.rounds,
@@ -160,14 +176,14 @@ class TrainingBench:
             )  # fmt: skip
             for name, subject in right.items():
                 rows[name] = self._timed(case, rows[name], timings, subject)
-        peers = {name: rows[name] for name in PEERS if name in rows}
+        peers = {name: rows[name] for name in self.variants if name in rows}
         return [
             _with_peers(row, peers, probes) if row.role == "kernel" else row
             for row in rows.values()
         ]
 
     def _probed(
-        self, case: TrainingCase
+        self, case: TrainingWork
     ) -> tuple[dict[str, Subject], dict[str, Probe], dict[str, Row]]:
         """Every variant that runs, what is known of it, and its row as yet without times."""
         make = self._maker(case)
@@ -176,7 +192,7 @@ class TrainingBench:
         rows: dict[str, Row] = {}
         # Peers last: what a process does once counts for the first recipe's first step.
         for name in (*case.recipes, *self._peers_of(case)):
-            role = "peer" if name in PEERS else "kernel"
+            role = "peer" if name in self.variants else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
                 subjects[name], probes[name] = probe(make(name), self.where)
@@ -189,9 +205,8 @@ class TrainingBench:
                 continue
             rows[name] = replace(row, extra=_memory(probes[name]))
         for name in subjects:
-            if name not in PEERS:
-                noisy = RECIPES[name].int4 is not None
-                found = compared(probes[name].outputs, probes[EAGER].outputs, noisy)
+            if name not in self.variants:
+                found = self._compared(case, name, probes[name].outputs, probes[EAGER].outputs)
                 noise = {} if found.noise is None else {"noise": found.noise}
                 rows[name] = replace(
                     rows[name],
@@ -204,17 +219,21 @@ class TrainingBench:
                     self.note(f"{case}: {name} is wrong: {found.wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
 
-    def _peers_of(self, case: TrainingCase) -> list[str]:
+    def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
+        """Compare a recipe's first call with BF16 eager's."""
+        return compared(ours, theirs, RECIPES[name].int4 is not None)
+
+    def _peers_of(self, case: Any) -> list[str]:
         """Return the peers that a case has: a block has no loss."""
         step = isinstance(case.problem, StepProblem)
         return [name for name in self.peers if step or not PEERS[name].own_loss]
 
-    def _failed(self, case: TrainingCase, name: str, error: Exception) -> None:
+    def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
         self.note(f"{case}: {name} left out: {_first_line(error)}")
 
-    def _maker(self, case: TrainingCase) -> Callable[[str], Callable[[], Subject]]:
+    def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         """What makes a variant of a name; all have the same data."""
         problem, where = case.problem, self.where
         if isinstance(problem, StepProblem):
@@ -237,7 +256,7 @@ class TrainingBench:
         return list(zip(*tokens, strict=True))
 
     def _variants(
-        self, case: TrainingCase, subjects: Mapping[str, Subject]
+        self, case: TrainingWork, subjects: Mapping[str, Subject]
     ) -> dict[str, Callable[[], object]]:
         """The calls to time, by the variant's name and how it is run.
 
@@ -262,7 +281,7 @@ class TrainingBench:
         return found
 
     def _timed(
-        self, case: TrainingCase, row: Row, timings: Mapping[str, Timing], subject: Subject
+        self, case: TrainingWork, row: Row, timings: Mapping[str, Timing], subject: Subject
     ) -> Row:
         """With times, unless the subject has come to be wrong."""
         if row.role == "kernel" and (fault := subject.fault()):
@@ -337,22 +356,32 @@ def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> Non
     """
     changes = settings.split(asked.settings)
     case = TrainingCase(problem_of(name, changes), recipes_of(recipes))
-    words = ["jetfire train bench", name, f"--recipe {','.join(case.recipes)}"]
-    words += [f"--set {key}={value}" for key, value in changes.items()]
+    run(asked, [case], replay(asked, name, case.recipes))
+
+
+def replay(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> str:
+    """Return the command line that measures the same."""
+    words = ["jetfire train bench", name, f"--recipe {','.join(recipes)}"]
+    words += [f"--set {key}={value}" for key, value in settings.split(asked.settings).items()]
     words += [f"--peer {name}" for name in asked.peers]
     words += [f"--device {asked.device}"] if asked.device != "auto" else []
     words += [f"--rounds {asked.rounds}"] if asked.rounds else []
-    run(asked, [case], " ".join([*words, f"--seed {asked.seed}"]))
+    return " ".join([*words, f"--seed {asked.seed}"])
 
 
-def _check_size(cases: Sequence[TrainingCase]) -> None:
+def _check_size(cases: Sequence[TrainingWork]) -> None:
     for case in cases:
         if case.flops > CPU_FLOPS:
             raise NoDeviceError(f"{case} is for a GPU: expected one, or a smaller case: jetfire "
                                 "train bench tiny runs here")  # fmt: skip
 
 
-def run(asked: command.BenchOptions, cases: Sequence[TrainingCase], again: str) -> None:
+def run(
+    asked: command.BenchOptions,
+    cases: Sequence[TrainingWork],
+    again: str,
+    kind_of_bench: type[TrainingBench] = TrainingBench,
+) -> None:
     """Measure, show and save.
 
     Raises:
@@ -361,7 +390,7 @@ def run(asked: command.BenchOptions, cases: Sequence[TrainingCase], again: str) 
     """
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
-    peers = peers_of(asked.peers)
+    peers = peers_of(asked.peers, kind_of_bench.variants)
     kind, existing = command.file_format(asked), command.existing_rows(asked)
     device = Device.parse(asked.device)
     if asked.dry_run:
@@ -374,7 +403,7 @@ def run(asked: command.BenchOptions, cases: Sequence[TrainingCase], again: str) 
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
-    made = TrainingBench(
+    made = kind_of_bench(
         device, terminal.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
         debug=asked.debug,
     )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2 import settings
@@ -24,6 +24,7 @@ class TorchVariant:
         name: as rows name it.
         compiled: by torch.compile.
         fp8: torchao's recipe of float8 training, for the blocks' linear layers.
+        mode: how torch.compile compiles; None as it does by default.
         own_loss: the head and its loss are `jetfire.nn.linear_cross_entropy`, as recipes have them,
             so that what INT8 gains shows by itself. Of a step alone.
     """
@@ -32,6 +33,7 @@ class TorchVariant:
     compiled: bool = True
     fp8: Literal["tensorwise", "rowwise"] | None = None
     own_loss: bool = False
+    mode: Literal["reduce-overhead"] | None = None
 
 
 EAGER, COMPILE = "eager", "compile"
@@ -91,6 +93,31 @@ def _check_heads(width: int, heads: int) -> None:
 Problem = StepProblem | BlockProblem
 
 
+class TrainingWork(Protocol):
+    """What a training bench measures.
+
+    Attributes:
+        recipes: what is measured of it.
+        op: of its rows.
+        tokens, flops: of a call.
+    """
+
+    @property
+    def recipes(self) -> Sequence[str]: ...
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def flops(self) -> float: ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a row's problem."""
+
+
 @dataclass(frozen=True)
 class TrainingCase:
     """One problem, and the recipes to measure of it."""
@@ -133,6 +160,8 @@ _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"vocabulary": 256},
 }
 _USUAL = {"batch": 8, "context": 1024}
+# What `jetfire.models.sources` reads.
+OTHER_MODELS = ", hf:NAME, a config.json or MODULE:FUNCTION"
 _BLOCK = BlockProblem(width=4096, heads=32, batch=8, context=2048)
 
 
@@ -148,7 +177,7 @@ def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
         UsageError: there is no such problem or size, or a size is below 1.
     """
     if name not in names():
-        raise unknown(f"no case {name!r}", name, names())
+        raise unknown(f"no case {name!r}", name, names(), OTHER_MODELS)
     if name == "block":
         return replace(_BLOCK, **_integers(_BLOCK, changes or {}))
     found = StepProblem(**{**_USUAL, **_preset(name), **_SIZES.get(name, {})})
@@ -173,7 +202,7 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
     return {name: int(text) for name, text in changes.items()}
 
 
-def peers_of(texts: Sequence[str]) -> list[str]:
+def peers_of(texts: Sequence[str], known: Iterable[str] = PEERS) -> list[str]:
     """Peers by name; all where none is given.
 
     Raises:
@@ -181,9 +210,9 @@ def peers_of(texts: Sequence[str]) -> list[str]:
     """
     chosen = [part for text in texts for part in text.split(",")]
     for name in chosen:
-        if name not in PEERS:
-            raise unknown(f"--peer {name}", name, PEERS)
-    return chosen or list(PEERS)
+        if name not in known:
+            raise unknown(f"--peer {name}", name, known)
+    return chosen or list(known)
 
 
 def runs_of(

@@ -36,9 +36,11 @@ class Subject(ABC):
 
     Attributes:
         captures: whether it can be one CUDA graph.
+        counts: whether torch's allocator counts what a call holds; in a CUDA graph it does not.
     """
 
     captures = True
+    counts = True
 
     @abstractmethod
     def first(self) -> Tensors:
@@ -69,8 +71,13 @@ class Subject(ABC):
         return ""
 
 
-def in_fp8(module: nn.Module, recipe: str) -> None:
+def in_fp8(
+    module: nn.Module, recipe: str, chosen: Callable[[nn.Module, str], bool] | None = None
+) -> None:
     """Have torchao train a module's linear layers in FP8, as its users do, in place.
+
+    Args:
+        chosen: of a layer and its name, whether it is one of them; None for all.
 
     Raises:
         UsageError: torchao is not installed.
@@ -79,7 +86,8 @@ def in_fp8(module: nn.Module, recipe: str) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise UsageError("needs torchao, which is not installed: pip install torchao") from None
-    convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(module, module_filter_fn=chosen, config=config)
 
 
 def _gradients(module: nn.Module, last: int) -> Tensors:
@@ -286,7 +294,8 @@ class Probe:
         first_s: seconds that call took, compiling included.
         peak: bytes at the peak of a call; activation: those beyond parameters, gradients and
             optimizer state, where gradients stand from the start (as in a second micro-batch: else
-            those not yet there would be subtracted from what is). None on the CPU.
+            those not yet there would be subtracted from what is). None on the CPU, and where the
+            subject does not count it.
     """
 
     outputs: Tensors
@@ -304,7 +313,7 @@ def probe(make: Callable[[], Subject], device: torch.device) -> tuple[Subject, P
     outputs = subject.first()
     _synchronise(device)
     first_s = time.perf_counter() - begin
-    if device.type != "cuda":
+    if device.type != "cuda" or not subject.counts:
         return subject, Probe(outputs, first_s)
     base += _bytes(outputs.values())
     subject.call()

@@ -12,7 +12,18 @@ from jetfire.measure.runner import Runner
 
 TABLE = Path(__file__).parent / "data" / "mistakes.txt"
 SPECIAL = {"%LONG%": "x" * 100_000, "%ESC%": "\x1b[31m"}
-VERBS = ("bench", "compare", "list", "tune", "fuzz", "export", "train", "audit", "completion")
+VERBS = (
+    "bench",
+    "compare",
+    "list",
+    "tune",
+    "fuzz",
+    "export",
+    "train",
+    "advise",
+    "audit",
+    "completion",
+)
 
 
 def mistakes():

@@ -24,6 +24,7 @@ FLOORS = (
     ("tuner",),
     ("fuzz", "export"),
     ("gpt2",),
+    ("models",),
     ("cli",),
 )
 FLOOR = {package: height for height, packages in enumerate(FLOORS) for package in packages}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import shipped_peaks
+from jetfire.bench import shipped_peaks, shipped_rows
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import utilisation
@@ -46,6 +46,8 @@ def test_a_wheel_holds_them(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("jetfire/measure/peaks.json") == shipped_peaks.FILE.read_bytes()
+        assert archive.read("jetfire/measure/rows.json") == shipped_rows.FILE.read_bytes()
+        assert "jetfire/models/sources.py" in archive.namelist()
         assert not any("/docs/" in name for name in archive.namelist())
 
 

@@ -1,0 +1,1 @@
+"""Models that are not ours: training steps of any model, and advice on what to convert."""

@@ -1,0 +1,92 @@
+"""What the bench of any model measures: a source, recipes, and how the step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jetfire.core.errors import unknown
+from jetfire.gpt2 import settings
+from jetfire.gpt2.cases import COMPILE, EAGER, TorchVariant, peers_of, recipes_of
+from jetfire.models import sources
+from jetfire.models.sources import ModelSource
+
+OP = "model_step"
+# What `convert` replaces has one block: `int8` and `int8-block128` are the same.
+RECIPES = ("int8",)
+REDUCE_OVERHEAD = "reduce_overhead"
+# How a recipe's step is run, `run` of its problem; torch's own in BF16 is measured in each.
+RUNS = {
+    COMPILE: TorchVariant(COMPILE),
+    EAGER: TorchVariant(EAGER, compiled=False),
+    REDUCE_OVERHEAD: TorchVariant(REDUCE_OVERHEAD, mode="reduce-overhead"),
+}
+PEERS = {
+    variant.name: variant
+    for variant in (
+        RUNS[EAGER],
+        RUNS[COMPILE],
+        RUNS[REDUCE_OVERHEAD],
+        TorchVariant("fp8_tensorwise", fp8="tensorwise"),
+        TorchVariant("fp8_rowwise", fp8="rowwise"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A training step of a model, and the recipes to measure of it.
+
+    Attributes:
+        run: of `RUNS`, how the recipes' steps are run.
+        layers: names of the linear layers that a recipe replaces.
+        tokens: the most rows of a linear layer's input.
+        flops: of the linear layers' products, forward and backward; attention's are not counted.
+    """
+
+    source: ModelSource
+    recipes: Sequence[str]
+    run: str
+    layers: Sequence[str] = ()
+    tokens: int = 0
+    flops: float = 0.0
+
+    @property
+    def op(self) -> str:
+        return OP
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.source.fields(), "run": self.run}
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+        return f"{self.op} {sizes}"
+
+
+def run_of(changes: Mapping[str, str]) -> tuple[str | None, dict[str, str]]:
+    """Return how the step is to be run, None where nothing says, and the other changes.
+
+    Raises:
+        UsageError: a step is not run that way.
+    """
+    rest = {name: text for name, text in changes.items() if name != "run"}
+    run = changes.get("run")
+    if run is not None and run not in RUNS:
+        raise unknown(f"--set run={run}", run, RUNS)
+    return run, rest
+
+
+def check(word: str, texts: Sequence[str], recipes: Sequence[str], peers: Sequence[str]) -> None:
+    """Refuse what can be refused before torch is loaded.
+
+    Args:
+        texts: of `--set`.
+
+    Raises:
+        UsageError: there is no such model, size, recipe or peer.
+    """
+    _, changes = run_of(settings.split(texts))
+    sources.parse(word, changes)
+    recipes_of(recipes)
+    peers_of(peers, PEERS)

@@ -1,0 +1,141 @@
+"""A training step of any model, in BF16 or FP8 by torch and torchao, or converted to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from jetfire.core.errors import UsageError
+from jetfire.gpt2.subjects import RATE, Subject, Tensors, in_fp8
+from jetfire.measure.peers import COMPILES
+from jetfire.models.cases import PEERS, RUNS, ModelCase
+from jetfire.models.layers import at_ends, weight_of
+from jetfire.models.step import loss_of, without_dropout
+from jetfire.nn import AdamW, convert
+
+
+class ModelSubject(Subject):
+    """A model with its optimizer, and the one batch of all its steps.
+
+    Args:
+        name: a recipe or a peer.
+
+    Raises:
+        UsageError: there is no linear layer to convert.
+    """
+
+    captures = False  # a step is run as torch runs it
+
+    def __init__(self, case: ModelCase, name: str, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.variant = PEERS.get(name, RUNS[case.run])
+        self.counts = self.variant.mode is None
+        torch.manual_seed(seed)  # the same parameters and batch for every variant
+        self.model, self.batch = case.source.make(device)
+        without_dropout(self.model)
+        if name not in PEERS and not convert(self.model, name).converted:
+            raise UsageError(f"{case.source.name} has no linear layer that {name} converts")
+        if self.variant.fp8 is not None:
+            with_linear_in_fp8(self.model, self.variant.fp8, case.layers)
+        self.optimizer = self._optimizer()
+        self.forward: Callable[..., object] = self.model
+        if self.variant.compiled:
+            # Beyond its limit Dynamo runs eagerly, and says little: variants share their code.
+            config = torch._dynamo.config
+            config.recompile_limit = max(COMPILES, config.recompile_limit)
+            self.forward = torch.compile(self.model, mode=self.variant.mode)
+        self.loss = 0.0
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        """Fused; what is launched as it is has its weights' codes made in the update."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.variant.compiled:
+            return torch.optim.AdamW(parameters, lr=RATE, fused=True)
+        return AdamW(parameters, lr=RATE, model=self.model)
+
+    def _gradient(self) -> torch.Tensor:
+        """Add the batch's gradient to what is there; return the loss."""
+        if self.variant.mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = loss_of(self.forward, self.batch, self.device)
+        loss.backward()
+        return loss.detach().clone()  # of a CUDA graph's own memory, which the next call takes
+
+    def first(self) -> Tensors:
+        loss = self._gradient()
+        found = {"loss": loss, **_gradients(self.model)}
+        self.optimizer.step()
+        self.loss = float(loss)
+        return found
+
+    def call(self) -> torch.Tensor:
+        self.forget()
+        loss = self._gradient()
+        self.optimizer.step()
+        return loss
+
+    def accumulate(self) -> object:
+        return self._gradient()
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def standing(self) -> Iterable[torch.Tensor]:
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+            state = self.optimizer.state[parameter].values() if parameter.requires_grad else ()
+            yield from (value for value in state if isinstance(value, torch.Tensor))
+
+    def capture(self) -> Callable[[], object]:
+        raise NotImplementedError("a model's step is run as torch runs it")
+
+    def fault(self) -> str:
+        """Return what is wrong where the loss has not fallen; else nothing."""
+        loss = float(self.call())
+        if not loss < self.loss:
+            return f"the loss of the one batch went from {self.loss:.4f} to {loss:.4f}"
+        return ""
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    """Return copies of matrices' gradients: of numbered modules of the first and the last alone."""
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.dim() == 2
+    }
+    return {name: found[name].clone() for name in at_ends(found)}
+
+
+def with_linear_in_fp8(model: nn.Module, recipe: str, layers: Iterable[str]) -> None:
+    """Have torchao train in FP8 the layers that a recipe of ours would replace, in place.
+
+    Transformers' Conv1D, which torchao leaves, becomes a linear layer first. Layers whose sizes are
+    no multiples of 16 stay in BF16: FP8 products take no others.
+
+    Raises:
+        UsageError: torchao is not installed.
+    """
+    chosen = set()
+    for name in layers:
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear):
+            module = _as_linear(module)
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module)
+        if not (module.in_features % 16 or module.out_features % 16):
+            chosen.add(name)
+    in_fp8(model, recipe, lambda _, name: name in chosen)
+
+
+def _as_linear(conv1d: nn.Module) -> nn.Linear:
+    """Return a linear layer with copies of a Conv1D's parameters."""
+    weight = weight_of(conv1d)
+    made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    made.weight = nn.Parameter(weight.detach().contiguous())
+    made.bias = nn.Parameter(conv1d.get_parameter("bias").detach().clone())
+    return made
