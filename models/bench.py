@@ -21,13 +21,12 @@ from jetfire.core.device import Device
 from jetfire.gpt2 import bench as training
 from jetfire.gpt2 import settings
 from jetfire.gpt2.bench import LOSS_TOLERANCE, Deviation, TrainingBench, compared
-from jetfire.gpt2.cases import COMPILE, EAGER, TorchVariant, recipes_of
+from jetfire.gpt2.cases import COMPILE, EAGER, TorchVariant
 from jetfire.gpt2.subjects import Subject, Tensors
 from jetfire.models import cases, sources
 from jetfire.models.cases import PEERS, ModelCase, run_of
 from jetfire.models.layers import traced
 from jetfire.models.subject import ModelSubject
-from jetfire.nn.recipes import RECIPES
 
 # Of a user's loss, which need not be a cross-entropy: the mean of the squares of two layers' output
 # is off by 0.005 to 0.007.
@@ -47,7 +46,7 @@ class ModelBench(TrainingBench):
         return compared(
             ours,
             theirs,
-            RECIPES[name].int4 is not None,
+            cases.recipe_of(name).int4 is not None,
             attention=("",),
             loss_tolerance=OWN_LOSS_TOLERANCE if case.source.own else LOSS_TOLERANCE,
         )
@@ -69,7 +68,7 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
     found = traced(source)
     return ModelCase(
         source,
-        recipes_of(recipes or cases.RECIPES),
+        cases.recipes_named(recipes),
         run,
         layers=[layer.name for layer in found.layers if not layer.kept],
         tokens=max((layer.m for layer in found.layers), default=0),

@@ -8,13 +8,17 @@ from typing import Any
 
 from jetfire.core.errors import unknown
 from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import COMPILE, EAGER, TorchVariant, peers_of, recipes_of
+from jetfire.gpt2.cases import COMPILE, EAGER, INT8, MEASURED, TorchVariant, peers_of
 from jetfire.models import sources
 from jetfire.models.sources import ModelSource
+from jetfire.nn.recipes import Recipe
+from jetfire.nn.recipes import get as recipe_by_name
 
 OP = "model_step"
 # What `convert` replaces has one block: `int8` and `int8-block128` are the same.
 RECIPES = ("int8",)
+# Ends the name of a recipe whose layers are not only converted, but their blocks fused.
+FUSED = "-fused"
 REDUCE_OVERHEAD = "reduce_overhead"
 # How a recipe's step is run, `run` of its problem; torch's own in BF16 is measured in each.
 RUNS = {
@@ -64,6 +68,25 @@ class ModelCase:
         return f"{self.op} {sizes}"
 
 
+def recipes_named(texts: Sequence[str]) -> list[str]:
+    """Return recipes by name; one that ends with `FUSED` has blocks fused, which is of INT8 alone.
+
+    Raises:
+        UsageError: one is none.
+    """
+    names = [part for text in texts or RECIPES for part in text.split(",")]
+    known = [*MEASURED, *(name + FUSED for name in INT8)]
+    for name in names:
+        if name not in known:
+            raise unknown(f"--recipe {name}", name, known)
+    return list(dict.fromkeys(names))
+
+
+def recipe_of(name: str) -> Recipe:
+    """Return the recipe of a name that may end with `FUSED`."""
+    return recipe_by_name(name.removesuffix(FUSED))
+
+
 def run_of(changes: Mapping[str, str]) -> tuple[str | None, dict[str, str]]:
     """Return how the step is to be run, None where nothing says, and the other changes.
 
@@ -88,5 +111,5 @@ def check(word: str, texts: Sequence[str], recipes: Sequence[str], peers: Sequen
     """
     _, changes = run_of(settings.split(texts))
     sources.parse(word, changes)
-    recipes_of(recipes)
+    recipes_named(recipes)
     peers_of(peers, PEERS)

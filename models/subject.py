@@ -10,7 +10,7 @@ from torch import nn
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.subjects import RATE, Subject, Tensors, in_fp8
 from jetfire.measure.peers import COMPILES
-from jetfire.models.cases import PEERS, RUNS, ModelCase
+from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
 from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import AdamW, convert
@@ -35,8 +35,8 @@ class ModelSubject(Subject):
         torch.manual_seed(seed)  # the same parameters and batch for every variant
         self.model, self.batch = case.source.make(device)
         without_dropout(self.model)
-        if name not in PEERS and not convert(self.model, name).converted:
-            raise UsageError(f"{case.source.name} has no linear layer that {name} converts")
+        if name not in PEERS:
+            _convert(self.model, name, case.source.name)
         if self.variant.fp8 is not None:
             with_linear_in_fp8(self.model, self.variant.fp8, case.layers)
         self.optimizer = self._optimizer()
@@ -99,6 +99,21 @@ class ModelSubject(Subject):
         if not loss < self.loss:
             return f"the loss of the one batch went from {self.loss:.4f} to {loss:.4f}"
         return ""
+
+
+def _convert(model: nn.Module, name: str, whose: str) -> None:
+    """Convert a model to a recipe, and fuse its blocks where the name says so.
+
+    Raises:
+        UsageError: it has no such layer, or no such block.
+    """
+    fused = name.endswith(FUSED)
+    report = convert(model, recipe_of(name), fused=fused)
+    if not report.converted:
+        raise UsageError(f"{whose} has no linear layer that {name} converts")
+    if fused and not report.fused:
+        reason = next(iter(report.single.values()), "it has none of transformers' blocks")
+        raise UsageError(f"{whose} with {name}: no block is fused: {reason}")
 
 
 def _gradients(model: nn.Module) -> Tensors:

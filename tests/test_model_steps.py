@@ -105,6 +105,21 @@ def test_a_converted_model_is_timed_beside_bf16(word, changes, tmp_path):
     assert [again.key() for again in Results.load(file).rows] == [row.key()]
 
 
+def test_blocks_of_gpt2_are_fused():
+    (row, eager), notes = measure("hf:gpt2-124m", TINY, ["int8-block32-fused"])
+    assert (row.kernel, row.ok) == ("int8-block32-fused", True), notes
+    assert row.vs_peer == {"eager": eager.ms / row.ms}
+
+
+def test_a_model_without_fused_blocks_says_so():
+    with pytest.raises(UsageError, match="no block is fused: LlamaDecoderLayer has no such form"):
+        ModelSubject(
+            bench.case_of("hf:llama-8x2048", words(GQA), ["int8-fused"], CPU), "int8-fused", HERE, 0
+        )
+    with pytest.raises(UsageError, match="--recipe int4-hq-fused"):
+        bench.case_of("hf:gpt2-124m", words(TINY), ["int4-hq-fused"], CPU)
+
+
 def test_a_recipe_in_4_bits_may_be_noisy():
     (row, _), notes = measure("hf:llama-8x2048", GQA, ["int4-hq-lss"])
     assert row.ok, notes
