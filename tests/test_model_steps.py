@@ -382,3 +382,10 @@ def test_the_whole_way_on_the_gpu():
         assert row.ok, row.error
         assert {"eager", "compile", "reduce_overhead"} <= {peer.kernel for peer in peers}, notes
         assert row.vs_peer.keys() == {peer.kernel for peer in peers}
+
+
+def test_named_models_need_transformers(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert execute("train", ["bench", "hf:gpt2-124m", "--device", "cpu"]) == 2
+    says = "jetfire: needs transformers, which is not installed: pip install transformers\n"
+    assert capsys.readouterr().err == says
