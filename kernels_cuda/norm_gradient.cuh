@@ -7,9 +7,7 @@
 #pragma once
 
 #include "norm_tiles.cuh"
-
-constexpr int HELD = OUT_BLOCK == SIDE ? 1 : PARTS;  // parts that a warp has in registers at once
-constexpr float LARGEST = 0x1.fffffep127f;
+#include "tile_codes.cuh"
 
 // dx = dy·weight·rstd + x·rstd·slope + offset.
 struct alignas(16) Row {
@@ -117,16 +115,6 @@ struct Values {
   DEVICE void end(int, int, const Arguments&, const Lane&) const {}
 };
 
-DEVICE float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-DEVICE float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-// The larger magnitudes of two pairs of bf16, NaN above all; what their signs are is not said.
-DEVICE uint32_t max_magnitudes(uint32_t a, uint32_t b) {
-  uint32_t most;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  return most;
-}
-
 // A lane's values of dsum, and then of its sum with dx, bf16.
 struct Stream {
   uint32_t pairs[TALL][WIDE / 2];
@@ -166,8 +154,7 @@ struct Stream {
     return j % 2 ? high_bf16(pair) : low_bf16(pair);
   }
 
-  // Its bits as a float's.
-  DEVICE uint32_t largest() const { return max(most << 16 & 0x7FFF0000u, most & 0x7FFF0000u); }
+  DEVICE uint32_t largest() const { return larger_magnitude(most); }
 
   DEVICE void end(int row0, int column0, const Arguments& p, const Lane& lane) const {
     const int column = column0 + lane.column;
@@ -237,85 +224,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
   return __reduce_max_sync(ALL, to.largest());
 }
 
-// Codes of a part's values; 0 for all if the multiplier is 0, as some may not be finite then.
-DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint64_t seed,
-                     int row0, int column0, const Lane& lane) {
-  const uint32_t sound = multiplier != 0 ? ALL : 0;
-  Words words[TALL];
-  if constexpr (STOCHASTIC) {
-    multiplier *= 0.9999998f;  // a product of just -127 might floor to -128
-    const int rows[TALL] = {row0 + lane.row_at(0), row0 + lane.row_at(1), row0 + lane.row_at(2),
-                            row0 + lane.row_at(3)};
-    draw(words, seed, rows, column0 + lane.column);
-  }
-#pragma unroll
-  for (int k = 0; k < TALL; ++k) {
-    uint32_t codes[WIDE];
-#pragma unroll
-    for (int j = 0; j < WIDE; ++j) {
-      if constexpr (STOCHASTIC) codes[j] = rounded(from.at(k, j), multiplier, words[k], j);
-      else codes[j] = rounded(from.at(k, j), multiplier);
-    }
-    to[k] = {pack(codes[0], codes[1], codes[2], codes[3]) & sound,
-             pack(codes[4], codes[5], codes[6], codes[7]) & sound};
-  }
-}
-
-DEVICE void store(const uint2 (&codes)[TALL], int row0, int column0, const Arguments& p,
-                  const Lane& lane) {
-  const int row = row0 + (lane.row & ~2), column = column0 + lane.column;
-  // Of words all codes are within the matrix, or none.
-  const int rows = QT_ACCESS == TALL ? (row < p.m ? TALL : 0) : p.m - row;
-  const int columns = Q_ACCESS == WIDE ? (column < p.n ? WIDE : 0) : p.n - column;
-  if constexpr (WRITES_Q) {
-    uint8_t* q = p.q + int64_t(row0 + lane.row) * p.n + column;
-    const int64_t two = int64_t(p.n) * (lane.exchanged ? -2 : 2);
-#pragma unroll
-    for (int k = 0; k < TALL; ++k) {
-      uint8_t* to = q + (k < 2 ? 0 : two) + k % 2 * p.n;
-      const bool inside = QT_ACCESS == TALL ? rows > 0 : row0 + lane.row_at(k) < p.m;
-      if (inside) store_row<Q_ACCESS>(to, codes[k], columns);
-    }
-  }
-  if constexpr (WRITES_QT) {
-    uint32_t words[WIDE / 4][4];
-    transpose(words[0], codes[0].x, codes[1].x, codes[2].x, codes[3].x, lane.exchanged);
-    transpose(words[1], codes[0].y, codes[1].y, codes[2].y, codes[3].y, lane.exchanged);
-    uint8_t* qt = p.qt + int64_t(column) * p.m + row;
-#pragma unroll
-    for (int j = 0; j < WIDE; ++j, qt += p.m) {
-      if (j < columns) store_column<QT_ACCESS>(qt, words[j / 4][j % 4], rows);
-    }
-  }
-}
-
 // --- a tile --------------------------------------------------------------------------------------
-
-// The scale of a block of the output, by the warp whose first part is the block's.
-DEVICE void store_scale(float scale, int part, int row, int column, const Arguments& p,
-                        const Lane& lane) {
-  const bool first = row_of(part) % OUT_BLOCK == 0 && column_of(part) % OUT_BLOCK == 0;
-  if (!first || lane.index != 0 || row >= p.m || column >= p.n) return;
-  const int64_t i = row / OUT_BLOCK, j = column / OUT_BLOCK;
-  if (WRITES_Q) p.scale[i * ceil_div(p.n, OUT_BLOCK) + j] = scale;
-  if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
-}
-
-// The largest of the parts of the block that the warp's are of. All warps of the block come here.
-// The bits of floats above 0 order as they do, and NaN above all.
-DEVICE uint32_t largest(uint32_t (&slots)[PARTS_OF_TILE], const uint32_t (&most)[HELD], int part,
-                        const Lane& lane) {
-  if constexpr (OUT_BLOCK == SIDE) return most[0];
-  constexpr int N = OUT_BLOCK / SIDE, BLOCKS = PARTS_OF_TILE / (N * N);
-  const int down = part / ACROSS / N, across = part % ACROSS / N;
-#pragma unroll
-  for (int b = 0; b < HELD; ++b) {
-    if (lane.index == 0) slots[part + b] = most[b];
-  }
-  named_barrier(1 + down * (ACROSS / N) + across, THREADS / BLOCKS);
-  const int first = (down * ACROSS + across) * N, i = lane.index % (N * N);
-  return __reduce_max_sync(ALL, slots[first + i / N * ACROSS + i % N]);
-}
 
 DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed,
                  const Arguments& p, const Lane& lane) {
@@ -329,15 +238,7 @@ DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed
     for (int b = 0; b < HELD; ++b) {
       most[b] = read(held[b], shared, stage, part + b, row, column + b * SIDE, p, lane);
     }
-    float scale, multiplier;
-    block_scale(largest(shared.most, most, part, lane), scale, multiplier);
-    store_scale(scale, part, row, column, p, lane);
-#pragma unroll
-    for (int b = 0; b < HELD; ++b) {
-      uint2 codes[TALL];
-      quantise(codes, held[b], multiplier, seed, row, column + b * SIDE, lane);
-      store(codes, row, column + b * SIDE, p, lane);
-    }
+    store_parts(held, most, shared.most, part, row, column, seed, p, lane);
   }
 }
 

@@ -1,23 +1,10 @@
 // Tiles of 128×128 codes of x and dy, for the two launches of a norm's gradient: norm_sums.cuh and
 // norm_gradient.cuh. LayerNorm's if CENTERED, else RMSNorm's.
-//
-// Blocks of the grid go over tiles, one turn each, while the next tiles are on their way to shared
-// memory. A tile is 16 parts of 32×32 codes, of which a warp has PARTS. A part has one scale of x
-// and one of dy.
 #pragma once
 
-#include "codes.cuh"
-#include "config.cuh"
+#include "tiles.cuh"
 
-constexpr int TILE = 128, ACROSS = TILE / SIDE, PARTS_OF_TILE = ACROSS * ACROSS;
-constexpr int THREADS = 32 * WARPS, PARTS = PARTS_OF_TILE / WARPS;
 constexpr int SUMS = CENTERED ? 2 : 1;
-
-struct Matrix {
-  const uint8_t* codes;
-  const float* scales;
-  int64_t pitch, scale_pitch;  // elements from row to row
-};
 
 // Of a row Σg·x̂ and, if CENTERED, Σg, with g = dy·weight; of a column Σdy·x̂ and Σdy.
 struct alignas(4 * SUMS) Sums {
@@ -52,108 +39,7 @@ struct Arguments {
 
 // Tiles that come or have come.
 struct Ring {
-  uint8_t codes[STAGES][2][TILE * TILE];  // units of 16 lie where `unit_at` says
+  uint8_t codes[STAGES][2][TILE * TILE];
   float scales[STAGES][2][PARTS_OF_TILE];
-  uint64_t arrived[4];  // barriers, one per stage: a tile's codes have come; if TMA
+  uint64_t arrived[4];  // one per stage
 };
-
-// One of the tiles in shared memory.
-struct Tile {
-  const uint8_t* codes;
-  const float* scales;
-  DEVICE Tile(const Ring& ring, int stage)
-      : codes(ring.codes[stage][0]), scales(ring.scales[stage][0]) {}
-  DEVICE float scale(int operand, int part) const { return scales[operand * PARTS_OF_TILE + part]; }
-};
-
-extern __shared__ __align__(1024) uint8_t memory[];  // TMA's swizzle wants it
-
-// --- places --------------------------------------------------------------------------------------
-
-// Where a row's unit of 16 codes lies: as TMA's 128-byte swizzle has it.
-DEVICE int unit_at(int row, int unit) { return row * TILE + 16 * (unit ^ row % 8); }
-
-DEVICE int row_of(int part) { return part / ACROSS * SIDE; }
-DEVICE int column_of(int part) { return part % ACROSS * SIDE; }
-
-// A lane's four rows of a part go in the order 0, 1, 2, 3 or 2, 3, 0, 1. So the lanes of a half
-// warp, which have eight codes each of four rows that are four apart, read all banks once.
-struct Lane {
-  int warp, index, row, column;  // its first row and column of a part
-  int at;                        // where its first codes lie in a tile, of part 0
-  bool exchanged;                // rows come in the second order
-  DEVICE Lane()
-      : warp(__shfl_sync(ALL, threadIdx.x / 32, 0)), index(threadIdx.x % 32),
-        row(index / 4 * TALL), column(index % 4 * WIDE), exchanged(index / 8 % 2) {
-    row += exchanged ? 2 : 0;
-    at = unit_at(row, column / 16) + column % 16;
-    asm volatile("" : "+r"(at));  // or it would be made anew for each use
-  }
-  DEVICE int row_at(int k) const { return row ^ k; }
-  DEVICE uint2 codes(const Tile& tile, int operand, int part, int k) const {
-    // As `unit_at` of row_at(k) and the part's columns: no two of these have a bit in common.
-    const int to = at ^ column_of(part) ^ k * (TILE + 16);
-    const uint8_t* from = tile.codes + operand * TILE * TILE + row_of(part) * TILE;
-    return *reinterpret_cast<const uint2*>(from + to);
-  }
-};
-
-// --- loading -------------------------------------------------------------------------------------
-
-DEVICE void copy_float(float& to, const float* from, int64_t at, bool inside) {
-  copy_async<4>(shared_address(&to), from + at, inside ? 4 : 0);
-}
-
-// Codes of a tile at any address, zeros beyond the matrix.
-DEVICE void copy_codes(uint8_t* to, const Matrix& from, int row0, int column0,
-                       const Arguments& p) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TILE * TILE; i += THREADS) {
-    const int row = i / TILE, within = i % TILE;
-    const bool inside = row0 + row < p.m && column0 + within < p.n;
-    const uint8_t* source = from.codes + (row0 + row) * from.pitch + column0 + within;
-    to[unit_at(row, within / 16) + within % 16] = inside ? *source : 0;
-  }
-}
-
-// Have a tile's codes and scales come; both are 0 beyond the matrix.
-DEVICE void fetch_codes(Ring& ring, int stage, int row0, int column0, const Arguments& p) {
-  auto& codes = ring.codes[stage];
-  if constexpr (!TMA) {
-    copy_codes(codes[0], p.inputs[0], row0, column0, p);
-    copy_codes(codes[1], p.inputs[1], row0, column0, p);
-  }
-  if (threadIdx.x >= 2 * PARTS_OF_TILE) return;
-  if (TMA && threadIdx.x == 0) {
-    const uint32_t arrived = shared_address(&ring.arrived[stage]);
-    barrier_expect(arrived, sizeof(codes));
-    tma_load(shared_address(codes[0]), p.maps[0], column0, row0, arrived);
-    tma_load(shared_address(codes[1]), p.maps[1], column0, row0, arrived);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (threadIdx.x / PARTS_OF_TILE != i) continue;
-    const Matrix& from = p.inputs[i];
-    const int part = threadIdx.x % PARTS_OF_TILE;
-    const int row = row0 + row_of(part), column = column0 + column_of(part);
-    const int64_t at = row / BLOCK * from.scale_pitch + column / BLOCK;
-    copy_float(ring.scales[stage][i][part], from.scales, at, row < p.m && column < p.n);
-  }
-}
-
-DEVICE void prepare(Ring& ring) {
-  if (TMA && threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&ring.arrived[i]), 1);
-    fence_barrier_init();
-  }
-  __syncthreads();
-}
-
-// Wait until a tile is there for all, and all are done with the one before it. `lap` counts how
-// often the ring has gone round.
-DEVICE void wait(Ring& ring, int stage, uint32_t lap) {
-  copy_wait<STAGES - 2>();
-  if (TMA) barrier_wait(shared_address(&ring.arrived[stage]), lap % 2);
-  __syncthreads();
-}

@@ -14,44 +14,36 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Config, Kernel
+from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
 from jetfire.core.tensors import Tensors, ceil_div
-from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda import driver, tiles
+from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
+from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, Program
 
 if TYPE_CHECKING:
     import torch
 
-TILE = 128  # rows and columns
-PARTS = 16  # of a tile, of 32×32 codes
-STREAM_COLUMNS = 64  # of a box of bf16, whose rows have at most 128 bytes
 ARGUMENT_BYTES = 640  # of a struct that is aligned to 64
 Launch = Literal["sums", "gradient"]
 # The launches in their order, and what their fields of a config begin with.
 PREFIXES: dict[Launch, str] = {"sums": "sums_", "gradient": ""}
+INPUTS = ("x", "dy")
 
 
 @dataclass(frozen=True)
-class NormTilesConfig(Config):
+class NormTilesConfig(PartsConfig):
     """Choices of who works on a tile.
 
     Attributes:
-        warps: warps of a block; each has 16/warps of a tile's parts.
-        stages: tiles in shared memory, of which one is being read.
-        resident: blocks that an SM is to hold.
-        sums_stages, sums_resident: the same of the launch that adds up.
+        sums_stages, sums_resident: stages and resident of the launch that adds up.
     """
 
-    warps: int = 8
-    stages: int = 2
-    resident: int = 2
     sums_stages: int = 2
     sums_resident: int = 2
 
@@ -63,25 +55,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "sums_stages": (2, 3, 4),
     "sums_resident": (1, 2, 3),
 }
-
-
-@dataclass(frozen=True)
-class Access:
-    """How numbers go to and from memory.
-
-    Attributes:
-        tma: codes that are read come in boxes, by the tensor memory accelerator.
-        stream: bytes per access to the residual stream's gradients.
-        q, qt: bytes per access to codes that are written, and to their transpose.
-    """
-
-    tma: bool
-    stream: int
-    q: int
-    qt: int
-
-
-WORDS = Access(tma=True, stream=16, q=8, qt=4)
+WORDS = Access(tma=True, q=8, qt=4, stream=16)
 
 
 def residual(problem: Any) -> bool:
@@ -132,16 +106,10 @@ def gradient_header(problem: Any, config: NormTilesConfig, access: Access, sums:
         "BLOCK": problem.block,
         "OUT_BLOCK": problem.out_block,
         "RESIDUAL": residual(problem),
-        "STOCHASTIC": problem.rounding == "stochastic",
-        "WRITES_Q": problem.layout != "qt",
-        "WRITES_QT": problem.layout != "q",
         "WHOLE_LANES": problem.n % 8 == 0,
-        "TMA": access.tma,
         "STREAM_ACCESS": access.stream,
-        "Q_ACCESS": access.q,
-        "QT_ACCESS": access.qt,
     }
-    return header(constants)
+    return tiles.writes_header(problem, access, constants)
 
 
 def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None) -> Access:
@@ -149,32 +117,12 @@ def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | Non
     m, n = problem.m, problem.n
     places, streams = [n], [2 * n]
     if inputs is not None:
-        places = [place for k in ("x", "dy") for place in (inputs[k].data_ptr(), _pitch(inputs, k))]
+        places = tiles.places(inputs, INPUTS)
+        streams += tiles.places(inputs, ("dsum",))
     if inputs is not None and "dsum" in inputs:
-        streams += [inputs["dsum"].data_ptr(), _pitch(inputs, "dsum")]
         streams.append(address((outputs or {}).get("dx")))
-    q = address((outputs or {}).get("q"))  # in place it is dy, whose alignment is any
-    tma = not any(place % 16 or place == 0 for place in places)
     stream = 2 if any(place % 16 for place in streams) else 16
-    return Access(tma, stream, 1 if n % 8 or q % 8 else 8, 1 if m % 4 else 4)
-
-
-def _pitch(inputs: Tensors, name: str) -> int:
-    """Return the bytes from row to row."""
-    return inputs[name].stride(0) * inputs[name].element_size()
-
-
-@cache
-def _function(source: Path, text: str, device: Device, shared: int) -> driver.Function:
-    """Load a kernel with this `config.cuh`; it is kept for ever, since graphs hold it."""
-    assert device.capability is not None
-    code = _compiled(source, text, device.capability)
-    return driver.Function(code, source.stem, device.index, shared)
-
-
-def _compiled(source: Path, text: str, capability: tuple[int, int]) -> bytes:
-    major, minor = capability
-    return compile_cubin(source, text, f"sm_{major}{minor}")
+    return Access(tiles.in_boxes(places), *tiles.write_access(m, n, outputs), stream)
 
 
 class NormTiles(Kernel):
@@ -192,40 +140,28 @@ class NormTiles(Kernel):
     sums: ClassVar[tuple[str, ...]]
 
     def legal(self, problem: Any, config: NormTilesConfig, device: Device) -> str | None:
-        if device.kind != "cuda" or (device.capability or (0, 0)) < (9, 0):
-            return "needs sm_90 or newer, for the tensor memory accelerator"
-        if (reason := driver.missing()) is not None:
+        if (reason := tiles.device_reason(device, "the tensor memory accelerator")) is not None:
             return reason
         if problem.mode != "bwd":
             return "mode=fwd: expected bwd"
-        for name, values in SPACE.items():
-            if getattr(config, name) not in values:
-                return f"{name}={getattr(config, name)}: expected one of {values}"
-        for name in ("m", "n"):
-            if getattr(problem, name) > 2**30:
-                return f"{name}={getattr(problem, name)}: expected at most 2^30"
+        if (reason := tiles.config_reason(problem, config, SPACE)) is not None:
+            return reason
         for launch, prefix in PREFIXES.items():
-            resident = getattr(config, f"{prefix}resident")
             each = registers(launch, problem, config)
-            if resident * 32 * config.warps * each > 65536:
-                return f"{prefix}resident={resident}: {each} registers per thread do not fit"
-            # The device keeps 1 KiB per block for itself.
-            shared = shared_bytes(launch, config, len(self.sums)) + 1024
-            if resident * shared > device.shared_bytes + 1024:
-                stages = getattr(config, f"{prefix}stages")
-                return (
-                    f"{prefix}resident={resident} {prefix}stages={stages}: too much shared memory"
-                )
+            shared = shared_bytes(launch, config, len(self.sums))
+            reason = tiles.room_reason(config, config.warps, each, shared, device, prefix)
+            if reason is not None:
+                return reason
         return None
 
     def default(self, problem: Any, device: Device) -> NormTilesConfig:
         """Return two tiles per block, and as many blocks as the registers of an SM allow."""
         config = NormTilesConfig()
-        threads = 32 * config.warps
+        each = {launch: registers(launch, problem, config) for launch in PREFIXES}
         return dataclasses.replace(
             config,
-            resident=min(3, 65536 // (threads * registers("gradient", problem, config))),
-            sums_resident=min(3, 65536 // (threads * registers("sums", problem, config))),
+            resident=min(3, tiles.fitting(config.warps, each["gradient"])),
+            sums_resident=min(3, tiles.fitting(config.warps, each["sums"])),
         )
 
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
@@ -240,8 +176,7 @@ class NormTiles(Kernel):
         access: Access,
     ) -> Cubin:
         """Return the machine code of a launch for tensors of some alignment."""
-        source, text, shared = self.programs(problem, config, access)[launch]
-        return Cubin(source.stem, _compiled(source, text, capability), shared, config.warps)
+        return self.programs(problem, config, access)[launch].cubin(capability)
 
     def cubins(
         self, problem: Any, config: NormTilesConfig, capability: tuple[int, int]
@@ -251,12 +186,14 @@ class NormTiles(Kernel):
 
     def programs(
         self, problem: Any, config: NormTilesConfig, access: Access
-    ) -> dict[Launch, tuple[Path, str, int]]:
-        """Return each launch's source, constants and shared memory."""
+    ) -> dict[Launch, Program]:
+        """Return each launch's kernel function."""
         given = problem, config, access, len(self.sums)
         texts = sums_header(*given), gradient_header(*given)
         return {
-            launch: (source, text, shared_bytes(launch, config, len(self.sums)))
+            launch: Program(
+                source, text, shared_bytes(launch, config, len(self.sums)), config.warps
+            )
             for launch, source, text in zip(PREFIXES, self.sources, texts, strict=True)
         }
 
@@ -274,12 +211,10 @@ class NormTiles(Kernel):
         row_parts = empty((strips, problem.m, sums))
         column_parts = empty((each, problem.n, sums))
         content = arguments(problem, inputs, outputs, access, row_parts, column_parts)
-        argument = driver.struct_argument(content, len(content))
         blocks = each * strips, min(strips * down, config.resident * processors)
         programs = self.programs(problem, config, access).values()
-        for count, (source, text, shared) in zip(blocks, programs, strict=True):
-            function = _function(source, text, device, shared)
-            function(count, 32 * config.warps, (argument,))
+        for count, program in zip(blocks, programs, strict=True):
+            program.launch(device, count, content)
 
 
 def blocks_per_strip(problem: Any, config: NormTilesConfig, processors: int) -> int:
@@ -297,11 +232,11 @@ def arguments(
     column_parts: torch.Tensor,
 ) -> bytes:
     """Make the struct of norm_tiles.cuh."""
-    codes = ("x", "dy")
-    maps = [_map(problem, inputs[name], access) for name in codes]
-    content = struct.pack(
-        "<2Q2q2Q2q14Qq3i",
-        *(field for name in codes for field in _matrix(inputs, name)),
+    maps = [tiles.codes_map(inputs[name], access) for name in INPUTS]
+    stream = tiles.bf16_map(inputs.get("dsum"), access)
+    matrices = [tiles.matrix(inputs, name) for name in INPUTS]
+    rest = struct.pack(
+        "<14Qq3i",
         *(address(inputs.get(name)) for name in ("weight", "mean", "rstd")),
         address(row_parts),
         address(column_parts),
@@ -313,24 +248,4 @@ def arguments(
         problem.n,
         len(column_parts),
     )
-    stream = _stream_map(problem, inputs.get("dsum"), access)
-    return (b"".join((*maps, stream)) + content).ljust(ARGUMENT_BYTES, b"\0")
-
-
-def _map(problem: Any, codes: torch.Tensor, access: Access) -> bytes:
-    if not access.tma:
-        return driver.NO_MAP
-    place = codes.data_ptr()
-    return driver.tensor_map(place, "int8", problem.m, problem.n, codes.stride(0), TILE, TILE)
-
-
-def _stream_map(problem: Any, dsum: torch.Tensor | None, access: Access) -> bytes:
-    if dsum is None or access.stream != 16:
-        return driver.NO_MAP
-    shape = problem.m, problem.n, 2 * dsum.stride(0)
-    return driver.tensor_map(dsum.data_ptr(), "bf16", *shape, TILE, STREAM_COLUMNS)
-
-
-def _matrix(inputs: Tensors, name: str) -> tuple[int, int, int, int]:
-    codes, scales = inputs[name], inputs[f"{name}_scale"]
-    return address(codes), address(scales), codes.stride(0), scales.stride(0)
+    return b"".join((*maps, stream, *matrices, rest)).ljust(ARGUMENT_BYTES, b"\0")

@@ -24,13 +24,13 @@ from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
-from jetfire.kernels_cuda import driver, gelu
-from jetfire.kernels_cuda.gelu import PartsConfig
+from jetfire.kernels_cuda import driver, tiles
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
+from jetfire.kernels_cuda.tiles import PartsConfig
 
 FAKES = Path(__file__).parent / "fakes"
 CC = ("gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared")
@@ -446,8 +446,8 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
             rows, "_function", lambda p, c, found, d: function(rows.config_header(p, c, found))
         )
         patch.setattr(rows, "counters", lambda device, count: memory.take((count, 1), torch.int32))
-        patch.setattr(gelu, "_function", lambda text, device, shared: function(text))
-        for module in (mma, rows, gelu):
+        patch.setattr(tiles, "_function", lambda program, device: function(program.header))
+        for module in (mma, rows, tiles):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(

@@ -12,7 +12,8 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda.gelu import Access, PartsConfig, accesses
+from jetfire.kernels_cuda.gelu import accesses
+from jetfire.kernels_cuda.tiles import Access, PartsConfig
 from jetfire.reference.quantize import quantize
 
 OP = registry.get("gelu")
@@ -30,7 +31,7 @@ def problem_of(m=8192, n=4096, **fields):
 
 def audited(problem, config, access=None):
     try:
-        return audit(KERNEL.cubin(problem, config, (9, 0), access or accesses(problem)))
+        return audit(KERNEL.program(problem, config, access or accesses(problem)).cubin((9, 0)))
     except UsageError as error:
         pytest.skip(str(error))
 

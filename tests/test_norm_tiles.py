@@ -14,11 +14,11 @@ from jetfire.core.launch import choose, launch, verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.norm_tiles import (
     PREFIXES,
-    Access,
     NormTilesConfig,
     accesses,
     blocks_per_strip,
 )
+from jetfire.kernels_cuda.tiles import Access
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)

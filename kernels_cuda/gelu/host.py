@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.host import Code, Host
 from jetfire.kernels_cuda import gelu
-from jetfire.kernels_cuda.gelu import PartsConfig
+from jetfire.kernels_cuda.tiles import TILE, PartsConfig
 
 if TYPE_CHECKING:
     from jetfire.ops.gelu import GeluProblem
@@ -43,10 +43,9 @@ class TilesHost(Host):
     tensor_maps = True
 
     def codes(self, problem: GeluProblem, config: PartsConfig) -> tuple[Code, ...]:
-        header = gelu.config_header(problem, config, gelu.accesses(problem))
-        shared = gelu.shared_bytes(problem, config)
-        threads = 32 * config.warps
-        return (Code(gelu.SOURCE.stem, gelu.SOURCE, header, shared, threads, "THREADS"),)
+        found = gelu.program(problem, config, gelu.accesses(problem))
+        name, threads = found.source.stem, 32 * found.warps
+        return (Code(name, found.source, found.header, found.shared_bytes, threads, "THREADS"),)
 
     def multiples(self, problem: GeluProblem, config: PartsConfig) -> dict[str, int]:
         access = gelu.accesses(problem)
@@ -58,7 +57,7 @@ class TilesHost(Host):
             "tma": gelu.accesses(problem).tma,
             "inputs": ("x", "dy") if problem.mode == "bwd" else ("x",),
             "constants": {
-                "TILE": (gelu.TILE, "rows and columns of a tile"),
+                "TILE": (TILE, "rows and columns of a tile"),
                 "BLOCK": (problem.block, "and of a block that has a scale"),
                 "RESIDENT": (config.resident, "blocks per multiprocessor"),
             },

@@ -1,0 +1,271 @@
+"""Kernels on tiles.cuh: configs and their legality, accesses to memory, arguments, loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jetfire.core.device import Device
+from jetfire.core.kernel import Config, Kernel
+from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.driver import address
+
+if TYPE_CHECKING:
+    import torch
+
+TILE = 128  # rows and columns
+PARTS = 16  # of a tile, of 32×32 codes
+BF16_COLUMNS = 64  # of a box of bf16, whose rows have at most 128 bytes
+REGISTERS = 65536  # of an SM
+KEPT = 1024  # bytes of shared memory that the device keeps per block for itself
+
+
+@dataclass(frozen=True)
+class PartsConfig(Config):
+    """Choices of who works on a tile.
+
+    Attributes:
+        warps: warps of a block; each has 16/warps of a tile's parts.
+        stages: tiles in shared memory, of which one is being read.
+        resident: blocks that an SM is to hold.
+    """
+
+    warps: int = 8
+    stages: int = 2
+    resident: int = 2
+
+
+@dataclass(frozen=True)
+class Access:
+    """How numbers go to and from memory.
+
+    Attributes:
+        tma: codes that are read come in boxes, by the tensor memory accelerator.
+        q, qt: bytes per access to codes that are written, and to their transpose.
+        stream: bytes per access to bf16; 16 where there is none.
+    """
+
+    tma: bool
+    q: int
+    qt: int
+    stream: int = 16
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel function: its source, the `config.cuh` of it, and what a launch gives a block."""
+
+    source: Path
+    header: str
+    shared_bytes: int
+    warps: int
+
+    def cubin(self, capability: tuple[int, int]) -> Cubin:
+        """Return its machine code."""
+        major, minor = capability
+        code = compile_cubin(self.source, self.header, f"sm_{major}{minor}")
+        return Cubin(self.source.stem, code, self.shared_bytes, self.warps)
+
+    def launch(self, device: Device, blocks: int, content: bytes) -> None:
+        """Launch it with the struct that it takes, on the device's current stream."""
+        argument = driver.struct_argument(content, len(content))
+        _function(self, device)(blocks, 32 * self.warps, (argument,))
+
+
+@cache
+def _function(program: Program, device: Device) -> driver.Function:
+    """Load a program; it is kept for ever, since graphs hold it."""
+    assert device.capability is not None
+    code = program.cubin(device.capability).code
+    return driver.Function(code, program.source.stem, device.index, program.shared_bytes)
+
+
+# --- legality ------------------------------------------------------------------------------------
+
+
+def device_reason(device: Device, wanted: str) -> str | None:
+    """Return why a device does not run these kernels, which need sm_90 for what is wanted."""
+    if device.kind != "cuda" or (device.capability or (0, 0)) < (9, 0):
+        return f"needs sm_90 or newer, for {wanted}"
+    return driver.missing()
+
+
+def config_reason(problem: Any, config: Config, space: Mapping[str, Sequence[Any]]) -> str | None:
+    """Return why a config is not of a space, or a problem's size counts as too much."""
+    for name, values in space.items():
+        if getattr(config, name) not in values:
+            return f"{name}={getattr(config, name)}: expected one of {values}"
+    for name in ("m", "n"):
+        if getattr(problem, name) > 2**30:
+            return f"{name}={getattr(problem, name)}: expected at most 2^30"
+    return None
+
+
+def room_reason(
+    config: Config, warps: int, registers: int, shared: int, device: Device, prefix: str = ""
+) -> str | None:
+    """Return why an SM has no room for as many blocks as a config wants resident.
+
+    Args:
+        registers: of a thread.
+        shared: of a block, in bytes.
+        prefix: what the launch's fields of the config begin with.
+    """
+    resident, stages = (getattr(config, prefix + name) for name in ("resident", "stages"))
+    if resident * 32 * warps * registers > REGISTERS:
+        return f"{prefix}resident={resident}: {registers} registers per thread do not fit"
+    if resident * (shared + KEPT) > device.shared_bytes + KEPT:
+        return f"{prefix}resident={resident} {prefix}stages={stages}: too much shared memory"
+    return None
+
+
+def fitting(warps: int, registers: int) -> int:
+    """Return how many blocks the registers of an SM are enough for."""
+    return REGISTERS // (32 * warps * registers)
+
+
+# --- constants and arguments ---------------------------------------------------------------------
+
+
+def writes_header(problem: Any, access: Access, constants: Mapping[str, bool | int]) -> str:
+    """Write a header of a kernel's constants, and of those that tile_codes.cuh takes besides."""
+    written: dict[str, bool | int] = {
+        "STOCHASTIC": problem.rounding == "stochastic",
+        "WRITES_Q": problem.layout != "qt",
+        "WRITES_QT": problem.layout != "q",
+        "TMA": access.tma,
+    }
+    return header({**constants, **written, "Q_ACCESS": access.q, "QT_ACCESS": access.qt})
+
+
+def in_boxes(places: Sequence[int]) -> bool:
+    """Return whether TMA takes matrices of these addresses and bytes from row to row."""
+    return not any(place % 16 or place == 0 for place in places)
+
+
+def places(inputs: Tensors, names: Sequence[str]) -> list[int]:
+    """Return the addresses of the matrices that are there, and their bytes from row to row."""
+    read = [inputs[name] for name in names if name in inputs]
+    return [place for x in read for place in (x.data_ptr(), x.stride(0) * x.itemsize)]
+
+
+def write_access(m: int, n: int, outputs: Tensors | None) -> tuple[int, int]:
+    """Return the bytes per access to codes, m×n, and to their transpose."""
+    q = address((outputs or {}).get("q"))  # in place it is an input, whose alignment is any
+    return 1 if n % 8 or q % 8 else 8, 1 if m % 4 else 4
+
+
+def codes_map(codes: torch.Tensor | None, access: Access) -> bytes:
+    """Return the tensor map of codes in boxes of a tile, zeros where there is none."""
+    if codes is None or not access.tma:
+        return driver.NO_MAP
+    return driver.tensor_map(codes.data_ptr(), "int8", *codes.shape, codes.stride(0), TILE, TILE)
+
+
+def bf16_map(x: torch.Tensor | None, access: Access, rows: int = TILE) -> bytes:
+    """Return the tensor map of bf16 in boxes of some rows, zeros where there is none."""
+    if x is None or access.stream != 16:
+        return driver.NO_MAP
+    m, n = x.shape
+    return driver.tensor_map(x.data_ptr(), "bf16", m, n, 2 * x.stride(0), rows, BF16_COLUMNS)
+
+
+def matrix(inputs: Tensors, name: str) -> bytes:
+    """Make the struct Matrix of codes and their scales, zeros where there are none."""
+    if name not in inputs:
+        return bytes(32)
+    codes, scales = inputs[name], inputs[f"{name}_scale"]
+    pitches = codes.stride(0), scales.stride(0)
+    return struct.pack("<2Q2q", address(codes), address(scales), *pitches)
+
+
+# --- a kernel of one launch ----------------------------------------------------------------------
+
+
+class TilesKernel(Kernel):
+    """One launch of blocks of the grid that go over tiles.
+
+    Attributes:
+        wanted: what it needs sm_90 for.
+        choices: the values of a config's fields.
+    """
+
+    name = "tiles"
+    Config = PartsConfig
+    candidate = True
+    wanted: ClassVar[str] = "the tensor memory accelerator"
+    choices: ClassVar[Mapping[str, Sequence[Any]]]
+
+    @abstractmethod
+    def registers(self, problem: Any, config: Any) -> int:
+        """Return the registers that a thread needs so that nothing spills, as audited on sm_90."""
+
+    @abstractmethod
+    def shared_bytes(self, problem: Any, config: Any) -> int:
+        """Return a block's shared memory; the source asserts that it counts the same."""
+
+    @abstractmethod
+    def program(self, problem: Any, config: Any, access: Access) -> Program:
+        """Return the kernel function for tensors of some alignment."""
+
+    @abstractmethod
+    def accesses(
+        self, problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None
+    ) -> Access:
+        """Return the accesses of a launch; without tensors those of aligned, contiguous ones."""
+
+    @abstractmethod
+    def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
+        """Make the struct that the kernel function takes."""
+
+    def refused(self, problem: Any) -> str | None:
+        """Return why a problem is none of this kernel's."""
+        return None
+
+    def turns(self, problem: Any) -> int:
+        """Count what blocks go over."""
+        return ceil_div(problem.m, TILE) * ceil_div(problem.n, TILE)
+
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        return (
+            device_reason(device, self.wanted)
+            or self.refused(problem)
+            or config_reason(problem, config, self.choices)
+            or room_reason(
+                config,
+                config.warps,
+                self.registers(problem, config),
+                self.shared_bytes(problem, config),
+                device,
+            )
+        )
+
+    def default(self, problem: Any, device: Device) -> Any:
+        """Return two tiles per block, and as many blocks as an SM has room for."""
+        config = PartsConfig()
+        by_registers = fitting(config.warps, self.registers(problem, config))
+        shared = self.shared_bytes(problem, config) + KEPT
+        by_memory = (device.shared_bytes + KEPT) // shared
+        return dataclasses.replace(config, resident=min(by_registers, by_memory))
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        return dict(self.choices)
+
+    def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin]:
+        return [self.program(problem, config, self.accesses(problem)).cubin(capability)]
+
+    def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
+        device = Device.of(next(iter(inputs.values())))
+        access = self.accesses(problem, inputs, outputs)
+        blocks = min(self.turns(problem), config.resident * driver.processors(device.index))
+        content = self.arguments(problem, inputs, outputs, access)
+        self.program(problem, config, access).launch(device, blocks, content)
