@@ -116,8 +116,7 @@ struct Values {
 };
 
 // A lane's values of dsum, and then of its sum with dx, bf16.
-struct Stream {
-  uint32_t pairs[TALL][WIDE / 2];
+struct Stream : Pairs {
   uint32_t most = 0;
 
   DEVICE void begin(int row0, int column0, const Arguments& p, const Lane& lane) {
@@ -147,11 +146,6 @@ struct Stream {
       pair = pack_bf16(low_bf16(pair) + dx[j], high_bf16(pair) + dx[j + 1]);
       most = max_magnitudes(most, pair);
     }
-  }
-
-  DEVICE float at(int k, int j) const {
-    const uint32_t pair = pairs[k][j / 2];
-    return j % 2 ? high_bf16(pair) : low_bf16(pair);
   }
 
   DEVICE uint32_t largest() const { return larger_magnitude(most); }
@@ -238,7 +232,7 @@ DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed
     for (int b = 0; b < HELD; ++b) {
       most[b] = read(held[b], shared, stage, part + b, row, column + b * SIDE, p, lane);
     }
-    store_parts(held, most, shared.most, part, row, column, seed, p, lane);
+    store_parts<false>(held, most, shared.most, part, row, column, seed, p, lane);
   }
 }
 

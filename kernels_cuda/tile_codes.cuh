@@ -10,25 +10,6 @@
 
 constexpr int HELD = OUT_BLOCK == SIDE ? 1 : PARTS;  // parts that a warp has in registers at once
 
-// --- pairs of bf16 ------------------------------------------------------------------------------
-
-DEVICE float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-DEVICE float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-// The larger magnitudes of two pairs of bf16, NaN above all; what their signs are is not said.
-DEVICE uint32_t max_magnitudes(uint32_t a, uint32_t b) {
-  uint32_t most;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  return most;
-}
-
-// The larger magnitude of a pair, as a float's bits.
-DEVICE uint32_t larger_magnitude(uint32_t pair) {
-  return max(pair << 16 & 0x7FFF0000u, pair & 0x7FFF0000u);
-}
-
-// --- a block's codes -----------------------------------------------------------------------------
-
 // The largest of the parts of the block that the warp's are of, as the bits of floats: those above
 // 0 order as they do, and NaN above all. All warps of the block come here.
 DEVICE uint32_t largest(uint32_t (&slots)[PARTS_OF_TILE], const uint32_t (&most)[HELD], int part,
@@ -45,8 +26,9 @@ DEVICE uint32_t largest(uint32_t (&slots)[PARTS_OF_TILE], const uint32_t (&most)
   return __reduce_max_sync(ALL, slots[first + i / N * ACROSS + i % N]);
 }
 
-// Codes of a part's values, at(k, j); all products must be within ±127, stochastically below it.
-template <class Part>
+// Codes of a part's values, at(k, j). All products must be within ±127, stochastically below it, and
+// are not rounded by themselves. If EXACT they are, and only that of -amax may floor to -128.
+template <bool EXACT, class Part>
 DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint64_t seed,
                      int row0, int column0, const Lane& lane) {
   Words words[TALL];
@@ -60,8 +42,15 @@ DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint
     uint32_t codes[WIDE];
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      if constexpr (STOCHASTIC) codes[j] = rounded(from.at(k, j), multiplier, words[k], j);
-      else codes[j] = rounded(from.at(k, j), multiplier);
+      const float x = from.at(k, j);
+      if constexpr (EXACT) {
+        const float product = __fmul_rn(x, multiplier);
+        if constexpr (STOCHASTIC) codes[j] = code_stochastic(product, words[k].w[j / 2], j % 2);
+        else codes[j] = code_nearest(product);
+      } else {
+        if constexpr (STOCHASTIC) codes[j] = rounded(x, multiplier, words[k], j);
+        else codes[j] = rounded(x, multiplier);
+      }
     }
     to[k] = {pack(codes[0], codes[1], codes[2], codes[3]),
              pack(codes[4], codes[5], codes[6], codes[7])};
@@ -109,24 +98,44 @@ DEVICE void store_scale(float scale, int part, int row, int column, const Argume
   if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
 }
 
-// Quantise and store a warp's parts, of bf16 or fp32 values at(k, j), with the bits of each one's
-// largest. All warps of a block come here. Codes are 0 where the multiplier is, as some values may
-// not be finite then.
-template <class Part, class Arguments>
+// Make codes 0 where the multiplier is, as some values may not be finite then.
+DEVICE void if_sound(uint2 (&codes)[TALL], float multiplier) {
+  const uint32_t sound = multiplier != 0 ? ALL : 0;
+#pragma unroll
+  for (int k = 0; k < TALL; ++k) codes[k] = {codes[k].x & sound, codes[k].y & sound};
+}
+
+// Of four codes, those of -128 as -127.
+DEVICE uint32_t above_least(uint32_t codes) {
+  const uint32_t rest = codes ^ 0x80808080u;  // a byte of 0 for each
+  const uint32_t found = ~((rest & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | rest) & 0x80808080u;
+  return codes + (found >> 7);
+}
+
+// Quantise and store a warp's parts, of values at(k, j), with the bits of each one's largest. All
+// warps of a block come here.
+template <bool EXACT, class Part, class Arguments>
 DEVICE void store_parts(const Part (&held)[HELD], const uint32_t (&most)[HELD],
                         uint32_t (&slots)[PARTS_OF_TILE], int part, int row, int column,
                         uint64_t seed, const Arguments& p, const Lane& lane) {
   float scale, multiplier;
-  block_scale(largest(slots, most, part, lane), scale, multiplier);
+  const uint32_t amax = largest(slots, most, part, lane);
+  block_scale(amax, scale, multiplier);
   store_scale(scale, part, row, column, p, lane);
-  const uint32_t sound = multiplier != 0 ? ALL : 0;
-  if (STOCHASTIC) multiplier *= 0.9999998f;  // a product of just -127 might floor to -128
+  const bool over = EXACT && STOCHASTIC && exceeds(amax, multiplier);
+  // A product of just -127 might floor to -128.
+  if (!EXACT && STOCHASTIC) multiplier *= 0.9999998f;
 #pragma unroll
   for (int b = 0; b < HELD; ++b) {
     uint2 codes[TALL];
-    quantise(codes, held[b], multiplier, seed, row, column + b * SIDE, lane);
+    quantise<EXACT>(codes, held[b], multiplier, seed, row, column + b * SIDE, lane);
+    if_sound(codes, multiplier);
+    if (over) {
 #pragma unroll
-    for (int k = 0; k < TALL; ++k) codes[k] = {codes[k].x & sound, codes[k].y & sound};
+      for (int k = 0; k < TALL; ++k) {
+        codes[k] = {above_least(codes[k].x), above_least(codes[k].y)};
+      }
+    }
     store(codes, row, column + b * SIDE, p, lane);
   }
 }

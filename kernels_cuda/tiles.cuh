@@ -15,6 +15,7 @@
 #include "config.cuh"
 
 constexpr int TILE = 128, ACROSS = TILE / SIDE, PARTS_OF_TILE = ACROSS * ACROSS;
+constexpr int BOX = TILE / 2, BOXES = TILE / BOX;  // columns of a box of bf16
 constexpr int THREADS = 32 * WARPS, PARTS = PARTS_OF_TILE / WARPS;
 constexpr float LARGEST = 0x1.fffffep127f;  // of fp32
 
@@ -58,11 +59,30 @@ struct Lane {
     asm volatile("" : "+r"(at));  // or it would be made anew for each use
   }
   DEVICE int row_at(int k) const { return row ^ k; }
+  // Where its codes of row_at(k) of a part lie, from the part's first row on.
+  DEVICE int place(int part, int k) const {
+    // As `unit_at` of these and the part's columns: no two of them have a bit in common.
+    return at ^ column_of(part) ^ k * (TILE + 16);
+  }
   DEVICE uint2 codes(const Tile& tile, int operand, int part, int k) const {
-    // As `unit_at` of row_at(k) and the part's columns: no two of these have a bit in common.
-    const int to = at ^ column_of(part) ^ k * (TILE + 16);
+    const int to = place(part, k);
     const uint8_t* from = tile.codes + operand * TILE * TILE + row_of(part) * TILE;
     return *reinterpret_cast<const uint2*>(from + to);
+  }
+};
+
+// A lane that reads bf16, of which rows of two boxes of 64 columns are as long as those of codes.
+struct PairLane : Lane {
+  int pairs_at;  // where its first pairs lie in a box, of part 0
+  DEVICE PairLane() : pairs_at(unit_at(row, column / 8)) {
+    asm volatile("" : "+r"(pairs_at));  // or it would be made anew for each use
+  }
+  // Its row k of a part of `boxes`, each of `rows` rows.
+  template <int ROWS>
+  DEVICE uint4* pairs(uint16_t (*boxes)[ROWS * BOX], int part, int k) const {
+    const int to = pairs_at ^ column_of(part) % BOX * 2 ^ k * (TILE + 16);
+    uint16_t* box = boxes[column_of(part) / BOX] + row_of(part) * BOX;
+    return reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(box) + to);
   }
 };
 
@@ -77,20 +97,72 @@ struct Place {
   }
 };
 
+// --- pairs of bf16 ------------------------------------------------------------------------------
+
+DEVICE float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// The larger magnitudes of two pairs of bf16, NaN above all; what their signs are is not said.
+DEVICE uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t most;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+
+// The larger magnitude of a pair, as a float's bits.
+DEVICE uint32_t larger_magnitude(uint32_t pair) {
+  return max(pair << 16 & 0x7FFF0000u, pair & 0x7FFF0000u);
+}
+
+// Eight columns of a lane's four rows, pairs of bf16.
+struct Pairs {
+  uint32_t pairs[TALL][WIDE / 2];
+  DEVICE float at(int k, int j) const {
+    const uint32_t pair = pairs[k][j / 2];
+    return j % 2 ? high_bf16(pair) : low_bf16(pair);
+  }
+  // The bits of the largest magnitude, as a float's.
+  DEVICE uint32_t largest() const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int k = 0; k < TALL; ++k) {
+#pragma unroll
+      for (int j = 0; j < WIDE / 2; ++j) most = max_magnitudes(most, pairs[k][j]);
+    }
+    return larger_magnitude(most);
+  }
+};
+
 // --- loading -------------------------------------------------------------------------------------
 
 DEVICE void copy_float(float& to, const float* from, int64_t at, bool inside) {
   copy_async<4>(shared_address(&to), from + at, inside ? 4 : 0);
 }
 
-// Codes of a tile at any address, zeros beyond the matrix.
-DEVICE void copy_codes(uint8_t* to, const Matrix& from, int row0, int column0, int m, int n) {
+// Rows of 128 codes at any address, zeros beyond the matrix, by some threads.
+template <int ROWS, int COUNT>
+DEVICE void copy_codes(uint8_t* to, const Matrix& from, int row0, int column0, int m, int n,
+                       int thread) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < TILE * TILE; i += THREADS) {
+  for (int i = thread; i < ROWS * TILE; i += COUNT) {
     const int row = i / TILE, within = i % TILE;
     const bool inside = row0 + row < m && column0 + within < n;
     const uint8_t* source = from.codes + (row0 + row) * from.pitch + column0 + within;
     to[unit_at(row, within / 16) + within % 16] = inside ? *source : 0;
+  }
+}
+
+// The same of bf16, in two boxes.
+template <int ROWS, int COUNT>
+DEVICE void copy_pairs(uint16_t (*to)[ROWS * BOX], const uint16_t* from, int64_t pitch, int row0,
+                       int column0, int m, int n, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < ROWS * TILE; i += COUNT) {
+    const int row = i / TILE, within = i % TILE;
+    const bool inside = row0 + row < m && column0 + within < n;
+    const uint16_t* source = from + (row0 + row) * pitch + column0 + within;
+    const int at = unit_at(row, within % BOX / 8) / 2 + within % 8;
+    to[within / BOX][at] = inside ? *source : 0;
   }
 }
 
@@ -102,7 +174,7 @@ DEVICE void fetch_codes(Ring& ring, int stage, int row0, int column0, const Argu
   if constexpr (!TMA) {
 #pragma unroll
     for (int i = 0; i < OPERANDS; ++i) {
-      copy_codes(codes[i], p.inputs[i], row0, column0, p.m, p.n);
+      copy_codes<TILE, THREADS>(codes[i], p.inputs[i], row0, column0, p.m, p.n, threadIdx.x);
     }
   }
   if (threadIdx.x >= 32) return;

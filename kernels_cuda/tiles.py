@@ -133,6 +133,11 @@ def fitting(warps: int, registers: int) -> int:
     return REGISTERS // (32 * warps * registers)
 
 
+def count(m: int, n: int) -> int:
+    """Count the tiles of an m×n matrix."""
+    return ceil_div(m, TILE) * ceil_div(n, TILE)
+
+
 # --- constants and arguments ---------------------------------------------------------------------
 
 
@@ -164,11 +169,11 @@ def write_access(m: int, n: int, outputs: Tensors | None) -> tuple[int, int]:
     return 1 if n % 8 or q % 8 else 8, 1 if m % 4 else 4
 
 
-def codes_map(codes: torch.Tensor | None, access: Access) -> bytes:
-    """Return the tensor map of codes in boxes of a tile, zeros where there is none."""
+def codes_map(codes: torch.Tensor | None, access: Access, rows: int = TILE) -> bytes:
+    """Return the tensor map of codes in boxes of some rows, zeros where there is none."""
     if codes is None or not access.tma:
         return driver.NO_MAP
-    return driver.tensor_map(codes.data_ptr(), "int8", *codes.shape, codes.stride(0), TILE, TILE)
+    return driver.tensor_map(codes.data_ptr(), "int8", *codes.shape, codes.stride(0), rows, TILE)
 
 
 def bf16_map(x: torch.Tensor | None, access: Access, rows: int = TILE) -> bytes:
@@ -188,6 +193,11 @@ def matrix(inputs: Tensors, name: str) -> bytes:
     return struct.pack("<2Q2q", address(codes), address(scales), *pitches)
 
 
+def aligned(content: bytes) -> bytes:
+    """Fill up a struct that has tensor maps, which is aligned to 64 bytes."""
+    return content + bytes(-len(content) % 64)
+
+
 # --- a kernel of one launch ----------------------------------------------------------------------
 
 
@@ -200,7 +210,7 @@ class TilesKernel(Kernel):
     """
 
     name = "tiles"
-    Config = PartsConfig
+    Config: ClassVar[type[Any]] = PartsConfig
     candidate = True
     wanted: ClassVar[str] = "the tensor memory accelerator"
     choices: ClassVar[Mapping[str, Sequence[Any]]]
@@ -231,9 +241,9 @@ class TilesKernel(Kernel):
         """Return why a problem is none of this kernel's."""
         return None
 
-    def turns(self, problem: Any) -> int:
-        """Count what blocks go over."""
-        return ceil_div(problem.m, TILE) * ceil_div(problem.n, TILE)
+    def blocks(self, problem: Any, config: Any, processors: int) -> int:
+        """Return how many blocks go over the tiles: those that run at once."""
+        return min(count(problem.m, problem.n), config.resident * processors)
 
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:
         return (
@@ -266,6 +276,6 @@ class TilesKernel(Kernel):
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
         device = Device.of(next(iter(inputs.values())))
         access = self.accesses(problem, inputs, outputs)
-        blocks = min(self.turns(problem), config.resident * driver.processors(device.index))
+        blocks = self.blocks(problem, config, driver.processors(device.index))
         content = self.arguments(problem, inputs, outputs, access)
         self.program(problem, config, access).launch(device, blocks, content)

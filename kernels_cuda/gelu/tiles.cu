@@ -182,7 +182,7 @@ struct ByValue {
 
   DEVICE void write(uint2 (&to)[TALL], uint8_t*, const Curve&, float multiplier, bool,
                     uint64_t seed, int row, int column, const TableLane& lane) const {
-    quantise(to, *this, multiplier, seed, row, column, lane);
+    quantise<false>(to, *this, multiplier, seed, row, column, lane);
   }
 };
 
