@@ -159,8 +159,9 @@ def test_weight_reads_as_the_codes_values(device):
     expected = dequantize(*quantize(linear.weight.detach(), 32), 32, torch.float32)
     assert torch.equal(frozen.weight.detach(), expected)
     assert torch.equal(frozen.weight.data, expected)
-    assert torch.equal(functional.linear(torch.eye(INPUTS, device=device), frozen.weight).t(),
-                       expected)  # fmt: skip
+    assert torch.equal(
+        functional.linear(torch.eye(INPUTS, device=device), frozen.weight).t(), expected
+    )
     assert frozen.weight.shape == (OUTPUTS, INPUTS)
     assert frozen.weight.device == linear.weight.device
     assert torch.equal(torch.empty_like(expected).copy_(frozen.weight), expected)
@@ -250,8 +251,9 @@ def test_gradients_of_adapters(device, peft):
     convert(model, INT8, frozen=True)
     first, second = adapted(peft, model, ["0", "1"]).base_model.model
     x, g = leaf(ROWS, INPUTS, device=device), torch.randn(ROWS, INPUTS, device=device)
-    leaves = [part["default"].weight for layer in (first, second)
-              for part in (layer.lora_A, layer.lora_B)]  # fmt: skip
+    leaves = [
+        part["default"].weight for layer in (first, second) for part in (layer.lora_A, layer.lora_B)
+    ]
     a1, b1, a2, b2 = wide = double(*leaves)
     w1, w2 = (layer.base_layer.dequantised().double() for layer in (first, second))
     bias1, bias2 = (layer.base_layer.bias.double() for layer in (first, second))
@@ -264,8 +266,13 @@ def test_gradients_of_adapters(device, peft):
     of_a = times**2 * ((e @ (w2 @ b1).square()).t() @ x.double().square()).detach()
     of_b = times**2 * ((e @ w2.square()).t() @ (x.double() @ a1.t()).square()).detach()
     for index, variance in enumerate((of_a, of_b)):
-        unbiased(draws[index], exact[index], variance.sqrt(), torch.zeros_like(variance),
-                 hoeffding(variance.numel()))  # fmt: skip
+        unbiased(
+            draws[index],
+            exact[index],
+            variance.sqrt(),
+            torch.zeros_like(variance),
+            hoeffding(variance.numel()),
+        )
     for index in (2, 3):
         assert bool((draws[index] == draws[index][:1]).all())
         torch.testing.assert_close(draws[index][0], exact[index], rtol=1e-4, atol=1e-4)
@@ -304,9 +311,14 @@ def hugging_face(transformers, kind):
         end = {"bos_token_id": 0, "eos_token_id": 0}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **end)), "c_attn"
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
     return transformers.LlamaForCausalLM(config), "all-linear"
 
 
@@ -380,9 +392,13 @@ def test_peak_of_adapters_on_a_frozen_base(peft, transformers):
 
     def peak(frozen):
         config = transformers.LlamaConfig(
-            vocab_size=256, hidden_size=4096, intermediate_size=11008, num_hidden_layers=8,
-            num_attention_heads=32, num_key_value_heads=32,
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=8,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+        )
         with torch.device("cuda"):
             model = transformers.LlamaForCausalLM(config).bfloat16()
         if frozen:

@@ -27,9 +27,13 @@ SCRIPT = Path(toy.__file__)
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # Which otherwise launches two processes on a CPU by mpirun.
 ACCELERATE = [
-    "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
-    "--mixed_precision=no", "--dynamo_backend=no",
-]  # fmt: skip
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes=2",
+    "--num_machines=1",
+    "--mixed_precision=no",
+    "--dynamo_backend=no",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,8 +93,10 @@ def test_is_near_float(tmp_path, recipe, options):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["int8", "int4-hq-lss"])
 def test_checkpointing_changes_no_bit(tmp_path, recipe, reentrant):
-    kept = {"gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}  # fmt: skip
+    kept = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+    }
     common = {"dropout": 0.1, "steps": 2}
     losses, run = trained(tmp_path, "gpt2", recipe, **common, **kept)
     expected, plain = trained(tmp_path, "gpt2", recipe, **common)
@@ -126,8 +132,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     folder = tmp_path / "killed"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "killed", str(folder)],
-        timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 9
     assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{toy.SAVED}"]
     losses = resumed(folder, toy.long_run)
@@ -177,8 +184,10 @@ def two(launcher, what, folder):
     """The losses that two processes write."""
     subprocess.run(
         [sys.executable, "-m", *launcher, str(SCRIPT), what, str(folder / "losses.json")],
-        check=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        check=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return json.loads((folder / "losses.json").read_text())
 
 

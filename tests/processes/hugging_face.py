@@ -27,22 +27,47 @@ def model_of(kind: str, recipe: str, layers: int = 1, **options: Any) -> Any:
     torch.manual_seed(0)
     rate = options.pop("dropout", 0.0)
     if kind == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=layers, n_head=2,
-            resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate, loss_type="ForCausalLM", **END,
-        ))  # fmt: skip
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=LENGTH,
+                n_embd=WIDTH,
+                n_layer=layers,
+                n_head=2,
+                resid_pdrop=rate,
+                embd_pdrop=rate,
+                attn_pdrop=rate,
+                loss_type="ForCausalLM",
+                **END,
+            )
+        )
     elif kind == "bert":
-        model = transformers.BertForSequenceClassification(transformers.BertConfig(
-            vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_size=WIDTH, num_labels=3,
-            intermediate_size=2 * WIDTH, num_hidden_layers=layers, num_attention_heads=2,
-            hidden_dropout_prob=rate, attention_probs_dropout_prob=rate,
-        ))  # fmt: skip
+        model = transformers.BertForSequenceClassification(
+            transformers.BertConfig(
+                vocab_size=VOCABULARY,
+                max_position_embeddings=LENGTH,
+                hidden_size=WIDTH,
+                num_labels=3,
+                intermediate_size=2 * WIDTH,
+                num_hidden_layers=layers,
+                num_attention_heads=2,
+                hidden_dropout_prob=rate,
+                attention_probs_dropout_prob=rate,
+            )
+        )
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, **END,
-        ))  # fmt: skip
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCABULARY,
+                max_position_embeddings=LENGTH,
+                hidden_size=WIDTH,
+                intermediate_size=2 * WIDTH,
+                num_hidden_layers=layers,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                **END,
+            )
+        )
     convert(model, recipe, **options)
     return model
 
@@ -62,10 +87,18 @@ def trainer(folder: Path, kind: str, recipe: str, steps: int = 6, **options: Any
     """Return a Trainer of a toy model; what `model_of` takes is taken from the options."""
     own = {name: options.pop(name) for name in ("layers", "dropout", "frozen") if name in options}
     arguments = {
-        "max_steps": steps, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "seed": 1,
-        "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "disable_tqdm": True, "use_cpu": True, **options,
-    }  # fmt: skip
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "seed": 1,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **options,
+    }
     return Trainer(
         model_of(kind, recipe, **own),
         TrainingArguments(str(folder), **arguments),
@@ -104,10 +137,12 @@ def with_accelerate(recipe: str, sharded: bool, adapters: bool) -> list[float]:
     plugin = None
     if sharded:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False,
+            fsdp_version=2,
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        )  # fmt: skip
+        )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if sharded:  # which it takes for GPUs alone
         accelerator.state.distributed_type = DistributedType.FSDP
