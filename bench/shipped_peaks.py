@@ -56,9 +56,13 @@ def every() -> dict[str, ShippedPeaks]:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """Return the results files of a folder, those of short names first."""
+    """Return the results files of a folder, those of short names first.
+
+    Beside them are records of lookups (``…-lookups.json``) and of studies (``study-….json``).
+    """
     found = sorted(folder.glob("*.json"), key=lambda path: (len(path.name), path.name))
-    return [file for file in found if not file.stem.endswith("-lookups")]
+    others = ("study-*", "*-lookups.json")
+    return [file for file in found if not any(map(file.match, others))]
 
 
 def text_of(folder: Path) -> str:

@@ -48,10 +48,11 @@ def test_a_wheel_holds_them(tmp_path):
         assert archive.read("jetfire/measure/peaks.json") == shipped_peaks.FILE.read_bytes()
         assert archive.read("jetfire/measure/rows.json") == shipped_rows.FILE.read_bytes()
         assert "jetfire/models/sources.py" in archive.namelist()
+        assert "jetfire/core/replay/replay.cpp" in archive.namelist()
         assert not any("/docs/" in name for name in archive.namelist())
 
 
-def test_of_one_device_the_shortest_name_counts_and_lookups_do_not(tmp_path):
+def test_of_one_device_the_shortest_name_counts_and_no_other_record(tmp_path):
     def save(name, device, rate):
         rates = {"copy_gbps": 3.0, "int8_tops": 4.0, "bf16_tflops": rate}
         peaks = {"peaks": rates} if rate else {}
@@ -63,6 +64,7 @@ def test_of_one_device_the_shortest_name_counts_and_lookups_do_not(tmp_path):
     save("h200.json", "H200", 1.0)
     save("a.json", "A100", None)
     (tmp_path / "h200-lookups.json").write_text("no results")
+    (tmp_path / "study-x.json").write_text("no results")
     rates = {"copy_gbps": 3.0, "int8_tops": 4.0, "bf16_tflops": 1.0}
     assert json.loads(shipped_peaks.text_of(tmp_path))["devices"] == [
         {"name": "H200", "source": "h200.json", "peaks": rates}
