@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,11 +85,16 @@ def text_of(folder: Path) -> str:
 
 def main() -> int:
     """Write the file where it would change."""
+    return renewed(FILE, lambda: text_of(RESULTS))
+
+
+def renewed(file: Path, text_of_results: Callable[[], str]) -> int:
+    """Write a file where it would change, say so, and return an exit code."""
     try:
-        text = text_of(RESULTS)
-        if not FILE.exists() or FILE.read_text(encoding="utf-8") != text:
-            write(FILE, text)
-            print(f"{FILE}: written")
+        text = text_of_results()
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            write(file, text)
+            print(f"{file}: written")
     except JetfireError as error:
         print(f"jetfire: {error}", file=sys.stderr)
         return error.exit_code

@@ -16,10 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jetfire.bench.shipped_peaks import RESULTS, result_files
+from jetfire.bench.shipped_peaks import RESULTS, renewed, result_files
 from jetfire.core import registry, schema
-from jetfire.core.errors import JetfireError, UsageError
-from jetfire.core.files import write
+from jetfire.core.errors import UsageError
 from jetfire.core.schema import Fields, Line, Name, most
 from jetfire.measure.results import MOST_ROWS, Milliseconds, Results, Row
 
@@ -133,15 +132,7 @@ def _rounded(ms: float) -> float:
 
 def main() -> int:
     """Write the file where it would change."""
-    try:
-        text = text_of(RESULTS)
-        if not FILE.exists() or FILE.read_text(encoding="utf-8") != text:
-            write(FILE, text)
-            print(f"{FILE}: written")
-    except JetfireError as error:
-        print(f"jetfire: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return renewed(FILE, lambda: text_of(RESULTS))
 
 
 if __name__ == "__main__":

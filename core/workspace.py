@@ -14,6 +14,14 @@ from contextlib import contextmanager
 
 import torch
 
+# What a launch may call of torch beside views: it gives memory and launches nothing.
+ALLOCATING = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
 # int32 counters: 4 MiB, enough for some thousands of captured launches.
 _ARENA = 1 << 20
 

@@ -186,15 +186,6 @@ def watching(memory: Memory) -> Iterator[None]:
 
     from jetfire.core import workspace
 
-    aten = torch.ops.aten
-    allocating = (
-        aten.empty,
-        aten.empty_like,
-        aten.empty_strided,
-        aten.new_empty,
-        aten.new_empty_strided,
-    )
-
     counting = False
 
     class Watch(TorchDispatchMode):
@@ -202,7 +193,7 @@ def watching(memory: Memory) -> Iterator[None]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            if func.overloadpacket in allocating:
+            if func.overloadpacket in workspace.ALLOCATING:
                 memory.add(result, zeroed=counting)
             elif not func.is_view:
                 raise UsageError(f"a launch that calls {func} cannot be exported: expected kernels")

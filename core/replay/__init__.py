@@ -40,14 +40,6 @@ Solve = Callable[..., Sequence[torch.Tensor]]
 # Makes a context in which memory is allocated as ever.
 Home = Callable[[], AbstractContextManager[object]]
 
-_aten = torch.ops.aten
-_ALLOCATING = (
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-)
 _lock = threading.RLock()
 # By name, with its overload: ``gelu`` or ``cross_entropy.constant``.
 _served: dict[str, Served] = {}
@@ -227,7 +219,7 @@ class _Memory(TorchDispatchMode):
         if func.namespace == "jetfire":
             with self:
                 return _served[func._name.removeprefix("jetfire::")].run(*args)
-        if func.overloadpacket not in _ALLOCATING:
+        if func.overloadpacket not in workspace.ALLOCATING:
             if not func.is_view:
                 raise Refused(f"it calls {func}")
             return func(*args, **(kwargs or {}))
