@@ -172,6 +172,8 @@ def test_gradients_are_freed(in_cpp):
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [linear, conv])
 def test_replayed_on_a_gpu_with_the_bits_of_python(monkeypatch, make):
+    monkeypatch.setenv("JETFIRE_REPLAY", "on")
+    replay.extension.cache_clear()
     layer, x = make().cuda(), torch.randn(64, 40, device="cuda", requires_grad=True)
     before = build.extension().replayed()
     found = [solved(layer, x, autocast=True) for _ in range(4)]

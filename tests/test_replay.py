@@ -398,25 +398,32 @@ def test_a_failed_launch_says_so(driver, serve):
         driver.library.fake_fail(0)
 
 
-def test_without_a_compiler_python_goes_on(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Calls are to be replayed."""
+    monkeypatch.setenv("JETFIRE_REPLAY", "on")
     replay.extension.cache_clear()
+    yield
+    replay.extension.cache_clear()
+
+
+def test_without_a_compiler_python_goes_on(asked_for, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
     build.extension.cache_clear()
     try:
         with pytest.warns(JetfireWarning, match="no C\\+\\+ compiler 'no-such-compiler'"):
             assert replay.extension() is None
     finally:
-        replay.extension.cache_clear()
         build.extension.cache_clear()
 
 
-def test_off(monkeypatch):
-    monkeypatch.setenv("JETFIRE_REPLAY", "off")
-    replay.extension.cache_clear()
-    try:
-        assert replay.extension() is None
-    finally:
-        replay.extension.cache_clear()
+@pytest.mark.parametrize("value", [None, "", "off"])
+def test_calls_stay_with_python_unless_asked_for(asked_for, monkeypatch, value):
+    if value is None:
+        monkeypatch.delenv("JETFIRE_REPLAY")
+    else:
+        monkeypatch.setenv("JETFIRE_REPLAY", value)
+    assert replay.extension() is None
 
 
 # On a GPU.
@@ -424,7 +431,7 @@ def test_off(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", functions.names())
-def test_every_function_is_replayed_with_the_bits_of_python(name):
+def test_every_function_is_replayed_with_the_bits_of_python(asked_for, name):
     for given in functions.arguments()[name]:
         options = tree_map_only(torch.Tensor, torch.Tensor.cuda, given)
         before, found = build.extension().replayed(), []
@@ -440,7 +447,7 @@ def test_every_function_is_replayed_with_the_bits_of_python(name):
 
 @pytest.mark.gpu
 @pytest.mark.quiet
-def test_a_replayed_call_takes_less_of_the_host(monkeypatch):
+def test_a_replayed_call_takes_less_of_the_host(asked_for, monkeypatch):
     """Less than half of Python's; the sizes are such that the GPU is never waited for."""
     x = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
 

@@ -7,7 +7,8 @@ its other arguments alone, but for the addresses. So the launches of one call ar
 differs by as much as its tensor was moved. Where any other word differs, or the call does anything
 but allocate and launch kernels, the operator's calls with these arguments stay with Python.
 
-``JETFIRE_REPLAY=off`` leaves all calls with Python, as does a machine without a C++ compiler.
+Calls are replayed where ``JETFIRE_REPLAY=on`` asks for it, as no GPU has replayed any yet, and
+where there is a C++ compiler. All others stay with Python.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def take_over(name: str, key: str) -> None:
 @cache
 def extension() -> Any:
     """Return the C++ module; None where calls are left with Python."""
-    if os.environ.get("JETFIRE_REPLAY", "").lower() in ("off", "0", "false"):
+    if os.environ.get("JETFIRE_REPLAY", "").lower() not in ("on", "1", "true"):
         return None
     try:
         module = build.extension()
