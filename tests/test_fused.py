@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from jetfire.core import fused, replay
 from jetfire.core.replay import build
 from jetfire.nn import FrozenInt8Linear, Int8Conv1D, Int8Linear
+from jetfire.nn import frozen as nn_frozen
+from jetfire.nn import linear as nn_linear
 
 
 @pytest.fixture
@@ -182,3 +184,32 @@ def test_replayed_on_a_gpu_with_the_bits_of_python(monkeypatch, make):
     for later in (*found[1:], solved(layer, x, autocast=True)):
         for one, other in zip(found[0], later, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("make", [linear, conv, frozen])
+def test_both_halves_are_operators_that_torch_can_trace(in_cpp, monkeypatch, make):
+    """Their schemas tell no lies, and their results are told without memory."""
+    called = []
+
+    def noting(names, saved):
+        made = build.extension().Pair(*names, saved)
+
+        def call(leaves, tensors, kept, constants):
+            called.append((names, tensors, kept, constants))
+            return made(leaves, tensors, kept, constants)
+
+        return call
+
+    layer = make()
+    for pair in (nn_linear._linear, nn_frozen._frozen):
+        monkeypatch.setattr(pair, "_pair", noting(pair._names, pair._saved))
+    y = layer(torch.randn(8, 40, requires_grad=True))
+    ((names, tensors, kept, constants),) = called
+    tests = ("test_schema", "test_faketensor")
+    forward, backward = (getattr(torch.ops.jetfire, name).default for name in names)
+    plain = [None if x is None else x.detach() for x in tensors]
+    torch.library.opcheck(forward, (*plain, *constants), test_utils=tests)
+    _, *made = forward(*plain, *constants)
+    wanted = [True] * (2 if make is frozen else 3)
+    arguments = torch.randn_like(y), *kept, *made, *constants, *wanted
+    torch.library.opcheck(backward, arguments, test_utils=tests)
