@@ -77,7 +77,8 @@ def registers(launch: Launch, problem: Any, config: NormTilesConfig) -> int:
     if launch == "sums" or config.warps == PARTS:
         return 80
     if residual(problem):  # its values are bf16
-        return 80 if problem.layout == "both" and problem.rounding == "stochastic" else 128
+        narrow = problem.layout == "both" and problem.rounding == "stochastic"
+        return 80 if narrow and problem.out_block != 64 else 128
     return 80 if problem.out_block == 32 else 128
 
 
