@@ -136,6 +136,8 @@ def test_memory_bound_kernels_read_and_write_sixteen_bytes_at_once(audits):
     An INT8 tile of 64 elements per thread in 8 loads would be one of 8 bytes each.
     """
     for answer in audits:
+        if answer["kernel"] != "triton":  # CUDA's kernels read boxes by TMA
+            continue
         if answer["op"] in ("column_sum", "quantize", "dequantize", "transpose", "dropout"):
             (audit,) = answer["audits"]
             per_thread = (
