@@ -179,3 +179,20 @@ def test_any_json_is_a_value_or_a_line(value, kind):
     else:
         return
     assert return_line.isprintable()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[{}]] * 500,
+        {"a": ["x" * 500, {"b": list(range(1000))}]},
+        {str(i): {"x": [i]} for i in range(300)},
+        [[], [[[]]]] * 90,
+        "a" * 300,
+        [1, 2.5, None, True, "é"],
+    ],
+)
+def test_a_message_begins_as_the_value_s_text(value):
+    """Of which a long one's is not made: that of 12 MB took 0.7 s."""
+    assert schema._printable(repr(schema._beginning(value))) == schema._printable(repr(value))
+    assert len(repr(schema._beginning(value))) < 1000
