@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetfire.core import profiles, registry, replay
+from jetfire.core import profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import choose
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Operators live as long as this object does.
 LIBRARY = torch.library.Library("jetfire", "DEF")
-profiles.when_forgotten(replay.forget)
 # Stands for a size that is symbolic or 0: a multiple of every number that a `Problem` may ask for.
 _ANY_SIZE = 3 * 1024
 _SIZES = ("m", "n", "k", "rows")

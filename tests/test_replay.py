@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jetfire import ops
-from jetfire.core import calls, replay, workspace
+from jetfire.core import calls, profiles, replay, workspace
 from jetfire.core.errors import JetfireWarning
 from jetfire.core.operators import Operator, define
 from jetfire.core.replay import build
@@ -92,10 +92,18 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture
-def driver(library, monkeypatch):
+def asked_for(monkeypatch):
+    """Calls are to be replayed."""
+    monkeypatch.setenv("JETFIRE_REPLAY", "on")
+    replay.extension.cache_clear()
+    yield
+    replay.extension.cache_clear()
+
+
+@pytest.fixture
+def driver(library, asked_for, monkeypatch):
     """Replays with the fake driver in the real one's place."""
-    fake, module = Driver(library), build.extension()
-    module.connect(fake.file, fake.file)
+    fake = Driver(library)
 
     @contextmanager
     def aside(device):
@@ -107,16 +115,16 @@ def driver(library, monkeypatch):
 
     arena = torch.zeros(256, dtype=torch.int32)
     taken = iter(range(0, 256, 4))
-    monkeypatch.setattr(replay, "extension", lambda: module)
+    real = replay.DRIVER, replay.TORCH
     monkeypatch.setattr(replay, "DRIVER", fake.file)
+    monkeypatch.setattr(replay, "TORCH", fake.file)
     monkeypatch.setattr(replay, "aside", aside)
     monkeypatch.setattr(replay, "refusals", {})
     monkeypatch.setattr(workspace, "_counters", lambda device, count: arena[next(taken) :][:4])
     fake.arena = arena
     yield fake
     if torch.cuda.is_available():
-        home = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-        module.connect("libcuda.so.1", str(home))
+        build.extension().connect(*real)
 
 
 _made = iter(range(100))
@@ -379,7 +387,7 @@ def test_forgotten_plans_are_made_anew(serve):
     x = torch.randn(4, 6)
     for _ in range(3):
         called(double, x, 2.0)
-    build.extension().forget()
+    profiles.forget()
     for _ in range(3):
         called(double, x, 2.0)
     assert double.calls == 4
@@ -398,15 +406,6 @@ def test_a_failed_launch_says_so(driver, serve):
         driver.library.fake_fail(0)
 
 
-@pytest.fixture
-def asked_for(monkeypatch):
-    """Calls are to be replayed."""
-    monkeypatch.setenv("JETFIRE_REPLAY", "on")
-    replay.extension.cache_clear()
-    yield
-    replay.extension.cache_clear()
-
-
 def test_without_a_compiler_python_goes_on(asked_for, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     build.extension.cache_clear()
@@ -415,6 +414,38 @@ def test_without_a_compiler_python_goes_on(asked_for, monkeypatch):
             assert replay.extension() is None
     finally:
         build.extension.cache_clear()
+
+
+def test_what_a_compiler_refuses_stays_with_python(asked_for, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path))
+    build.extension.cache_clear()
+    try:
+        with pytest.warns(JetfireWarning, match="false cannot compile replay.cpp for torch"):
+            assert replay.extension() is None
+    finally:
+        build.extension.cache_clear()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_what_cannot_be_loaded_stays_with_python(asked_for, monkeypatch, tmp_path):
+    broken = tmp_path / "replay.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(build, "library", lambda: broken)
+    build.extension.cache_clear()
+    try:
+        with pytest.warns(JetfireWarning, match="replay.so cannot be loaded"):
+            assert replay.extension() is None
+    finally:
+        build.extension.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["DRIVER", "TORCH"])
+def test_a_library_that_is_not_there_leaves_calls_with_python(driver, monkeypatch, missing):
+    replay.extension.cache_clear()
+    monkeypatch.setattr(replay, missing, "no-such-library.so")
+    with pytest.warns(JetfireWarning, match="no-such-library.so cannot be loaded"):
+        assert replay.extension() is None
 
 
 @pytest.mark.parametrize("value", [None, "", "off"])

@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetfire.core import workspace
+from jetfire.core import profiles, workspace
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.replay import build
 from jetfire.core.replay.capture import Capture, CaptureError, KernelLaunch
 
 DRIVER = "libcuda.so.1"
+TORCH = str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so")
 # Twins are so many bytes apart for each tensor: a multiple of what kernels choose by, and so few
 # that a twin of a few bytes lies within the 512 that the allocator gives at least.
 STEP = 16
@@ -101,18 +102,14 @@ def extension() -> Any:
         return None
     try:
         module = build.extension()
-    except UsageError as error:
-        text = f"{error}: every call of an operator takes tens of microseconds longer on the host"
+        module.connect(DRIVER, TORCH)
+    except (UsageError, RuntimeError) as error:  # the second of a library without what is needed
+        reason = str(error).partition("\n")[0]
+        text = f"{reason}: every call of an operator takes tens of microseconds longer on the host"
         warnings.warn(text, JetfireWarning, stacklevel=2)
         return None
-    module.connect(DRIVER, str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+    profiles.when_forgotten(module.forget)  # kernels and configs are then chosen anew
     return module
-
-
-def forget() -> None:
-    """Forget every plan: kernels and configs are chosen anew."""
-    if extension.cache_info().currsize and extension() is not None:
-        extension().forget()
 
 
 class Recorder:

@@ -29,12 +29,16 @@ def extension() -> Any:
     """Return the compiled module; the first call on a machine compiles it, in about half a minute.
 
     Raises:
-        UsageError: there is no C++ compiler, it refuses, or the cache cannot be written.
+        UsageError: there is no C++ compiler, it refuses, the cache cannot be written, or what was
+            compiled cannot be loaded.
     """
     spec = importlib.util.spec_from_file_location(MODULE, library())
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        raise UsageError(f"{spec.origin} cannot be loaded: {error}") from None
     spec.loader.exec_module(module)
     return module
 
