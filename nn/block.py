@@ -294,9 +294,11 @@ class _Leave(torch.autograd.Function):
 def _weight_gradient(
     g: Quantized, xt: Quantized, weight: Tensor, setting: Setting
 ) -> Tensor | None:
-    """Return the gradient of a weight, from that of the product's output and the transposed input.
+    """Return a weight's gradient, or None where it was added to the one that is there.
 
-    None where it was added to the weight's own.
+    Args:
+        g: the gradient of the product's output, with its transpose.
+        xt: the transpose of the product's input.
     """
     factors = (xt, g.t) if setting.transposed else (g.t, xt)
     return weight_gradient(*factors, weight, setting.adds)

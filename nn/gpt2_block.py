@@ -37,9 +37,11 @@ _FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
 class Int8GPT2Block(GPT2Block):
     """A GPT-2 block whose linear layers are `Int8Conv1D`, with INT8 between them too.
 
-    It is what it was under other than BF16 autocast, and with cross attention. Attention is the
-    model's own: masks, caches and implementations are as before. Checkpointing gives the bits that
-    there are without it; reentrant, the loss's alone, as it rounds gradients by other draws.
+    It calls its layers as it did before where there is no BF16 autocast, with cross attention, and
+    where a layer was replaced since or parameters are no longer fp32.
+    Attention is the model's own: masks, caches and implementations are as before. Checkpointing
+    gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
+    rounds gradients by other draws.
 
     Attributes:
         flow: side of the blocks of what flows between products.
@@ -58,7 +60,8 @@ class Int8GPT2Block(GPT2Block):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states, batch×length×width, bf16."""
-        if encoder_hidden_states is not None or not _in_bf16(hidden_states.device.type):
+        singly = encoder_hidden_states is not None or not _in_bf16(hidden_states.device.type)
+        if singly or not _layers_allow(self):
             found: torch.Tensor = super().forward(
                 hidden_states,  # type: ignore[arg-type]
                 past_key_values,
@@ -90,8 +93,7 @@ class Int8GPT2Block(GPT2Block):
             result: torch.Tensor = attended
             return result
 
-        mlp, own = self.mlp, self.attn
-        linears: Any = own.c_attn, own.c_proj, mlp.c_fc, mlp.c_proj
+        mlp, own, linears = self.mlp, self.attn, _linears(self)
         setting = Setting(
             linears[0].block,
             self.flow,
@@ -116,7 +118,8 @@ def _in_bf16(kind: str) -> bool:
 def _as_hidden(stream: Stream, shape: torch.Size) -> torch.Tensor:
     """Return the stream as hidden states, which the next block knows as such."""
     hidden = stream.x.view(shape)
-    if not torch.compiler.is_compiling():  # it traces no attribute of a tensor
+    # What is compiled traces no attribute of a tensor; in inference mode it has no version.
+    if not torch.compiler.is_compiling() and not hidden.is_inference():
         hidden._int8_stream = (stream, hidden._version)  # type: ignore[attr-defined]
     return hidden
 
@@ -138,11 +141,23 @@ def _stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
     return Stream.of(x, flow)
 
 
+def _linears(block: GPT2Block) -> tuple[Any, ...]:
+    return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+
+
+def _layers_allow(block: GPT2Block) -> bool:
+    """Return whether a fused block's layers and norms are still those that it was fused with."""
+    linears = _linears(block)
+    if not all(type(layer) is Int8Conv1D for layer in linears):
+        return False
+    parameters = (layer.weight for layer in (*linears, block.ln_1, block.ln_2))
+    return all(parameter.dtype == torch.float32 for parameter in parameters)
+
+
 def why_not(block: nn.Module) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
     assert isinstance(block, GPT2Block)
-    layers: Any = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-    if not all(type(layer) is Int8Conv1D for layer in layers):
+    if not all(type(layer) is Int8Conv1D for layer in _linears(block)):
         return "not all of its linear layers are in INT8"
     if hasattr(block, "crossattention"):
         return "cross attention"

@@ -150,6 +150,42 @@ def test_without_autocast_it_is_its_layers():
         assert torch.equal(made(batch()).logits, singly.eval()(batch()).logits)
 
 
+def test_inference_mode():
+    made = fused().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            expected = made(batch()).logits
+        with torch.inference_mode():
+            assert torch.equal(made(batch()).logits, expected)
+
+
+def test_a_layer_replaced_afterwards_is_called():
+    class Doubled(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return 2 * self.layer(x)
+
+    made, singly = fused(), model()
+    convert(singly)
+    for one in (made, singly):
+        mlp = one.transformer.h[1].mlp
+        mlp.c_fc = Doubled(mlp.c_fc)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (one.eval()(batch()).logits.float() for one in (made, singly))
+        without = fused().eval()(batch()).logits.float()
+    error = (ours - theirs).norm() / theirs.norm()
+    assert error < 0.05 < (without - theirs).norm() / theirs.norm()
+
+
+def test_cast_to_bf16_afterwards():
+    made = fused().to(torch.bfloat16)
+    loss, _ = step(made)
+    assert loss == pytest.approx(step(model())[0], abs=0.05)
+
+
 def test_compiles_whole():
     """All but the loss, of which `transformers` has a warning that Dynamo does not trace."""
     made = fused()
