@@ -124,7 +124,9 @@ class Capture:
         """Return what a function of the driver lists in parallel arrays; `more` it need not."""
         count = c_size_t()
         self._call(name, graph, *[None] * lists, *more, byref(count))
-        arrays = [(c_void_p * max(1, count.value))() for _ in range(lists)]
+        if not count.value:  # driver 580 refuses arrays of nothing
+            return [[] for _ in range(lists)]
+        arrays = [(c_void_p * count.value)() for _ in range(lists)]
         self._call(name, graph, *arrays, *more, byref(count))
         return [[one or 0 for one in array[: count.value]] for array in arrays]
 

@@ -141,6 +141,7 @@ CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* to, size_t* count) {
 CUresult cuGraphGetEdges_v2(CUgraph graph, CUgraphNode* from, CUgraphNode* to,
                             CUgraphEdgeData* data, size_t* count) {
   (void)graph, (void)data;
+  if (from != NULL && *count == 0) return CUDA_ERROR_INVALID_VALUE;
   *count = node_count > 0 ? node_count - 1 : 0;
   for (int i = 0; from != NULL && i + 1 < node_count; ++i) {
     from[i] = &nodes[i];
