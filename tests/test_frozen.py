@@ -395,7 +395,7 @@ def test_peak_of_adapters_on_a_frozen_base(peft, transformers):
             vocab_size=256,
             hidden_size=4096,
             intermediate_size=11008,
-            num_hidden_layers=8,
+            num_hidden_layers=16,
             num_attention_heads=32,
             num_key_value_heads=32,
         )

@@ -7,8 +7,7 @@ its other arguments alone, but for the addresses. So the launches of one call ar
 differs by as much as its tensor was moved. Where any other word differs, or the call does anything
 but allocate and launch kernels, the operator's calls with these arguments stay with Python.
 
-Calls are replayed where ``JETFIRE_REPLAY=on`` asks for it, as no GPU has replayed any yet, and
-where there is a C++ compiler. All others stay with Python.
+Without a C++ compiler, or with ``JETFIRE_REPLAY=off``, every call stays with Python.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def take_over(name: str, key: str) -> None:
 @cache
 def extension() -> Any:
     """Return the C++ module; None where calls are left with Python."""
-    if os.environ.get("JETFIRE_REPLAY", "").lower() not in ("on", "1", "true"):
+    if os.environ.get("JETFIRE_REPLAY", "").lower() in ("off", "0", "false"):
         return None
     try:
         module = build.extension()
