@@ -4,7 +4,9 @@ import ctypes
 import gc
 import shutil
 import subprocess
+import sys
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -454,6 +456,46 @@ def test_calls_stay_with_python_where_replays_are_off(driver, monkeypatch, value
     replay.extension.cache_clear()
     monkeypatch.setenv("JETFIRE_REPLAY", value)
     assert replay.extension() is None
+
+
+def test_no_call_keeps_its_callers_frames(driver, serve):
+    """They hold autograd's graph, whose nodes of an earlier stream break a CUDA graph's capture."""
+    operator, x = serve(plain), torch.randn(4, 6)
+
+    def call():
+        caller = Caller()
+        called(operator, x, 2.0)
+        return weakref.ref(caller)
+
+    gc.disable()
+    try:
+        assert [call()() for _ in range(4)] == [None] * 4
+    finally:
+        gc.enable()
+
+
+class Caller:
+    """What a frame holds."""
+
+
+def test_loading_dynamo_keeps_no_frames():
+    """Alone in its process, as torch loads it once."""
+    code = """
+import gc, sys, weakref
+from jetfire.core import replay
+from jetfire.tests.test_replay import Caller
+
+def call():
+    caller = Caller()
+    replay._load_dynamo()
+    return weakref.ref(caller)
+
+gc.disable()
+assert "torch._dynamo" not in sys.modules
+assert call()() is None
+assert "torch._dynamo" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # On a GPU.

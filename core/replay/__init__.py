@@ -12,6 +12,7 @@ Without a C++ compiler, or with ``JETFIRE_REPLAY=off``, every call stays with Py
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import warnings
@@ -101,6 +102,7 @@ def extension() -> Any:
         return None
     try:
         module = build.extension()
+        _load_dynamo()
         module.connect(DRIVER, TORCH)
     except (UsageError, RuntimeError) as error:  # the second of a library without what is needed
         reason = str(error).partition("\n")[0]
@@ -109,6 +111,18 @@ def extension() -> Any:
         return None
     profiles.when_forgotten(module.forget)  # kernels and configs are then chosen anew
     return module
+
+
+def _load_dynamo() -> None:
+    """Load torch._dynamo, which torch does in a dispatch mode's first call, in a thread of its own.
+
+    A frame of that import refers to itself (`torch.fx.wrap`'s), and so its callers' frames live on:
+    with them the graph of autograd that they are making, whose nodes belong to their stream, and a
+    CUDA graph that is captured on another stream fails. A thread has no callers.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
 
 
 class Recorder:
