@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 FLOATS = ("bfloat16", "float16", "float32")
-_NAMES: dict[torch.dtype, str] = {}
 
 
 def choice(name: str, value: Any, hint: Any, *more: Any) -> None:
@@ -48,11 +47,7 @@ def matrix(name: str, x: Tensor, dtypes: tuple[str, ...]) -> None:
 
 def named(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``: names need no torch to be written down."""
-    if not _NAMES:  # a dtype takes a microsecond to say its own name
-        import torch
-
-        _NAMES.update({getattr(torch, name): name for name in (*FLOATS, "int8", "int32", "int64")})
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def same_device(name: str, x: Tensor, like: Tensor) -> None:

@@ -46,6 +46,7 @@ class Fused:
         for schema, body in ((forward, forward_body), (backward, backward_body)):
             _define(schema, body)
         self._function = _function(self)
+        self._in_graph = torch.compiler.allow_in_graph(self._in_python)
 
     def __call__(
         self,
@@ -61,14 +62,27 @@ class Fused:
             tensors, constants: forward's arguments.
             kept: what backward needs of what is there already.
         """
-        if not torch.compiler.is_compiling() and _in_cpp(leaves):
+        if torch.compiler.is_compiling():
+            return self._in_graph(leaves, tensors, kept, constants)
+        if _in_cpp(leaves):
             result: torch.Tensor = self._pair(leaves, tensors, kept, constants)
             return result
-        # torch.compile traces no node that gets a tensor twice.
-        once = list(leaves)
-        places = [_place(once, tensor) for tensor in (*tensors, *kept)]
-        how = constants, len(leaves), tuple(places[: len(tensors)]), tuple(places[len(tensors) :])
-        made: torch.Tensor = self._function.apply(how, *once)
+        return self._in_python(leaves, tensors, kept, constants)
+
+    def _in_python(
+        self,
+        leaves: Sequence[Maybe],
+        tensors: Sequence[Maybe],
+        kept: Sequence[Maybe],
+        constants: Constants,
+    ) -> torch.Tensor:
+        """Return the same by a node of autograd in Python.
+
+        torch.compile traces the operators that it calls, and not its Python: a tenth of a second
+        for each layer.
+        """
+        counts = len(leaves), len(tensors)
+        made: torch.Tensor = self._function.apply(constants, counts, *leaves, *tensors, *kept)
         return made
 
     @cached_property
@@ -95,36 +109,29 @@ def _in_cpp(leaves: Sequence[Maybe]) -> bool:
     return x.is_cuda and replay.extension() is not None
 
 
-def _place(tensors: list[Maybe], tensor: Maybe) -> int:
-    """Return where a tensor is in a list, at whose end it is put where it is not yet."""
-    for place, other in enumerate(tensors):
-        if other is tensor:
-            return place
-    tensors.append(tensor)
-    return len(tensors) - 1
-
-
 def _function(fused: Fused) -> type[torch.autograd.Function]:
     """Return the same node of autograd in Python."""
     forward_body, backward_body, saved = fused._forward, fused._backward, fused._saved
 
     class FusedFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, how: Any, *given: Maybe) -> torch.Tensor:
-            constants, leaves, tensors, kept = how
-            result, *made = forward_body(*(given[i] for i in tensors), *constants)
-            none = [None] * (saved - len(kept) - len(made))
-            ctx.save_for_backward(*(given[i] for i in kept), *made, *none)
+        def forward(
+            ctx: Any, constants: Constants, counts: tuple[int, int], *given: Maybe
+        ) -> torch.Tensor:
+            leaves, end = counts[0], sum(counts)
+            result, *made = forward_body(*given[leaves:end], *constants)
+            none = [None] * (saved - len(given[end:]) - len(made))
+            ctx.save_for_backward(*given[end:], *made, *none)
             ctx.constants, ctx.leaves, ctx.given = constants, leaves, len(given)
             return result
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Maybe, ...]:
-            needs = ctx.needs_input_grad[1 : 1 + ctx.leaves]
+            needs = ctx.needs_input_grad[2 : 2 + ctx.leaves]
             arguments = grads[0].contiguous(), *ctx.saved_tensors, *ctx.constants, *needs
             found = iter(backward_body(*arguments))
             wanted = [next(found) if need else None for need in needs]
-            return None, *wanted, *[None] * (ctx.given - ctx.leaves)
+            return None, None, *wanted, *[None] * (ctx.given - ctx.leaves)
 
     return FusedFunction

@@ -323,6 +323,17 @@ def _undropped(g: Quantized, setting: Setting, seeds: Tensor, index: int) -> Qua
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+# torch.compile traces the operators that these call and not their Python, a tenth of a second each.
+@torch.compiler.allow_in_graph
+def _enter(*args: Any) -> Any:
+    return _Enter.apply(*args)
+
+
+@torch.compiler.allow_in_graph
+def _leave(*args: Any) -> Any:
+    return _Leave.apply(*args)
+
+
 def flowed(
     stream: Stream,
     setting: Setting,
@@ -341,7 +352,7 @@ def flowed(
     if seeds is not None:
         enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
     qkv, *others = linears
-    x, *parts = _Enter.apply(
+    x, *parts = _enter(
         stream.handoff,
         setting,
         enter,
@@ -356,7 +367,7 @@ def flowed(
         *qkv.codes().tensors,
     )
     handoff = None if torch.compiler.is_compiling() else Handoff()
-    x, q, scale, mean, rstd = _Leave.apply(
+    x, q, scale, mean, rstd = _leave(
         handoff,
         setting,
         leave,

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -960,6 +962,25 @@ def test_compiled_is_not_stale_after_a_step(device):
         assert torch.equal(y, model(x))
         y.square().mean().backward()
         optimizer.step()
+
+
+def test_steps_of_a_compiled_model_trace_it_once():
+    """In a process of its own: what a first call fills once would be full here already."""
+    code = """
+import torch
+from jetfire.nn import convert
+
+torch._dynamo.config.error_on_recompile = True
+model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 8))
+convert(model, "int8")
+fast = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    fast(torch.randn(8, 40)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_gpt2_compiles(device):
