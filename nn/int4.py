@@ -276,8 +276,7 @@ class _Int4Layer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
-                # As a decorator it would import torch._dynamo, 1.6 s of CPU, with this module.
-                group, first = torch.compiler.disable(self._first_batch)(x.detach())
+                group, first = self._first_batch(x.detach())
             step_x, step_w = self._scaled(first)
             w, wt = self._codes_of(step_w, group)
             setting = _Setting(self.int4.gradient, group, self.transposed)
@@ -314,6 +313,7 @@ class _Int4Layer(nn.Module):
         key = (group, self._group, _capturing(weight))
         return self._codes.found(weight, key, make, self.step_w)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _first_batch(self, x: Tensor) -> tuple[Group, Tensor]:
         """Return the group and calibration that a batch asks for, kept if this is training.
