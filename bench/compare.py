@@ -32,7 +32,7 @@ def name_of(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same thing measured before and after."""
+    """One thing measured before and after."""
 
     before: Row
     after: Row

@@ -247,7 +247,7 @@ def library(plan: ExportPlan) -> Library:
 
 
 def compiled_library(plan: ExportPlan) -> Library:
-    """The same host code in C, around machine code: the workbench's own.
+    """Return the same host code in C, around machine code: the workbench's own.
 
     Raises:
         UsageError: there is no host code for the kernel, not for such sizes, or no compiler.

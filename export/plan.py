@@ -147,8 +147,11 @@ def _has_form(kernel: Kernel) -> bool:
 
 
 def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
-    """Of the kernels that were tuned for all, the fastest in all; without one, the first in the
-    op's order that has configs of near problems, whose times do not compare."""
+    """Return the fastest in all of the kernels that were tuned for all problems.
+
+    Without one it is the first in the op's order that has configs of near problems, whose times do
+    not compare.
+    """
     times: dict[str, float] = {}
     for kernel in filter(_has_form, registry.kernels(op.name).values()):
         found = [profiles.find(kernel, problem, device) for problem in problems]

@@ -290,7 +290,7 @@ class TrainingBench:
     def _timed(
         self, case: TrainingWork, row: Row, timings: Mapping[str, Timing], subject: Subject
     ) -> Row:
-        """With times, unless the subject has come to be wrong."""
+        """Return the row with its times, unless the subject has come to be wrong."""
         if row.role == "kernel" and (fault := subject.fault()):
             self.note(f"{case}: {row.kernel} is wrong: {fault} after timing")
             return replace(row, ok=False, error=f"{fault} after timing")

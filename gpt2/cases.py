@@ -131,13 +131,13 @@ class TrainingCase:
 
     @property
     def tokens(self) -> int:
-        """Of a call."""
+        """Tokens per call."""
         micros = self.problem.accumulate if isinstance(self.problem, StepProblem) else 1
         return micros * self.problem.batch * self.problem.context
 
     @property
     def flops(self) -> float:
-        """Of a call."""
+        """Floating-point operations per call."""
         p = self.problem
         layers, vocabulary = 1, 0
         if isinstance(p, StepProblem):

@@ -73,7 +73,7 @@ class FinishedRun:
 
     @property
     def how(self) -> str:
-        """In what way its steps were run."""
+        """The way in which its steps were run."""
         if self.setting("graph"):
             return "CUDA graph"
         return "torch.compile" if self.setting("compile") else "eager"

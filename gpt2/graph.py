@@ -60,7 +60,7 @@ class GraphedStep:
         self._eager = 0
 
     def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Step`."""
+        """Take a step, as `Step` does; return its loss and the gradient's norm."""
         if self._eager < _EAGER:
             self._eager += 1
             return self._beside(micros)

@@ -128,7 +128,7 @@ def read(path: Path) -> list[Record]:
 
 
 def records(file: Path) -> list[Record]:
-    """As `read` does, whatever the first line is.
+    """Return what `read` does, whatever the first line is.
 
     Raises:
         Missing: there is no such file.

@@ -222,7 +222,7 @@ def equalise(model: nn.Module, group: Group) -> None:
 
 
 def unreduced(forward: nn.Module) -> AbstractContextManager[None]:
-    """In here DDP leaves gradients where they are, for a later backward to reduce their sum.
+    """Have DDP leave gradients where they are, for a later backward to reduce their sum.
 
     FSDP2 reduces each micro-batch's: what it would leave is whole gradients, unsharded.
     """

@@ -42,7 +42,7 @@ class Run:
     damaged: Sequence[Path] = ()
 
     def begin(self, tokens: data.Tokens, processes: int) -> None:
-        """From here on the folder holds a run, which can be resumed and, elsewhere, sampled.
+        """Make the folder hold a run, which can be resumed and, elsewhere, sampled.
 
         Raises:
             UsageError: the data's tokenizer is missing, or the folder cannot be written.

@@ -114,7 +114,7 @@ class Step:
         return loss if self.split else loss / self.group.world
 
     def gradients_made(self) -> list[torch.Tensor]:
-        """Those of the parameters that have one, in the parameters' order."""
+        """Return the parameters' gradients, in order, of those that have one."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def reduce(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:

@@ -267,7 +267,7 @@ class BlockSubject(Subject):
 
     @property
     def _last(self) -> str:
-        """Whose gradient backward finds last: it holds the faults of everything before.
+        """The weight whose gradient backward finds last: it holds the faults of everything before.
 
         In 4 bits, the last that is the same each time: attention's backward adds in any order, and
         of a gradient that differs in its last bits other rows are drawn.

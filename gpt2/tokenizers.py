@@ -46,7 +46,7 @@ class CharactersKept(TypedDict):
 
 
 class Gpt2Kept(TypedDict):
-    """Its file of ranks has this one name, so that no description names another file."""
+    """GPT-2's tokenizer as kept; `ranks` has this one name, so that it can name no other file."""
 
     name: Literal["gpt2"]
     ranks: Literal["gpt2.tiktoken"]

@@ -312,7 +312,10 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 def _kind(value: torch.Tensor) -> Kind:
-    """As a safetensors file has it; what it could not hold has a dtype that none has."""
+    """Return a tensor's kind as a safetensors file has it.
+
+    What such a file could not hold has a dtype that none has.
+    """
     plain = value.layout is torch.strided and value.device.type == "cpu"
     dtype = _NAMES.get(value.dtype, str(value.dtype)) if plain else f"{value.layout}"
     return Kind(dtype, tuple(value.shape))

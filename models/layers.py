@@ -46,7 +46,7 @@ class LinearLayer:
 
     @property
     def flops(self) -> float:
-        """Of its three products in a step."""
+        """Floating-point operations of its three products per step."""
         return 6.0 * self.m * self.n * self.k * self.calls
 
 

@@ -81,7 +81,7 @@ def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
 
 
 class _Int8LinearCrossEntropy(torch.autograd.Function):
-    """The same of codes; those of the gradient in the logits are drawn, and the logits stay.
+    """The loss of codes. The gradient is rounded stochastically, and the logits stay.
 
     `seeds` has a key for each part of the rows. `codes` are the tensors of the weight's
     `Quantized`: autograd looks into no tuple.

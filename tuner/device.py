@@ -316,7 +316,7 @@ class DeviceRunner:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

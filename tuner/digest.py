@@ -194,12 +194,12 @@ class Digest:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Of what was to be small: ms, J, or both."""
+        """The units of what was to be small: ms, J, or both."""
         return _units(self.get("objective"))
 
     @cached_property
     def measured(self) -> list[Attempt]:
-        """With a time: ok, and slow, of which the time is rough."""
+        """The trials that have a time: ok, and slow, whose time is rough."""
         return [a for a in self.attempts if a.values is not None and a.ms is not None]
 
     @cached_property

@@ -102,7 +102,10 @@ class Bench:
         return None if check.ok else check.message or "wrong result"
 
     def _failure(self, config: Config) -> str | None:
-        """As `_wrong`, or its exception; one that the device does not survive is raised."""
+        """Return what `_wrong` does, or its exception.
+
+        An exception that the device does not survive is raised.
+        """
         try:
             return self._wrong(config)
         except Exception as error:
@@ -165,7 +168,7 @@ class Bench:
         return {name: Timing.joined([run[name] for run in runs]) for name in variants}
 
     def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
-        """Those that run here, prepared for each set of inputs."""
+        """Return the peers that run here, prepared for each set of inputs."""
         factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.inputs]
         found: dict[str, Sequence[Callable[[], object]]] = {}
         for name in factories[0]:

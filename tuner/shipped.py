@@ -16,7 +16,7 @@ WORKLOADS = (*workloads.MODELS, "square")
 
 @cache
 def parts() -> dict[str, list[Case]]:
-    """By op that is a part of others, the problems that these have for it."""
+    """Return the problems that composite ops have for each op that is a part of them."""
     found: dict[str, list[Case]] = {}
     composites = [name for name in registry.names() if registry.get(name).composite]
     kernels = [kernel for name in composites for kernel in registry.kernels(name).values()]

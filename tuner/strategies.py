@@ -80,7 +80,7 @@ class Strategy(BaseSampler):
         raise NotImplementedError
 
     def unseen(self, seen: Mapping[Point, Seen]) -> list[Point]:
-        """Of the pool and around the best: what is left to try."""
+        """Return what is left to try of the pool and around the best."""
         left = dict.fromkeys(p for p in self.space.pool if p not in seen)
         if not self.space.whole:
             for point in best(seen, 3):
