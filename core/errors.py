@@ -1,4 +1,4 @@
-"""Errors that end a command, each with its documented exit code (README, "Exit codes")."""
+"""Errors that end a command, each with its documented exit code (docs/commands.md)."""
 
 from __future__ import annotations
 
