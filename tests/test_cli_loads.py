@@ -9,7 +9,10 @@ import pytest
 
 from jetfire import cli
 from jetfire.cli import execute
-from jetfire.core import options, registry
+from jetfire.commands import options
+from jetfire.commands.completion import SCRIPTS
+from jetfire.commands.train.run import VERBS
+from jetfire.core import registry
 
 HEAVY = ("torch", "triton", "optuna", "matplotlib", "cupy", "hypothesis", "transformers")
 # What is refused with torch unloaded: words, and what is said.
@@ -181,7 +184,7 @@ def test_names_that_stand_apart_are_those_of_their_modules():
     for text in options.ARCHITECTURES:
         assert target_device(capability_of(text)).capability
     verbs = [name for name, found in _group("train").commands.items() if not found.hidden]
-    assert sorted(verbs) == sorted(cli._VERBS)
+    assert sorted(verbs) == sorted(VERBS)
 
 
 def _group(name):
@@ -256,7 +259,7 @@ def test_completion_knows_every_name_and_loads_nothing_heavy():
 def test_completion_is_printed_for_each_program(shell, capsys):
     assert execute(None, ["completion", shell]) == 0
     out = capsys.readouterr().out
-    for program in ("jetfire", *(f"jetfire-{name}" for name in cli.SCRIPTS)):
+    for program in ("jetfire", *(f"jetfire-{name}" for name in SCRIPTS)):
         assert f"_{program}_COMPLETE".replace("-", "_").upper() in out
 
 
@@ -269,14 +272,14 @@ def test_completion_is_for_the_shell_in_use_and_can_be_installed(monkeypatch, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     assert execute(None, ["completion", "--install"]) == 0
     files = capsys.readouterr().out.split()
-    assert len(files) == 1 + len(cli.SCRIPTS)
+    assert len(files) == 1 + len(SCRIPTS)
     assert all("complete -o default" in Path(file).read_text() for file in files)
     monkeypatch.setenv("HOME", "/dev/null")
     assert execute(None, ["completion", "--install"]) == 2
     assert capsys.readouterr().err == "jetfire: /dev/null: File exists\n"
 
 
-@pytest.mark.parametrize("name", [None, *cli.SCRIPTS])
+@pytest.mark.parametrize("name", [None, *SCRIPTS])
 def test_short_help_and_the_version(name, capsys):
     assert execute(name, ["-h"]) == 0
     short = capsys.readouterr().out

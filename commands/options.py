@@ -1,19 +1,22 @@
 """Options of the command line, with the parsers and the completion of their values.
 
-`cli` alone uses them. Names from modules of upper floors are given by these modules' names: a
+Names from modules of upper floors are given by these modules' names: a
 module is imported only when one of its names is parsed or completed, and none of them loads torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from jetfire import __version__
 from jetfire.core.errors import UsageError, unknown
 
 Names = Callable[[], Iterable[str]]
@@ -276,3 +279,31 @@ Preset = Annotated[
     typer.Argument(metavar="PRESET", help="As for training.", autocompletion=completing(PRESETS)),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint's.")]
+
+
+def _show_version(asked: bool) -> None:
+    """Print the versions of ours and of what compiles kernels, none of which is imported."""
+    if not asked:
+        return
+    from importlib import metadata
+
+    found = []
+    for name in ("torch", "triton"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"jetfire {__version__} ({', '.join(found)}, Python {python})")
+    raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=_show_version, help="Show the versions."),
+]
+
+
+def strict(asked: bool) -> None:
+    if asked:
+        os.environ["JETFIRE_STRICT_PROFILE"] = "1"

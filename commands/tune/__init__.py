@@ -1,0 +1,20 @@
+"""`jetfire tune`, which searches, and its verbs."""
+
+import typer
+
+from jetfire.commands import options as o
+from jetfire.commands.base import Verbs
+from jetfire.commands.tune import run, show
+
+
+class TuneVerbs(Verbs):
+    what = "op", o.OPS
+
+
+app = typer.Typer(
+    cls=TuneVerbs,
+    add_completion=False,
+    help="Search tile sizes on this device, and list what was found.",
+)
+for command in (run, show):
+    app.add_typer(command.app)
