@@ -20,71 +20,48 @@ app = typer.Typer()
 def advise(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="hf:NAME, a transformers config.json, MODULE:FUNCTION (which is called), or a "
-            "preset.",
-            autocompletion=o.completing(o.MODELS, o.PRESETS),
+        o.argument(
+            "MODEL",
+            "hf:NAME, a transformers config.json, MODULE:FUNCTION (which is called), or a preset.",
+            o.MODELS,
+            o.PRESETS,
         ),
     ],
-    recipe: Annotated[
+    recipes: Annotated[
         list[str] | None,
-        typer.Option(
-            parser=o.some("--recipe"),
-            metavar="NAME,...",
-            help="Blocks to compare (int8-block32, -block64, -block128).",
-            autocompletion=o.completing(o.ADVISED),
+        o.listed(
+            "--recipe",
+            "NAME,...",
+            "Blocks to compare (int8-block32, -block64, -block128).",
+            o.ADVISED,
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=V,...", help="Sizes, as in train bench."),
+    settings: Annotated[
+        list[str] | None, o.option("--set", "KEY=V,...", "Sizes, as in train bench.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Prepared tokens for the SQNR (random ones)."),
+        Path | None, o.option("--data", "FOLDER", "Prepared tokens for the SQNR (random ones).")
     ] = None,
-    sqnr: Annotated[
-        bool, typer.Option("--sqnr/--no-sqnr", help="Compute the SQNR of the products.")
-    ] = True,
+    sqnr: Annotated[bool, o.flag("--sqnr/--no-sqnr", "Compute the SQNR of the products.")] = True,
     least: Annotated[
         float,
-        typer.Option(
+        o.number(
             "--least-sqnr",
-            parser=o.number("--least-sqnr"),
-            metavar="DB",
-            help="Keep a layer of which a product has less: 20 dB is an error of a tenth.",
+            "DB",
+            "Keep a layer of which a product has less: 20 dB is an error of a tenth.",
         ),
     ] = 20.0,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="table, json or csv.",
-            autocompletion=o.completing(("table", "json", "csv")),
-        ),
+    format: Annotated[
+        str, o.option("--format", "NAME", "table, json or csv.", ("table", "json", "csv"))
     ] = "table",
     device: o.Device = "auto",
     seed: o.Seed = 0,
     debug: o.Debug = False,
 ) -> None:
     """Say by layer what INT8 takes and loses beside BF16 and FP8, and what to convert."""
-    from jetfire.measure import plan
     from jetfire.models import options
 
-    asked = options.AdviseOptions(
-        model=model,
-        settings=set_ or (),
-        recipes=list(dict.fromkeys(plan.parse_list(recipe or []))) or options.RECIPES,
-        data=data,
-        sqnr=sqnr,
-        least=least,
-        format=format_,
-        device=device,
-        seed=seed,
-        debug=debug,
-    )
+    asked = o.collect(options.AdviseOptions, locals())
     options.check(asked)
     from jetfire.models.advise import advise as advise_on
 

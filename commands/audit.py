@@ -15,25 +15,26 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def audit(
-    op: o.Ops = None, m: o.Sizes = None, n: o.Sizes = None, k: o.Sizes = None,
-    block: o.Blocks = None, mode: o.Mode = "fwd", set_: o.Setting = None, kernel: o.Kernels = None,
+    ops: o.Ops = None,
+    m: o.M = None,
+    n: o.N = None,
+    k: o.K = None,
+    block: o.Blocks = None,
+    mode: o.Mode = "fwd",
+    settings: o.Setting = None,
+    kernels: o.Kernels = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option(parser=o.some("--arch"), metavar="SM,...",
-                     help="Architectures (80,89,90,100).",
-                     autocompletion=o.completing(o.ARCHITECTURES)),
+        o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES),
     ] = None,
     debug: o.Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Compile GPU kernels for any architecture; show registers, spills, instructions."""
     from jetfire.core.device import capability_of, target_device
-    from jetfire.measure import plan
 
-    names = plan.parse_list(kernel or [])
-    wanted = plan.parse_list(arch or ["80,89,90,100"])
-    targets = [target_device(capability_of(text)) for text in wanted]
-    request = problems.request(op or ["all"], m, n, k, None, block, mode, set_, names)
+    targets = [target_device(capability_of(text)) for text in arch or ("80", "89", "90", "100")]
+    request = problems.request(locals(), ops=ops or ["all"], mode=[mode])
     cases = problems.cases(request, 4096)
     from jetfire.bench import audit as auditor
 
-    auditor.run(cases, names, targets)
+    auditor.run(cases, kernels or (), targets)

@@ -15,17 +15,18 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="Results to compare with.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Results to judge.")],
+    before: Annotated[Path, o.argument("A.json", "Results to compare with.")],
+    after: Annotated[Path, o.argument("B.json", "Results to judge.")],
     fail_on_regression: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Exit 4 if a kernel is slower by more, e.g. 5%, broken or missing.",
+        o.option(
+            "--fail-on-regression",
+            "SHARE",
+            "Exit 4 if a kernel is slower by more, e.g. 5%, broken or missing.",
         ),
     ] = None,
     ignore_config: Annotated[
-        bool, typer.Option("--ignore-config", help="Match rows whose configs differ.")
+        bool, o.flag("--ignore-config", "Match rows whose configs differ.")
     ] = False,
     debug: o.Debug = False,
 ) -> None:

@@ -25,14 +25,13 @@ def completion_variable(program: str) -> str:
 def completion(
     shell: Annotated[
         str | None,
-        typer.Argument(metavar="SHELL", help="bash, zsh, fish, powershell or pwsh ($SHELL).",
-                       autocompletion=o.completing(o.SHELLS)),
+        o.argument("SHELL", "bash, zsh, fish, powershell or pwsh ($SHELL).", o.SHELLS),
     ] = None,
     install: Annotated[
-        bool, typer.Option("--install", help="Have the shell's start-up files load it.")
+        bool, o.flag("--install", "Have the shell's start-up files load it.")
     ] = False,
     debug: o.Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Print what completes `jetfire` and each `jetfire-X`: eval "$(jetfire completion bash)"."""
     from typer.completion import get_completion_script
     from typer.completion import install as install_script

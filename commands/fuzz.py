@@ -17,76 +17,73 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def fuzz(
-    op: o.Ops = None, kernel: o.Kernels = None,
+    ops: o.Ops = None,
+    kernels: o.Kernels = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="KERNEL", help="Compare the kernels with this one.",
-                     autocompletion=o.complete_kernel),
+        o.option(
+            "--against",
+            "KERNEL",
+            "Compare the kernels with this one.",
+            complete=o.complete_kernel,
+        ),
     ] = None,
     examples: Annotated[
         int | None,
-        typer.Option(
-            parser=o.integer("--examples", 1), metavar="INT",
-            help="Of each kernel (200; on the CPU 500, interpreted 60).",
-        ),
+        o.integer("--examples", "Of each kernel (200; on the CPU 500, interpreted 60).", 1),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h. (30m)"),
+        o.option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h. (30m)"),
     ] = None,
     largest: Annotated[
         int | None,
-        typer.Option(
-            parser=o.integer("--largest", 1), metavar="INT",
-            help="Largest size drawn (2048; on the CPU 400, interpreted 130).",
-        ),
+        o.integer("--largest", "Largest size drawn (2048; on the CPU 400, interpreted 130).", 1),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            parser=o.integer("--jobs", 1), metavar="INT",
-            help="Processes that run cases (8 a GPU, at most one for two cores; on the CPU 1).",
+        o.integer(
+            "--jobs",
+            "Processes that run cases (8 a GPU, at most one for two cores; on the CPU 1).",
+            1,
         ),
     ] = None,
     reproduce: Annotated[
-        str | None, typer.Option(metavar="ID", help="Run a saved failure again: its ID, or a file.")
+        str | None, o.option("--reproduce", "ID", "Run a saved failure again: its ID, or a file.")
     ] = None,
     load: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Python whose KERNELS join those of their ops."),
+        o.option("--load", "FILE", "Python whose KERNELS join those of their ops."),
     ] = None,
     sanitizer: Annotated[
         str | None,
-        typer.Option(
-            parser=o.choice("--sanitizer", lambda: o.SANITIZERS), metavar="TOOL",
-            autocompletion=o.completing(o.SANITIZERS),
-            help="Under compute-sanitizer: memcheck, racecheck, initcheck or synccheck.",
+        o.choice(
+            "--sanitizer",
+            "TOOL",
+            "Under compute-sanitizer: memcheck, racecheck, initcheck or synccheck.",
+            o.SANITIZERS,
         ),
     ] = None,
     device: o.Device = "auto",
     interpreter: Annotated[
-        bool, typer.Option("--interpreter", help="Triton kernels on the CPU, interpreted.")
+        bool, o.flag("--interpreter", "Triton kernels on the CPU, interpreted.")
     ] = False,
-    format_: Annotated[
-        str,
-        typer.Option("--format", parser=o.choice("--format", lambda: ("table", "json")),
-                     metavar="NAME", help="table or json.",
-                     autocompletion=o.completing(("table", "json"))),
+    format: Annotated[
+        str, o.choice("--format", "NAME", "table or json.", ("table", "json"))
     ] = "table",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as JSON.")
-    ] = None,
-    seed: o.Seed = 0, debug: o.Debug = False, version: o.Version = False,
-) -> None:  # fmt: skip
+    output: Annotated[Path | None, o.option("--output -o", "FILE", "Save as JSON.")] = None,
+    seed: o.Seed = 0,
+    debug: o.Debug = False,
+    version: o.Version = False,
+) -> None:
     """Random problems, configs, values and layouts against the reference; failures are saved."""
     from jetfire.core import device as devices
     from jetfire.measure import plan
 
     devices.check_name(device)
-    chosen = [found.name for found in plan.choose_ops(op or ["all"])]
-    kernels = plan.parse_list(kernel or [])
+    chosen = [found.name for found in plan.choose_ops(ops or ["all"])]
     if not load:  # or it may bring them
-        plan.check_kernels(chosen, [*kernels, *([against] if against else [])])
+        plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
     budget_s = None if budget is None else o.duration("--budget", budget)
     if interpreter and device not in ("auto", "cpu"):
         raise UsageError(f"--interpreter --device {device}: expected cpu, where it interprets")
@@ -98,10 +95,4 @@ def fuzz(
     if reproduce is not None:
         command.reproduce(reproduce, device, load or (), sanitizer)
         return
-    command.fuzz(
-        command.FuzzOptions(
-            ops=chosen if op else (), kernels=kernels, against=against,
-            examples=examples, largest=largest, seed=seed, budget_s=budget_s, jobs=jobs,
-            device=device, load=load or (), sanitizer=sanitizer, format=format_, output=output,
-        )
-    )  # fmt: skip
+    command.fuzz(o.collect(command.FuzzOptions, locals(), ops=chosen if ops else ()))

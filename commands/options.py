@@ -1,18 +1,21 @@
-"""Options of the command line, with the parsers and the completion of their values.
+"""What the commands have in common: their options, and the parsers and completion of values.
 
-Names from modules of upper floors are given by these modules' names: a
-module is imported only when one of its names is parsed or completed, and none of them loads torch.
+An option of several commands is declared here, as a type; that of a single command stands there,
+made by the same functions. A parameter is called as the field of the options class that it fills
+(`collect`). Names from modules of upper floors are given by these modules' names: a module is
+imported only when one of its names is parsed or completed, and none of them loads torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,13 +23,30 @@ from jetfire import __version__
 from jetfire.core.errors import UsageError, unknown
 
 Names = Callable[[], Iterable[str]]
+Options = TypeVar("Options")
 MOST = 2**62
 
 
-def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
+def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Options:
+    """Return an options class's value of a command's arguments.
+
+    Args:
+        given: the arguments by name. One that was not given, None, leaves the field's default; what
+            is no field's is passed over.
+        more: fields that are not taken as they were given.
+    """
+    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    found = {name: given[name] for name in names & given.keys() if given[name] is not None}
+    return options(**found | more)
+
+
+# Parsers.
+
+
+def parse_integer(option: str, least: int = -MOST) -> Callable[[str], int]:
     """Return a parser of one option's integer, whose error names the option and the text."""
 
-    def parse(text: str | int) -> int:
+    def parse(text: str) -> int:
         # int() also takes underscores and the digits of every script. Typer parses defaults too.
         if not re.fullmatch(r"[+-]?[0-9]{1,99}", str(text).strip()):
             raise UsageError(f"{option} {text}: expected an integer")
@@ -40,18 +60,18 @@ def integer(option: str, least: int = -MOST) -> Callable[[str | int], int]:
     return parse
 
 
-def choice(option: str, names: Names) -> Callable[[str], str]:
+def parse_choice(option: str, known: Sequence[str]) -> Callable[[str], str]:
     """Return a parser of one option's name, whose error suggests the nearest known one."""
 
     def parse(text: str) -> str:
-        if text not in (known := list(names())):
+        if text not in known:
             raise unknown(f"{option} {text}", text, known)
         return text
 
     return parse
 
 
-def number(option: str) -> Callable[[str], float]:
+def parse_number(option: str) -> Callable[[str], float]:
     """Return a parser of one option's number, finite and not below 0."""
 
     def parse(text: str) -> float:
@@ -66,13 +86,15 @@ def number(option: str) -> Callable[[str], float]:
     return parse
 
 
-def some(option: str) -> Callable[[str], str]:
-    """Return a parser of one option's list, which refuses an empty one."""
+def parse_list(option: str) -> Callable[[list[str] | None], list[str] | None]:
+    """Return what makes one list of an option's values, given several times or with commas."""
 
-    def parse(text: str) -> str:
-        if not text.strip(" ,"):
-            raise UsageError(f"{option} {text!r}: expected a name, or several with commas")
-        return text
+    def parse(texts: list[str] | None) -> list[str] | None:
+        for text in texts or ():
+            if not text.strip(" ,"):
+                raise UsageError(f"{option} {text!r}: expected a name, or several with commas")
+        parts = [part.strip() for text in texts or () for part in text.split(",")]
+        return [part for part in dict.fromkeys(parts) if part] or None
 
     return parse
 
@@ -95,11 +117,6 @@ def shard(text: str | None) -> tuple[int, int]:
     if not found or int(found[1]) >= int(found[2]):
         raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
     return int(found[1]), int(found[2])
-
-
-def joined(texts: Sequence[str] | None) -> str | None:
-    """Return the values of a repeated option as one list; None where it was not given."""
-    return ",".join(texts) if texts else None
 
 
 # Names, and their completion. In a list that is the last name's: ``gemm,qu`` to ``gemm,quantize``.
@@ -159,126 +176,81 @@ def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a kernel of the given ops, or of all ops where none is given."""
     from jetfire.core import registry
 
-    words = ",".join(ctx.params.get("op") or ()).replace("-", "_").split(",")
+    words = [name.replace("-", "_") for name in ctx.params.get("ops") or ()]
     chosen = [op for op in registry.names() if op in words] or registry.names()
     return _beginning(
         sorted({name for op in chosen for name in registry.kernel_names(op)}), incomplete
     )
 
 
-# Options and arguments of several commands.
+# Declarations: what stands in `Annotated` beside a parameter's type.
 
-SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
-Ops = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="OP...", help="Ops by name, or [b]all[/b].", autocompletion=completing(OPS)
-    ),
-]
-Sizes = Annotated[list[str] | None, typer.Option(metavar="SIZES", help=f"As in bench: {SIZE}.")]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option(
-        parser=some("--block"),
-        metavar="B,...",
-        help="Block sizes.",
-        autocompletion=completing(("32", "64", "128")),
-    ),
-]
-Setting = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=V,...", help="Any other problem field.")
-]
-Workload = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="A model's shapes.", autocompletion=completing(WORKLOADS)),
-]
-Mode = Annotated[
-    str,
-    typer.Option(metavar="fwd|bwd", help="Direction.", autocompletion=completing(("fwd", "bwd"))),
-]
-Kernels = Annotated[
-    list[str] | None,
-    typer.Option(
-        parser=some("--kernel"),
-        metavar="NAME",
-        help="Only these kernels.",
-        autocompletion=complete_kernel,
-    ),
-]
-Peers = Annotated[
-    list[str] | None,
-    typer.Option(
-        parser=some("--peer"),
-        metavar="NAME",
-        help="Only these peers; none for none.",
-        autocompletion=completing(PEERS),
-    ),
-]
-Data = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="The inputs' distribution; list has them.",
-        autocompletion=completing(DATA),
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:N.",
-        autocompletion=completing(("auto", "cpu", "cuda")),
-    ),
-]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        help="table, json, csv or md (table).",
-        autocompletion=completing(FORMATS),
-    ),
-]
-Rows = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save as .json/.csv/.md.")
-]
-Append = Annotated[
-    bool, typer.Option("--append", help="Add to -o FILE.json, replacing the same rows.")
-]
-Seed = Annotated[int, typer.Option(parser=integer("--seed"), metavar="INT", help="Seed.")]
-Trials = Annotated[
-    int | None,
-    typer.Option(
-        parser=integer("--trials", 1),
-        metavar="INT",
-        help="Configs a kernel and problem, those of earlier runs included (40).",
-    ),
-]
-Budget = Annotated[
-    str, typer.Option(metavar="TIME", help="Wall-clock time in all: 90, 90s, 10m, 1h.")
-]
-Missing = Annotated[
-    bool, typer.Option("--missing", help="Only what has no profile yet, or a stale one.")
-]
-Shard = Annotated[
-    str | None,
-    typer.Option(metavar="I/N", help="Only every Nth problem, from the Ith (0/4 to 3/4)."),
-]
-Strategy = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="tpe, gp, random or exhaustive.", autocompletion=completing(STRATEGIES)
-    ),
-]
-StrictProfile = Annotated[
-    bool, typer.Option("--strict-profile", help="Fail where no profile was tuned for a problem.")
-]
-Preset = Annotated[
-    str,
-    typer.Argument(metavar="PRESET", help="As for training.", autocompletion=completing(PRESETS)),
-]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint's.")]
+
+def option(
+    flags: str,
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+    parser: Callable[[str], Any] | None = None,
+    callback: Callable[..., Any] | None = None,
+) -> Any:
+    """Return the declaration of an option that takes a value.
+
+    Args:
+        flags: its names, such as ``--output -o``.
+        known: the names by which a shell completes the value; else `complete` finds them.
+        parser: makes the value of its text; callback: of what was given, several times or not.
+    """
+    return typer.Option(
+        *flags.split(),
+        metavar=metavar,
+        help=help,
+        autocompletion=completing(*known) if known else complete,
+        parser=parser,
+        callback=callback,
+    )
+
+
+def argument(metavar: str, help: str, *known: Names | Sequence[str]) -> Any:
+    """Return the declaration of a word without a flag; `known` as in `option`."""
+    complete = completing(*known) if known else None
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete)
+
+
+def flag(name: str, help: str, callback: Callable[[bool], None] | None = None) -> Any:
+    """Return the declaration of an option that is given or not."""
+    return typer.Option(name, help=help, callback=callback)
+
+
+def integer(name: str, help: str, least: int = -MOST, metavar: str = "INT") -> Any:
+    """Return the declaration of an option that takes an integer."""
+    return option(name, metavar, help, parser=parse_integer(name, least))
+
+
+def number(name: str, metavar: str, help: str) -> Any:
+    """Return the declaration of an option that takes a number, finite and not below 0."""
+    return option(name, metavar, help, parser=parse_number(name))
+
+
+def choice(name: str, metavar: str, help: str, known: Sequence[str]) -> Any:
+    """Return the declaration of an option that takes one of a few names."""
+    return option(name, metavar, help, known, parser=parse_choice(name, known))
+
+
+def listed(
+    name: str,
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+) -> Any:
+    """Return the declaration of an option that takes names, several times or with commas."""
+    parse = parse_list(name)
+    return option(name, metavar, help, *known, complete=complete, callback=parse)
+
+
+# Options and arguments of several commands.
 
 
 def _show_version(asked: bool) -> None:
@@ -298,12 +270,63 @@ def _show_version(asked: bool) -> None:
     raise typer.Exit
 
 
+def _be_strict(asked: bool) -> None:
+    """Have a missing profile be an error, here and in the processes that are started."""
+    if asked:
+        os.environ["JETFIRE_STRICT_PROFILE"] = "1"
+
+
+SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
 Version = Annotated[
     bool,
     typer.Option("--version", is_eager=True, callback=_show_version, help="Show the versions."),
 ]
-
-
-def strict(asked: bool) -> None:
-    if asked:
-        os.environ["JETFIRE_STRICT_PROFILE"] = "1"
+Debug = Annotated[bool, flag("--debug", "Show a traceback where something fails.")]
+StrictProfile = Annotated[
+    bool,
+    flag("--strict-profile", "Fail where no profile was tuned for a problem.", callback=_be_strict),
+]
+DryBench = Annotated[bool, flag("--dry-run", "Show what would be measured.")]
+DryTune = Annotated[bool, flag("--dry-run", "Show what would be searched.")]
+Ops = Annotated[list[str] | None, argument("OP...", "Ops by name, or [b]all[/b].", OPS)]
+M = Annotated[list[str] | None, option("--m", "SIZES", f"As in bench: {SIZE}.")]
+N = Annotated[list[str] | None, option("--n", "SIZES", f"As in bench: {SIZE}.")]
+K = Annotated[list[str] | None, option("--k", "SIZES", f"As in bench: {SIZE}.")]
+Workload = Annotated[str | None, option("--workload", "NAME", "A model's shapes.", WORKLOADS)]
+Blocks = Annotated[
+    list[str] | None, listed("--block", "B,...", "Block sizes.", ("32", "64", "128"))
+]
+Mode = Annotated[str, option("--mode", "fwd|bwd", "Direction.", ("fwd", "bwd"))]
+Setting = Annotated[list[str] | None, option("--set", "FIELD=V,...", "Any other problem field.")]
+Kernels = Annotated[
+    list[str] | None,
+    listed("--kernel", "NAME", "Only these kernels.", complete=complete_kernel),
+]
+Peers = Annotated[
+    list[str] | None, listed("--peer", "NAME", "Only these peers; none for none.", PEERS)
+]
+Data = Annotated[str, option("--data", "NAME", "The inputs' distribution; list has them.", DATA)]
+Device = Annotated[
+    str, option("--device", "NAME", "auto, cpu, cuda or cuda:N.", ("auto", "cpu", "cuda"))
+]
+Format = Annotated[
+    str | None, option("--format", "NAME", "table, json, csv or md (table).", FORMATS)
+]
+Rows = Annotated[Path | None, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
+Append = Annotated[bool, flag("--append", "Add to -o FILE.json, replacing the same rows.")]
+Seed = Annotated[int, integer("--seed", "Seed.")]
+Trials = Annotated[
+    int | None,
+    integer("--trials", "Configs a kernel and problem, those of earlier runs included (40).", 1),
+]
+Budget = Annotated[str, option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h.")]
+Missing = Annotated[bool, flag("--missing", "Only what has no profile yet, or a stale one.")]
+Shard = Annotated[
+    str | None, option("--shard", "I/N", "Only every Nth problem, from the Ith (0/4 to 3/4).")
+]
+Strategy = Annotated[
+    str, option("--strategy", "NAME", "tpe, gp, random or exhaustive.", STRATEGIES)
+]
+Preset = Annotated[str, argument("PRESET", "As for training.", PRESETS)]
+Steps = Annotated[int | None, integer("--steps", "Optimizer steps.", 1)]
+Run = Annotated[Path, argument("RUN", "A run's folder, or a checkpoint's.")]

@@ -660,8 +660,7 @@ def test_the_command_tunes_just_the_problem(problem):
     assert script == "jetfire-tune"
     command = typer.main.get_command(cli.app).commands["tune"].commands["run"]
     given = command.make_context("tune", words).params
-    names = ("op", "m", "n", "k", "workload", "block", "mode", "set_")
-    request = problems.request(*(given[name] for name in names), kernels=())
+    request = problems.request(given, mode=[given["mode"]])
     assert problems.cases(request, 4096) == [Case(op, problem)]
 
 

@@ -13,12 +13,10 @@ from jetfire.commands.base import Command
 app = typer.Typer()
 
 
-@app.command(name="export", cls=Command)
-def export_weights(
+@app.command(cls=Command)
+def export(
     run: o.Run,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="For the weights.")
-    ],
+    output: Annotated[Path, o.option("--output -o", "FOLDER", "For the weights.")],
     debug: o.Debug = False,
 ) -> None:
     """Write a run's weights as transformers' GPT-2 reads them."""

@@ -15,10 +15,8 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders or logs.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help=".png, .svg, .pdf or .html.")
-    ],
+    runs: Annotated[list[Path], o.argument("RUN...", "Runs' folders or logs.")],
+    output: Annotated[Path, o.option("--output -o", "FILE", ".png, .svg, .pdf or .html.")],
     debug: o.Debug = False,
 ) -> None:
     """Draw loss curves of runs over each other."""

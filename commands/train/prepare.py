@@ -17,32 +17,35 @@ app = typer.Typer()
 def prepare(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME|PATH...", help="python, shakespeare, shakespeare-char, "
-                       "openwebtext; text files and folders of them.",
-                       autocompletion=o.completing(o.CORPORA)),
+        o.argument(
+            "NAME|PATH...",
+            "python, shakespeare, shakespeare-char, openwebtext; text files and folders of them.",
+            o.CORPORA,
+        ),
     ],
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="byte, char or gpt2 (what that text usually gets).",
-                     autocompletion=o.completing(o.TOKENIZERS)),
+        o.option(
+            "--tokenizer", "NAME", "byte, char or gpt2 (what that text usually gets).", o.TOKENIZERS
+        ),
     ] = None,
     vocabulary: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="With GPT-2's encoder.json and vocab.bpe, instead of "
-                     "a download."),
+        o.option(
+            "--vocabulary",
+            "FOLDER",
+            "With GPT-2's encoder.json and vocab.bpe, instead of a download.",
+        ),
     ] = None,
-    from_: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="PATH", help="A local copy of what would be downloaded."),
+    source: Annotated[
+        Path | None, o.option("--from", "PATH", "A local copy of what would be downloaded.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="For the tokens (the cache, or "
-                     "beside you)."),
+        Path | None, o.option("--output -o", "FOLDER", "For the tokens (the cache, or beside you).")
     ] = None,
     debug: o.Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Turn text into tokens that training maps into memory; prints their folder."""
-    from jetfire.gpt2.prepare import run as prepare_text
+    from jetfire.gpt2.prepare import run
 
-    prepare_text(names, tokenizer, vocabulary, from_, output)
+    run(names, tokenizer, vocabulary, source, output)

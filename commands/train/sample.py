@@ -16,24 +16,17 @@ app = typer.Typer()
 def sample(
     run: o.Run,
     prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="What the text begins with (a new document).")
+        str, o.option("--prompt", "TEXT", "What the text begins with (a new document).")
     ] = "",
-    tokens: Annotated[
-        int,
-        typer.Option(parser=o.integer("--tokens", 1), metavar="INT", help="How many to write."),
-    ] = 200,
+    tokens: Annotated[int, o.integer("--tokens", "How many to write.", 1)] = 200,
     temperature: Annotated[
-        float,
-        typer.Option(parser=o.number("--temperature"), metavar="T", help="0 takes the likeliest "
-                     "token."),
+        float, o.number("--temperature", "T", "0 takes the likeliest token.")
     ] = 0.8,
-    top_k: Annotated[
-        int,
-        typer.Option(parser=o.integer("--top-k", 1), metavar="INT", help="Draw among so many of "
-                     "the likeliest."),
-    ] = 200,
-    device: o.Device = "auto", seed: o.Seed = 0, debug: o.Debug = False,
-) -> None:  # fmt: skip
+    top_k: Annotated[int, o.integer("--top-k", "Draw among so many of the likeliest.", 1)] = 200,
+    device: o.Device = "auto",
+    seed: o.Seed = 0,
+    debug: o.Debug = False,
+) -> None:
     """Write text with a run's model."""
     from jetfire.core import device as devices
     from jetfire.gpt2.options import no_run
@@ -43,5 +36,6 @@ def sample(
         raise no_run(run)
     from jetfire.gpt2 import command
 
-    command.sample(run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed,
-                   device=device)  # fmt: skip
+    command.sample(
+        run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, device=device
+    )

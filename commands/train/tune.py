@@ -12,44 +12,46 @@ from jetfire.commands.base import Command
 app = typer.Typer()
 
 
-@app.command(name="tune", cls=Command)
-def _tune_training(
+@app.command(cls=Command)
+def tune(
     preset: o.Preset,
-    recipe: Annotated[
+    recipes: Annotated[
         list[str] | None,
-        typer.Option(parser=o.some("--recipe"), metavar="NAME,...",
-                     help="As for training, but bf16 (int8).",
-                     autocompletion=o.completing(o.MEASURED)),
+        o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=V,...", help="As for training.")
+    settings: Annotated[
+        list[str] | None, o.option("--set", "KEY=V,...", "As for training.")
     ] = None,
-    data: Annotated[
+    corpus: Annotated[
         str | None,
-        typer.Option(metavar="NAME|PATH", help="As for training; its vocabulary alone matters.",
-                     autocompletion=o.completing(o.CORPORA)),
+        o.option(
+            "--data", "NAME|PATH", "As for training; its vocabulary alone matters.", o.CORPORA
+        ),
     ] = None,
-    budget: o.Budget = "10m", trials: o.Trials = None, missing: o.Missing = False,
-    shard: o.Shard = None, strategy: o.Strategy = "tpe", peer: o.Peers = None,
+    budget: o.Budget = "10m",
+    trials: o.Trials = None,
+    missing: o.Missing = False,
+    shard: o.Shard = None,
+    strategy: o.Strategy = "tpe",
+    peers: o.Peers = None,
     device: o.Device = "auto",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be searched.")
-    ] = False,
+    dry_run: o.DryTune = False,
     debug: o.Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
     from jetfire.gpt2.cases import runs_of
     from jetfire.measure import plan
     from jetfire.tuner import options
 
-    peers = plan.parse_list(peer or [])
-    asked = options.TuneOptions(
-        cases=(), kernels=(), device=device, budget_s=o.duration("--budget", budget), trials=trials,
-        strategy=strategy, peers=[] if peers == ["none"] else (peers or None), missing=missing,
-        shard=o.shard(shard), dry_run=dry_run,
-    )  # fmt: skip
+    asked = o.collect(
+        options.TuneOptions,
+        locals(),
+        budget_s=o.duration("--budget", budget),
+        peers=plan.kept_peers(peers),
+        shard=o.shard(shard),
+    )
     options.check(asked)
-    runs = runs_of(preset, plan.parse_list(recipe or []), set_ or (), data)
+    runs = runs_of(preset, recipes or (), settings or (), corpus)
     from jetfire.gpt2 import tuning
 
     tuning.run(asked, runs)
