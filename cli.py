@@ -29,12 +29,12 @@ from jetfire.commands import (
     completion,
     export,
     fuzz,
-    listing,
     train,
     tune,
 )
+from jetfire.commands import list as list_
 from jetfire.commands import options as o
-from jetfire.commands.base import Commands
+from jetfire.commands.base import Commands, add
 from jetfire.commands.completion import completion_variable
 from jetfire.core import broken, files, terminal
 from jetfire.core.errors import JetfireError, JetfireWarning, refused, unknown
@@ -49,8 +49,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok · 1 internal error · 2 usage · 3 wrong result · 4 performance "
     "regression · 5 no such device · 6 timeout · 130 interrupted.",
 )
-for command in (bench, compare, listing, fuzz, export, advise, audit, completion):
-    app.add_typer(command.app)
+add(app, bench, compare, list_, fuzz, export, advise, audit, completion)
 app.add_typer(tune.app, name="tune")
 app.add_typer(train.app, name="train")
 

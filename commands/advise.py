@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire advise hf:gpt2-350m --set batch=16 --format json"
 
 
-@app.command(
-    cls=Command,
-    epilog="Example: jetfire advise hf:gpt2-350m --set batch=16 --format json",
-)
-def advise(
+def run(
     model: Annotated[
         str,
         o.argument(
@@ -28,7 +20,7 @@ def advise(
         ),
     ],
     recipes: Annotated[
-        list[str] | None,
+        o.Texts,
         o.listed(
             "--recipe",
             "NAME,...",
@@ -37,10 +29,10 @@ def advise(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, o.option("--set", "KEY=V,...", "Sizes, as in train bench.")
+        o.Texts, o.option("--set", "KEY=V,...", "Sizes, as in train bench.")
     ] = None,
     data: Annotated[
-        Path | None, o.option("--data", "FOLDER", "Prepared tokens for the SQNR (random ones).")
+        o.File, o.option("--data", "FOLDER", "Prepared tokens for the SQNR (random ones).")
     ] = None,
     sqnr: Annotated[bool, o.flag("--sqnr/--no-sqnr", "Compute the SQNR of the products.")] = True,
     least: Annotated[
@@ -63,6 +55,6 @@ def advise(
 
     asked = o.collect(options.AdviseOptions, locals())
     options.check(asked)
-    from jetfire.models.advise import advise as advise_on
+    from jetfire.models import advise
 
-    advise_on(asked)
+    advise.advise(asked)

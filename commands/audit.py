@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
 from jetfire.commands import problems
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire audit gemm --arch 90"
 
 
-@app.command(cls=Command)
-def audit(
+def run(
     ops: o.Ops = None,
     m: o.M = None,
     n: o.N = None,
@@ -24,8 +20,7 @@ def audit(
     settings: o.Setting = None,
     kernels: o.Kernels = None,
     arch: Annotated[
-        list[str] | None,
-        o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES),
+        o.Texts, o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES)
     ] = None,
     debug: o.Debug = False,
 ) -> None:
@@ -35,6 +30,6 @@ def audit(
     targets = [target_device(capability_of(text)) for text in arch or ("80", "89", "90", "100")]
     request = problems.request(locals(), ops=ops or ["all"], mode=[mode])
     cases = problems.cases(request, 4096)
-    from jetfire.bench import audit as auditor
+    from jetfire.bench import audit
 
-    auditor.run(cases, kernels or (), targets)
+    audit.run(cases, kernels or (), targets)

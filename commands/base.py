@@ -1,17 +1,19 @@
-"""The kinds of commands: those with options, those with verbs, and `jetfire` itself."""
+"""The kinds of commands, and how a module becomes one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jetfire.commands import options as o
 from jetfire.core import terminal
 from jetfire.core.errors import UsageError, nearest, unknown
 
-RUN = "run"
+RUN = "run"  # the module, and so the command, of what a group does without a verb
 
 
 class Command(TyperCommand):
@@ -82,3 +84,12 @@ class OwnCommand(Command):
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace(f" {RUN} ", " ")
+
+
+def add(app: typer.Typer, *modules: ModuleType) -> None:
+    """Add commands, each called as its module, of which `run` is run and `EPILOG` ends the help."""
+    for module in modules:
+        name = module.__name__.rpartition(".")[2]
+        own = name == RUN
+        kind = OwnCommand if own else Command
+        app.command(name, cls=kind, hidden=own, epilog=module.EPILOG)(module.run)

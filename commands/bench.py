@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire bench gemm --m 4096 --block 32 -o gemm.json"
 
 
-@app.command(cls=Command)
-def bench(
+def run(
     ops: o.Ops = None,
     m: Annotated[
-        list[str] | None, o.option("--m", "SIZES", f"Rows: {o.SIZE}. (4096; on the CPU 512)")
+        o.Texts, o.option("--m", "SIZES", f"Rows: {o.SIZE}. (4096; on the CPU 512)")
     ] = None,
-    n: Annotated[list[str] | None, o.option("--n", "SIZES", "Columns (as m).")] = None,
-    k: Annotated[list[str] | None, o.option("--k", "SIZES", "Inner size (as m).")] = None,
+    n: Annotated[o.Texts, o.option("--n", "SIZES", "Columns (as m).")] = None,
+    k: Annotated[o.Texts, o.option("--k", "SIZES", "Inner size (as m).")] = None,
     workload: o.Workload = None,
     block: o.Blocks = None,
     mode: Annotated[
-        list[str] | None, o.listed("--mode", "fwd|bwd", "Direction (fwd).", ("fwd", "bwd"))
+        o.Texts, o.listed("--mode", "fwd|bwd", "Direction (fwd).", ("fwd", "bwd"))
     ] = None,
     settings: o.Setting = None,
     kernels: o.Kernels = None,
-    config: Annotated[
-        list[str] | None, o.option("--config", "FIELD=V", "Override a config field.")
-    ] = None,
+    config: Annotated[o.Texts, o.option("--config", "FIELD=V", "Override a config field.")] = None,
     peers: o.Peers = None,
     data: o.Data = "normal",
     device: o.Device = "auto",
@@ -38,10 +31,10 @@ def bench(
     output: o.Rows = None,
     append: o.Append = False,
     plot: Annotated[
-        Path | None, o.option("--plot", "FILE", "Draw the rows: .png, .svg or .pdf.")
+        o.File, o.option("--plot", "FILE", "Draw the rows: .png, .svg or .pdf.")
     ] = None,
     suite: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--suite",
             "NAME",
@@ -56,7 +49,7 @@ def bench(
     dry_run: o.DryBench = False,
     seed: o.Seed = 0,
     rounds: Annotated[
-        int | None, o.integer("--rounds", "Samples a row (20; on the CPU 7).", 1)
+        o.Count, o.integer("--rounds", "Samples a row (20; on the CPU 7).", 1)
     ] = None,
     remeasure_peaks: Annotated[
         bool, o.flag("--remeasure-peaks", "Measure the device's peaks anew.")

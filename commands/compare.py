@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire compare before.json after.json --fail-on-regression 5%"
 
 
-@app.command(cls=Command)
-def compare(
+def run(
     before: Annotated[Path, o.argument("A.json", "Results to compare with.")],
     after: Annotated[Path, o.argument("B.json", "Results to judge.")],
     fail_on_regression: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--fail-on-regression",
             "SHARE",
@@ -31,6 +27,6 @@ def compare(
     debug: o.Debug = False,
 ) -> None:
     """Match the rows of two results files and show what got faster and slower."""
-    from jetfire.bench.compare import compare as compare_files
+    from jetfire.bench import compare
 
-    compare_files(before, after, fail_on_regression, config=not ignore_config)
+    compare.compare(before, after, fail_on_regression, config=not ignore_config)

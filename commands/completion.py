@@ -6,13 +6,10 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 from jetfire.core.errors import unknown
 
-app = typer.Typer()
+EPILOG = 'Example: eval "$(jetfire completion bash)"'
 SCRIPTS = ("bench", "tune", "fuzz", "export", "train")  # pyproject.toml has a jetfire-X for each
 
 
@@ -21,11 +18,9 @@ def completion_variable(program: str) -> str:
     return f"_{program}_COMPLETE".replace("-", "_").upper()
 
 
-@app.command(cls=Command)
-def completion(
+def run(
     shell: Annotated[
-        str | None,
-        o.argument("SHELL", "bash, zsh, fish, powershell or pwsh ($SHELL).", o.SHELLS),
+        o.Text, o.argument("SHELL", "bash, zsh, fish, powershell or pwsh ($SHELL).", o.SHELLS)
     ] = None,
     install: Annotated[
         bool, o.flag("--install", "Have the shell's start-up files load it.")

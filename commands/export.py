@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from jetfire.commands import options as o
 from jetfire.commands import problems
-from jetfire.commands.base import Command
 from jetfire.core.errors import UsageError
 
-app = typer.Typer()
+EPILOG = "Example: jetfire export gemm --m 4096 -o out"
 
 
-@app.command(cls=Command)
-def export(
+def run(
     ops: o.Ops = None,
     m: o.M = None,
     n: o.N = None,
@@ -27,16 +22,13 @@ def export(
     mode: o.Mode = "fwd",
     settings: o.Setting = None,
     kernel: Annotated[
-        str | None,
+        o.Text,
         o.option(
-            "--kernel",
-            "NAME",
-            "A GPU kernel (the fastest tuned one).",
-            complete=o.complete_kernel,
+            "--kernel", "NAME", "A GPU kernel (the fastest tuned one).", complete=o.complete_kernel
         ),
     ] = None,
     target: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--target",
             "NAME",
@@ -49,10 +41,9 @@ def export(
         str, o.option("--arch", "SM", "Architecture, e.g. 9.0a.", o.ARCHITECTURES)
     ] = "9.0a",
     name: Annotated[
-        str | None,
-        o.option("--name", "NAME", "Of function, library and package (jetfire_OP)."),
+        o.Text, o.option("--name", "NAME", "Of function, library and package (jetfire_OP).")
     ] = None,
-    folder: Annotated[Path | None, o.option("--output -o", "DIR", "A new or empty folder.")] = None,
+    folder: Annotated[o.File, o.option("--output -o", "DIR", "A new or empty folder.")] = None,
     check: Annotated[bool, o.flag("--check/--no-check", "Build and test what was written.")] = True,
     debug: o.Debug = False,
     version: o.Version = False,

@@ -6,42 +6,33 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 from jetfire.core.errors import UsageError
 
-app = typer.Typer()
+EPILOG = "Example: jetfire fuzz quantize gemm --examples 500"
 
 
-@app.command(cls=Command)
-def fuzz(
+def run(
     ops: o.Ops = None,
     kernels: o.Kernels = None,
     against: Annotated[
-        str | None,
+        o.Text,
         o.option(
-            "--against",
-            "KERNEL",
-            "Compare the kernels with this one.",
-            complete=o.complete_kernel,
+            "--against", "KERNEL", "Compare the kernels with this one.", complete=o.complete_kernel
         ),
     ] = None,
     examples: Annotated[
-        int | None,
-        o.integer("--examples", "Of each kernel (200; on the CPU 500, interpreted 60).", 1),
+        o.Count, o.integer("--examples", "Of each kernel (200; on the CPU 500, interpreted 60).", 1)
     ] = None,
     budget: Annotated[
-        str | None,
-        o.option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h. (30m)"),
+        o.Text, o.option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h. (30m)")
     ] = None,
     largest: Annotated[
-        int | None,
+        o.Count,
         o.integer("--largest", "Largest size drawn (2048; on the CPU 400, interpreted 130).", 1),
     ] = None,
     jobs: Annotated[
-        int | None,
+        o.Count,
         o.integer(
             "--jobs",
             "Processes that run cases (8 a GPU, at most one for two cores; on the CPU 1).",
@@ -49,14 +40,14 @@ def fuzz(
         ),
     ] = None,
     reproduce: Annotated[
-        str | None, o.option("--reproduce", "ID", "Run a saved failure again: its ID, or a file.")
+        o.Text, o.option("--reproduce", "ID", "Run a saved failure again: its ID, or a file.")
     ] = None,
     load: Annotated[
         list[Path] | None,
         o.option("--load", "FILE", "Python whose KERNELS join those of their ops."),
     ] = None,
     sanitizer: Annotated[
-        str | None,
+        o.Text,
         o.choice(
             "--sanitizer",
             "TOOL",
@@ -71,7 +62,7 @@ def fuzz(
     format: Annotated[
         str, o.choice("--format", "NAME", "table or json.", ("table", "json"))
     ] = "table",
-    output: Annotated[Path | None, o.option("--output -o", "FILE", "Save as JSON.")] = None,
+    output: Annotated[o.File, o.option("--output -o", "FILE", "Save as JSON.")] = None,
     seed: o.Seed = 0,
     debug: o.Debug = False,
     version: o.Version = False,

@@ -31,8 +31,8 @@ def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Op
     """Return an options class's value of a command's arguments.
 
     Args:
-        given: the arguments by name. One that was not given, None, leaves the field's default; what
-            is no field's is passed over.
+        given: the arguments by name, as `locals` has them. None leaves the field's default, and what
+            is no field's name is passed over.
         more: fields that are not taken as they were given.
     """
     names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a kernel of the given ops, or of all ops where none is given."""
     from jetfire.core import registry
 
-    words = [name.replace("-", "_") for name in ctx.params.get("ops") or ()]
+    words = ",".join(ctx.params.get("ops") or ()).replace("-", "_").split(",")
     chosen = [op for op in registry.names() if op in words] or registry.names()
     return _beginning(
         sorted({name for op in chosen for name in registry.kernel_names(op)}), incomplete
@@ -276,6 +276,11 @@ def _be_strict(asked: bool) -> None:
         os.environ["JETFIRE_STRICT_PROFILE"] = "1"
 
 
+# Types of what may not be given, which is None then.
+Text = str | None
+Texts = list[str] | None
+File = Path | None
+Count = int | None
 SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
 Version = Annotated[
     bool,
@@ -288,45 +293,38 @@ StrictProfile = Annotated[
 ]
 DryBench = Annotated[bool, flag("--dry-run", "Show what would be measured.")]
 DryTune = Annotated[bool, flag("--dry-run", "Show what would be searched.")]
-Ops = Annotated[list[str] | None, argument("OP...", "Ops by name, or [b]all[/b].", OPS)]
-M = Annotated[list[str] | None, option("--m", "SIZES", f"As in bench: {SIZE}.")]
-N = Annotated[list[str] | None, option("--n", "SIZES", f"As in bench: {SIZE}.")]
-K = Annotated[list[str] | None, option("--k", "SIZES", f"As in bench: {SIZE}.")]
-Workload = Annotated[str | None, option("--workload", "NAME", "A model's shapes.", WORKLOADS)]
-Blocks = Annotated[
-    list[str] | None, listed("--block", "B,...", "Block sizes.", ("32", "64", "128"))
-]
+Ops = Annotated[Texts, argument("OP...", "Ops by name, or [b]all[/b].", OPS)]
+M = Annotated[Texts, option("--m", "SIZES", f"As in bench: {SIZE}.")]
+N = Annotated[Texts, option("--n", "SIZES", f"As in bench: {SIZE}.")]
+K = Annotated[Texts, option("--k", "SIZES", f"As in bench: {SIZE}.")]
+Workload = Annotated[Text, option("--workload", "NAME", "A model's shapes.", WORKLOADS)]
+Blocks = Annotated[Texts, listed("--block", "B,...", "Block sizes.", ("32", "64", "128"))]
 Mode = Annotated[str, option("--mode", "fwd|bwd", "Direction.", ("fwd", "bwd"))]
-Setting = Annotated[list[str] | None, option("--set", "FIELD=V,...", "Any other problem field.")]
+Setting = Annotated[Texts, option("--set", "FIELD=V,...", "Any other problem field.")]
 Kernels = Annotated[
-    list[str] | None,
-    listed("--kernel", "NAME", "Only these kernels.", complete=complete_kernel),
+    Texts, listed("--kernel", "NAME", "Only these kernels.", complete=complete_kernel)
 ]
-Peers = Annotated[
-    list[str] | None, listed("--peer", "NAME", "Only these peers; none for none.", PEERS)
-]
+Peers = Annotated[Texts, listed("--peer", "NAME", "Only these peers; none for none.", PEERS)]
 Data = Annotated[str, option("--data", "NAME", "The inputs' distribution; list has them.", DATA)]
 Device = Annotated[
     str, option("--device", "NAME", "auto, cpu, cuda or cuda:N.", ("auto", "cpu", "cuda"))
 ]
-Format = Annotated[
-    str | None, option("--format", "NAME", "table, json, csv or md (table).", FORMATS)
-]
-Rows = Annotated[Path | None, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
+Format = Annotated[Text, option("--format", "NAME", "table, json, csv or md (table).", FORMATS)]
+Rows = Annotated[File, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
 Append = Annotated[bool, flag("--append", "Add to -o FILE.json, replacing the same rows.")]
 Seed = Annotated[int, integer("--seed", "Seed.")]
 Trials = Annotated[
-    int | None,
+    Count,
     integer("--trials", "Configs a kernel and problem, those of earlier runs included (40).", 1),
 ]
 Budget = Annotated[str, option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h.")]
 Missing = Annotated[bool, flag("--missing", "Only what has no profile yet, or a stale one.")]
 Shard = Annotated[
-    str | None, option("--shard", "I/N", "Only every Nth problem, from the Ith (0/4 to 3/4).")
+    Text, option("--shard", "I/N", "Only every Nth problem, from the Ith (0/4 to 3/4).")
 ]
 Strategy = Annotated[
     str, option("--strategy", "NAME", "tpe, gp, random or exhaustive.", STRATEGIES)
 ]
 Preset = Annotated[str, argument("PRESET", "As for training.", PRESETS)]
-Steps = Annotated[int | None, integer("--steps", "Optimizer steps.", 1)]
+Steps = Annotated[Count, integer("--steps", "Optimizer steps.", 1)]
 Run = Annotated[Path, argument("RUN", "A run's folder, or a checkpoint's.")]

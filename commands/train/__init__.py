@@ -3,7 +3,7 @@
 import typer
 
 from jetfire.commands import options as o
-from jetfire.commands.base import Verbs
+from jetfire.commands.base import Verbs, add
 from jetfire.commands.train import bench, export, plot, prepare, run, sample, study, tune
 
 
@@ -12,5 +12,4 @@ class TrainVerbs(Verbs):
 
 
 app = typer.Typer(cls=TrainVerbs, add_completion=False, help="Train GPT-2 in INT8, INT4 or BF16.")
-for command in (run, prepare, study, plot, sample, export, bench, tune):
-    app.add_typer(command.app)
+add(app, run, prepare, study, plot, sample, export, bench, tune)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train bench gpt2-350m --recipe int8 -o step.json"
 
 
-@app.command(cls=Command)
-def bench(
+def run(
     case: Annotated[
         str,
         o.argument(
@@ -25,11 +21,11 @@ def bench(
         ),
     ],
     recipes: Annotated[
-        list[str] | None,
+        o.Texts,
         o.listed("--recipe", "NAME,...", "As for training, but bf16 (the INT8 ones).", o.MEASURED),
     ] = None,
     settings: Annotated[
-        list[str] | None,
+        o.Texts,
         o.option(
             "--set",
             "KEY=V,...",
@@ -38,7 +34,7 @@ def bench(
         ),
     ] = None,
     peers: Annotated[
-        list[str] | None,
+        o.Texts,
         o.listed(
             "--peer",
             "NAME",
@@ -52,7 +48,7 @@ def bench(
     append: o.Append = False,
     dry_run: o.DryBench = False,
     rounds: Annotated[
-        int | None, o.integer("--rounds", "Samples a row (12; on the CPU 5).", 1)
+        o.Count, o.integer("--rounds", "Samples a row (12; on the CPU 5).", 1)
     ] = None,
     strict_profile: o.StrictProfile = False,
     seed: o.Seed = 0,

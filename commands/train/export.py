@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train export runs/int8 -o weights"
 
 
-@app.command(cls=Command)
-def export(
+def run(
     run: o.Run,
     output: Annotated[Path, o.option("--output -o", "FOLDER", "For the weights.")],
     debug: o.Debug = False,

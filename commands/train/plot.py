@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train plot runs/int8 runs/bf16 -o loss.svg"
 
 
-@app.command(cls=Command)
-def plot(
+def run(
     runs: Annotated[list[Path], o.argument("RUN...", "Runs' folders or logs.")],
     output: Annotated[Path, o.option("--output -o", "FILE", ".png, .svg, .pdf or .html.")],
     debug: o.Debug = False,
 ) -> None:
     """Draw loss curves of runs over each other."""
-    from jetfire.gpt2.curves import plot as draw
+    from jetfire.gpt2 import curves
 
-    draw(runs, output)
+    curves.plot(runs, output)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train prepare openwebtext -o tokens"
 
 
-@app.command(cls=Command)
-def prepare(
+def run(
     names: Annotated[
         list[str],
         o.argument(
@@ -24,13 +19,13 @@ def prepare(
         ),
     ],
     tokenizer: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--tokenizer", "NAME", "byte, char or gpt2 (what that text usually gets).", o.TOKENIZERS
         ),
     ] = None,
     vocabulary: Annotated[
-        Path | None,
+        o.File,
         o.option(
             "--vocabulary",
             "FOLDER",
@@ -38,14 +33,14 @@ def prepare(
         ),
     ] = None,
     source: Annotated[
-        Path | None, o.option("--from", "PATH", "A local copy of what would be downloaded.")
+        o.File, o.option("--from", "PATH", "A local copy of what would be downloaded.")
     ] = None,
     output: Annotated[
-        Path | None, o.option("--output -o", "FOLDER", "For the tokens (the cache, or beside you).")
+        o.File, o.option("--output -o", "FOLDER", "For the tokens (the cache, or beside you).")
     ] = None,
     debug: o.Debug = False,
 ) -> None:
     """Turn text into tokens that training maps into memory; prints their folder."""
-    from jetfire.gpt2.prepare import run
+    from jetfire.gpt2 import prepare
 
-    run(names, tokenizer, vocabulary, source, output)
+    prepare.run(names, tokenizer, vocabulary, source, output)

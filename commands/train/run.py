@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jetfire.commands import options as o
-from jetfire.commands.base import RUN, OwnCommand
 from jetfire.core.errors import UsageError
 
-app = typer.Typer()
+EPILOG = (
+    "Other verbs, each with --help: jetfire train prepare (text to tokens), study (recipes "
+    "× seeds, paired), plot (loss curves), sample (text of a run's model), export (weights for "
+    "transformers), bench (a step against BF16), tune (the kernels of a step)."
+)
 VERBS = ("prepare", "study", "plot", "sample", "export", "bench", "tune")
 
 
-@app.command(
-    RUN,
-    cls=OwnCommand,
-    hidden=True,
-    epilog="Other verbs, each with --help: jetfire train prepare (text to tokens), study (recipes "
-    "× seeds, paired), plot (loss curves), sample (text of a run's model), export (weights for "
-    "transformers), bench (a step against BF16), tune (the kernels of a step).",
-)
-def train(
+def run(
     preset: Annotated[
-        str | None,
+        o.Text,
         o.argument(
             "PRESET", "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m.", o.PRESETS, VERBS
         ),
     ] = None,
     recipe: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--recipe",
             "NAME",
@@ -42,11 +36,11 @@ def train(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, o.option("--set", "KEY=V,...", "Any other setting: batch, rate, …")
+        o.Texts, o.option("--set", "KEY=V,...", "Any other setting: batch, rate, …")
     ] = None,
     steps: o.Steps = None,
     data: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--data",
             "NAME|PATH",
@@ -55,7 +49,7 @@ def train(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
+        o.File,
         o.option(
             "--output -o", "RUN", "Folder of the run's log and checkpoints (runs/PRESET-RECIPE)."
         ),
@@ -64,7 +58,7 @@ def train(
         bool, o.flag("--resume", "Go on with -o RUN from its last checkpoint.")
     ] = False,
     init: Annotated[
-        Path | None,
+        o.File,
         o.option(
             "--init",
             "FOLDER",
@@ -74,7 +68,7 @@ def train(
     sample: Annotated[int, o.integer("--sample", "Tokens to write at the end.", 0)] = 0,
     strict_profile: o.StrictProfile = False,
     device: o.Device = "auto",
-    seed: Annotated[int | None, o.integer("--seed", "Seed (0).", 0)] = None,
+    seed: Annotated[o.Count, o.integer("--seed", "Seed (0).", 0)] = None,
     debug: o.Debug = False,
     version: o.Version = False,
 ) -> None:

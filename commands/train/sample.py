@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train sample runs/int8 --prompt 'The kernel'"
 
 
-@app.command(cls=Command)
-def sample(
+def run(
     run: o.Run,
     prompt: Annotated[
         str, o.option("--prompt", "TEXT", "What the text begins with (a new document).")

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire train tune gpt2-124m --data tokens --missing"
 
 
-@app.command(cls=Command)
-def tune(
+def run(
     preset: o.Preset,
     recipes: Annotated[
-        list[str] | None,
-        o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED),
+        o.Texts, o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED)
     ] = None,
-    settings: Annotated[
-        list[str] | None, o.option("--set", "KEY=V,...", "As for training.")
-    ] = None,
+    settings: Annotated[o.Texts, o.option("--set", "KEY=V,...", "As for training.")] = None,
     corpus: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--data", "NAME|PATH", "As for training; its vocabulary alone matters.", o.CORPORA
         ),

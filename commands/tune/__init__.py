@@ -3,7 +3,7 @@
 import typer
 
 from jetfire.commands import options as o
-from jetfire.commands.base import Verbs
+from jetfire.commands.base import Verbs, add
 from jetfire.commands.tune import run, show
 
 
@@ -16,5 +16,4 @@ app = typer.Typer(
     add_completion=False,
     help="Search tile sizes on this device, and list what was found.",
 )
-for command in (run, show):
-    app.add_typer(command.app)
+add(app, run, show)

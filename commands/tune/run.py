@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from jetfire.commands import options as o
 from jetfire.commands import problems
-from jetfire.commands.base import RUN, OwnCommand
 from jetfire.core.errors import UsageError
 
 if TYPE_CHECKING:
     from jetfire.measure.plan import Case, Request
 
-app = typer.Typer()
+EPILOG = "Example: jetfire tune gemm --m 4096 --budget 5m"
 
 
-@app.command(RUN, cls=OwnCommand, hidden=True)
-def tune(
+def run(
     ops: Annotated[
-        list[str] | None,
+        o.Texts,
         o.argument(
             "OP...",
             "Ops by name, or [b]all[/b]; or [b]show[/b] [OP...]: list the profiles.",
@@ -43,7 +38,7 @@ def tune(
         bool, o.flag("--all", "Every problem that profiles are shipped for.")
     ] = False,
     unseen: Annotated[
-        int | None,
+        o.Count,
         o.integer(
             "--unseen",
             "Tune N random shapes that no profile is for, keep nothing, and say how far off the "
@@ -52,9 +47,7 @@ def tune(
             metavar="N",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, o.option("--output -o", "FILE.json", "--unseen: its rows.")
-    ] = None,
+    output: Annotated[o.File, o.option("--output -o", "FILE.json", "--unseen: its rows.")] = None,
     missing: o.Missing = False,
     shard: o.Shard = None,
     trials: o.Trials = None,
@@ -67,12 +60,11 @@ def tune(
         str, o.option("--objective", "NAME", "time, energy or both.", o.OBJECTIVES)
     ] = "time",
     space: Annotated[
-        list[str] | None,
-        o.option("--space", "FIELD=V,...", "Search only these values of a config field."),
+        o.Texts, o.option("--space", "FIELD=V,...", "Search only these values of a config field.")
     ] = None,
     peers: o.Peers = None,
     storage: Annotated[
-        str | None,
+        o.Text,
         o.option(
             "--storage",
             "URL|FILE|DIR",
@@ -84,13 +76,13 @@ def tune(
         str, o.option("--trial-timeout", "TIME", "What a config may take to be checked and timed.")
     ] = "30s",
     report: Annotated[
-        Path | None, o.option("--report", "FILE.html", "Write the searches as a page.")
+        o.File, o.option("--report", "FILE.html", "Write the searches as a page.")
     ] = None,
     record: Annotated[
-        Path | None, o.option("--record", "FILE.json.gz", "Keep the trials for --replay.")
+        o.File, o.option("--record", "FILE.json.gz", "Keep the trials for --replay.")
     ] = None,
     replay: Annotated[
-        Path | None,
+        o.File,
         o.option("--replay", "FILE.json.gz", "Search recorded trials; no device, no profile."),
     ] = None,
     data: o.Data = "normal",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from jetfire.commands import options as o
 from jetfire.commands import problems
-from jetfire.commands.base import Command
 
-app = typer.Typer()
+EPILOG = "Example: jetfire tune show gemm --m 8192 --block 32"
 
 
-@app.command(cls=Command)
-def show(
+def run(
     ops: o.Ops = None,
     m: o.M = None,
     n: o.N = None,
