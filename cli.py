@@ -8,15 +8,12 @@ pyproject.toml. `execute` is where every command and every error ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -36,7 +33,7 @@ from jetfire.commands import list as list_
 from jetfire.commands import options as o
 from jetfire.commands.base import Commands, add
 from jetfire.commands.completion import completion_variable
-from jetfire.core import broken, files, terminal
+from jetfire.core import broken, environment, terminal
 from jetfire.core.errors import JetfireError, JetfireWarning, refused, unknown
 
 HELP = ["-h", "--help"]
@@ -123,67 +120,6 @@ def _warn_in_a_line() -> None:
     warnings.showwarning = show
 
 
-def _share_cores() -> None:
-    """Have OpenMP's threads wait for each other asleep, unless the user has said how they wait.
-
-    It is read when torch loads, and worker processes inherit it. By default they spin for
-    milliseconds, on cores that other programs want: on 2 cores with 4 busy processes torch's
-    512×512 GELU took 12.0 ms instead of 0.2, and 20 steps of tiny 86 s instead of 17. Without any
-    spinning a quiet machine of 16 cores took 55 µs instead of 23; with 1000 turns, 23.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
-
-
-@contextlib.contextmanager
-def _caches() -> Iterator[None]:
-    """Have what is compiled kept in a folder for this run alone, where its own cannot be written.
-
-    Triton and CuPy fail without their caches, and so would kernels, as if they were wrong. Tokens,
-    which are to be kept, are looked for and refused where they would be.
-    """
-    missing = _unwritable()
-    if not missing:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="jetfire-", ignore_cleanup_errors=True) as folder:
-        replaced = dict.fromkeys(missing, folder)
-        if "JETFIRE_CACHE" in missing and "JETFIRE_TOKENS" not in os.environ:
-            replaced["JETFIRE_TOKENS"] = str(files.cache())
-        os.environ |= replaced
-        try:
-            yield
-        finally:
-            for name in replaced:
-                del os.environ[name]
-
-
-def _unwritable() -> list[str]:
-    """Return the variables of caches whose usual folders cannot be written."""
-    found = []
-    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
-        found = [name for name in _AT_HOME if name not in os.environ]
-    if not os.environ.get("JETFIRE_CACHE") and not _holds_files(files.cache()):
-        found.append("JETFIRE_CACHE")
-    return found
-
-
-def _holds_files(folder: Path) -> bool:
-    """Say whether a folder can hold files, or be made, by making one that is gone again.
-
-    To root `os.access` grants /proc too.
-    """
-    try:
-        place = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryDirectory(prefix=".jetfire-", dir=place):
-            return True
-    except OSError:
-        return False
-
-
-_AT_HOME = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR")  # caches of others, in the home
-
-
 @cache
 def _commands() -> Any:
     """Return all commands, as Typer makes them of the functions above."""
@@ -192,7 +128,7 @@ def _commands() -> Any:
 
 def execute(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run `jetfire` or one of its commands and return the exit code; every error ends here."""
-    _share_cores()
+    environment.share_cores()
     words = list(sys.argv[1:] if arguments is None else arguments)
     group = _commands()
     target = group if command is None else group.commands[command]
@@ -203,7 +139,7 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
         completion_init()
     elif command is None and not words:
         words = ["--help"]
-    with terminal.streams(), _caches():
+    with terminal.streams(), environment.caches():
         try:
             with warnings.catch_warnings():
                 _warn_in_a_line()

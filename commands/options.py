@@ -31,8 +31,8 @@ def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Op
     """Return an options class's value of a command's arguments.
 
     Args:
-        given: the arguments by name, as `locals` has them. None leaves the field's default, and what
-            is no field's name is passed over.
+        given: the arguments by name, as `locals` has them. None leaves the field's default; what is
+            no field's is passed over.
         more: fields that are not taken as they were given.
     """
     names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
