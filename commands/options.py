@@ -40,7 +40,7 @@ def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Op
     return options(**found | more)
 
 
-# Parsers.
+# From a text to its value.
 
 
 def parse_integer(option: str, least: int = -MOST) -> Callable[[str], int]:
@@ -56,45 +56,6 @@ def parse_integer(option: str, least: int = -MOST) -> Callable[[str], int]:
         if number < least:
             raise UsageError(f"{option} {text}: expected at least {least}")
         return number
-
-    return parse
-
-
-def parse_choice(option: str, known: Sequence[str]) -> Callable[[str], str]:
-    """Return a parser of one option's name, whose error suggests the nearest known one."""
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise unknown(f"{option} {text}", text, known)
-        return text
-
-    return parse
-
-
-def parse_number(option: str) -> Callable[[str], float]:
-    """Return a parser of one option's number, finite and not below 0."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"{option} {text}: expected 0 or a positive number")
-        return value
-
-    return parse
-
-
-def parse_list(option: str) -> Callable[[list[str] | None], list[str] | None]:
-    """Return what makes one list of an option's values, given several times or with commas."""
-
-    def parse(texts: list[str] | None) -> list[str] | None:
-        for text in texts or ():
-            if not text.strip(" ,"):
-                raise UsageError(f"{option} {text!r}: expected a name, or several with commas")
-        parts = [part.strip() for text in texts or () for part in text.split(",")]
-        return [part for part in dict.fromkeys(parts) if part] or None
 
     return parse
 
@@ -230,12 +191,28 @@ def integer(name: str, help: str, least: int = -MOST, metavar: str = "INT") -> A
 
 def number(name: str, metavar: str, help: str) -> Any:
     """Return the declaration of an option that takes a number, finite and not below 0."""
-    return option(name, metavar, help, parser=parse_number(name))
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{name} {text}: expected 0 or a positive number")
+        return value
+
+    return option(name, metavar, help, parser=parse)
 
 
 def choice(name: str, metavar: str, help: str, known: Sequence[str]) -> Any:
     """Return the declaration of an option that takes one of a few names."""
-    return option(name, metavar, help, known, parser=parse_choice(name, known))
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise unknown(f"{name} {text}", text, known)
+        return text
+
+    return option(name, metavar, help, known, parser=parse)
 
 
 def listed(
@@ -246,7 +223,14 @@ def listed(
     complete: Callable[..., list[str]] | None = None,
 ) -> Any:
     """Return the declaration of an option that takes names, several times or with commas."""
-    parse = parse_list(name)
+
+    def parse(texts: list[str] | None) -> list[str] | None:
+        for text in texts or ():
+            if not text.strip(" ,"):
+                raise UsageError(f"{name} {text!r}: expected a name, or several with commas")
+        parts = [part.strip() for text in texts or () for part in text.split(",")]
+        return [part for part in dict.fromkeys(parts) if part] or None
+
     return option(name, metavar, help, *known, complete=complete, callback=parse)
 
 
