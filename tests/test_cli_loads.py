@@ -1,6 +1,9 @@
 """What a command loads before it says no, and what completes it: never torch, which takes 2 s."""
 
+import dataclasses
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +194,33 @@ def _group(name):
     import typer
 
     return typer.main.get_command(cli.app).commands[name]
+
+
+BENCH, TUNE = "bench.command.BenchOptions", "tuner.options.TuneOptions"
+# The options classes that a command fills, and its parameters that are no field of theirs.
+FILLED = {
+    "bench": ([BENCH], "listing strict_profile version"),
+    "audit": ([BENCH], "arch"),
+    "tune.run": ([BENCH, TUNE], "shipped budget trial_timeout replay version"),
+    "tune.show": ([BENCH], "as_json"),
+    "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce interpreter debug version"),
+    "export": ([BENCH, "export.options.ExportOptions"], "arch version"),
+    "advise": (["models.options.AdviseOptions"], ""),
+    "train.run": (["gpt2.options.TrainOptions"], "strict_profile debug version"),
+    "train.study": (["gpt2.study.StudyOptions"], "debug"),
+    "train.bench": ([BENCH], "case recipes strict_profile"),
+    "train.tune": ([TUNE], "preset recipes settings corpus budget debug"),
+}
+
+
+@pytest.mark.parametrize("command", FILLED)
+def test_a_parameter_is_called_as_the_field_that_it_fills(command):
+    """One misspelt would be passed over."""
+    classes, others = FILLED[command]
+    found = [pkgutil.resolve_name(f"jetfire.{name}") for name in classes]
+    fields = {field.name for one in found for field in dataclasses.fields(one)}
+    run = pkgutil.resolve_name(f"jetfire.commands.{command}.run")
+    assert inspect.signature(run).parameters.keys() - fields == set(others.split())
 
 
 COMPLETED = {
