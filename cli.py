@@ -122,7 +122,7 @@ def _warn_in_a_line() -> None:
 
 @cache
 def _commands() -> Any:
-    """Return all commands, as Typer makes them of the functions above."""
+    """Return all commands, as Typer makes them of their modules."""
     return typer.main.get_command(app)
 
 

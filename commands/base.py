@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -63,19 +62,23 @@ class Verbs(TyperGroup):
 
     what: tuple[str, o.Names]
 
+    @property
+    def verbs(self) -> list[str]:
+        """The names of the verbs, in the order of the help."""
+        return [name for name, command in self.commands.items() if not command.hidden]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        verbs = [name for name, command in self.commands.items() if not command.hidden]
-        if not args or args[0] not in verbs:
+        if not args or args[0] not in self.verbs:
             if args and not ctx.resilient_parsing:
-                self._check(args[0], verbs)
+                self._check(args[0])
             args = [RUN, *args]
         return super().parse_args(ctx, args)
 
-    def _check(self, word: str, verbs: Sequence[str]) -> None:
+    def _check(self, word: str) -> None:
         """Refuse what is a verb misspelt, before its own words are taken for something else."""
         what, names = self.what
-        known = [*names(), *verbs]
-        if word not in known and nearest(word, known) in verbs:
+        known = [*names(), *self.verbs]
+        if word not in known and nearest(word, known) in self.verbs:
             raise unknown(f"no {what} or verb {word!r}", word, known)
 
 

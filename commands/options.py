@@ -144,6 +144,16 @@ def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
     )
 
 
+def or_verb(names: Names) -> Callable[[typer.Context, str], list[str]]:
+    """Return a function that completes a first word, which may be a verb instead of a name."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        group: Any = ctx.parent and ctx.parent.command
+        return _beginning([*names(), *group.verbs], incomplete)
+
+    return complete
+
+
 # Declarations: what stands in `Annotated` beside a parameter's type.
 
 
@@ -173,9 +183,14 @@ def option(
     )
 
 
-def argument(metavar: str, help: str, *known: Names | Sequence[str]) -> Any:
-    """Return the declaration of a word without a flag; `known` as in `option`."""
-    complete = completing(*known) if known else None
+def argument(
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+) -> Any:
+    """Return the declaration of a word without a flag; `known` and `complete` as in `option`."""
+    complete = completing(*known) if known else complete
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete)
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import cli
 from jetfire.cli import execute
 from jetfire.commands import options
 from jetfire.commands.completion import SCRIPTS
-from jetfire.commands.train.run import VERBS
 from jetfire.core import registry
 
 HEAVY = ("torch", "triton", "optuna", "matplotlib", "cupy", "hypothesis", "transformers")
@@ -186,14 +184,6 @@ def test_names_that_stand_apart_are_those_of_their_modules():
     assert tuple(strategies.STRATEGIES) == tuner_options.STRATEGIES
     for text in options.ARCHITECTURES:
         assert target_device(capability_of(text)).capability
-    verbs = [name for name, found in _group("train").commands.items() if not found.hidden]
-    assert sorted(verbs) == sorted(VERBS)
-
-
-def _group(name):
-    import typer
-
-    return typer.main.get_command(cli.app).commands[name]
 
 
 BENCH, TUNE = "bench.command.BenchOptions", "tuner.options.TuneOptions"

@@ -15,14 +15,15 @@ EPILOG = (
     "× seeds, paired), plot (loss curves), sample (text of a run's model), export (weights for "
     "transformers), bench (a step against BF16), tune (the kernels of a step)."
 )
-VERBS = ("prepare", "study", "plot", "sample", "export", "bench", "tune")
 
 
 def run(
     preset: Annotated[
         o.Text,
         o.argument(
-            "PRESET", "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m.", o.PRESETS, VERBS
+            "PRESET",
+            "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m.",
+            complete=o.or_verb(o.PRESETS),
         ),
     ] = None,
     recipe: Annotated[

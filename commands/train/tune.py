@@ -15,7 +15,7 @@ def run(
         o.Texts, o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED)
     ] = None,
     settings: Annotated[o.Texts, o.option("--set", "KEY=V,...", "As for training.")] = None,
-    corpus: Annotated[
+    corpus: Annotated[  # TuneOptions.data is the inputs' distribution
         o.Text,
         o.option(
             "--data", "NAME|PATH", "As for training; its vocabulary alone matters.", o.CORPORA

@@ -22,8 +22,7 @@ def run(
         o.argument(
             "OP...",
             "Ops by name, or [b]all[/b]; or [b]show[/b] [OP...]: list the profiles.",
-            o.OPS,
-            ("show",),
+            complete=o.or_verb(o.OPS),
         ),
     ] = None,
     m: o.M = None,
