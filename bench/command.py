@@ -42,10 +42,10 @@ PLOTS = (".png", ".svg", ".pdf")
 class BenchOptions:
     """The options of `jetfire bench` as they were given."""
 
-    ops: Sequence[str]
-    m: str | None = None
-    n: str | None = None
-    k: str | None = None
+    ops: Sequence[str] = ()
+    m: Sequence[str] = ()
+    n: Sequence[str] = ()
+    k: Sequence[str] = ()
     workload: str | None = None
     block: Sequence[str] = ()
     mode: Sequence[str] = ("fwd",)
@@ -118,11 +118,10 @@ def _check(asked: BenchOptions, request: Request | None) -> None:
     """
     devices.check_name(asked.device)
     plan.check_data(asked.data)
-    peers = plan.parse_list(asked.peers)
-    plan.check_peers([] if peers == ["none"] else peers)
+    plan.check_peers(plan.kept_peers(asked.peers) or ())
     _config(asked)
     if request is not None:
-        plan.check_kernels(request.ops, plan.parse_list(asked.kernels))
+        plan.check_kernels(request.ops, asked.kernels)
         plan.check(request)
 
 
@@ -154,7 +153,7 @@ def check_suite(asked: BenchOptions, own_data: bool) -> None:
     """
     chosen = (asked.ops, asked.m, asked.n, asked.k, asked.workload, asked.block, asked.settings,
               asked.kernels, asked.config, asked.peers, asked.rounds)  # fmt: skip
-    if any(chosen) or asked.mode != ("fwd",) or (own_data and asked.data != "normal"):
+    if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
         )
@@ -164,7 +163,7 @@ def request_of(asked: BenchOptions) -> Request:
     """The options that choose problems, parsed; UsageError says which is wrong."""
     plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
-    sizes = {d: plan.parse_sizes(f"--{d}", text) for d, text in given.items() if text is not None}
+    sizes = {d: plan.parse_sizes(f"--{d}", ",".join(texts)) for d, texts in given.items() if texts}
     if asked.workload is not None:
         from jetfire.core import workloads
 
@@ -187,7 +186,7 @@ def request_of(asked: BenchOptions) -> Request:
         modes=modes,
         sizes=sizes,
         workload=asked.workload,
-        blocks=plan.parse_list(asked.block) or None,
+        blocks=asked.block or None,
         settings=settings,
     )
 
@@ -224,10 +223,9 @@ def existing_rows(asked: BenchOptions) -> Results | None:
 def _options(asked: BenchOptions, device: Device) -> Options:
     from jetfire.measure.runner import Options
 
-    peers = plan.parse_list(asked.peers)
     return Options(
-        kernels=plan.parse_list(asked.kernels) or None,
-        peers=[] if peers == ["none"] else (peers or None),
+        kernels=asked.kernels or None,
+        peers=plan.kept_peers(asked.peers),
         config=_config(asked),
         data=asked.data,
         seed=asked.seed,
@@ -479,14 +477,15 @@ def replay(asked: BenchOptions, first: Case) -> str:
     elif asked.workload is not None:
         words += ["--workload", asked.workload]
     else:
-        words += ["--m", asked.m or str(first.problem.m)]
-    pairs = [("--n", asked.n), ("--k", asked.k)]
-    pairs += [("--block", ",".join(plan.parse_list(asked.block)))]
-    pairs += [("--mode", ",".join(plan.parse_list(asked.mode)))] if asked.mode != ("fwd",) else []
+        words += ["--m", ",".join(asked.m) or str(first.problem.m)]
+    pairs: list[tuple[str, str | None]] = [
+        (f"--{name}", ",".join(getattr(asked, name))) for name in ("n", "k", "block")
+    ]
+    pairs += [("--mode", ",".join(asked.mode))] if tuple(asked.mode) != ("fwd",) else []
     pairs += [("--set", text) for text in asked.settings]
-    pairs += [("--kernel", name) for name in plan.parse_list(asked.kernels)]
+    pairs += [("--kernel", name) for name in asked.kernels]
     pairs += [("--config", text) for text in asked.config]
-    pairs += [("--peer", name) for name in plan.parse_list(asked.peers)]
+    pairs += [("--peer", name) for name in asked.peers]
     pairs += [("--data", asked.data if asked.data != "normal" else None)]
     pairs += [("--device", asked.device if asked.device != "auto" else None)]
     pairs += [("--seed", str(asked.seed))]

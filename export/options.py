@@ -16,11 +16,11 @@ from jetfire.measure.plan import Case
 class ExportOptions:
     """The options of `jetfire export`; None where one was not given."""
 
-    cases: Sequence[Case]
-    kernel: str | None
-    target: str | None
-    capability: tuple[int, int]
     folder: Path
+    capability: tuple[int, int]
+    cases: Sequence[Case] = ()
+    kernel: str | None = None
+    target: str | None = None
     name: str | None = None
     check: bool = True
 

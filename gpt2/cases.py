@@ -202,17 +202,16 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
     return {name: int(text) for name, text in changes.items()}
 
 
-def peers_of(texts: Sequence[str], known: Iterable[str] = PEERS) -> list[str]:
+def peers_of(names: Sequence[str], known: Iterable[str] = PEERS) -> list[str]:
     """Peers by name; all where none is given.
 
     Raises:
         UsageError: one is none.
     """
-    chosen = [part for text in texts for part in text.split(",")]
-    for name in chosen:
+    for name in names:
         if name not in known:
             raise unknown(f"--peer {name}", name, known)
-    return chosen or list(known)
+    return list(names or known)
 
 
 def runs_of(
@@ -233,14 +232,14 @@ def runs_of(
     return [settings.make(preset, {**values, "recipe": recipe}) for recipe in chosen]
 
 
-def recipes_of(texts: Sequence[str]) -> list[str]:
+def recipes_of(names: Sequence[str]) -> list[str]:
     """Recipes by name; all that are INT8 where none is given.
 
     Raises:
         UsageError: one is none, or has no kernel of ours.
     """
-    chosen = [part for text in texts for part in text.split(",")] or list(INT8)
+    chosen = list(dict.fromkeys(names or INT8))
     for name in chosen:
         if name not in MEASURED:
             raise unknown(f"--recipe {name}", name, MEASURED)
-    return list(dict.fromkeys(chosen))
+    return chosen

@@ -50,8 +50,8 @@ class StudyOptions:
 
     preset: str
     output: Path
-    recipes: Sequence[str]
-    seeds: Sequence[int]
+    recipes: Sequence[str] = ("bf16", "int8")
+    seeds: Sequence[int] = (0,)
     settings: Sequence[str] = ()
     steps: int | None = None
     data: str | None = None

@@ -208,6 +208,11 @@ def check_peers(names: Sequence[str]) -> None:
             raise unknown(f"no peer {name!r}", name, peer_ops.NAMES, ", or none")
 
 
+def kept_peers(names: Sequence[str] | None) -> list[str] | None:
+    """Return the peers to measure, of the names given: ``none`` is none; None is all."""
+    return [] if names == ["none"] else list(names or ()) or None
+
+
 def check_data(text: str) -> None:
     """Raise UsageError where a text is no distribution's name, nor that of two."""
     data.check(text, f"--data {text}")

@@ -68,18 +68,18 @@ class ModelCase:
         return f"{self.op} {sizes}"
 
 
-def recipes_named(texts: Sequence[str]) -> list[str]:
+def recipes_named(given: Sequence[str]) -> list[str]:
     """Return recipes by name; one that ends with `FUSED` has blocks fused, which is of INT8 alone.
 
     Raises:
         UsageError: one is none.
     """
-    names = [part for text in texts or RECIPES for part in text.split(",")]
+    names = list(dict.fromkeys(given or RECIPES))
     known = [*MEASURED, *(name + FUSED for name in INT8)]
     for name in names:
         if name not in known:
             raise unknown(f"--recipe {name}", name, known)
-    return list(dict.fromkeys(names))
+    return names
 
 
 def recipe_of(name: str) -> Recipe:

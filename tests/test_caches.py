@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jetfire import cli
-from jetfire.core import files
+from jetfire.core import environment, files
 from jetfire.gpt2 import prepared
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.measure import peaks
@@ -24,7 +23,7 @@ def _unset(monkeypatch):
 def folders() -> dict[str, str]:
     """The variables that are set for a run."""
     before = dict(os.environ)
-    with cli._caches():
+    with environment.caches():
         found = {name: os.environ[name] for name in NAMES if name in os.environ}
     assert os.environ == before
     return found
@@ -50,7 +49,7 @@ def test_a_home_that_can_be_written_is_left_alone(tmp_path, monkeypatch):
 def test_without_a_home_all_is_for_this_run_but_tokens(monkeypatch):
     """Training was refused wherever a kernel of CUDA C++ was to be compiled for it."""
     monkeypatch.setenv("HOME", NOWHERE)
-    with cli._caches():
+    with environment.caches():
         run = Path(os.environ["TRITON_HOME"])
         assert run.is_dir()
         assert compiler.cache_folder() == run / "cubin"

@@ -3,7 +3,8 @@
 import pytest
 
 from jetfire.cli import execute
-from jetfire.core import options, registry
+from jetfire.commands import options
+from jetfire.core import registry
 from jetfire.core.errors import UsageError, nearest, unknown
 from jetfire.measure.runner import Runner
 

@@ -189,7 +189,7 @@ def test_the_bench_takes_the_paper_s_layers_on_a_gpu():
     assert [(p.m, p.n, p.k) for p in problems[::2]] == PAPER
     assert {p.mode for p in problems} == {"fwd", "bwd"}
     assert command._sized(asked, cpu).sizes == {"m": [512]}
-    given = command.request_of(command.BenchOptions(["hadamard-gemm"], k="64"))
+    given = command.request_of(command.BenchOptions(["hadamard-gemm"], k=["64"]))
     assert command._sized(given, gpu).sizes == {"m": [4096], "k": [64]}
 
 

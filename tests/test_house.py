@@ -25,6 +25,7 @@ FLOORS = (
     ("fuzz", "export"),
     ("gpt2",),
     ("models",),
+    ("commands",),
     ("cli",),
 )
 FLOOR = {package: height for height, packages in enumerate(FLOORS) for package in packages}

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetfire import cli
+from jetfire.commands import problems
 from jetfire.core import launch, profiles, registry, schema, workloads
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
@@ -659,9 +660,8 @@ def test_the_command_tunes_just_the_problem(problem):
     assert script == "jetfire-tune"
     command = typer.main.get_command(cli.app).commands["tune"].commands["run"]
     given = command.make_context("tune", words).params
-    names = ("op", "m", "n", "k", "workload", "block", "mode", "set_")
-    request = cli._request(*(given[name] for name in names), kernels=())
-    assert cli._cases(request, 4096) == [Case(op, problem)]
+    request = problems.request(given, mode=[given["mode"]])
+    assert problems.cases(request, 4096) == [Case(op, problem)]
 
 
 def test_the_bench_says_where_a_config_comes_from(toy):

@@ -44,10 +44,10 @@ class TuneOptions:
         output: where what they show is written.
     """
 
-    cases: Sequence[Case]
-    kernels: Sequence[str]
-    device: str
-    budget_s: float
+    cases: Sequence[Case] = ()
+    kernels: Sequence[str] = ()
+    device: str = "auto"
+    budget_s: float = 600.0
     trials: int | None = None
     effort: str = "quick"
     strategy: str = "tpe"

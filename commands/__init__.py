@@ -1,0 +1,1 @@
+"""The commands of `jetfire`, a file each: their options, checked, and the function behind them."""

@@ -1,0 +1,35 @@
+"""`jetfire audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jetfire.commands import options as o
+from jetfire.commands import problems
+
+EPILOG = "Example: jetfire audit gemm --arch 90"
+
+
+def run(
+    ops: o.Ops = None,
+    m: o.M = None,
+    n: o.N = None,
+    k: o.K = None,
+    block: o.Blocks = None,
+    mode: o.Mode = "fwd",
+    settings: o.Setting = None,
+    kernels: o.Kernels = None,
+    arch: Annotated[
+        o.Texts, o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES)
+    ] = None,
+    debug: o.Debug = False,
+) -> None:
+    """Compile GPU kernels for any architecture; show registers, spills, instructions."""
+    from jetfire.core.device import capability_of, target_device
+
+    targets = [target_device(capability_of(text)) for text in arch or ("80", "89", "90", "100")]
+    request = problems.request(locals(), ops=ops or ["all"], mode=[mode])
+    cases = problems.cases(request, 4096)
+    from jetfire.bench import audit
+
+    audit.run(cases, kernels or (), targets)

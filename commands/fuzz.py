@@ -1,0 +1,89 @@
+"""`jetfire fuzz`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from jetfire.commands import options as o
+from jetfire.core.errors import UsageError
+
+EPILOG = "Example: jetfire fuzz quantize gemm --examples 500"
+
+
+def run(
+    ops: o.Ops = None,
+    kernels: o.Kernels = None,
+    against: Annotated[
+        o.Text,
+        o.option(
+            "--against", "KERNEL", "Compare the kernels with this one.", complete=o.complete_kernel
+        ),
+    ] = None,
+    examples: Annotated[
+        o.Count, o.integer("--examples", "Of each kernel (200; on the CPU 500, interpreted 60).", 1)
+    ] = None,
+    budget: Annotated[
+        o.Text, o.option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h. (30m)")
+    ] = None,
+    largest: Annotated[
+        o.Count,
+        o.integer("--largest", "Largest size drawn (2048; on the CPU 400, interpreted 130).", 1),
+    ] = None,
+    jobs: Annotated[
+        o.Count,
+        o.integer(
+            "--jobs",
+            "Processes that run cases (8 a GPU, at most one for two cores; on the CPU 1).",
+            1,
+        ),
+    ] = None,
+    reproduce: Annotated[
+        o.Text, o.option("--reproduce", "ID", "Run a saved failure again: its ID, or a file.")
+    ] = None,
+    load: Annotated[
+        list[Path] | None,
+        o.option("--load", "FILE", "Python whose KERNELS join those of their ops."),
+    ] = None,
+    sanitizer: Annotated[
+        o.Text,
+        o.choice(
+            "--sanitizer",
+            "TOOL",
+            "Under compute-sanitizer: memcheck, racecheck, initcheck or synccheck.",
+            o.SANITIZERS,
+        ),
+    ] = None,
+    device: o.Device = "auto",
+    interpreter: Annotated[
+        bool, o.flag("--interpreter", "Triton kernels on the CPU, interpreted.")
+    ] = False,
+    format: Annotated[
+        str, o.choice("--format", "NAME", "table or json.", ("table", "json"))
+    ] = "table",
+    output: Annotated[o.File, o.option("--output -o", "FILE", "Save as JSON.")] = None,
+    seed: o.Seed = 0,
+    debug: o.Debug = False,
+    version: o.Version = False,
+) -> None:
+    """Random problems, configs, values and layouts against the reference; failures are saved."""
+    from jetfire.core import device as devices
+    from jetfire.measure import plan
+
+    devices.check_name(device)
+    chosen = [found.name for found in plan.choose_ops(ops or ["all"])]
+    if not load:  # or it may bring them
+        plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
+    budget_s = None if budget is None else o.duration("--budget", budget)
+    if interpreter and device not in ("auto", "cpu"):
+        raise UsageError(f"--interpreter --device {device}: expected cpu, where it interprets")
+    if interpreter:
+        os.environ["TRITON_INTERPRET"] = "1"
+        device = "cpu"
+    from jetfire.fuzz import command
+
+    if reproduce is not None:
+        command.reproduce(reproduce, device, load or (), sanitizer)
+        return
+    command.fuzz(o.collect(command.FuzzOptions, locals(), ops=chosen if ops else ()))

@@ -1,0 +1,14 @@
+"""`jetfire list`."""
+
+from __future__ import annotations
+
+from jetfire.commands import options as o
+
+EPILOG = "Example: jetfire list | less"
+
+
+def run(debug: o.Debug = False) -> None:
+    """List ops, kernels, workloads and peers."""
+    from jetfire.bench import command
+
+    print(command.listing())

@@ -1,0 +1,329 @@
+"""What the commands have in common: their options, and the parsers and completion of values.
+
+An option of several commands is declared here, as a type; that of a single command stands there,
+made by the same functions. A parameter is called as the field of the options class that it fills
+(`collect`). Names from modules of upper floors are given by these modules' names: a module is
+imported only when one of its names is parsed or completed, and none of them loads torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from jetfire import __version__
+from jetfire.core.errors import UsageError, unknown
+
+Names = Callable[[], Iterable[str]]
+Options = TypeVar("Options")
+MOST = 2**62
+
+
+def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Options:
+    """Return an options class's value of a command's arguments.
+
+    Args:
+        given: the arguments by name, as `locals` has them. None leaves the field's default; what is
+            no field's is passed over.
+        more: fields that are not taken as they were given.
+    """
+    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    found = {name: given[name] for name in names & given.keys() if given[name] is not None}
+    return options(**found | more)
+
+
+# From a text to its value.
+
+
+def parse_integer(option: str, least: int = -MOST) -> Callable[[str], int]:
+    """Return a parser of one option's integer, whose error names the option and the text."""
+
+    def parse(text: str) -> int:
+        # int() also takes underscores and the digits of every script. Typer parses defaults too.
+        if not re.fullmatch(r"[+-]?[0-9]{1,99}", str(text).strip()):
+            raise UsageError(f"{option} {text}: expected an integer")
+        number = int(text)
+        if not -MOST <= number < MOST:
+            raise UsageError(f"{option} {text}: expected an integer of at most 62 bits")
+        if number < least:
+            raise UsageError(f"{option} {text}: expected at least {least}")
+        return number
+
+    return parse
+
+
+def duration(option: str, text: str) -> float:
+    """Return the seconds of a time such as ``90``, ``90s``, ``10m`` or ``1h``."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{option} {text}: expected a time such as 90, 90s, 10m or 1h")
+    return seconds
+
+
+def shard(text: str | None) -> tuple[int, int]:
+    """Return the index and the count of a shard such as ``0/4``."""
+    found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text or "0/1")
+    if not found or int(found[1]) >= int(found[2]):
+        raise UsageError(f"--shard {text}: expected I/N with 0 ≤ I < N")
+    return int(found[1]), int(found[2])
+
+
+# Names, and their completion. In a list that is the last name's: ``gemm,qu`` to ``gemm,quantize``.
+
+
+def _of(module: str, attribute: str, *more: str) -> Names:
+    """Return a function that imports a module and lists its names."""
+
+    def names() -> list[str]:
+        found = getattr(importlib.import_module(f"jetfire.{module}"), attribute)
+        return [*(found() if callable(found) else found), *more]
+
+    return names
+
+
+OPS = _of("core.registry", "names", "all")
+PEERS = _of("measure.peers", "NAMES", "none")
+WORKLOADS = _of("core.workloads", "names")
+DATA = _of("measure.data", "DISTRIBUTIONS")
+SUITES = _of("bench.suite", "NAMES")
+FORMATS = _of("bench.command", "FORMATS")
+STRATEGIES = _of("tuner.options", "STRATEGIES")
+EFFORTS = _of("tuner.options", "EFFORTS")
+OBJECTIVES = _of("tuner.trial", "OBJECTIVES")
+TARGETS = _of("export.targets", "NAMES")
+PRESETS = _of("gpt2.settings", "PRESETS")
+CASES = _of("gpt2.cases", "names")
+MODELS = _of("models.sources", "names")
+ADVISED = _of("models.options", "RECIPES")
+RECIPES = _of("nn.recipes", "RECIPES")
+MEASURED = _of("gpt2.cases", "MEASURED")
+STEP_PEERS = _of("gpt2.cases", "PEERS", "reduce_overhead")
+CORPORA = _of("gpt2.corpora", "NAMED")
+TOKENIZERS = _of("gpt2.tokenizers", "NAMES")
+# Copies, as the modules of these names load torch; a test compares them.
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+ARCHITECTURES = ("80", "86", "89", "90", "100")
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def completing(*sources: Names | Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a function that completes an option's value from some names."""
+
+    def complete(incomplete: str) -> list[str]:
+        names = [n for source in sources for n in (source() if callable(source) else source)]
+        return _beginning(names, incomplete)
+
+    return complete
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names if name.startswith(last)]
+
+
+def complete_kernel(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a kernel of the given ops, or of all ops where none is given."""
+    from jetfire.core import registry
+
+    words = ",".join(ctx.params.get("ops") or ()).replace("-", "_").split(",")
+    chosen = [op for op in registry.names() if op in words] or registry.names()
+    return _beginning(
+        sorted({name for op in chosen for name in registry.kernel_names(op)}), incomplete
+    )
+
+
+def or_verb(names: Names) -> Callable[[typer.Context, str], list[str]]:
+    """Return a function that completes a first word, which may be a verb instead of a name."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        group: Any = ctx.parent and ctx.parent.command
+        return _beginning([*names(), *group.verbs], incomplete)
+
+    return complete
+
+
+# Declarations: what stands in `Annotated` beside a parameter's type.
+
+
+def option(
+    flags: str,
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+    parser: Callable[[str], Any] | None = None,
+    callback: Callable[..., Any] | None = None,
+) -> Any:
+    """Return the declaration of an option that takes a value.
+
+    Args:
+        flags: its names, such as ``--output -o``.
+        known: the names by which a shell completes the value; else `complete` finds them.
+        parser: makes the value of its text; callback: of what was given, several times or not.
+    """
+    return typer.Option(
+        *flags.split(),
+        metavar=metavar,
+        help=help,
+        autocompletion=completing(*known) if known else complete,
+        parser=parser,
+        callback=callback,
+    )
+
+
+def argument(
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+) -> Any:
+    """Return the declaration of a word without a flag; `known` and `complete` as in `option`."""
+    complete = completing(*known) if known else complete
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete)
+
+
+def flag(name: str, help: str, callback: Callable[[bool], None] | None = None) -> Any:
+    """Return the declaration of an option that is given or not."""
+    return typer.Option(name, help=help, callback=callback)
+
+
+def integer(name: str, help: str, least: int = -MOST, metavar: str = "INT") -> Any:
+    """Return the declaration of an option that takes an integer."""
+    return option(name, metavar, help, parser=parse_integer(name, least))
+
+
+def number(name: str, metavar: str, help: str) -> Any:
+    """Return the declaration of an option that takes a number, finite and not below 0."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{name} {text}: expected 0 or a positive number")
+        return value
+
+    return option(name, metavar, help, parser=parse)
+
+
+def choice(name: str, metavar: str, help: str, known: Sequence[str]) -> Any:
+    """Return the declaration of an option that takes one of a few names."""
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise unknown(f"{name} {text}", text, known)
+        return text
+
+    return option(name, metavar, help, known, parser=parse)
+
+
+def listed(
+    name: str,
+    metavar: str,
+    help: str,
+    *known: Names | Sequence[str],
+    complete: Callable[..., list[str]] | None = None,
+) -> Any:
+    """Return the declaration of an option that takes names, several times or with commas."""
+
+    def parse(texts: list[str] | None) -> list[str] | None:
+        for text in texts or ():
+            if not text.strip(" ,"):
+                raise UsageError(f"{name} {text!r}: expected a name, or several with commas")
+        parts = [part.strip() for text in texts or () for part in text.split(",")]
+        return [part for part in dict.fromkeys(parts) if part] or None
+
+    return option(name, metavar, help, *known, complete=complete, callback=parse)
+
+
+# Options and arguments of several commands.
+
+
+def _show_version(asked: bool) -> None:
+    """Print the versions of ours and of what compiles kernels, none of which is imported."""
+    if not asked:
+        return
+    from importlib import metadata
+
+    found = []
+    for name in ("torch", "triton"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"jetfire {__version__} ({', '.join(found)}, Python {python})")
+    raise typer.Exit
+
+
+def _be_strict(asked: bool) -> None:
+    """Have a missing profile be an error, here and in the processes that are started."""
+    if asked:
+        os.environ["JETFIRE_STRICT_PROFILE"] = "1"
+
+
+# Types of what may not be given, which is None then.
+Text = str | None
+Texts = list[str] | None
+File = Path | None
+Count = int | None
+SIZE = "a size, a list 512,1024 or a sweep 1024:8192:1024"
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=_show_version, help="Show the versions."),
+]
+Debug = Annotated[bool, flag("--debug", "Show a traceback where something fails.")]
+StrictProfile = Annotated[
+    bool,
+    flag("--strict-profile", "Fail where no profile was tuned for a problem.", callback=_be_strict),
+]
+DryBench = Annotated[bool, flag("--dry-run", "Show what would be measured.")]
+DryTune = Annotated[bool, flag("--dry-run", "Show what would be searched.")]
+Ops = Annotated[Texts, argument("OP...", "Ops by name, or [b]all[/b].", OPS)]
+M = Annotated[Texts, option("--m", "SIZES", f"As in bench: {SIZE}.")]
+N = Annotated[Texts, option("--n", "SIZES", f"As in bench: {SIZE}.")]
+K = Annotated[Texts, option("--k", "SIZES", f"As in bench: {SIZE}.")]
+Workload = Annotated[Text, option("--workload", "NAME", "A model's shapes.", WORKLOADS)]
+Blocks = Annotated[Texts, listed("--block", "B,...", "Block sizes.", ("32", "64", "128"))]
+Mode = Annotated[str, option("--mode", "fwd|bwd", "Direction.", ("fwd", "bwd"))]
+Setting = Annotated[Texts, option("--set", "FIELD=V,...", "Any other problem field.")]
+Kernels = Annotated[
+    Texts, listed("--kernel", "NAME", "Only these kernels.", complete=complete_kernel)
+]
+Peers = Annotated[Texts, listed("--peer", "NAME", "Only these peers; none for none.", PEERS)]
+Data = Annotated[str, option("--data", "NAME", "The inputs' distribution; list has them.", DATA)]
+Device = Annotated[
+    str, option("--device", "NAME", "auto, cpu, cuda or cuda:N.", ("auto", "cpu", "cuda"))
+]
+Format = Annotated[Text, option("--format", "NAME", "table, json, csv or md (table).", FORMATS)]
+Rows = Annotated[File, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
+Append = Annotated[bool, flag("--append", "Add to -o FILE.json, replacing the same rows.")]
+Seed = Annotated[int, integer("--seed", "Seed.")]
+Trials = Annotated[
+    Count,
+    integer("--trials", "Configs a kernel and problem, those of earlier runs included (40).", 1),
+]
+Budget = Annotated[str, option("--budget", "TIME", "Wall-clock time in all: 90, 90s, 10m, 1h.")]
+Missing = Annotated[bool, flag("--missing", "Only what has no profile yet, or a stale one.")]
+Shard = Annotated[
+    Text, option("--shard", "I/N", "Only every Nth problem, from the Ith (0/4 to 3/4).")
+]
+Strategy = Annotated[
+    str, option("--strategy", "NAME", "tpe, gp, random or exhaustive.", STRATEGIES)
+]
+Preset = Annotated[str, argument("PRESET", "As for training.", PRESETS)]
+Steps = Annotated[Count, integer("--steps", "Optimizer steps.", 1)]
+Run = Annotated[Path, argument("RUN", "A run's folder, or a checkpoint's.")]

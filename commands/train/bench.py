@@ -1,0 +1,80 @@
+"""`jetfire train bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jetfire.commands import options as o
+
+EPILOG = "Example: jetfire train bench gpt2-350m --recipe int8 -o step.json"
+
+
+def run(
+    case: Annotated[
+        str,
+        o.argument(
+            "CASE",
+            "block, wide (4 layers of width 4096), a preset, hf:NAME, a transformers config.json, "
+            "or MODULE:FUNCTION.",
+            o.CASES,
+            o.MODELS,
+        ),
+    ],
+    recipes: Annotated[
+        o.Texts,
+        o.listed("--recipe", "NAME,...", "As for training, but bf16 (the INT8 ones).", o.MEASURED),
+    ] = None,
+    settings: Annotated[
+        o.Texts,
+        o.option(
+            "--set",
+            "KEY=V,...",
+            "layers, heads, width, batch, context, vocabulary, accumulate; of hf: kv_heads, hidden "
+            "and run too.",
+        ),
+    ] = None,
+    peers: Annotated[
+        o.Texts,
+        o.listed(
+            "--peer",
+            "NAME",
+            "Only these beside eager: compile, fp8_tensorwise, fp8_rowwise, …",
+            o.STEP_PEERS,
+        ),
+    ] = None,
+    device: o.Device = "auto",
+    format: o.Format = None,
+    output: o.Rows = None,
+    append: o.Append = False,
+    dry_run: o.DryBench = False,
+    rounds: Annotated[
+        o.Count, o.integer("--rounds", "Samples a row (12; on the CPU 5).", 1)
+    ] = None,
+    strict_profile: o.StrictProfile = False,
+    seed: o.Seed = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Time training steps against BF16 eager and torch.compile; measure their memory."""
+    from jetfire.bench import command
+    from jetfire.core import device as devices
+    from jetfire.gpt2 import cases
+    from jetfire.gpt2.settings import split
+    from jetfire.models import cases as models
+    from jetfire.models import sources
+
+    devices.check_name(device)
+    asked = o.collect(command.BenchOptions, locals())
+    command.file_format(asked)
+    chosen = recipes or ()
+    if sources.named_here(case):
+        models.check(case, asked.settings, chosen, asked.peers)
+        from jetfire.models import bench as others
+
+        others.bench(asked, case, chosen)
+        return
+    cases.problem_of(case, split(asked.settings))
+    cases.recipes_of(chosen)
+    cases.peers_of(asked.peers)
+    from jetfire.gpt2 import bench as training
+
+    training.bench(asked, case, chosen)

@@ -1,0 +1,88 @@
+"""`jetfire train` without a verb."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from jetfire.commands import options as o
+from jetfire.core.errors import UsageError
+
+EPILOG = (
+    "Other verbs, each with --help: jetfire train prepare (text to tokens), study (recipes "
+    "× seeds, paired), plot (loss curves), sample (text of a run's model), export (weights for "
+    "transformers), bench (a step against BF16), tune (the kernels of a step)."
+)
+
+
+def run(
+    preset: Annotated[
+        o.Text,
+        o.argument(
+            "PRESET",
+            "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m.",
+            complete=o.or_verb(o.PRESETS),
+        ),
+    ] = None,
+    recipe: Annotated[
+        o.Text,
+        o.option(
+            "--recipe",
+            "NAME",
+            "bf16, int8, int8-block32, -block64, -block128, int4-hq-lss, int4-hq, int4-naive "
+            "(int8).",
+            o.RECIPES,
+        ),
+    ] = None,
+    settings: Annotated[
+        o.Texts, o.option("--set", "KEY=V,...", "Any other setting: batch, rate, …")
+    ] = None,
+    steps: o.Steps = None,
+    data: Annotated[
+        o.Text,
+        o.option(
+            "--data",
+            "NAME|PATH",
+            "python, shakespeare, shakespeare-char, openwebtext; a prepared folder; a text file.",
+            o.CORPORA,
+        ),
+    ] = None,
+    output: Annotated[
+        o.File,
+        o.option(
+            "--output -o", "RUN", "Folder of the run's log and checkpoints (runs/PRESET-RECIPE)."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, o.flag("--resume", "Go on with -o RUN from its last checkpoint.")
+    ] = False,
+    init: Annotated[
+        o.File,
+        o.option(
+            "--init",
+            "FOLDER",
+            "Begin with the weights of a run, a checkpoint or a transformers GPT-2.",
+        ),
+    ] = None,
+    sample: Annotated[int, o.integer("--sample", "Tokens to write at the end.", 0)] = 0,
+    strict_profile: o.StrictProfile = False,
+    device: o.Device = "auto",
+    seed: Annotated[o.Count, o.integer("--seed", "Seed (0).", 0)] = None,
+    debug: o.Debug = False,
+    version: o.Version = False,
+) -> None:
+    """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
+    from jetfire.gpt2 import options
+
+    asked = o.collect(options.TrainOptions, locals())
+    try:
+        options.check(asked)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first one says it
+            raise typer.Exit(error.exit_code) from None
+        raise
+    from jetfire.gpt2 import command
+
+    command.train(asked)

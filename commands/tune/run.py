@@ -1,0 +1,147 @@
+"""`jetfire tune` without a verb."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from jetfire.commands import options as o
+from jetfire.commands import problems
+from jetfire.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from jetfire.measure.plan import Case, Request
+
+EPILOG = "Example: jetfire tune gemm --m 4096 --budget 5m"
+
+
+def run(
+    ops: Annotated[
+        o.Texts,
+        o.argument(
+            "OP...",
+            "Ops by name, or [b]all[/b]; or [b]show[/b] [OP...]: list the profiles.",
+            complete=o.or_verb(o.OPS),
+        ),
+    ] = None,
+    m: o.M = None,
+    n: o.N = None,
+    k: o.K = None,
+    workload: o.Workload = None,
+    block: o.Blocks = None,
+    mode: o.Mode = "fwd",
+    settings: o.Setting = None,
+    kernels: o.Kernels = None,
+    shipped: Annotated[
+        bool, o.flag("--all", "Every problem that profiles are shipped for.")
+    ] = False,
+    unseen: Annotated[
+        o.Count,
+        o.integer(
+            "--unseen",
+            "Tune N random shapes that no profile is for, keep nothing, and say how far off the "
+            "profiles are.",
+            1,
+            metavar="N",
+        ),
+    ] = None,
+    output: Annotated[o.File, o.option("--output -o", "FILE.json", "--unseen: its rows.")] = None,
+    missing: o.Missing = False,
+    shard: o.Shard = None,
+    trials: o.Trials = None,
+    budget: o.Budget = "10m",
+    effort: Annotated[
+        str, o.option("--effort", "NAME", "quick (40 configs) or full (250).", o.EFFORTS)
+    ] = "quick",
+    strategy: o.Strategy = "tpe",
+    objective: Annotated[
+        str, o.option("--objective", "NAME", "time, energy or both.", o.OBJECTIVES)
+    ] = "time",
+    space: Annotated[
+        o.Texts, o.option("--space", "FIELD=V,...", "Search only these values of a config field.")
+    ] = None,
+    peers: o.Peers = None,
+    storage: Annotated[
+        o.Text,
+        o.option(
+            "--storage",
+            "URL|FILE|DIR",
+            "Where studies are kept: a database's URL (sqlite:///…, postgresql://…), FILE.journal "
+            "or a folder (JETFIRE_STUDIES).",
+        ),
+    ] = None,
+    trial_timeout: Annotated[
+        str, o.option("--trial-timeout", "TIME", "What a config may take to be checked and timed.")
+    ] = "30s",
+    report: Annotated[
+        o.File, o.option("--report", "FILE.html", "Write the searches as a page.")
+    ] = None,
+    record: Annotated[
+        o.File, o.option("--record", "FILE.json.gz", "Keep the trials for --replay.")
+    ] = None,
+    replay: Annotated[
+        o.File,
+        o.option("--replay", "FILE.json.gz", "Search recorded trials; no device, no profile."),
+    ] = None,
+    data: o.Data = "normal",
+    device: o.Device = "auto",
+    seed: o.Seed = 0,
+    dry_run: o.DryTune = False,
+    debug: o.Debug = False,
+    version: o.Version = False,
+) -> None:
+    """Search tile sizes on this device; the best are kept as a profile that bench and nn load.
+
+    Every trial is durable: after an interruption the same command goes on where it was.
+    """
+    from jetfire.measure import plan
+    from jetfire.tuner import options
+
+    if "show" in (ops or ()):
+        raise UsageError(f"tune {' '.join(ops or ())}: expected show first: jetfire tune show OP")
+    asked = o.collect(
+        options.TuneOptions,
+        locals(),
+        budget_s=o.duration("--budget", budget),
+        trial_s=o.duration("--trial-timeout", trial_timeout),
+        space=plan.parse_settings("--space", space or []),
+        peers=plan.kept_peers(peers),
+        shard=o.shard(shard),
+        keep=not unseen,
+    )
+    options.check(asked)
+    if output is not None and not unseen:
+        raise UsageError(f"-o {output}: expected --unseen N, whose rows it holds")
+    if replay is not None:
+        if ops:
+            raise UsageError(f"--replay {replay}: it says itself of which op it is: leave out OP")
+        from jetfire.tuner import command
+
+        print(command.replay(replay, strategy, trials, seed))
+        return
+    if shipped or unseen:
+        other = shipped or block or kernels or missing or shard or space
+        if m or n or k or workload or settings or mode != "fwd" or (unseen and other):
+            what = "--unseen: only OP narrows" if unseen else "--all: only OP and --block narrow"
+            raise UsageError(f"{what} its problems")
+        ops = ops or ["all"]
+    request = problems.request(locals(), mode=[mode])
+    from jetfire.tuner import command
+
+    cases = _cases(request, device, all_shipped=bool(shipped or unseen))
+    command.tune(dataclasses.replace(asked, cases=cases))
+
+
+def _cases(request: Request, device: str, all_shipped: bool) -> Sequence[Case]:
+    """Return the problems of a request, or all of its ops that profiles are shipped for."""
+    from jetfire.core.device import Device
+    from jetfire.tuner import shipped
+
+    if not all_shipped:
+        return problems.cases(request, 4096 if Device.parse(device).kind == "cuda" else 256)
+    cases = shipped.cases(request.ops, request.blocks or ())
+    if not cases:
+        names = ", ".join(request.ops)
+        raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
+    return cases

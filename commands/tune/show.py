@@ -1,0 +1,35 @@
+"""`jetfire tune show`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jetfire.commands import options as o
+from jetfire.commands import problems
+
+EPILOG = "Example: jetfire tune show gemm --m 8192 --block 32"
+
+
+def run(
+    ops: o.Ops = None,
+    m: o.M = None,
+    n: o.N = None,
+    k: o.K = None,
+    workload: o.Workload = None,
+    block: o.Blocks = None,
+    settings: o.Setting = None,
+    kernels: o.Kernels = None,
+    device: o.Device = "auto",
+    as_json: Annotated[bool, o.flag("--json", "As JSON.")] = False,
+    debug: o.Debug = False,
+) -> None:
+    """List the profiles: of all ops and devices, or of what the options leave."""
+    from jetfire.core import device as devices
+    from jetfire.measure import plan
+    from jetfire.tuner import show as profiles
+
+    devices.check_name(device)
+    request = problems.request(locals(), ops=ops or ["all"])
+    where = None if device == "auto" else devices.Device.parse(device)
+    wanted = profiles.Wanted.of(request, kernels or [])
+    profiles.show(plan.parse_list(ops or []), where, as_json, wanted)
