@@ -1,17 +1,18 @@
-"""`jetfire train tune`: tune every problem that a training step asks for."""
+"""`jetfire train tune PRESET`: tune every problem that a training step asks for."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from jetfire.core import calls, profiles
+from jetfire.core import calls, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2 import corpora, prepare, prepared, tokenizers
@@ -45,11 +46,36 @@ def vocabulary_of(settings: Settings) -> int:
     return known[chosen]
 
 
-def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list[Case]]:
-    """Kernel name → the problems that one micro-batch's step gives it, found by taking one.
+def planned(
+    step: Callable[[], object], device: Device, kernels: Sequence[str] = ()
+) -> dict[str, list[Case]]:
+    """Return the problems that a step gives each kernel, by its name, found by taking it.
+
+    Args:
+        kernels: instead of those that the step calls, these of the same ops that take the problem.
+    """
+    profiles.forget()  # and what was asked for before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
+        step()
+    found: dict[str, list[Case]] = {}
+    for op, problem, called in calls.planned():
+        others = registry.kernels(op.name)
+        named = [others[name] for name in kernels if name in others] if kernels else [called]
+        for kernel in named:
+            if kernel.legal(problem, kernel.default(problem, device), device) is None:
+                found.setdefault(kernel.name, []).append(Case(op, problem))
+    return found
+
+
+def cases(
+    settings: Settings, vocabulary: int, device: Device, kernels: Sequence[str] = ()
+) -> dict[str, list[Case]]:
+    """Return the problems that one micro-batch's step gives each kernel, by its name.
 
     Args:
         vocabulary: tokens that the model knows.
+        kernels: as `planned` has them.
     """
     where = device.torch_device
     # The first block reads no other's codes, and the last one's gradient comes without any.
@@ -62,21 +88,31 @@ def cases(settings: Settings, vocabulary: int, device: Device) -> dict[str, list
     alone = dataclasses.replace(settings, accumulate=1, compile=False, parallel="none")
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
-    profiles.forget()  # and what was asked for before
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
-        step([(ids, ids)])
-    found: dict[str, list[Case]] = {}
-    for op, problem, kernel in calls.planned():
-        found.setdefault(kernel.name, []).append(Case(op, problem))
-    return found
+    return planned(lambda: step([(ids, ids)]), device, kernels)
 
 
 def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
-    """Tune what the steps of some settings ask for, each kernel's problems in one search of many.
+    """Tune what the steps of some settings ask for.
+
+    Raises:
+        JetfireError: as `tune` does.
+    """
+
+    def found(device: Device) -> Iterator[dict[str, list[Case]]]:
+        for settings in runs:
+            yield cases(settings, vocabulary_of(settings), device, asked.kernels)
+
+    tune(asked, found)
+
+
+def tune(
+    asked: TuneOptions, find: Callable[[Device], Iterable[Mapping[str, Sequence[Case]]]]
+) -> None:
+    """Tune what steps ask for, each kernel's problems in one search of many.
 
     Args:
-        asked: the options of the tuner; its cases and kernels are set here.
+        asked: the options of the tuner, whose cases are set here.
+        find: returns what each step asks for, as `planned` does.
 
     Raises:
         JetfireError: as `tuner.command.tune` does; the other kernels have been tuned all the same.
@@ -86,9 +122,13 @@ def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
         raise NoDeviceError(f"nothing to tune for training on {device.label}: expected a GPU")
     os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
     wanted: dict[str, dict[Case, None]] = {}
-    for settings in runs:
-        for kernel, problems in cases(settings, vocabulary_of(settings), device).items():
+    for found in find(device):
+        for kernel, problems in found.items():
             wanted.setdefault(kernel, {}).update(dict.fromkeys(problems))
+    if not wanted:
+        names = ", ".join(asked.kernels) or "none"
+        raise UsageError(f"--kernel {names}: no op of these steps has a kernel of this name")
+    gc.collect()
     torch.cuda.empty_cache()  # the tuner measures in processes of its own
     _tune_all(asked, {kernel: list(problems) for kernel, problems in wanted.items()})
 

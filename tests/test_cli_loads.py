@@ -199,7 +199,7 @@ FILLED = {
     "train.run": (["gpt2.options.TrainOptions"], "strict_profile debug version"),
     "train.study": (["gpt2.study.StudyOptions"], "debug"),
     "train.bench": ([BENCH], "case recipes strict_profile"),
-    "train.tune": ([TUNE], "preset recipes settings corpus budget debug"),
+    "train.tune": ([TUNE], "case recipes settings corpus budget debug"),
 }
 
 

@@ -10,15 +10,31 @@ EPILOG = "Example: jetfire train tune gpt2-124m --data tokens --missing"
 
 
 def run(
-    preset: o.Preset,
+    case: Annotated[
+        str,
+        o.argument(
+            "CASE",
+            "A preset, hf:NAME, a transformers config.json, or MODULE:FUNCTION.",
+            o.PRESETS,
+            o.MODELS,
+        ),
+    ],
     recipes: Annotated[
         o.Texts, o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED)
     ] = None,
-    settings: Annotated[o.Texts, o.option("--set", "KEY=V,...", "As for training.")] = None,
+    settings: Annotated[
+        o.Texts, o.option("--set", "KEY=V,...", "As for training; of hf: as for train bench.")
+    ] = None,
     corpus: Annotated[  # TuneOptions.data is the inputs' distribution
         o.Text,
         o.option(
             "--data", "NAME|PATH", "As for training; its vocabulary alone matters.", o.CORPORA
+        ),
+    ] = None,
+    kernels: Annotated[
+        o.Texts,
+        o.listed(
+            "--kernel", "NAME", "Instead of those that the step calls, these of its ops."
         ),
     ] = None,
     budget: o.Budget = "10m",
@@ -32,8 +48,12 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
-    from jetfire.gpt2.cases import runs_of
+    from jetfire.core.errors import UsageError, unknown
+    from jetfire.gpt2.cases import OTHER_MODELS, runs_of
+    from jetfire.gpt2.settings import PRESETS
     from jetfire.measure import plan
+    from jetfire.models import cases as models
+    from jetfire.models import sources
     from jetfire.tuner import options
 
     asked = o.collect(
@@ -44,7 +64,17 @@ def run(
         shard=o.shard(shard),
     )
     options.check(asked)
-    runs = runs_of(preset, recipes or (), settings or (), corpus)
+    if sources.named_here(case):
+        if corpus is not None:
+            raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
+        models.check(case, settings or (), recipes or (), ())
+        from jetfire.models import tuning as others
+
+        others.run(asked, case, settings or (), recipes or ())
+        return
+    if case not in PRESETS:
+        raise unknown(f"no preset {case!r}", case, PRESETS, OTHER_MODELS)
+    runs = runs_of(case, recipes or (), settings or (), corpus)
     from jetfire.gpt2 import tuning
 
     tuning.run(asked, runs)
