@@ -318,7 +318,7 @@ def _measure(
 
 def note_cpu(device: Device) -> None:
     """Say where no GPU is in use."""
-    from jetfire.bench import show
+    from jetfire.report import show
 
     if device.kind == "cpu":
         note(f"no GPU in use ({device.name}): {show.NO_GPU}")
@@ -408,7 +408,7 @@ def _save(
 def _draw(asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row]) -> None:
     if asked.plot is None:
         return
-    from jetfire.bench.plot import plot
+    from jetfire.report.plot import plot
 
     with writing(asked.plot):
         plot(rows, record, asked.plot)
@@ -423,7 +423,7 @@ def _doubt(load: Load, record: dict[str, Any], rows: Sequence[Row]) -> None:
 
 def render(results: Results, kind: str) -> str:
     """Results as json, csv or md."""
-    from jetfire.bench import show
+    from jetfire.report import show
 
     if kind == "json":
         return results.to_json()
@@ -434,7 +434,7 @@ def render(results: Results, kind: str) -> str:
 
 
 def device_title(device: dict[str, Any]) -> str:
-    from jetfire.bench import show
+    from jetfire.report import show
 
     peaks = device.get("peaks") or {}
     if device.get("kind") == "cpu":
@@ -454,7 +454,7 @@ def device_title(device: dict[str, Any]) -> str:
 def _print(
     asked: BenchOptions, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
 ) -> None:
-    from jetfire.bench import show
+    from jetfire.report import show
 
     shown = "table" if kind is not None else (asked.format or "table")
     if shown != "table":

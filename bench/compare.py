@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.bench import show
 from jetfire.core import terminal
 from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
 from jetfire.measure.results import Results, Row, problem_text, shape_text
+from jetfire.report import show
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -177,7 +177,7 @@ def image(
     """
     from matplotlib.figure import Figure
 
-    from jetfire.bench.plot import KERNEL_COLOURS, plain, save
+    from jetfire.report.plot import KERNEL_COLOURS, plain, save
 
     base = groups[0].mean
     below = any(apart(base, group.mean)[0] for group in groups[1:])
@@ -237,8 +237,8 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
 def _page(groups: Sequence[CurveGroup], output: Path) -> None:
     import plotly.graph_objects as go
 
-    from jetfire.bench.plot import KERNEL_COLOURS
     from jetfire.core.files import write
+    from jetfire.report.plot import KERNEL_COLOURS
 
     figure = go.Figure()
     for index, group in enumerate(groups):

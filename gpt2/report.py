@@ -1,6 +1,6 @@
 """Documents of a results file, with the training runs: `python -m jetfire.gpt2.report FILE.json`.
 
-`jetfire.bench.report` writes them; from here come a section for each preset of the logs in
+`jetfire.report.documents` writes them; from here come a section for each preset of the logs in
 training/*.jsonl.gz beside the file (`jetfire.gpt2.keep`) that are of its device, its plot of the
 losses, a section for each study-*.json there (`jetfire train study --record`), and the README's
 lines.
@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-from jetfire.bench import report, show
-from jetfire.bench.markdown import MarkdownTable
-from jetfire.bench.report import Addition, Chart
 from jetfire.gpt2 import study_record
 from jetfire.gpt2.curves import CurveGroup, image
 from jetfire.gpt2.finished import FinishedRun
 from jetfire.gpt2.study_record import StudyRecord
 from jetfire.measure.results import Results
 from jetfire.nn.recipes import RECIPES
+from jetfire.report import documents, show
+from jetfire.report.documents import Addition, Chart
+from jetfire.report.table import MarkdownTable
 
 FOLDER, BASE = "training", "bf16"
 
@@ -223,4 +223,4 @@ def addition(results: Results, file: Path) -> Addition:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main(sys.argv[1:], addition))
+    sys.exit(documents.main(sys.argv[1:], addition))

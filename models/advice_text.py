@@ -8,9 +8,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jetfire.bench.show import number
 from jetfire.core import terminal
 from jetfire.models.advice import Advice, Advised, pattern
+from jetfire.report.show import number
 
 SCHEMA = 1
 _FEW = 6  # names in a line

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jetfire.bench import audit, progress, show
+from jetfire.bench import audit, progress
 from jetfire.cli import execute
 from jetfire.core import registry, terminal
 from jetfire.core.device import target_device
@@ -17,6 +17,7 @@ from jetfire.gpt2.display import TrainingDisplay as Training
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
+from jetfire.report import show
 from jetfire.tuner import show as profiles
 from jetfire.tuner.display import SearchDisplay as Search
 from jetfire.tuner.trial import Measurement

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from jetfire.bench import command as bench_command
-from jetfire.bench.export_report import sections
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
@@ -29,6 +28,7 @@ from jetfire.export.targets import c_library
 from jetfire.measure import nvml, peaks, provenance, timer
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
+from jetfire.report.exports import sections
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from jetfire.bench import report
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import curves, keep, log
 from jetfire.gpt2.report import _order, addition
 from jetfire.measure.results import Results
+from jetfire.report import documents
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
@@ -97,10 +97,10 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
 
 def test_the_page_has_the_figures_of_the_logs(place):
     readme = place.with_name("README.md")
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    written = report.report(place, readme, False, addition)
+    readme.write_text(f"{documents.BEGIN}\n{documents.END}\n")
+    written = documents.report(place, readme, False, addition)
     assert place.with_name("h200-training-124m.svg") in written
-    assert report.report(place, readme, True, addition) == []
+    assert documents.report(place, readme, True, addition) == []
     page = place.with_suffix(".md").read_text()
     assert "![h200-training-124m.svg](h200-training-124m.svg)" in page
     assert "30 steps of 1024 tokens" in page
@@ -112,7 +112,7 @@ def test_the_page_has_the_figures_of_the_logs(place):
     )
     changed = {"validation": (4.0, 2.9, 3.5)}
     keep.write(write(place.parent, "bf16-0", **changed), place.parent / "training", 1, 1)
-    stale = {path.name for path in report.report(place, readme, True, addition)}
+    stale = {path.name for path in documents.report(place, readme, True, addition)}
     assert stale == {"h200.md", "README.md", "h200-training-124m.svg"}
 
 

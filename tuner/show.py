@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench import show as texts
 from jetfire.core import profiles, registry, terminal, workloads
 from jetfire.core.device import Device
 from jetfire.core.op import Op
@@ -17,6 +16,7 @@ from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report import show as texts
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench import show as texts
-from jetfire.bench.tuned_report import mean
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report import show as texts
+from jetfire.report.tuned import mean
 from jetfire.tuner.final import Final
 from jetfire.tuner.trial import Measurement
 

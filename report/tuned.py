@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire.bench.markdown import MarkdownTable
 from jetfire.core import profiles, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
 from jetfire.measure.results import Amount, Milliseconds, blocks_text, shape_text
+from jetfire.report.table import MarkdownTable
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1

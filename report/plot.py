@@ -14,8 +14,8 @@ from matplotlib.axis import Axis as MplAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from jetfire.bench import show
 from jetfire.measure.results import Row, problem_text, shape_text
+from jetfire.report import show
 
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",

@@ -6,17 +6,24 @@ Each is nothing where its rows were not measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from jetfire.bench import show
-from jetfire.bench.markdown import MarkdownTable
-from jetfire.bench.suite import ops_of
-from jetfire.bench.tuned_report import mean
 from jetfire.core import registry
 from jetfire.core.workloads import LAYERS
 from jetfire.measure.results import Results, Row, problem_text
+from jetfire.report import show
+from jetfire.report.table import MarkdownTable
+from jetfire.report.tuned import mean
 
 Shape = tuple[int, int, int]
+
+
+@cache
+def ops() -> tuple[str, ...]:
+    """Return the names of the ops that the part `int4` of the results measures."""
+    timed = {name: registry.get(name).timed() or () for name in registry.names()}
+    return tuple(name for name, found in timed.items() if any(t.part == "int4" for t in found))
 
 
 def _shapes() -> list[Shape]:
@@ -127,7 +134,7 @@ def _described(row: Row) -> str:
 def memory_bound(results: Results) -> MarkdownTable | None:
     """The other ops alone: bandwidth, and against torch.compile."""
     best: dict[str, Row] = {}
-    names = ops_of("int4")
+    names = ops()
     alone = [name for name in names if not registry.get(name).baselines]
     for row in results.rows:
         if row.op not in alone or row.role != "kernel" or row.ms is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetfire.bench import show
-from jetfire.bench.markdown import MarkdownTable
 from jetfire.measure.results import Results, Row, shape_text
+from jetfire.report import show
+from jetfire.report.table import MarkdownTable
 
 LAUNCH = "launch"
 

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetfire.bench import export_report, int4_report, show, training_report, tuned_report
-from jetfire.bench.markdown import MarkdownTable
-from jetfire.bench.suite import ops_of
 from jetfire.core import files, registry, schema
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.core.workloads import MODELS
 from jetfire.measure.results import Results, Row, blocks_text, problem_text, shape_text
 from jetfire.ops.gemm import PROMOTION_DATA
+from jetfire.report import exports, int4, show, training, tuned
+from jetfire.report.table import MarkdownTable
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 BLOCKS = (32, 64, 128)
@@ -61,7 +60,7 @@ Adds = Callable[[Results, Path], Addition]
 def _timed(results: Results, op: str | None = None) -> list[Row]:
     """Every timed row of an op that is no curve's: those, training's and INT4's have their own
     tables."""
-    own = (*training_report.OPS, *ops_of("int4"))
+    own = (*training.OPS, *int4.ops())
     return [
         row for row in results.rows
         if row.ms is not None and row.curve is None and row.op not in own
@@ -329,26 +328,26 @@ def device_text(results: Results) -> str:
 
 
 def page(
-    results: Results, name: str, plots: Sequence[str], tuned: Sequence[str] = (),
+    results: Results, name: str, plots: Sequence[str], profiles: Sequence[str] = (),
     added: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """The whole Markdown page; `tuned` are the sections on profiles, `added` the caller's."""
-    results, exports = export_report.split(results)
+    """The whole Markdown page; `profiles` are the sections on those, `added` the caller's."""
+    results, exported = exports.split(results)
     kernels = (
         gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models,
     )  # fmt: skip
-    training = (training_report.steps, training_report.models, training_report.blocks)
+    steps = (training.steps, training.models, training.blocks)
     parts = [
         f"# Results: {results.device.get('name')}\n",
         f"<!-- Generated from {name} by `make report`; do not edit. -->\n",
         device_text(results),
         *(f"![{plot}]({plot})\n" for plot in plots),
-        *_markdown(results, training),
+        *_markdown(results, steps),
         *added,
         *_markdown(results, kernels),
-        *int4_report.sections(results),
-        *export_report.sections(exports),
-        *tuned,
+        *int4.sections(results),
+        *exports.sections(exported),
+        *profiles,
     ]
     return "\n".join(parts)
 
@@ -430,7 +429,7 @@ def _with_table(readme: str, table: str) -> str:
 def _charts(results: Results, file: Path) -> list[Chart]:
     def chart(name: str, rows: list[Row]) -> Chart:
         def draw(path: Path, description: str) -> None:
-            from jetfire.bench.plot import plot
+            from jetfire.report.plot import plot
 
             plot(rows, results.device, path, description)
 
@@ -441,15 +440,15 @@ def _charts(results: Results, file: Path) -> list[Chart]:
 
 
 def _tuned_chart(
-    shipped: Sequence[tuned_report.ShippedEntry], found: Sequence[tuned_report.Lookup],
+    shipped: Sequence[tuned.ShippedEntry], found: Sequence[tuned.Lookup],
     results: Results, path: Path,
 ) -> Chart:  # fmt: skip
     def draw(path: Path, description: str) -> None:
-        from jetfire.bench import tuned_plot
+        from jetfire.report import tuned_plot
 
         tuned_plot.plot(shipped, found, results.device, path, description)
 
-    return Chart(path, tuned_report.records(shipped, found), draw)
+    return Chart(path, tuned.records(shipped, found), draw)
 
 
 def report(
@@ -464,23 +463,23 @@ def report(
         The files that were not as they should be.
     """
     everything = _complete(Results.load(file), file)
-    results, _ = export_report.split(everything)
+    results, _ = exports.split(everything)
     added = add(results, file)
     charts = _charts(results, file)
-    shipped = tuned_report.shipped(results.device)
-    found = tuned_report.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
-    tuned = _tuned_chart(shipped, found, results, file.with_name(f"{file.stem}-tuned.svg"))
-    sections = tuned_report.sections(shipped, found, tuned.path.name)
+    shipped = tuned.shipped(results.device)
+    found = tuned.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
+    gains = _tuned_chart(shipped, found, results, file.with_name(f"{file.stem}-tuned.svg"))
+    sections = tuned.sections(shipped, found, gains.path.name)
     names = [chart.path.name for chart in charts]
     texts = {file.with_suffix(".md"): page(everything, file.name, names, sections, added.sections)}
     if readme is not None:
-        lines = "".join(f"\n{line}\n" for line in tuned_report.readme(shipped, found))
-        table = readme_table(results) + int4_report.readme(results)
-        table += training_report.readme(results) + added.readme + lines
+        lines = "".join(f"\n{line}\n" for line in tuned.readme(shipped, found))
+        table = readme_table(results) + int4.readme(results)
+        table += training.readme(results) + added.readme + lines
         texts[readme] = _with_table(_read(readme), table)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
-    charts += [*added.charts, *([tuned] if shipped else [])]
+    charts += [*added.charts, *([gains] if shipped else [])]
     undrawn = [chart for chart in charts if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:
@@ -506,8 +505,8 @@ def _complete(results: Results, file: Path) -> Results:
 
 
 def _problem(row: Row, file: Path) -> dict[str, Any]:
-    if row.op in training_report.OPS:
-        schema.convert(row.problem, training_report.problem_type(row.op), file)
+    if row.op in training.OPS:
+        schema.convert(row.problem, training.problem_type(row.op), file)
         return row.problem
     if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")

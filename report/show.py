@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench.markdown import MarkdownTable as Markdown
 from jetfire.core import registry, terminal
 from jetfire.measure.results import Row, problem_text, shape_text
+from jetfire.report.table import MarkdownTable as Markdown
 
 if TYPE_CHECKING:
     from rich.table import Table

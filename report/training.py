@@ -7,10 +7,10 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from jetfire.bench import show
-from jetfire.bench.markdown import MarkdownTable
 from jetfire.core.schema import Line, Size
 from jetfire.measure.results import Results, Row
+from jetfire.report import show
+from jetfire.report.table import MarkdownTable
 
 STEP, BLOCK, MODEL = "gpt2_step", "gpt2_block", "model_step"
 OPS = (STEP, BLOCK, MODEL)

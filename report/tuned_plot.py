@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
-from jetfire.bench.tuned_report import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
 from jetfire.measure.results import blocks_text
+from jetfire.report.plot import KERNEL_COLOURS, MARKERS, plain, save, where
+from jetfire.report.tuned import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
 
 _T = TypeVar("_T", ShippedEntry, Lookup)
 
