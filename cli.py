@@ -1082,6 +1082,33 @@ def completion(
             print(script, end="\n\n")
 
 
+@app.command(cls=_Command, epilog="Example: jetfire report docs/results/h200.json --check")
+def report(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="Results of `jetfire bench`.")],
+    readme: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.md",
+            help="Put the short tables between its two markers, too; for docs/results/FILE.json "
+            "the README.md above.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a file is stale.")
+    ] = False,
+    debug: o.Debug = False,
+) -> None:
+    """Write the page, the plots and the README's tables of a results file."""
+    from jetfire.gpt2.finished import addition
+    from jetfire.report import documents
+
+    stale = documents.report(file, readme or documents.readme_of(file), check, addition)
+    for path in stale:
+        print(f"{path}: {'stale' if check else 'written'}")
+    if stale and check:
+        raise typer.Exit(1)
+
+
 app.add_typer(tune, name="tune")
 app.add_typer(train, name="train")
 

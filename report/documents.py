@@ -1,4 +1,4 @@
-"""Tables and plots of a committed results file; `python -m jetfire.gpt2.report` is its command.
+"""Tables and plots of a committed results file: `jetfire report`.
 
 Writes FILE.md and the FILE-*.svg beside it, and the README's table between its two markers, with
 what the profiles shipped for that device and FILE-lookups.json say, and what the caller adds. The
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jetfire.core import files, registry, schema
-from jetfire.core.errors import JetfireError, UsageError
+from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.core.workloads import MODELS
 from jetfire.measure.results import Results, Row, blocks_text, problem_text, shape_text
@@ -532,28 +531,7 @@ def _read(path: Path) -> str:
         raise Unreadable(path, "expected UTF-8") from None
 
 
-def _readme_of(file: Path) -> Path | None:
-    folder = file.resolve().parent
+def readme_of(file: Path) -> Path | None:
+    """Return the README above docs/results/; None for a file elsewhere."""
+    folder = file.absolute().parent
     return folder.parents[1] / "README.md" if folder.parts[-2:] == ("docs", "results") else None
-
-
-def main(arguments: Sequence[str], add: Adds = lambda results, file: Addition()) -> int:
-    """`report FILE.json [--readme README.md] [--check]`; exit code 1 if anything is stale."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="report", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--readme", type=Path,
-        help="a page with the table's two markers; of docs/results/FILE.json the README.md above",
-    )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if stale")
-    given = parser.parse_args(arguments)
-    try:
-        stale = report(given.file, given.readme or _readme_of(given.file), given.check, add)
-    except JetfireError as error:
-        print(f"jetfire: {error}", file=sys.stderr)
-        return error.exit_code
-    for path in stale:
-        print(f"{path}: {'stale' if given.check else 'written'}")
-    return 1 if stale and given.check else 0

@@ -143,7 +143,7 @@ NAMED = {
     "bench/suite.py": ["gemm"],
     # Settings of a training that are called dropout.
     "gpt2/checkpoint.py": ["dropout"],
-    "gpt2/report.py": ["dropout"],
+    "report/runs.py": ["dropout"],
     "gpt2/settings.py": ["dropout"],
     "gpt2/train.py": ["dropout"],
     "gpt2/weights.py": ["dropout"],

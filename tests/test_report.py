@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jetfire.cli import execute
 from jetfire.core.files import write
 from jetfire.measure.results import Results, Row
 from jetfire.report import documents
@@ -117,14 +118,14 @@ def test_wrong_rows_are_named_and_not_shown_as_figures():
 
 
 def test_written_once_then_nothing_is_stale(place, capsys):
-    assert documents.main(arguments(place, "--check")) == 1
+    assert execute("report", arguments(place, "--check")) == 1
     assert "README.md: stale" in capsys.readouterr().out
-    assert documents.main(arguments(place)) == 0
+    assert execute("report", arguments(place)) == 0
     written = {path.name: path.read_bytes() for path in place[0].parent.iterdir()}
     assert {"h200.md", "h200-gemm.svg", "h200-memory-bound.svg"} <= set(written)
     capsys.readouterr()
-    assert documents.main(arguments(place, "--check")) == 0
-    assert documents.main(arguments(place)) == 0
+    assert execute("report", arguments(place, "--check")) == 0
+    assert execute("report", arguments(place)) == 0
     assert capsys.readouterr().out == ""
     assert {path.name: path.read_bytes() for path in place[0].parent.iterdir()} == written
     readme = place[1].read_text()
@@ -135,17 +136,17 @@ def test_written_once_then_nothing_is_stale(place, capsys):
 
 @pytest.mark.parametrize("name", ["h200.md", "h200-gemm.svg", "README.md"])
 def test_a_change_is_found(place, name, capsys):
-    documents.main(arguments(place))
+    execute("report", arguments(place))
     path = place[0].parent / name
     path.write_text(path.read_text().replace("700", "701").replace("rows sha256", "rows"))
     path.write_text(path.read_text().replace(f"{BEGIN}\n", f"{BEGIN}\nmore\n"))
     capsys.readouterr()
-    assert documents.main(arguments(place, "--check")) == 1
+    assert execute("report", arguments(place, "--check")) == 1
     assert capsys.readouterr().out == f"{path}: stale\n"
 
 
 def test_a_changed_row_makes_everything_of_it_stale(place):
-    documents.main(arguments(place))
+    execute("report", arguments(place))
     results = Results.load(place[0])
     results.rows = [dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
                     for row in results.rows]  # fmt: skip
@@ -156,7 +157,7 @@ def test_a_changed_row_makes_everything_of_it_stale(place):
 
 def test_a_readme_without_markers_is_refused(place, capsys):
     place[1].write_text("# no markers\n")
-    assert documents.main(arguments(place)) == 2
+    assert execute("report", arguments(place)) == 2
     assert "expected the markers" in capsys.readouterr().err
 
 
@@ -165,5 +166,5 @@ def test_the_readme_above_docs_results_is_found(tmp_path):
     file.parent.mkdir(parents=True)
     write(file, sample().to_json())
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
-    assert documents.main([str(file)]) == 0
+    assert execute("report", [str(file)]) == 0
     assert "GEMM 8192³" in (tmp_path / "README.md").read_text()

@@ -14,11 +14,12 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2 import log, study, study_record
-from jetfire.gpt2.report import addition
+from jetfire.gpt2.finished import addition
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.study_record import StudyRun, difference, quantile
 from jetfire.measure.results import Results
 from jetfire.report import documents
+from jetfire.report import study as texts
 
 LIMIT_S = 3600
 SMALL = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
@@ -146,8 +147,8 @@ def test_a_record_says_what_was_trained_on_what(tmp_path):
     times = {name: one["runs"][0]["ms"] for name, one in found["recipes"].items()}
     assert times == {"bf16": 8.0, "int8": None, "int8-block32": None}
     assert found["recipes"]["bf16"]["runs"][0]["settings"] == {"compile": True}
-    assert study_record.rows(found)[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
-    text = study_record.explained(found)
+    assert texts.rows(found)[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
+    text = texts.explained(found)
     assert "steps 17 to 20, each token read once (0.50 epochs)" in text
     assert "Brackets are over its steps" in text
     shutil.rmtree(run)

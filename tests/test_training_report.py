@@ -7,9 +7,11 @@ import pytest
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import curves, keep, log
-from jetfire.gpt2.report import _order, addition
+from jetfire.gpt2.finished import addition
 from jetfire.measure.results import Results
 from jetfire.report import documents
+from jetfire.report.curves import apart
+from jetfire.report.runs import _order
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
@@ -86,7 +88,7 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
     assert ours.mean.label == "gpt2-124m bf16, 2 seeds, best validation 3.1000"
     assert ours.mean.validation == pytest.approx([4.0, 3.1, 3.5])
     assert [len(group.runs) for group in (ours, theirs)] == [2, 2]
-    assert curves.apart(ours.mean, theirs.mean)[1] == pytest.approx([0, 5, 100 / 35], abs=1e-3)
+    assert apart(ours.mean, theirs.mean)[1] == pytest.approx([0, 5, 100 / 35], abs=1e-3)
     same = write(tmp_path, "again")
     assert [len(g.runs) for g in curves.grouped([tmp_path / "bf16-0", same])] == [1, 1]
     curves.plot(files, tmp_path / "a.svg")

@@ -1,31 +1,92 @@
-"""Documents of a results file, with the training runs: `python -m jetfire.gpt2.report FILE.json`.
-
-`jetfire.report.documents` writes them; from here come a section for each preset of the logs in
-training/*.jsonl.gz beside the file (`jetfire.gpt2.keep`) that are of its device, its plot of the
-losses, a section for each study-*.json there (`jetfire train study --record`), and the README's
-lines.
-"""
+"""What the documents say of training runs: tables and plots of their logs, and of studies."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
-from jetfire.gpt2 import study_record
-from jetfire.gpt2.curves import CurveGroup, image
-from jetfire.gpt2.finished import FinishedRun
-from jetfire.gpt2.study_record import StudyRecord
-from jetfire.measure.results import Results
 from jetfire.nn.recipes import RECIPES
-from jetfire.report import documents, show
+from jetfire.report import show, study
+from jetfire.report.curves import Curve, CurveGroup, image
 from jetfire.report.documents import Addition, Chart
 from jetfire.report.table import MarkdownTable
 
+if TYPE_CHECKING:
+    from jetfire.gpt2.study_record import StudyRecord
+
 FOLDER, BASE = "training", "bf16"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A finished run's log."""
+
+    file: Path
+    records: Sequence[Mapping[str, Any]]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to its end, and was evaluated."""
+        kinds = {record["kind"] for record in self.records}
+        return self.records[-1]["kind"] == "end" and {"evaluation", "step"} <= kinds
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        return self.records[0]
+
+    def setting(self, name: str) -> Any:
+        return self.head["settings"][name]
+
+    def _of(self, kind: str) -> list[Mapping[str, Any]]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def final(self) -> float:
+        return float(self._of("evaluation")[-1]["loss"])
+
+    @property
+    def best(self) -> float:
+        return min(float(record["loss"]) for record in self._of("evaluation"))
+
+    @property
+    def shared(self) -> bool:
+        """Whether its device had other runs at any time, so that no step's time is its own.
+
+        `jetfire.gpt2.keep` may have been told so later.
+        """
+        at_once = [head.get("runs_at_once", 1) for head in [*self._of("run"), *self._of("resume")]]
+        return max(*at_once, self.head.get("kept", {}).get("runs_at_once", 1)) > 1
+
+    @property
+    def ms(self) -> float | None:
+        """Milliseconds a step, the median; None where the run had not the GPU to itself."""
+        if self.shared:
+            return None
+        return median(record["ms"] for record in self._of("step"))
+
+    @property
+    def tokens(self) -> int:
+        """A step's."""
+        s, processes = self.head["settings"], self.head["device"]["processes"]
+        return int(s["batch"] * s["accumulate"] * s["context"] * processes)
+
+    @property
+    def peak_gib(self) -> float:
+        return max(float(record["peak_gib"]) for record in self._of("step"))
+
+    @property
+    def how(self) -> str:
+        """In what way its steps were run."""
+        if self.setting("graph"):
+            return "CUDA graph"
+        return "torch.compile" if self.setting("compile") else "eager"
+
+    def curve(self) -> Curve:
+        return Curve.of(self.file, self.records, self.setting("recipe"))
 
 
 @dataclass(frozen=True)
@@ -146,10 +207,8 @@ def _speed(recipe: RecipeRuns, base: RecipeRuns | None) -> list[str]:
     return [show.number(ms, 2), show.number(recipe.runs[0].tokens / ms * 1e3), ratio]
 
 
-def presets(folder: Path, device: str | None) -> list[Preset]:
-    """The runs in a folder that are of a device, by preset and recipe."""
-    runs = [FinishedRun.read(file) for file in sorted(folder.glob("*.jsonl.gz"))]
-    runs = [run for run in runs if run.head["device"]["name"] == device]
+def presets(runs: Iterable[FinishedRun]) -> list[Preset]:
+    """Return the runs by preset and recipe."""
     found: dict[str, dict[str, list[FinishedRun]]] = {}
     for run in runs:
         recipes = found.setdefault(run.setting("preset"), {})
@@ -181,46 +240,13 @@ def readme(found: Sequence[Preset]) -> str:
     return "\n" + MarkdownTable("", "", head, rows).markdown()
 
 
-def studies(folder: Path, device: str | None) -> list[StudyRecord]:
-    """The records of studies in a folder that are of a device."""
-    found = [study_record.read(file) for file in sorted(folder.glob("study-*.json"))]
-    return [record for record in found if record["device"] == device]
-
-
-def study_table(record: StudyRecord) -> MarkdownTable:
-    s, data = record["settings"], record["data"]
-    text = (
-        f"{s['steps']} steps of {record['tokens'] // s['steps']} tokens, "
-        f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
-        f"{data['tokens']['train'] / 1e6:.1f} M. {study_record.explained(record)}"
-    )
-    title = f"Study of recipes, {record['preset']}"
-    return MarkdownTable(title, text, study_record.columns(record), study_record.rows(record))
-
-
-def _study_lines(found: Sequence[StudyRecord]) -> str:
-    """The README's lines; empty without studies."""
-    tables = []
-    for record in found:
-        head, *more = study_record.columns(record)
-        tokens = f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens"
-        tables.append(MarkdownTable("", "", [f"{tokens}: {head}", *more],
-                                    study_record.rows(record)).markdown())  # fmt: skip
-    return "".join(f"\n{table}" for table in tables)
-
-
-def addition(results: Results, file: Path) -> Addition:
-    """What the runs and studies beside a results file add to its documents."""
-    studied = studies(file.parent, results.device.get("name"))
-    found = presets(file.parent / FOLDER, results.device.get("name"))
+def addition(runs: Iterable[FinishedRun], studies: Sequence[StudyRecord], file: Path) -> Addition:
+    """Return what runs and studies add to the documents of a results file."""
+    found = presets(runs)
     charts = [preset.chart(file) for preset in found]
     sections = [
         f"{preset.table().markdown()}\n![{chart.path.name}]({chart.path.name})\n"
         for preset, chart in zip(found, charts, strict=True)
     ]
-    sections += [study_table(record).markdown() for record in studied]
-    return Addition(sections, readme(found) + _study_lines(studied), charts)
-
-
-if __name__ == "__main__":
-    sys.exit(documents.main(sys.argv[1:], addition))
+    sections += [study.table(record).markdown() for record in studies]
+    return Addition(sections, readme(found) + study.readme(studies), charts)
