@@ -197,9 +197,10 @@ def _write_files(asked: TuneOptions, tuned: Sequence[FinishedSearch], session: S
     if not session.studies:
         return
     if asked.report is not None:
-        from jetfire.tuner import report
+        from jetfire.report import tuning
+        from jetfire.tuner.digest import Digest
 
-        report.write_all([study.optuna for _, study in session.studies], asked.report)
+        tuning.write([Digest.of(study.optuna) for _, study in session.studies], asked.report)
     if asked.unseen:
         rows = unseen.rows(tuned)
         print(unseen.conclusion(rows))

@@ -7,13 +7,17 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from jetfire.tuner.digest import FATES, Attempt, Digest, same, words
+from jetfire.report.text import fields_text
 
-# Okabe and Ito's palette where it can be told from white and from black alike.
+if TYPE_CHECKING:
+    from jetfire.tuner.digest import Attempt, Digest
+
+# By a trial's fate, in the order in which they are shown: Okabe and Ito's palette where it can be
+# told from white and from black alike.
 COLOURS = {
     "ok": "#3b8fd1", "slow": "#e69f00", "illegal": "#999999", "compile": "#cc79a7",
     "timeout": "#a67c00", "crash": "#d55e00", "wrong": "#e0245e", "lost": "#777777",
@@ -89,7 +93,7 @@ def _hover(attempt: Attempt, *more: str) -> str:
         lines.append(f"{number(attempt.ms)} ms")
     if attempt.joules is not None:
         lines.append(f"{number(attempt.joules)} J")
-    lines += [*more, *textwrap.wrap(words(attempt.config), 72)]
+    lines += [*more, *textwrap.wrap(fields_text(attempt.config), 72)]
     lines += textwrap.wrap(attempt.message[:500], 72)[:6]
     return "<br>".join(map(plain, lines))
 
@@ -127,7 +131,7 @@ def _by_fate(
     return [
         _points(fate, group, x, y, color=COLOURS[fate],
                 symbol="circle-open" if fate == "slow" else "circle")
-        for fate in FATES
+        for fate in COLOURS
         if (group := [a for a in attempts if a.fate == fate])
     ]  # fmt: skip
 
@@ -154,7 +158,7 @@ def history(digest: Digest) -> go.Figure | None:
     failed = [a for a in digest.attempts if a.values is None or a.ms is None]
     if not digest.attempts:
         return None
-    rows = [fate for fate in FATES if any(a.fate == fate for a in failed)]
+    rows = [fate for fate in COLOURS if any(a.fate == fate for a in failed)]
     strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
     if not digest.measured:
         strip = 1.0
@@ -244,7 +248,7 @@ def _places(digest: Digest, ranked: Sequence[Attempt]) -> dict[int, list[float]]
     places: dict[int, list[float]] = {a.number: [] for a in ranked}
     for axis, (name, values) in enumerate(digest.fields.items()):
         for row, value in enumerate(values):
-            band = [a for a in ranked if name in a.config and same(a.config[name], value)]
+            band = [a for a in ranked if a.has(name, value)]
             for i, attempt in enumerate(band):
                 inside = 0.15 + 0.7 * (i + 0.5) / len(band)
                 places[attempt.number].append((row + inside) / len(values))

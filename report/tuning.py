@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from jetfire.core import files
 from jetfire.core.errors import UsageError
-from jetfire.tuner.digest import Attempt, Digest, first_line, words
+from jetfire.report.text import fields_text
 
 if TYPE_CHECKING:
-    import optuna
     from plotly.graph_objects import Figure
 
-TEMPLATE = "report.html.j2"
+    from jetfire.tuner.digest import Attempt, Digest
+
+TEMPLATE = "tuning.html.j2"
 Pairs = list[tuple[str, str]]
 NOTHING = "–"
 
@@ -56,27 +57,18 @@ class Section:
     fixed: str
 
 
-def write(study: optuna.Study, file: Path) -> None:
-    """The report of one study.
-
-    Raises:
-        UsageError: the file cannot be written, or Plotly or Jinja is missing.
-    """
-    write_all([study], file)
-
-
-def write_all(studies: Sequence[optuna.Study], file: Path) -> None:
-    """The report of several studies: a table of them, then a section each.
+def write(digests: Sequence[Digest], file: Path) -> None:
+    """Write the report of studies: of several a table, then a section each.
 
     The same studies give the same bytes. The file is there whole or not at all.
 
     Raises:
         UsageError: the file cannot be written, or Plotly or Jinja is missing.
     """
-    files.write(file, render(studies))
+    files.write(file, render(digests))
 
 
-def render(studies: Sequence[optuna.Study]) -> str:
+def render(digests: Sequence[Digest]) -> str:
     """The page's HTML."""
     try:
         import jinja2
@@ -84,7 +76,6 @@ def render(studies: Sequence[optuna.Study]) -> str:
     except ImportError as error:
         name = (error.name or "plotly").split(".")[0]
         raise UsageError(f"the report needs {name}: pip install {name}") from None
-    digests = [Digest.of(study) for study in studies]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -99,7 +90,7 @@ def render(studies: Sequence[optuna.Study]) -> str:
 
 
 def _digits(value: float | None) -> str:
-    from jetfire.tuner.charts import number
+    from jetfire.report.tuning_charts import number
 
     return NOTHING if value is None else number(value)
 
@@ -140,7 +131,7 @@ def _section(identifier: str, digest: Digest) -> Section:
         summary=_summary(digest),
         charts=_charts(identifier, digest),
         trials=_trials(digest),
-        fixed=words(digest.fixed),
+        fixed=fields_text(digest.fixed),
     )
 
 
@@ -193,7 +184,7 @@ def _result(digest: Digest) -> Pairs:
         f" (p20–p80: {_digits(p20)}–{_digits(p80)})" if p20 is not None and p80 is not None else ""
     )
     pairs = [
-        (name, words(config)),
+        (name, fields_text(config)),
         ("time a call", f"{_digits(median)} ms{spread}"),
         ("gain over the default", _gain(digest.default_ms, median)),
     ]
@@ -221,7 +212,7 @@ def _duration(seconds: float) -> str:
 
 
 def _charts(identifier: str, digest: Digest) -> list[ReportChart]:
-    from jetfire.tuner import charts
+    from jetfire.report import tuning_charts as charts
 
     cost = "time" if digest.units[0] == "ms" else "energy"
     no_time = "No config was measured."
@@ -291,5 +282,5 @@ def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
         *([_digits(attempt.joules)] if energy else []),
         f"{attempt.seconds:.1f}",
         *(str(attempt.config.get(name, NOTHING)) for name in digest.fields),
-        first_line(attempt.message),
+        attempt.message.split("\n", 1)[0].rstrip(),
     ]
