@@ -318,10 +318,10 @@ def _measure(
 
 def note_cpu(device: Device) -> None:
     """Say where no GPU is in use."""
-    from jetfire.report import show
+    from jetfire.report.text import NO_GPU
 
     if device.kind == "cpu":
-        note(f"no GPU in use ({device.name}): {show.NO_GPU}")
+        note(f"no GPU in use ({device.name}): {NO_GPU}")
 
 
 def collect(
@@ -434,11 +434,11 @@ def render(results: Results, kind: str) -> str:
 
 
 def device_title(device: dict[str, Any]) -> str:
-    from jetfire.report import show
+    from jetfire.report.text import where
 
     peaks = device.get("peaks") or {}
     if device.get("kind") == "cpu":
-        return f"{device.get('name')} – {show.NO_GPU}"
+        return where(device)
     measured = [
         f"{label} {peaks[name]:.0f} {unit}"
         for name, label, unit in (
@@ -464,8 +464,8 @@ def _print(
     for part in show.by_op(rows):
         console.print(show.heading(device_title(record), part), soft_wrap=True)
         console.print(show.table(part, narrow=console.width < 110))
-        for split in show.split_tables(part):
-            console.print(split)
+        for split in show.splits(part):
+            console.print(split.rich())
     for line in show.footnotes(rows):
         console.print(line)
     console.print(command, soft_wrap=True, style="dim")

@@ -247,15 +247,7 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
 
 def show(record: StudyRecord) -> None:
     """Print a record as a table on stdout."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for number, name in enumerate(report.columns(record)):
-        table.add_column(name, justify="right" if number else "left")
-    for row in report.rows(record):
-        table.add_row(*row)
-    terminal.console(width=160).print(table)
+    terminal.console(width=160).print(report.table(record).rich())
     print(report.explained(record))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jetfire.core import terminal
 from jetfire.models.advice import Advice, Advised, pattern
-from jetfire.report.show import number
+from jetfire.report.text import fixed
 
 SCHEMA = 1
 _FEW = 6  # names in a line
@@ -141,12 +141,12 @@ def _cells(same: Sequence[Advice], advised: Advised, recipes: Sequence[str]) -> 
     first = same[0]
     layer, cost, several = first.layer, first.cost(advised.recipe), len(same) > 1
     texts = [pattern(layer.name) if several else layer.name, f"{len(same)} ×" if several else ""]
-    texts += [f"{layer.m}×{layer.n}×{layer.k}", number(cost.bf16, 3), number(cost.fp8, 3)]
+    texts += [f"{layer.m}×{layer.n}×{layer.k}", fixed(cost.bf16, 3), fixed(cost.fp8, 3)]
     for name in recipes:
         products, total = first.costs[name].products, first.costs[name].total
         texts.append("–" if products is None else f"{products:.3f} + ?")
         if total is not None:
-            texts[-1] = number(total, 3)
+            texts[-1] = fixed(total, 3)
     exact = [advice.sqnr[advised.recipe] for advice in same if advised.recipe in advice.sqnr]
     worst = min(exact, key=lambda sqnr: sqnr.least, default=None)
     texts.append("–" if worst is None else f"{worst.y:.1f} {worst.dx:.1f} {worst.dw:.1f}")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 400  # of a smoothed curve; more are finer than a line is wide
-MARKERS = "osD^vP*X"
 
 Series = tuple[list[int], list[float]]  # steps, and a value at each
 
@@ -118,8 +118,6 @@ def image(
     """
     from matplotlib.figure import Figure
 
-    from jetfire.report.plot import KERNEL_COLOURS, plain, save
-
     base = groups[0].mean
     below = any(apart(base, group.mean)[0] for group in groups[1:])
     fig = Figure(figsize=(9, 7.5 if below else 5), layout="constrained")
@@ -178,8 +176,6 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
 def page(groups: Sequence[CurveGroup], output: Path) -> None:
     """Write a page with the losses, which its reader may enlarge."""
     import plotly.graph_objects as go
-
-    from jetfire.report.plot import KERNEL_COLOURS
 
     figure = go.Figure()
     for index, group in enumerate(groups):

@@ -10,10 +10,13 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from jetfire.nn.recipes import RECIPES
-from jetfire.report import show, study
+from jetfire.report import study
+from jetfire.report.chart import Chart
 from jetfire.report.curves import Curve, CurveGroup, image
-from jetfire.report.documents import Addition, Chart
-from jetfire.report.table import MarkdownTable
+from jetfire.report.documents import Addition
+from jetfire.report.rows import grouped
+from jetfire.report.table import Section, Table
+from jetfire.report.text import NOTHING, fixed, times
 
 if TYPE_CHECKING:
     from jetfire.gpt2.study_record import StudyRecord
@@ -108,7 +111,7 @@ class RecipeRuns:
     def over(self, base: RecipeRuns | None, value: Callable[[FinishedRun], float]) -> str:
         """The mean over the base's, in nats and in %."""
         if base is None or base is self:
-            return "–"
+            return NOTHING
         ours, theirs = self.mean(value), base.mean(value)
         return f"{ours - theirs:+.4f} ({100 * (ours / theirs - 1):+.2f}%)"
 
@@ -166,18 +169,26 @@ class Preset:
         parts.append(f"How to repeat it: [{FOLDER}/]({FOLDER}/README.md).")
         return " ".join(parts)
 
-    def table(self) -> MarkdownTable:
+    def section(self, plot: str) -> Section:
         timed = any(recipe.ms is not None for recipe in self.recipes)
-        head = ["recipe", "as", "final validation loss", f"over {BASE}'s", "best validation loss",
-                f"over {BASE}'s", *(["ms a step", "tokens/s", f"× {BASE}"] if timed else []),
-                "peak GiB"]  # fmt: skip
-        return MarkdownTable(f"Training runs, {self.name}", self.text(), head, [
-            [recipe.name, recipe.runs[0].how, recipe.loss(_final), recipe.over(self.base, _final),
-             recipe.loss(_best), recipe.over(self.base, _best),
-             *(_speed(recipe, self.base) if timed else []),
-             show.number(max(run.peak_gib for run in recipe.runs), 2)]
+        over = f"over {BASE}'s"
+        head = ["recipe", "as", "final validation loss", over, "best validation loss", over]
+        speed = ["ms a step", "tokens/s", f"× {BASE}"] if timed else []
+        lines = [
+            [
+                recipe.name,
+                recipe.runs[0].how,
+                recipe.loss(_final),
+                recipe.over(self.base, _final),
+                recipe.loss(_best),
+                recipe.over(self.base, _best),
+                *(_speed(recipe, self.base) if timed else []),
+                fixed(max(run.peak_gib for run in recipe.runs), 2),
+            ]
             for recipe in self.recipes
-        ])  # fmt: skip
+        ]
+        table = Table([*head, *speed, "peak GiB"], lines)
+        return Section(f"Training runs, {self.name}", self.text(), [table], plot)
 
     def chart(self, file: Path) -> Chart:
         groups = [CurveGroup.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]
@@ -199,26 +210,23 @@ def _best(run: FinishedRun) -> float:
 
 
 def _speed(recipe: RecipeRuns, base: RecipeRuns | None) -> list[str]:
-    """ms, tokens/s and the base's time over this one's."""
-    ms, theirs = recipe.ms, base.ms if base is not None else None
+    """Return ms, tokens/s and the base's time over this one's."""
+    ms = recipe.ms
     if ms is None:
-        return ["–"] * 3
-    ratio = "–" if theirs is None or base is recipe else f"{theirs / ms:.2f}×"
-    return [show.number(ms, 2), show.number(recipe.runs[0].tokens / ms * 1e3), ratio]
+        return [NOTHING] * 3
+    theirs = base.ms if base is not None and base is not recipe else None
+    ratio = times(None if theirs is None else theirs / ms)
+    return [fixed(ms, 2), fixed(recipe.runs[0].tokens / ms * 1e3), ratio]
 
 
 def presets(runs: Iterable[FinishedRun]) -> list[Preset]:
     """Return the runs by preset and recipe."""
-    found: dict[str, dict[str, list[FinishedRun]]] = {}
-    for run in runs:
-        recipes = found.setdefault(run.setting("preset"), {})
-        recipes.setdefault(run.setting("recipe"), []).append(run)
-    return [
-        Preset(
-            name, [RecipeRuns(recipe, recipes[recipe]) for recipe in sorted(recipes, key=_order)]
-        )
-        for name, recipes in found.items()
-    ]
+    found = []
+    for name, same in grouped(runs, lambda run: run.setting("preset")).items():
+        recipes = grouped(same, lambda run: run.setting("recipe"))
+        ordered = sorted(recipes, key=_order)
+        found.append(Preset(name, [RecipeRuns(recipe, recipes[recipe]) for recipe in ordered]))
+    return found
 
 
 def _order(recipe: str) -> tuple[int, str]:
@@ -227,17 +235,20 @@ def _order(recipe: str) -> tuple[int, str]:
     return known.index(recipe) if recipe in known else len(known), recipe
 
 
-def readme(found: Sequence[Preset]) -> str:
-    """The README's lines; empty without runs."""
-    if not found:
-        return ""
-    rows = [
-        [f"{preset.name}, {preset.runs[0].setting('steps')} steps, {recipe.name}",
-         str(len(recipe.runs)), recipe.loss(_best), recipe.over(preset.base, _best)]
-        for preset in found for recipe in preset.recipes
-    ]  # fmt: skip
+def readme(found: Sequence[Preset]) -> Table:
+    """Return the README's table."""
     head = ["training run", "seeds", "best validation loss", f"over {BASE}'s"]
-    return "\n" + MarkdownTable("", "", head, rows).markdown()
+    lines = [
+        [
+            f"{preset.name}, {preset.runs[0].setting('steps')} steps, {recipe.name}",
+            str(len(recipe.runs)),
+            recipe.loss(_best),
+            recipe.over(preset.base, _best),
+        ]
+        for preset in found
+        for recipe in preset.recipes
+    ]
+    return Table(head, lines)
 
 
 def addition(runs: Iterable[FinishedRun], studies: Sequence[StudyRecord], file: Path) -> Addition:
@@ -245,8 +256,10 @@ def addition(runs: Iterable[FinishedRun], studies: Sequence[StudyRecord], file: 
     found = presets(runs)
     charts = [preset.chart(file) for preset in found]
     sections = [
-        f"{preset.table().markdown()}\n![{chart.path.name}]({chart.path.name})\n"
-        for preset, chart in zip(found, charts, strict=True)
+        preset.section(chart.path.name) for preset, chart in zip(found, charts, strict=True)
     ]
-    sections += [study.table(record).markdown() for record in studies]
-    return Addition(sections, readme(found) + study.readme(studies), charts)
+    return Addition(
+        [*sections, *map(study.section, studies)],
+        [readme(found), *map(study.readme, studies)],
+        charts,
+    )

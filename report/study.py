@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from jetfire.report.table import MarkdownTable
+from jetfire.report.table import Section, Table
+from jetfire.report.text import NOTHING, fixed
 
 if TYPE_CHECKING:
     from jetfire.gpt2.study_record import Difference, RecipeLosses, StudyRecord
 
 
-def table(record: StudyRecord) -> MarkdownTable:
+def table(record: StudyRecord, of: str = "") -> Table:
+    """Return a line per recipe.
+
+    Args:
+        of: what stands before the head.
+    """
+    minus = f"minus {record['base']}'s"
+    head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
+    return Table(head, [[name, *_row(found)] for name, found in record["recipes"].items()])
+
+
+def readme(record: StudyRecord) -> Table:
+    """Return the README's table."""
+    return table(record, f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens: ")
+
+
+def section(record: StudyRecord) -> Section:
     s, data = record["settings"], record["data"]
     text = (
         f"{s['steps']} steps of {record['tokens'] // s['steps']} tokens, "
         f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
         f"{data['tokens']['train'] / 1e6:.1f} M. {explained(record)}"
     )
-    title = f"Study of recipes, {record['preset']}"
-    return MarkdownTable(title, text, columns(record), rows(record))
-
-
-def readme(found: Sequence[StudyRecord]) -> str:
-    """The README's lines; empty without studies."""
-    tables = []
-    for record in found:
-        head, *more = columns(record)
-        tokens = f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens"
-        tables.append(MarkdownTable("", "", [f"{tokens}: {head}", *more],
-                                    rows(record)).markdown())  # fmt: skip
-    return "".join(f"\n{table}" for table in tables)
-
-
-def columns(record: StudyRecord) -> list[str]:
-    minus = f"minus {record['base']}'s"
-    return ["recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
-
-
-def rows(record: StudyRecord) -> list[list[str]]:
-    return [[name, *_row(found)] for name, found in record["recipes"].items()]
+    return Section(f"Study of recipes, {record['preset']}", text, [table(record)])
 
 
 def _row(found: RecipeLosses) -> list[str]:
     runs = found["runs"]
-    times = [run["ms"] for run in runs if run["ms"] is not None]
+    ms = [run["ms"] for run in runs if run["ms"] is not None]
     return [
         str(len(runs)),
         f"{fmean(run['training_loss'] for run in runs):.4f}",
         _difference(found["paired_difference"], len(runs)),
         f"{fmean(run['final_validation_loss'] for run in runs):.4f}",
         _difference(found["validation_difference"], len(runs)),
-        f"{fmean(times):.1f}" if times else "–",
+        fixed(fmean(ms) if ms else None, 1),
     ]
 
 
 def _difference(found: Difference | None, runs: int) -> str:
     if found is None:
-        return "–"
+        return NOTHING
     text = f"{found['mean']:+.4f}"
     if found["low"] is not None:
         text += f" [{found['low']:+.4f}, {found['high']:+.4f}]"

@@ -12,8 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jetfire.measure.results import blocks_text
-from jetfire.report.plot import KERNEL_COLOURS, MARKERS, plain, save, where
-from jetfire.report.tuned import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, plain, save
+from jetfire.report.rows import grouped
+from jetfire.report.text import times, where
+from jetfire.report.tuned import NEAR, Lookup, ShippedEntry, in_use, mean_gain, near
 
 _T = TypeVar("_T", ShippedEntry, Lookup)
 
@@ -83,7 +85,7 @@ def _strips(
     names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
     ax.set_xticks(range(len(columns)), names, fontsize=8)
     ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.2f}×"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: times(y)))
     plain(ax)
     ax.grid(False, axis="x")
     if points:

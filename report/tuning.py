@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from jetfire.core import files
 from jetfire.core.errors import UsageError
-from jetfire.report.text import fields_text
+from jetfire.report.table import Table
+from jetfire.report.text import NOTHING, fields_text, mean, significant, times
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TEMPLATE = "tuning.html.j2"
 Pairs = list[tuple[str, str]]
-NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,7 @@ class ReportChart:
 
 
 @dataclass(frozen=True)
-class ReportTable:
-    """Heads and rows of text; a row's first cell is its role (best, default or nothing)."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    messages: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Section:
+class StudySection:
     """What the page says of one study."""
 
     id: str
@@ -53,7 +43,8 @@ class Section:
     provenance: Pairs
     summary: Pairs
     charts: Sequence[ReportChart]
-    trials: ReportTable
+    trials: Table
+    messages: Sequence[str]
     fixed: str
 
 
@@ -90,16 +81,14 @@ def render(digests: Sequence[Digest]) -> str:
 
 
 def _digits(value: float | None) -> str:
-    from jetfire.report.tuning_charts import number
-
-    return NOTHING if value is None else number(value)
+    return significant(value, 4)
 
 
 def _ratio(before: float | None, after: float | None) -> str:
-    return NOTHING if not before or not after else f"{before / after:.3f}×"
+    return times(before / after if before and after else None, 3)
 
 
-def _index(digests: Sequence[Digest]) -> ReportTable:
+def _index(digests: Sequence[Digest]) -> Table:
     head = ("op · kernel", "problem", "device", "objective", "trials", "default ms", "best ms",
             "gain")  # fmt: skip
     rows = []
@@ -110,7 +99,7 @@ def _index(digests: Sequence[Digest]) -> ReportTable:
             str(digest.get("objective") or "time"), str(len(digest.attempts)),
             _digits(digest.default_ms), _digits(best), _ratio(digest.default_ms, best),
         ))  # fmt: skip
-    return ReportTable(head, rows)
+    return Table(head, rows)
 
 
 def _mean(digests: Sequence[Digest]) -> str | None:
@@ -118,12 +107,11 @@ def _mean(digests: Sequence[Digest]) -> str | None:
     gains = [digest.gain for digest in digests if digest.gain]
     if not gains:
         return None
-    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    return f"{mean:.3f}× over {len(gains)} of {len(digests)} studies"
+    return f"{times(mean(gains), 3)} over {len(gains)} of {len(digests)} studies"
 
 
-def _section(identifier: str, digest: Digest) -> Section:
-    return Section(
+def _section(identifier: str, digest: Digest) -> StudySection:
+    return StudySection(
         id=identifier,
         title=digest.title,
         problem=digest.problem,
@@ -131,6 +119,7 @@ def _section(identifier: str, digest: Digest) -> Section:
         summary=_summary(digest),
         charts=_charts(identifier, digest),
         trials=_trials(digest),
+        messages=[attempt.message for attempt in digest.attempts],
         fixed=fields_text(digest.fixed),
     )
 
@@ -260,13 +249,13 @@ def script_json(text: str) -> str:
     return dumped
 
 
-def _trials(digest: Digest) -> ReportTable:
+def _trials(digest: Digest) -> Table:
     """A row a trial; config fields that varied have a column each."""
     energy = any(attempt.joules is not None for attempt in digest.attempts)
     head = ["", "trial", "outcome", "ms", "p20–p80", *(["J"] if energy else []), "seconds",
             *digest.fields, "message"]  # fmt: skip
     rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
-    return ReportTable(head, rows, [attempt.message for attempt in digest.attempts])
+    return Table(head, rows)
 
 
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from jetfire.report.text import fields_text
+from jetfire.report.text import fields_text, significant
 
 if TYPE_CHECKING:
     from jetfire.tuner.digest import Attempt, Digest
@@ -29,14 +29,6 @@ GRID = "rgba(128,128,128,0.25)"
 COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
 SHADES = 16
 Ticks = tuple[list[float], list[str]]
-
-
-def number(value: float) -> str:
-    """Four significant digits, without an exponent where that stays short."""
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-        return f"{value:.{max(digits, 0)}f}"
-    return f"{value:.3e}"
 
 
 def log_ticks(low: float, high: float) -> Ticks:
@@ -90,9 +82,9 @@ def plain(text: object) -> str:
 def _hover(attempt: Attempt, *more: str) -> str:
     lines = [f"trial {attempt.number}: {attempt.fate}"]
     if attempt.ms is not None:
-        lines.append(f"{number(attempt.ms)} ms")
+        lines.append(f"{significant(attempt.ms, 4)} ms")
     if attempt.joules is not None:
-        lines.append(f"{number(attempt.joules)} J")
+        lines.append(f"{significant(attempt.joules, 4)} J")
     lines += [*more, *textwrap.wrap(fields_text(attempt.config), 72)]
     lines += textwrap.wrap(attempt.message[:500], 72)[:6]
     return "<br>".join(map(plain, lines))
@@ -200,7 +192,7 @@ def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) 
             value, where = level
             costs.append(value)
             figure.add_trace(go.Scatter(
-                name=f"{name} {number(value)} {digest.units[0]} ({where})", mode="lines",
+                name=f"{name} {significant(value, 4)} {digest.units[0]} ({where})", mode="lines",
                 x=[-0.5, last + 0.5], y=[value, value], hoverinfo="name",
                 line={"dash": "dash" if name == "default" else "dot", "color": colour},
             ))  # fmt: skip
@@ -365,11 +357,15 @@ def _roofs(
     if copy:
         end = ridge if tops else right
         found.append(
-            (f"copy {number(copy)} GB/s", [left, end], [x * copy / 1e3 for x in (left, end)])
+            (
+                f"copy {significant(copy, 4)} GB/s",
+                [left, end],
+                [x * copy / 1e3 for x in (left, end)],
+            )
         )
     if tops:
         start = ridge if copy else left
-        found.append((f"INT8 peak {number(tops)} TOPS", [start, right], [tops, tops]))
+        found.append((f"INT8 peak {significant(tops, 4)} TOPS", [start, right], [tops, tops]))
     return [
         go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo="name",
                    line={"color": ROOF, "width": 2, "dash": dash})
@@ -393,7 +389,7 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     figure.add_traces(_marked(digest, digest.ok, rate, height))
     if copy:
         figure.add_trace(go.Scatter(
-            name=f"copy {number(copy)} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
+            name=f"copy {significant(copy, 4)} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
             hoverinfo="name", line={"color": ROOF, "width": 2},
         ))  # fmt: skip
     highest = max([*(rate(a) for a in digest.measured), copy or 0.0])

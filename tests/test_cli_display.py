@@ -93,7 +93,7 @@ def progress_on(file):
 
 
 def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profiles.texts, "time_text", lambda _: EVIL)
+    monkeypatch.setattr(profiles, "time_text", lambda _: EVIL)
     entry = profiles.Entry(
         kernel=EVIL, problem={"m": 8, "n": 8}, config={"x": EVIL}, ms=1.0, ms_p20=1.0, ms_p80=1.0,
         samples=9, default_ms=None, joules=None, objective="time", vs_peer={}, trials=1,

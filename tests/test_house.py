@@ -137,7 +137,7 @@ NAMED = {
     # Documents about named ops' results.
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
     "bench/promotion.py": ["gemm"],
-    "report/documents.py": ["gemm"],
+    "report/int8.py": ["gemm"],
     "report/tuned.py": ["gemm"],
     # The name of a part of the suite `results`, not of the op.
     "bench/suite.py": ["gemm"],

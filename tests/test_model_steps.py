@@ -366,7 +366,7 @@ def test_the_report_has_the_rows_of_models():
     line = "| hf:gpt2-350m, 8×1024 tokens, run compile | int8 | 10.00 | launched | – | 2.00× | "
     assert line in page
     assert "tokens, run compile | BF16 torch.compile, reduce-overhead | 12.00 |" in page
-    assert "| own:make, run eager, int8 | 3.0 |" in training_report.readme(results)
+    assert "| own:make, run eager, int8 | 3.0 |" in training_report.readme(results).markdown()
     assert training_report.MODEL == cases.OP
 
 

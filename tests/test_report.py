@@ -8,7 +8,7 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.files import write
 from jetfire.measure.results import Results, Row
-from jetfire.report import documents
+from jetfire.report import documents, int8
 from jetfire.report.documents import BEGIN, END
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
@@ -92,11 +92,15 @@ def test_pairs_of_blocks_are_rows_of_their_own():
     assert any("out=int8 out_block=32, triton | – | – | 777" in line for line in lines)
     for title in ("Memory-bound ops by width", "GEMM, squares"):
         assert part(page, title) == part(plain, title)
-    assert "gelu fwd 8192×4096, block 128→32" in documents.readme_table(results)
+    assert "gelu fwd 8192×4096, block 128→32" in readme_of(results)
+
+
+def readme_of(results):
+    return int8.readme(results).markdown()
 
 
 def part(page, title):
-    return page.split(f"{title}\n")[1].split("\n#")[0]
+    return page.split(f"## {title}\n")[1].split("\n#")[0]
 
 
 def test_a_row_may_name_the_equal_block():
@@ -105,7 +109,7 @@ def test_a_row_may_name_the_equal_block():
 
 
 def test_readme_table_names_what_it_is_faster_than():
-    table = documents.readme_table(sample())
+    table = readme_of(sample())
     assert "| GEMM 8192³, block 128 | 1.72 ms | 640 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
     assert "| gelu fwd 8192×4096, block 32 | 22.4 µs | 3000 GB/s | 75% | 1.50× compile |" in table
 

@@ -147,7 +147,7 @@ def test_a_record_says_what_was_trained_on_what(tmp_path):
     times = {name: one["runs"][0]["ms"] for name, one in found["recipes"].items()}
     assert times == {"bf16": 8.0, "int8": None, "int8-block32": None}
     assert found["recipes"]["bf16"]["runs"][0]["settings"] == {"compile": True}
-    assert texts.rows(found)[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
+    assert texts.table(found).rows[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
     text = texts.explained(found)
     assert "steps 17 to 20, each token read once (0.50 epochs)" in text
     assert "Brackets are over its steps" in text

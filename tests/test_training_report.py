@@ -126,7 +126,7 @@ def test_runs_that_shared_a_gpu_have_no_times(place):
             file.write_bytes(gzip.compress("".join([head, *lines[1:]]).encode()))
             if not shared:  # as whoever keeps it says
                 keep.write(file, file.parent, 1, 3)
-    section = addition(Results(DEVICE), place).sections[0]
+    section = addition(Results(DEVICE), place).sections[0].markdown()
     assert "Several runs shared a GPU" in section
     assert "ms a step" not in section
 

@@ -17,6 +17,7 @@ from jetfire.core.errors import UsageError
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
 from jetfire.report import tuning
 from jetfire.report import tuning_charts as charts
+from jetfire.report.text import significant
 from jetfire.tuner.digest import Digest, clean
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
@@ -517,8 +518,8 @@ def test_log_axes_have_round_ticks(low, high, expected):
 
 
 def test_number_has_four_digits():
-    assert [charts.number(v) for v in (0.012345, 1, 1234.5, 0, 1e-7)] == [
-        "0.01235", "1.000", "1234", "0", "1.000e-07"
+    assert [significant(v, 4) for v in (0.012345, 1, 1234.5, 0, 1e-7, 14399.137)] == [
+        "0.01235", "1.000", "1234", "0", "0.0000001000", "14400"
     ]  # fmt: skip
 
 

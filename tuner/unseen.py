@@ -16,7 +16,8 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS
-from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR, mean
+from jetfire.report.text import mean
+from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR
 from jetfire.tuner.session import FinishedSearch
 from jetfire.tuner.trial import digits
 
