@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import study
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jetfire.gpt2.study_record import StudyRecord
 
 FOLDER, BASE = "training", "bf16"
+Loss = Literal["final", "best"]
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,20 @@ class RecipeRuns:
     name: str
     runs: list[FinishedRun]
 
-    def mean(self, value: Callable[[FinishedRun], float]) -> float:
-        return fmean(value(run) for run in self.runs)
+    def losses(self, kind: Loss) -> list[float]:
+        return [run.final if kind == "final" else run.best for run in self.runs]
 
-    def loss(self, value: Callable[[FinishedRun], float]) -> str:
+    def loss(self, kind: Loss) -> str:
         """The mean, and of several runs the lowest and the highest."""
-        values = [value(run) for run in self.runs]
+        values = self.losses(kind)
         text = f"{fmean(values):.4f}"
         return text if len(values) == 1 else f"{text} ({min(values):.4f} to {max(values):.4f})"
 
-    def over(self, base: RecipeRuns | None, value: Callable[[FinishedRun], float]) -> str:
+    def over(self, base: RecipeRuns | None, kind: Loss) -> str:
         """The mean over the base's, in nats and in %."""
         if base is None or base is self:
             return NOTHING
-        ours, theirs = self.mean(value), base.mean(value)
+        ours, theirs = fmean(self.losses(kind)), fmean(base.losses(kind))
         return f"{ours - theirs:+.4f} ({100 * (ours / theirs - 1):+.2f}%)"
 
     @property
@@ -178,10 +179,10 @@ class Preset:
             [
                 recipe.name,
                 recipe.runs[0].how,
-                recipe.loss(_final),
-                recipe.over(self.base, _final),
-                recipe.loss(_best),
-                recipe.over(self.base, _best),
+                recipe.loss("final"),
+                recipe.over(self.base, "final"),
+                recipe.loss("best"),
+                recipe.over(self.base, "best"),
                 *(_speed(recipe, self.base) if timed else []),
                 fixed(max(run.peak_gib for run in recipe.runs), 2),
             ]
@@ -199,14 +200,6 @@ class Preset:
                        first=self.recipes[0].name)  # fmt: skip
         path = file.with_name(f"{file.stem}-{FOLDER}-{self.plot}.svg")
         return Chart(path, content, draw)
-
-
-def _final(run: FinishedRun) -> float:
-    return run.final
-
-
-def _best(run: FinishedRun) -> float:
-    return run.best
 
 
 def _speed(recipe: RecipeRuns, base: RecipeRuns | None) -> list[str]:
@@ -242,8 +235,8 @@ def readme(found: Sequence[Preset]) -> Table:
         [
             f"{preset.name}, {preset.runs[0].setting('steps')} steps, {recipe.name}",
             str(len(recipe.runs)),
-            recipe.loss(_best),
-            recipe.over(preset.base, _best),
+            recipe.loss("best"),
+            recipe.over(preset.base, "best"),
         ]
         for preset in found
         for recipe in preset.recipes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jetfire.measure.results import Row
+if TYPE_CHECKING:
+    from jetfire.measure.results import Row
 
 NOTHING = "–"  # stands in a cell without a value
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"

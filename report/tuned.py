@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
@@ -32,8 +32,6 @@ NEAR = 1.1
 ROUNDING = 0.999
 PEERS = {"gemm": "cublas_bf16"}
 OTHER_PEER = "copy"
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -158,12 +156,10 @@ def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
     return list(best.values())
 
 
-def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, list[_T]]:
-    parts = {
-        "all ops": list(entries), "GEMM": [one for one in entries if is_gemm(one)],
-        "the other ops": [one for one in entries if not is_gemm(one)],
-    }  # fmt: skip
-    return {name: part for name, part in parts.items() if part}
+def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
+    kinds = grouped(entries, lambda one: "GEMM" if one.op == "gemm" else "the other ops")
+    named = {"all ops": list(entries), "GEMM": [], "the other ops": [], **kinds}
+    return {name: part for name, part in named.items() if part}
 
 
 # The shipped configs.
@@ -172,7 +168,7 @@ def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, li
 def overall(entries: Sequence[ShippedEntry]) -> Table:
     """The GEMM and the other ops, a problem once."""
     rows = []
-    for name, part in _parts(in_use(entries), lambda one: one.op == "gemm").items():
+    for name, part in _parts(in_use(entries)).items():
         ratios = grouped(
             (one for one in part if one.peer), lambda one: PEERS.get(one.op, OTHER_PEER)
         )
@@ -324,11 +320,7 @@ def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str
     lines = []
     if entries:
         problems = in_use(entries)
-        means = {
-            name: mean_gain(part, 3)
-            for name, part in _parts(problems, lambda one: one.op == "gemm").items()
-            if gains(part)
-        }
+        means = {name: mean_gain(part, 3) for name, part in _parts(problems).items() if gains(part)}
         apart = ", ".join(f"{name} {means[name]}" for name in list(means)[1:])
         speed = (
             f"{means['all ops']} the defaults' speed in the geometric mean ({apart})"

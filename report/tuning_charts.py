@@ -100,6 +100,15 @@ def _points(
     )  # fmt: skip
 
 
+def _line(
+    name: str, x: Sequence[float], y: Sequence[float], colour: str, **line: str
+) -> go.Scatter:
+    """A line, whose name stands under the pointer unless it is a staircase between points."""
+    hover = "skip" if "shape" in line else "name"
+    style = {"color": colour, "width": 2, **line}
+    return go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo=hover, line=style)
+
+
 def _marked(
     digest: Digest, among: Sequence[Attempt], x: Callable[[Attempt], float],
     y: Callable[[Attempt], float],
@@ -181,21 +190,16 @@ def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) 
     costs = [_cost(a) for a in digest.measured]
     if digest.ok:
         lowest = list(accumulate(map(_cost, digest.ok), min))
-        figure.add_trace(go.Scatter(
-            name="best so far", mode="lines", hoverinfo="skip",
-            x=[*(a.number for a in digest.ok), last + 0.5], y=[*lowest, lowest[-1]],
-            line={"shape": "hv", "color": BEST, "width": 2},
-        ))  # fmt: skip
+        numbers = [*(a.number for a in digest.ok), last + 0.5]
+        figure.add_trace(_line("best so far", numbers, [*lowest, lowest[-1]], BEST, shape="hv"))
     for name, colour in (("default", DEFAULT), ("best", BEST)):
         level = _level(digest, name)
         if level is not None:
             value, where = level
             costs.append(value)
-            figure.add_trace(go.Scatter(
-                name=f"{name} {significant(value, 4)} {digest.units[0]} ({where})", mode="lines",
-                x=[-0.5, last + 0.5], y=[value, value], hoverinfo="name",
-                line={"dash": "dash" if name == "default" else "dot", "color": colour},
-            ))  # fmt: skip
+            text = f"{name} {significant(value, 4)} {digest.units[0]} ({where})"
+            dash = "dash" if name == "default" else "dot"
+            figure.add_trace(_line(text, [-0.5, last + 0.5], [value, value], colour, dash=dash))
     marks = _marked(digest, digest.ok, lambda a: a.number, _cost)
     figure.add_traces([mark.update(showlegend=False) for mark in marks])
     axis = _log_axis(COST[digest.units[0]], costs)
@@ -366,11 +370,8 @@ def _roofs(
     if tops:
         start = ridge if copy else left
         found.append((f"INT8 peak {significant(tops, 4)} TOPS", [start, right], [tops, tops]))
-    return [
-        go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo="name",
-                   line={"color": ROOF, "width": 2, "dash": dash})
-        for (name, x, y), dash in zip(found, ("solid", "longdash"), strict=False)
-    ]  # fmt: skip
+    dashes = ("solid", "longdash")
+    return [_line(*roof, ROOF, dash=dash) for roof, dash in zip(found, dashes, strict=False)]
 
 
 def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
@@ -388,10 +389,8 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     figure.add_traces(_by_fate(digest.measured, rate, height))
     figure.add_traces(_marked(digest, digest.ok, rate, height))
     if copy:
-        figure.add_trace(go.Scatter(
-            name=f"copy {significant(copy, 4)} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
-            hoverinfo="name", line={"color": ROOF, "width": 2},
-        ))  # fmt: skip
+        name = f"copy {significant(copy, 4)} GB/s"
+        figure.add_trace(_line(name, [copy, copy], [-0.2, 1.2], ROOF))
     highest = max([*(rate(a) for a in digest.measured), copy or 0.0])
     figure.update_xaxes(title="attained bandwidth (GB/s)", range=[0, highest * 1.06])
     figure.update_yaxes(visible=False, range=[-0.2, 1.2])
@@ -422,10 +421,8 @@ def pareto(digest: Digest) -> go.Figure | None:
     figure = _figure(420)
     figure.add_traces(_by_fate(both, ms, joules))
     edge = front([a for a in both if a.fate == "ok"])
-    figure.add_trace(go.Scatter(
-        name="Pareto front", mode="lines", x=[ms(a) for a in edge], y=[joules(a) for a in edge],
-        hoverinfo="skip", line={"shape": "hv", "color": BEST, "width": 2},
-    ))  # fmt: skip
+    x, y = list(map(ms, edge)), list(map(joules, edge))
+    figure.add_trace(_line("Pareto front", x, y, BEST, shape="hv"))
     figure.add_traces(_marked(digest, both, ms, joules))
     figure.update_layout(
         xaxis=_log_axis(COST["ms"], [ms(a) for a in both]),
