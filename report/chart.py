@@ -35,6 +35,16 @@ class Chart:
         return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
+def canvas(width: float, height: float, title: str = "") -> Figure:
+    """Return an empty figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        made.suptitle(title, fontsize=11)
+    return made
+
+
 def plain(ax: Axes) -> None:
     ax.grid(True, color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)

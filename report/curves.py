@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
-from jetfire.report.chart import KERNEL_COLOURS, MARKERS, plain, save
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,13 +116,9 @@ def image(
     Args:
         first: what that is called there.
     """
-    from matplotlib.figure import Figure
-
     base = groups[0].mean
     below = any(apart(base, group.mean)[0] for group in groups[1:])
-    fig = Figure(figsize=(9, 7.5 if below else 5), layout="constrained")
-    if title:
-        fig.suptitle(title, fontsize=11)
+    fig = canvas(9, 7.5 if below else 5, title)
     axes = fig.subplots(2 if below else 1, 1, squeeze=False, sharex=True,
                         height_ratios=[2, 1] if below else [1])[:, 0]  # fmt: skip
     for index, group in enumerate(groups):

@@ -17,8 +17,9 @@ from jetfire.core import files, registry, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.measure.results import Results, Row
-from jetfire.report import exports, int4, int8, training, tuned
+from jetfire.report import exports, int4, int8, training, tuned, tuned_plot
 from jetfire.report.chart import Chart
+from jetfire.report.plot import plot
 from jetfire.report.table import Section, Table, filled
 from jetfire.report.text import significant
 
@@ -98,7 +99,7 @@ def page(
         device_text(results),
         *(f"- {section.link}" for section in sections),
         *([""] if sections else []),
-        *(f"![{plot}]({plot})\n" for plot in plots),
+        *(f"![{file}]({file})\n" for file in plots),
         *(section.markdown() for section in sections),
     ]
     return "\n".join(parts)
@@ -118,34 +119,14 @@ def _with_table(readme: str, table: str) -> str:
 
 
 def _charts(results: Results, file: Path) -> list[Chart]:
-    def draw(rows: Sequence[Row], path: Path, description: str) -> None:
-        from jetfire.report.plot import plot
-
-        plot(rows, results.device, path, description)
-
     return [
         Chart(
             file.with_name(f"{file.stem}-{name}.svg"),
             [results.device, *(row.as_dict() for row in rows)],
-            partial(draw, rows),
+            partial(plot, rows, results.device),
         )
         for name, rows in int8.plots(results).items()
     ]
-
-
-def _tuned_chart(
-    shipped: Sequence[tuned.ShippedEntry],
-    found: Sequence[tuned.Lookup],
-    results: Results,
-    file: Path,
-) -> Chart:
-    def draw(path: Path, description: str) -> None:
-        from jetfire.report import tuned_plot
-
-        tuned_plot.plot(shipped, found, results.device, path, description)
-
-    path = file.with_name(f"{file.stem}-tuned.svg")
-    return Chart(path, tuned.records(shipped, found), draw)
 
 
 def report(
@@ -165,7 +146,11 @@ def report(
     charts = _charts(results, file)
     shipped = tuned.shipped(results.device)
     found = tuned.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
-    gains = _tuned_chart(shipped, found, results, file)
+    gains = Chart(
+        file.with_name(f"{file.stem}-tuned.svg"),
+        tuned.records(shipped, found),
+        partial(tuned_plot.plot, shipped, found, results.device),
+    )
     sections = tuned.sections(shipped, found, gains.path.name)
     names = [chart.path.name for chart in charts]
     texts = {file.with_suffix(".md"): page(everything, file.name, names, sections, added.sections)}

@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from jetfire.measure.results import Row, problem_text, shape_text
 from jetfire.report.chart import (
     KERNEL_COLOURS,
     MARKERS,
     PEER_COLOURS,
+    canvas,
     legend,
     plain,
     readable,
@@ -24,6 +22,10 @@ from jetfire.report.chart import (
 from jetfire.report.rows import grouped, varying
 from jetfire.report.show import by_op
 from jetfire.report.text import data_text, significant, where
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DIMS = ("m", "n", "k")
 
@@ -213,7 +215,7 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     """A line of charts for each op."""
     parts = [part for part in by_op(rows) if any(row.ms is not None for row in part)]
     peaks = device.get("peaks") or {}
-    fig = Figure(figsize=(17, 5.2 * len(parts)), layout="constrained")
+    fig = canvas(17, 5.2 * len(parts))
     subfigures = fig.subfigures(len(parts), 1, squeeze=False)[:, 0]
     for sub, part in zip(subfigures, parts, strict=True):
         series = series_of(part)
@@ -241,9 +243,9 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     series = [Series(label, role, tuple(points[role, label])) for role, label in sorted(points)]
     charts = [(kind, False) for kind in dict.fromkeys(row.data for row in timed)]
     charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
-    fig = Figure(figsize=(3.7 * len(charts) + 2.4, 4.8), layout="constrained")
     shape = shape_text(timed[0].problem, ())
-    fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}", fontsize=11)
+    title = f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}"
+    fig = canvas(3.7 * len(charts) + 2.4, 4.8, title)
     axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     for ax, (kind, by_row) in zip(axes, charts, strict=True):
         for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
