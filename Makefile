@@ -66,12 +66,12 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite promotion -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite export -o docs/results/h200.json --append
-	$(PY) -m jetfire.gpt2.report docs/results/h200.json
+	$(PY) -m jetfire.cli report docs/results/h200.json
 	$(PY) -m jetfire.bench.shipped_peaks
 	$(PY) -m jetfire.bench.shipped_rows
 
 report: $(INSTALLED)  ## tables, plots and shipped peaks from docs/results/ and profiles/, without measuring
-	$(PY) -m jetfire.gpt2.report docs/results/h200.json
+	$(PY) -m jetfire.cli report docs/results/h200.json
 	$(PY) -m jetfire.bench.shipped_peaks
 	$(PY) -m jetfire.bench.shipped_rows
 

@@ -316,10 +316,10 @@ def _measure(
 
 def note_cpu(device: Device) -> None:
     """Say where no GPU is in use."""
-    from jetfire.bench import show
+    from jetfire.report.text import NO_GPU
 
     if device.kind == "cpu":
-        note(f"no GPU in use ({device.name}): {show.NO_GPU}")
+        note(f"no GPU in use ({device.name}): {NO_GPU}")
 
 
 def collect(
@@ -406,7 +406,7 @@ def _save(
 def _draw(asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row]) -> None:
     if asked.plot is None:
         return
-    from jetfire.bench.plot import plot
+    from jetfire.report.plot import plot
 
     with writing(asked.plot):
         plot(rows, record, asked.plot)
@@ -421,7 +421,7 @@ def _doubt(load: Load, record: dict[str, Any], rows: Sequence[Row]) -> None:
 
 def render(results: Results, kind: str) -> str:
     """Results as json, csv or md."""
-    from jetfire.bench import show
+    from jetfire.report import show
 
     if kind == "json":
         return results.to_json()
@@ -432,11 +432,11 @@ def render(results: Results, kind: str) -> str:
 
 
 def device_title(device: dict[str, Any]) -> str:
-    from jetfire.bench import show
+    from jetfire.report.text import where
 
     peaks = device.get("peaks") or {}
     if device.get("kind") == "cpu":
-        return f"{device.get('name')} – {show.NO_GPU}"
+        return where(device)
     measured = [
         f"{label} {peaks[name]:.0f} {unit}"
         for name, label, unit in (
@@ -452,7 +452,7 @@ def device_title(device: dict[str, Any]) -> str:
 def _print(
     asked: BenchOptions, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
 ) -> None:
-    from jetfire.bench import show
+    from jetfire.report import show
 
     shown = "table" if kind is not None else (asked.format or "table")
     if shown != "table":
@@ -462,8 +462,8 @@ def _print(
     for part in show.by_op(rows):
         console.print(show.heading(device_title(record), part), soft_wrap=True)
         console.print(show.table(part, narrow=console.width < 110))
-        for split in show.split_tables(part):
-            console.print(split)
+        for split in show.splits(part):
+            console.print(split.rich())
     for line in show.footnotes(rows):
         console.print(line)
     console.print(command, soft_wrap=True, style="dim")

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jetfire.bench import show
 from jetfire.core import terminal
 from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
 from jetfire.measure.results import Results, Row, problem_text, shape_text
+from jetfire.report import show
+from jetfire.report.rows import varying
+from jetfire.report.table import Table
+from jetfire.report.text import fixed, spread_text, time_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 Verdict = Literal["faster", "slower", "noise", "broken", "mended"]
 NAMED = 3  # rows of one file alone that are named; of the others the count is said
@@ -124,19 +127,13 @@ def _by_key(results: Results, config: bool) -> dict[str, Row]:
     return found
 
 
-def table(pairs: Sequence[Pair]) -> Table:
+def table(pairs: Sequence[Pair]) -> RichTable:
     """The pairs of one op, the worst first."""
-    from rich import box
-    from rich.table import Table
-
     rows = [pair.after for pair in pairs]
-    _, differing = show.varying(rows)
+    _, differing = varying(rows)
     several = len({row.data for row in rows}) > 1
-    made = Table(box=box.SIMPLE_HEAD)
-    for name in ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", ""):
-        made.add_column(
-            name, justify="left" if name in ("problem", "kernel", "") else "right", no_wrap=True
-        )
+    head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "")
+    made = Table(head, left=(0, 1, len(head) - 1)).rich()
     styles = {"slower": "red", "broken": "red", "faster": "green", "mended": "green",
               "noise": "dim"}  # fmt: skip
     for pair in sorted(pairs, key=_badness, reverse=True):
@@ -144,11 +141,11 @@ def table(pairs: Sequence[Pair]) -> Table:
         made.add_row(
             shape_text(pair.after.problem, differing) + data,
             pair.after.label,
-            show.time_text(time_of(pair.before)),
-            show.spread_text(pair.before),
-            show.time_text(time_of(pair.after)),
-            show.spread_text(pair.after),
-            "–" if pair.ratio is None else f"{pair.ratio:.3f}",
+            time_text(time_of(pair.before)),
+            spread_text(pair.before),
+            time_text(time_of(pair.after)),
+            spread_text(pair.after),
+            fixed(pair.ratio, 3),
             pair.verdict,
             style=styles[pair.verdict],
         )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 from jetfire.core import registry, workloads
@@ -80,13 +79,6 @@ def _memory_bound(op: Op) -> Iterator[Timed]:
 def _timed(op: Op) -> list[Timed]:
     own = op.timed()
     return list(_memory_bound(op)) if own is None else own
-
-
-@cache
-def ops_of(part: str) -> tuple[str, ...]:
-    """The ops that a part of `results` measures, by name."""
-    timed = {name: _timed(registry.get(name)) for name in registry.names()}
-    return tuple(name for name, found in timed.items() if part in {t.part for t in found})
 
 
 def _entry(op: Op, timed: Timed) -> SuiteEntry:

@@ -105,7 +105,7 @@ class Op(ABC):
         never_empty: sizes that may not be 0.
         sums: by size, the outputs that are sums over it. Where it is 0 they are 0, or the tensor
             that was to be added to.
-        baselines: the peers that its time is compared with first, before those of `bench.show`.
+        baselines: the peers that its time is compared with first, before those of `report.show`.
     """
 
     name: ClassVar[str]

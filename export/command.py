@@ -60,7 +60,7 @@ def _sizes(row: Row) -> str:
 
 
 def _speed(row: Row) -> str:
-    from jetfire.bench import show
+    from jetfire.report.text import time_text, times
 
-    time = show.time_text(row.ms)
-    return f"{_sizes(row)}: {time}, {_ratio(row):.3f}× the speed of the workbench's launch"
+    speed = times(_ratio(row), 3)
+    return f"{_sizes(row)}: {time_text(row.ms)}, {speed} the speed of the workbench's launch"

@@ -362,14 +362,13 @@ def _show(summary: dict[str, Any], form: str) -> None:
     if form == "json":
         print(json.dumps(summary, indent=1))
         return
-    from rich import box
-    from rich.table import Table
+    from jetfire.report.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = ("op", "kernel", "examples", "s", "configs", *COUNTED)
     against, unfinished = summary["against"], not summary["finished"]
-    for name in (*columns, *(["differing"] if against else []), "result"):
-        table.add_column(name, justify="left" if name in ("op", "kernel", "result") else "right")
+    differing = ["differing"] if against else []
+    columns = ("op", "kernel", "examples", "s", "configs", *COUNTED, *differing, "result")
+    every = range(len(columns))
+    table = Table(columns, left=(0, 1, every[-1])).rich(folded=every)
     for pair in summary["pairs"]:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []

@@ -11,17 +11,12 @@ from typing import Any, Self
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from jetfire.core import terminal
+from jetfire.report.text import scaled, time_text
 
 Record = dict[str, Any]
+TOKENS = (("M tokens/s", 1e6), ("k tokens/s", 1e3), ("tokens/s", 1.0))
 # Seconds between lines where there is no terminal.
 _PAUSE = 2.0
-
-
-def _rate(value: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def step_text(record: Record, short: bool = False) -> str:
@@ -29,7 +24,7 @@ def step_text(record: Record, short: bool = False) -> str:
     parts = [f"loss {record['loss']:.4f}"]
     if not short:
         parts += [f"norm {record['norm']:.2f}", f"rate {record['rate']:.2e}"]
-    parts += [f"{record['ms']:.1f} ms", f"{_rate(record['tokens_per_s'])} tokens/s"]
+    parts += [time_text(record["ms"]), scaled(record["tokens_per_s"], TOKENS)]
     if record["mfu"] is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record["peak_gib"] is not None:

@@ -1,82 +1,40 @@
-"""A run that came to its end, as its log tells of it."""
+"""The finished runs and studies beside a results file, of which its documents tell."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import log
-from jetfire.gpt2.curves import Curve
+from jetfire.gpt2 import log, study_record
+from jetfire.measure.results import Results
+from jetfire.report import runs
+from jetfire.report.documents import Addition
+from jetfire.report.runs import FOLDER, FinishedRun
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """A finished run's log."""
+def read(file: Path) -> FinishedRun:
+    """Return the run of a log.
 
-    file: Path
-    records: list[log.Record]
+    Raises:
+        UsageError: it is no log, or of a run that did not come to its end.
+    """
+    run = FinishedRun(file, log.read(file))
+    if not run.ended:
+        raise UsageError(f"{file}: expected a finished run's log, with an evaluation")
+    return run
 
-    @classmethod
-    def read(cls, file: Path) -> FinishedRun:
-        """
-        Raises:
-            UsageError: it is no log, or of a run that did not come to its end.
-        """
-        run = cls(file, log.read(file))
-        if not run.ended:
-            raise UsageError(f"{file}: expected a finished run's log, with an evaluation")
-        return run
 
-    @property
-    def ended(self) -> bool:
-        """Whether it came to its end, and was evaluated."""
-        kinds = {record["kind"] for record in self.records}
-        return self.records[-1]["kind"] == "end" and {"evaluation", "step"} <= kinds
+def addition(results: Results, file: Path) -> Addition:
+    """Return what the runs and studies beside a results file add to its documents.
 
-    @property
-    def head(self) -> log.Record:
-        return self.records[0]
-
-    def setting(self, name: str) -> Any:
-        return self.head["settings"][name]
-
-    def _of(self, kind: str) -> list[log.Record]:
-        return [record for record in self.records if record["kind"] == kind]
-
-    @property
-    def final(self) -> float:
-        return float(self._of("evaluation")[-1]["loss"])
-
-    @property
-    def best(self) -> float:
-        return min(float(record["loss"]) for record in self._of("evaluation"))
-
-    @property
-    def ms(self) -> float | None:
-        """Milliseconds a step, the median; None where the run had not the GPU to itself."""
-        if log.shared(self.records):
-            return None
-        return median(record["ms"] for record in self._of("step"))
-
-    @property
-    def tokens(self) -> int:
-        """A step's."""
-        s, processes = self.head["settings"], self.head["device"]["processes"]
-        return int(s["batch"] * s["accumulate"] * s["context"] * processes)
-
-    @property
-    def peak_gib(self) -> float:
-        return max(float(record["peak_gib"]) for record in self._of("step"))
-
-    @property
-    def how(self) -> str:
-        """The way in which its steps were run."""
-        if self.setting("graph"):
-            return "CUDA graph"
-        return "torch.compile" if self.setting("compile") else "eager"
-
-    def curve(self) -> Curve:
-        return Curve.of(self.file, self.records, self.setting("recipe"))
+    The runs are the logs in training/*.jsonl.gz (`jetfire.gpt2.keep`), the studies study-*.json
+    (`jetfire train study --record`); those of other devices add nothing.
+    """
+    device = results.device.get("name")
+    kept = map(read, sorted((file.parent / FOLDER).glob("*.jsonl.gz")))
+    studies = map(study_record.read, sorted(file.parent.glob("study-*.json")))
+    return runs.addition(
+        [run for run in kept if run.head["device"]["name"] == device],
+        [record for record in studies if record["device"] == device],
+        file,
+    )

@@ -152,16 +152,6 @@ def records(file: Path) -> list[Record]:
     return kept
 
 
-def shared(found: Sequence[Record]) -> bool:
-    """Return whether a run's device had other runs at any time, so that no step's time is its own.
-
-    `jetfire.gpt2.keep` may have been told so later.
-    """
-    heads = [record for record in found if record["kind"] in ("run", "resume")]
-    at_once = [head.get("runs_at_once", 1) for head in heads]
-    return max(*at_once, found[0].get("kept", {}).get("runs_at_once", 1)) > 1
-
-
 def _drop_after(kept: list[Record], step: int) -> None:
     """Drop what no longer counts once a process has gone on after a step."""
     while len(kept) > 1 and (kept[-1]["kind"] == "end" or kept[-1].get("step", 0) > step):

@@ -32,6 +32,7 @@ from jetfire.gpt2.options import TrainOptions
 from jetfire.gpt2.settings import SETTINGS, Settings, split
 from jetfire.gpt2.study_record import StudyRecord, StudyRun
 from jetfire.nn.recipes import RECIPES
+from jetfire.report import study as report
 
 RECORD = "study.json"
 _NAME = re.compile(r"(.+)-seed([0-9]{1,19})")
@@ -246,16 +247,8 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
 
 def show(record: StudyRecord) -> None:
     """Print a record as a table on stdout."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for number, name in enumerate(study_record.columns(record)):
-        table.add_column(name, justify="right" if number else "left")
-    for row in study_record.rows(record):
-        table.add_row(*row)
-    terminal.console(width=160).print(table)
-    print(study_record.explained(record))
+    terminal.console(width=160).print(report.table(record).rich())
+    print(report.explained(record))
 
 
 class StudyFailed(JetfireError):

@@ -23,9 +23,9 @@ from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing
 from jetfire.core.schema import Count, Fields, Line, Measured, Name, NotNegative, Size
 from jetfire.gpt2 import log
-from jetfire.gpt2.finished import FinishedRun
 from jetfire.gpt2.prepared import CorpusSource, Digests
 from jetfire.gpt2.settings import PROCESSES, SETTINGS, Settings, resumed
+from jetfire.report.runs import FinishedRun
 
 SCHEMA: Final = 1
 # Of a run, beside its recipe and seed, what does not change which numbers it computes with; where
@@ -416,60 +416,3 @@ def read(file: Path) -> StudyRecord:
         Unreadable: it is no study's record, or of another version.
     """
     return schema.load(file, StudyRecord, version=SCHEMA)
-
-
-# As text, for the terminal and for Markdown.
-
-
-def columns(record: StudyRecord) -> list[str]:
-    minus = f"minus {record['base']}'s"
-    return ["recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
-
-
-def rows(record: StudyRecord) -> list[list[str]]:
-    return [[name, *_row(found)] for name, found in record["recipes"].items()]
-
-
-def _row(found: RecipeLosses) -> list[str]:
-    runs = found["runs"]
-    times = [run["ms"] for run in runs if run["ms"] is not None]
-    return [
-        str(len(runs)),
-        f"{fmean(run['training_loss'] for run in runs):.4f}",
-        _difference(found["paired_difference"], len(runs)),
-        f"{fmean(run['final_validation_loss'] for run in runs):.4f}",
-        _difference(found["validation_difference"], len(runs)),
-        f"{fmean(times):.1f}" if times else "–",
-    ]
-
-
-def _difference(found: Difference | None, runs: int) -> str:
-    if found is None:
-        return "–"
-    text = f"{found['mean']:+.4f}"
-    if found["low"] is not None:
-        text += f" [{found['low']:+.4f}, {found['high']:+.4f}]"
-    pairs = len(found["seeds"])
-    return text if pairs == runs else f"{text}, {pairs} of them"
-
-
-def explained(record: StudyRecord) -> str:
-    """Return what is paired and how, in a line."""
-    first, last = record["window"]
-    found = [one["paired_difference"] for one in record["recipes"].values()]
-    over = {one["over"] for one in found if one is not None}
-    often = f"{record['epochs']:.2f} epochs"
-    parts = [
-        f"Paired by seed: the same initial weights, the same batches in the same order. Training "
-        f"loss is the mean of steps {first} to {last}, "
-        f"{'each token read once' if record['fresh'] else 'of tokens read again too'} ({often}); "
-        f"validation loss is the last. Nats a token."
-    ]
-    if "seeds" in over:
-        parts.append("Brackets: 95%, Student's t over seeds.")
-    if "steps" in over:
-        whose = "Of a single seed brackets are" if "seeds" in over else "Brackets are"
-        parts.append(f"{whose} over its steps, and say nothing of another seed.")
-    if record["unfinished"]:
-        parts.append(f"{len(record['unfinished'])} runs are not finished.")
-    return " ".join(parts)

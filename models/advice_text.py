@@ -8,9 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jetfire.bench.show import number
 from jetfire.core import terminal
 from jetfire.models.advice import Advice, Advised, pattern
+from jetfire.report.table import Table
+from jetfire.report.text import NOTHING, fixed, times
 
 SCHEMA = 1
 _FEW = 6  # names in a line
@@ -107,18 +108,13 @@ def _as_csv(advised: Advised) -> str:
 
 
 def _print_table(advised: Advised, recipes: Sequence[str]) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = terminal.console(width=160)
     sizes = " ".join(f"{name}={value}" for name, value in advised.model.items())
     console.print(terminal.styled(sizes, "bold"), soft_wrap=True)
     console.print(f"times in ms a step: {advised.source}", soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD)
     heads = ("layer", "", "m×n×k", "BF16", "FP8", *recipes, "SQNR dB: y dx dW", "verdict")
-    for i, head in enumerate(heads):
-        right = 1 <= i < len(heads) - 1
-        table.add_column(head, justify="right" if right else "left", no_wrap=i < len(heads) - 1)
+    last = len(heads) - 1
+    table = Table(heads, left=(0, last)).rich(folded=(last,))
     for same in _groups(advised):
         table.add_row(*map(terminal.styled, _cells(same, advised, recipes)))
     console.print(table)
@@ -141,15 +137,15 @@ def _cells(same: Sequence[Advice], advised: Advised, recipes: Sequence[str]) -> 
     first = same[0]
     layer, cost, several = first.layer, first.cost(advised.recipe), len(same) > 1
     texts = [pattern(layer.name) if several else layer.name, f"{len(same)} ×" if several else ""]
-    texts += [f"{layer.m}×{layer.n}×{layer.k}", number(cost.bf16, 3), number(cost.fp8, 3)]
+    texts += [f"{layer.m}×{layer.n}×{layer.k}", fixed(cost.bf16, 3), fixed(cost.fp8, 3)]
     for name in recipes:
         products, total = first.costs[name].products, first.costs[name].total
-        texts.append("–" if products is None else f"{products:.3f} + ?")
-        if total is not None:
-            texts[-1] = number(total, 3)
+        known = products if total is None else total
+        unknown = " + ?" if total is None and products is not None else ""
+        texts.append(f"{fixed(known, 3)}{unknown}")
     exact = [advice.sqnr[advised.recipe] for advice in same if advised.recipe in advice.sqnr]
     worst = min(exact, key=lambda sqnr: sqnr.least, default=None)
-    texts.append("–" if worst is None else f"{worst.y:.1f} {worst.dx:.1f} {worst.dw:.1f}")
+    texts.append(NOTHING if worst is None else f"{worst.y:.1f} {worst.dx:.1f} {worst.dw:.1f}")
     return [*texts, f"{_VERDICTS[first.convert]}: {first.why}"]
 
 
@@ -166,7 +162,7 @@ def _summary(advised: Advised) -> list[str]:
         lines.append(f"{known} of {every} layers are known: {gain} in what they launch")
     if advised.step_ms is not None and advised.predicted_ms is not None:
         ratio = advised.step_ms / advised.predicted_ms
-        step = f"{advised.step_ms:.2f} → {advised.predicted_ms:.2f} ms ({ratio:.2f}×)"
+        step = f"{advised.step_ms:.2f} → {advised.predicted_ms:.2f} ms ({times(ratio)})"
         lines.append(f"predicted step, run {advised.run}: {step}")
     return [*lines, _advice(advised)]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from jetfire.bench import suite
-from jetfire.bench.plot import plot, series_of
 from jetfire.cli import execute
 from jetfire.core import registry, workloads
 from jetfire.core.device import Device
@@ -18,6 +17,7 @@ from jetfire.measure import peaks, peers, runner
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options, Runner
+from jetfire.report.plot import plot, series_of
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from jetfire.bench import report, training_report
 from jetfire.bench.compare import match
 from jetfire.cli import execute
 from jetfire.core.device import Device
@@ -23,6 +22,8 @@ from jetfire.measure.results import Results, Row
 from jetfire.measure.timer import Timing
 from jetfire.models import cases as models
 from jetfire.nn import is_int4_state, recipes
+from jetfire.report import documents
+from jetfire.report import training as training_report
 
 CPU = Device.parse("cpu")
 STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)
@@ -299,14 +300,14 @@ def training_rows() -> list[Row]:
 
 def test_the_report_has_them_and_other_tables_do_not():
     device = {"name": "GPU", "kind": "cuda", "peaks": {}}
-    page = report.page(Results(device, training_rows()), "r.json", [])
+    page = documents.page(Results(device, training_rows()), "r.json", [])
     line = "| 4 layers of width 4096, 4×1024 tokens | int8-block128 | 10.00 | graph | 500 | "
     assert f"{line}1.60× | 1.30× | 1.10× | 9.00 | 2.00 | 2.50× | 1.50× | – | 1.5 |" in page
     assert "| one block of width 4096, 8×2048 tokens | BF16 eager | 16.00 |" in page
-    readme = training_report.readme(Results(device, training_rows()))
+    readme = training_report.readme(Results(device, training_rows())).markdown()
     assert "tokens, int8-block128 | 10.0 | 1.60× | 1.30× | 1.10× | 2.00 | 2.50× | 1.50× |" in readme
-    assert "eager |" not in readme.split("\n", 3)[3]
-    assert training_report.readme(Results(device, [])) == ""
+    assert "eager |" not in readme.split("\n", 2)[2]
+    assert training_report.readme(Results(device, [])).rows == []
     assert (training_report.STEP, training_report.BLOCK) == (cases.STEP, cases.BLOCK)
     assert {*training_report.NAMES} == {*cases.PEERS, *models.PEERS}
 

@@ -149,7 +149,7 @@ def test_a_table_is_shown_though_a_file_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("jetfire.core.files.os.fsync", full)
-    monkeypatch.setattr("jetfire.bench.plot.plot", full)
+    monkeypatch.setattr("jetfire.report.plot.plot", full)
     file = tmp_path / name
     assert execute("bench", [*SMALL, "--peer", "none", option, str(file)]) == 2
     captured = capsys.readouterr()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jetfire.bench import audit, progress, show
+from jetfire.bench import audit, progress
 from jetfire.cli import execute
 from jetfire.core import registry, terminal
 from jetfire.core.device import target_device
@@ -17,6 +17,7 @@ from jetfire.gpt2.display import TrainingDisplay as Training
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
+from jetfire.report import show
 from jetfire.tuner import show as profiles
 from jetfire.tuner.display import SearchDisplay as Search
 from jetfire.tuner.trial import Measurement
@@ -92,7 +93,7 @@ def progress_on(file):
 
 
 def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profiles.texts, "time_text", lambda _: EVIL)
+    monkeypatch.setattr(profiles, "time_text", lambda _: EVIL)
     entry = profiles.Entry(
         kernel=EVIL, problem={"m": 8, "n": 8}, config={"x": EVIL}, ms=1.0, ms_p20=1.0, ms_p80=1.0,
         samples=9, default_ms=None, joules=None, objective="time", vs_peer={}, trials=1,

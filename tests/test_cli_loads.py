@@ -109,6 +109,8 @@ REFUSED = {
     "audit gemm --kernel nope": "no kernel 'nope'",
     "audit gemm --m x": "--m x",
     "completion tcsh": "no completion for the shell 'tcsh'",
+    "report nope.json": "nope.json: No such file",
+    "report nope.json --chek": "no option --chek (did you mean --check?)",
     "frob": "no command 'frob'",
 }
 # A process for all: what one command loaded all the later ones would show.

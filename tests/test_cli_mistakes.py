@@ -22,6 +22,7 @@ VERBS = (
     "train",
     "advise",
     "audit",
+    "report",
     "completion",
 )
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from jetfire.bench import command as bench_command
-from jetfire.bench.export_report import sections
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
@@ -29,6 +28,7 @@ from jetfire.export.targets import c_library
 from jetfire.measure import nvml, peaks, provenance, timer
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
+from jetfire.report.exports import section
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128", "--target", "cuda")
@@ -350,11 +350,11 @@ def test_a_target_is_part_of_what_a_row_measures(tmp_path):
 
 def test_the_report_has_a_column_for_each_target():
     failed = row("hf", 1.0, ms=None, vs_peer=None, ok=False, error="no GPU")
-    (text,) = sections([row("cuda", 1.0), row("torch", 0.987), failed])
+    text = section([row("cuda", 1.0), row("torch", 0.987), failed]).markdown()
     table = text.splitlines()[4:]
     assert table[0] == "|  | launch | cuda | torch | hf |"
     assert table[2] == "| gemm wgmma 8×16×32 block=32 | 500 µs | 1.000× | 0.987× | failed |"
-    assert sections([]) == []
+    assert section([]).tables[0].rows == []
 
 
 class Shown:

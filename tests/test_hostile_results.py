@@ -10,13 +10,12 @@ import sys
 import pytest
 from hypothesis import given
 
-from jetfire.bench import report
-from jetfire.bench.report import BEGIN, END
 from jetfire.cli import execute
 from jetfire.core.device import Device
 from jetfire.measure import peaks
 from jetfire.measure.results import MOST, MOST_ROWS, Results, Row
 from jetfire.measure.runner import Runner
+from jetfire.report.documents import BEGIN, END
 from jetfire.tests.hostile import few, mutated, replaced
 
 CPU = Device.parse("cpu")
@@ -81,7 +80,7 @@ def commands(tmp_path_factory):
             "before": lambda: execute("compare", [str(file), str(good)]),
             "after": lambda: execute("compare", [str(good), str(file)]),
             "append": lambda: execute("bench", [*words, "--append"]),
-            "report": lambda: report.main([str(file), "--readme", str(readme), "--check"]),
+            "report": lambda: execute("report", [str(file), "--readme", str(readme), "--check"]),
         }.items():
             file.write_bytes(content)
             found[name] = command()
@@ -188,7 +187,7 @@ def test_a_readme_that_cannot_be_filled_is_told(readme, tmp_path, capsys):
     file.write_text(json.dumps(valid()))
     if readme is not None:
         page.write_bytes(readme)
-    assert report.main([str(file), "--readme", str(page)]) == 2
+    assert execute("report", [str(file), "--readme", str(page)]) == 2
     assert capsys.readouterr().err.startswith("jetfire: ")
     assert not file.with_suffix(".md").exists()
 

@@ -20,6 +20,7 @@ FLOORS = (
     ("ops",),
     ("kernels_cpu", "kernels_cuda", "kernels_triton"),
     ("nn",),
+    ("report",),
     ("bench",),
     ("tuner",),
     ("fuzz", "export"),
@@ -135,15 +136,15 @@ OPS = frozenset(registry.names())
 # belongs into the op's file or its kernels' folders.
 NAMED = {
     # Documents about named ops' results.
-    "bench/int4_report.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
+    "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
     "bench/promotion.py": ["gemm"],
-    "bench/report.py": ["gemm"],
-    "bench/tuned_report.py": ["gemm"],
+    "report/int8.py": ["gemm"],
+    "report/tuned.py": ["gemm"],
     # The name of a part of the suite `results`, not of the op.
     "bench/suite.py": ["gemm"],
     # Settings of a training that are called dropout.
     "gpt2/checkpoint.py": ["dropout"],
-    "gpt2/report.py": ["dropout"],
+    "report/runs.py": ["dropout"],
     "gpt2/settings.py": ["dropout"],
     "gpt2/train.py": ["dropout"],
     "gpt2/weights.py": ["dropout"],

@@ -2,11 +2,12 @@
 
 import pytest
 
-from jetfire.bench import int4_report, report
-from jetfire.bench.report import BEGIN, END
 from jetfire.core import registry, workloads
 from jetfire.core.files import write
 from jetfire.measure.results import Results, Row
+from jetfire.report import documents, int4
+from jetfire.report.documents import BEGIN, END
+from jetfire.report.table import filled
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {
     "copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0}}  # fmt: skip
@@ -40,7 +41,7 @@ def small_rows():
 
 
 def test_layers_have_times_ratios_and_their_means():
-    table = int4_report.layers(Results(DEVICE, layer_rows()))
+    [table] = int4.layers(Results(DEVICE, layer_rows())).tables
     assert table.head == ["m×n×k", "GEMM, packed codes", "× FP16", "forward", "× FP16",
                           "backward", "× FP16"]  # fmt: skip
     first, *_, last = table.rows
@@ -53,14 +54,14 @@ def test_layers_have_times_ratios_and_their_means():
 def test_no_mean_where_a_shape_is_missing():
     rows = [r for r in layer_rows() if r.problem["m"] != 15360]
     results = Results(DEVICE, rows)
-    *_, largest, last = int4_report.layers(results).rows
+    *_, largest, last = int4.layers(results).tables[0].rows
     assert largest == ["15360×8704×10752", *["–"] * 6]
     assert last[2] == "–"
-    assert int4_report.readme(results) == ""
+    assert int4.readme(results).rows == []
 
 
 def test_stages_are_shares_of_their_sum():
-    text = int4_report.stages(Results(DEVICE, layer_rows()))
+    text = int4.stages(Results(DEVICE, layer_rows())).markdown()
     assert "| wgmma fwd | 4608×5120×6144 |" in text
     assert "| second | 1.50 ms 75% |" in text
     assert "| second | 3.00 ms 75% |" in text
@@ -68,7 +69,7 @@ def test_stages_are_shares_of_their_sum():
 
 
 def test_memory_bound_ops_are_described_by_what_is_not_their_default():
-    table = int4_report.memory_bound(Results(DEVICE, small_rows()))
+    [table] = int4.memory_bound(Results(DEVICE, small_rows())).tables
     assert [line[0] for line in table.rows] == [
         "hadamard_quantize fwd group=32 layout=packed", "hadamard_quantize bwd given=x",
         "sample_rows",
@@ -79,8 +80,8 @@ def test_memory_bound_ops_are_described_by_what_is_not_their_default():
 
 def test_nothing_without_rows():
     empty = Results(DEVICE)
-    assert int4_report.sections(empty) == []
-    assert int4_report.readme(empty) == ""
+    assert filled(int4.sections(empty)) == []
+    assert int4.readme(empty).rows == []
 
 
 @pytest.mark.parametrize("some", [True, False])
@@ -88,11 +89,11 @@ def test_the_pages_hold_them(tmp_path, some):
     file, readme = tmp_path / "h200.json", tmp_path / "README.md"
     write(file, Results(DEVICE, layer_rows() + small_rows() if some else []).to_json())
     readme.write_text(f"{BEGIN}\n{END}\n")
-    report.report(file, readme, check=False)
+    documents.report(file, readme, check=False)
     page = file.with_suffix(".md").read_text()
     assert ("## INT4: a linear layer by stage" in page) is some
     assert ("hadamard_quantize" in page) is some
     lines = readme.read_text()
     assert ("| 2.00× FP16 cuBLAS | 1.00× to 4.00× |" in lines) is some
     assert ("| 75% of copy bandwidth | 3000 GB/s |" in lines) is some
-    assert report.report(file, readme, check=True) == []
+    assert documents.report(file, readme, check=True) == []

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from jetfire.bench import report, training_report
 from jetfire.cli import execute
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
@@ -18,6 +17,8 @@ from jetfire.measure.results import Results, Row
 from jetfire.models import bench, cases, layers, sources, subject
 from jetfire.models.bench import ModelBench
 from jetfire.models.subject import ModelSubject
+from jetfire.report import documents
+from jetfire.report import training as training_report
 
 transformers = pytest.importorskip("transformers")
 CPU = Device.parse("cpu")
@@ -361,11 +362,11 @@ def test_the_report_has_the_rows_of_models():
         Row("model_step", "int8", "kernel", {"model": "own:make", "run": "eager"}, ms=3.0),
     ]
     results = Results({"name": "GPU", "kind": "cuda", "peaks": {}}, rows)
-    page = report.page(results, "r.json", [])
+    page = documents.page(results, "r.json", [])
     line = "| hf:gpt2-350m, 8×1024 tokens, run compile | int8 | 10.00 | launched | – | 2.00× | "
     assert line in page
     assert "tokens, run compile | BF16 torch.compile, reduce-overhead | 12.00 |" in page
-    assert "| own:make, run eager, int8 | 3.0 |" in training_report.readme(results)
+    assert "| own:make, run eager, int8 | 3.0 |" in training_report.readme(results).markdown()
     assert training_report.MODEL == cases.OP
 
 

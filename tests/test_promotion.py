@@ -8,8 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from jetfire.bench import report, suite
-from jetfire.bench.plot import plot
+from jetfire.bench import suite
 from jetfire.bench.promotion import PromotionRunner, sqnr
 from jetfire.cli import execute
 from jetfire.core import registry
@@ -25,6 +24,8 @@ from jetfire.measure.runner import Options
 from jetfire.ops.gemm import OP as GEMM
 from jetfire.ops.gemm import PROMOTION_DATA, PROMOTION_PEERS
 from jetfire.reference.quantize import block_amax, quantize
+from jetfire.report import documents, int8
+from jetfire.report.plot import plot
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
@@ -276,7 +277,7 @@ DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
 
 def test_the_reports_section():
-    page = report.page(Results(DEVICE, points()), "h200.json", [])
+    page = documents.page(Results(DEVICE, points()), "h200.json", [])
     assert "## What a promotion costs" in page
     assert "GEMM 8192×8192×8192, BF16 out" in page
     lines = [line for line in page.splitlines() if line.startswith("| ")]
@@ -294,26 +295,27 @@ def test_the_reports_section():
 
 def test_the_curve_changes_nothing_else():
     before, after = Results(DEVICE, plain()), Results(DEVICE, [*plain(), *points()])
-    assert report.readme_table(after) == report.readme_table(before)
-    page = report.page(after, "x.json", [])
+    assert int8.readme(after) == int8.readme(before)
+    link = "- [What a promotion costs](#what-a-promotion-costs)\n"
+    page = documents.page(after, "x.json", []).replace(link, "")
     begin = page.index("## What a promotion costs")
     end = page.index("## ", begin + 1) if "## " in page[begin + 1 :] else len(page)
-    assert (page[:begin] + page[end:]).rstrip() == report.page(before, "x.json", []).rstrip()
+    assert (page[:begin] + page[end:]).rstrip() == documents.page(before, "x.json", []).rstrip()
 
 
 def test_the_report_draws_it_and_finds_it_stale(tmp_path):
     file = tmp_path / "h200.json"
     write(file, Results(DEVICE, [*plain(), *points()]).to_json())
-    report.report(file, None, check=False)
+    documents.report(file, None, check=False)
     drawn = (tmp_path / "h200-promotion.svg").read_text()
     for text in ("wgmma exact", "wgmma telescoped", "fp8_scaled_mm", "K 64",
                  "outlier × normal data", "SQNR, dB", "TOPS"):  # fmt: skip
         assert text in drawn, text
-    assert report.report(file, None, check=True) == []
+    assert documents.report(file, None, check=True) == []
     changed = [dataclasses.replace(row, sqnr_db=row.sqnr_db and row.sqnr_db - 1)
                for row in Results.load(file).rows]  # fmt: skip
     write(file, Results(DEVICE, changed).to_json())
-    stale = report.report(file, None, check=True)
+    stale = documents.report(file, None, check=True)
     assert {path.name for path in stale} == {"h200.md", "h200-promotion.svg"}
 
 

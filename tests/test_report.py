@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import report
-from jetfire.bench.report import BEGIN, END
+from jetfire.cli import execute
 from jetfire.core.files import write
 from jetfire.measure.results import Results, Row
+from jetfire.report import documents, int8
+from jetfire.report.documents import BEGIN, END
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
     "copy_gbps": 4000.0, "int8_tops": 1000.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "a copy"},
@@ -68,7 +69,7 @@ def arguments(place, *more):
 
 
 def test_figures_are_those_of_the_rows():
-    page = report.page(sample(), "h200.json", [])
+    page = documents.page(sample(), "h200.json", [])
     assert "| triton, block 128 | 640 | 640 |" in page
     assert "| cublas_bf16 | 700 | 700 |" in page
     assert "| gpt2-124m fwd | " in page
@@ -81,30 +82,34 @@ def test_figures_are_those_of_the_rows():
 def test_pairs_of_blocks_are_rows_of_their_own():
     """They are told by both, and are in no table of one block."""
     results = sample()
-    plain = report.page(results, "h200.json", [])
+    plain = documents.page(results, "h200.json", [])
     results.rows.append(small_row("triton", "kernel", 1234, 4096, block=128, out_block=32))
     square = {"block": 128, "out": "int8", "out_block": 32}
     results.rows.append(gemm_row("triton", "kernel", 777, m=8192, n=8192, k=8192, **square))
-    page = report.page(results, "h200.json", [])
+    page = documents.page(results, "h200.json", [])
     lines = [line for line in page.splitlines() if "out_block" in line]
     assert any("gelu block=128 mode=fwd" in line and "| 1234 |" in line for line in lines)
     assert any("out=int8 out_block=32, triton | – | – | 777" in line for line in lines)
     for title in ("Memory-bound ops by width", "GEMM, squares"):
         assert part(page, title) == part(plain, title)
-    assert "gelu fwd 8192×4096, block 128→32" in report.readme_table(results)
+    assert "gelu fwd 8192×4096, block 128→32" in readme_of(results)
+
+
+def readme_of(results):
+    return int8.readme(results).markdown()
 
 
 def part(page, title):
-    return page.split(f"{title}\n")[1].split("\n#")[0]
+    return page.split(f"## {title}\n")[1].split("\n#")[0]
 
 
 def test_a_row_may_name_the_equal_block():
     row = small_row("triton", "kernel", 1, 64, out_block=32, approximate="tanh")
-    assert "out_block" not in report._problem(row, Path("h200.json"))
+    assert "out_block" not in documents._problem(row, Path("h200.json"))
 
 
 def test_readme_table_names_what_it_is_faster_than():
-    table = report.readme_table(sample())
+    table = readme_of(sample())
     assert "| GEMM 8192³, block 128 | 1.72 ms | 640 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
     assert "| gelu fwd 8192×4096, block 32 | 22.4 µs | 3000 GB/s | 75% | 1.50× compile |" in table
 
@@ -112,19 +117,19 @@ def test_readme_table_names_what_it_is_faster_than():
 def test_wrong_rows_are_named_and_not_shown_as_figures():
     results = sample()
     results.rows = [dataclasses.replace(row, ok=False, ms=None) for row in results.rows[:1]]
-    page = report.page(results, "h200.json", [])
+    page = documents.page(results, "h200.json", [])
     assert "1 rows are wrong" in page
 
 
 def test_written_once_then_nothing_is_stale(place, capsys):
-    assert report.main(arguments(place, "--check")) == 1
+    assert execute("report", arguments(place, "--check")) == 1
     assert "README.md: stale" in capsys.readouterr().out
-    assert report.main(arguments(place)) == 0
+    assert execute("report", arguments(place)) == 0
     written = {path.name: path.read_bytes() for path in place[0].parent.iterdir()}
     assert {"h200.md", "h200-gemm.svg", "h200-memory-bound.svg"} <= set(written)
     capsys.readouterr()
-    assert report.main(arguments(place, "--check")) == 0
-    assert report.main(arguments(place)) == 0
+    assert execute("report", arguments(place, "--check")) == 0
+    assert execute("report", arguments(place)) == 0
     assert capsys.readouterr().out == ""
     assert {path.name: path.read_bytes() for path in place[0].parent.iterdir()} == written
     readme = place[1].read_text()
@@ -135,28 +140,28 @@ def test_written_once_then_nothing_is_stale(place, capsys):
 
 @pytest.mark.parametrize("name", ["h200.md", "h200-gemm.svg", "README.md"])
 def test_a_change_is_found(place, name, capsys):
-    report.main(arguments(place))
+    execute("report", arguments(place))
     path = place[0].parent / name
     path.write_text(path.read_text().replace("700", "701").replace("rows sha256", "rows"))
     path.write_text(path.read_text().replace(f"{BEGIN}\n", f"{BEGIN}\nmore\n"))
     capsys.readouterr()
-    assert report.main(arguments(place, "--check")) == 1
+    assert execute("report", arguments(place, "--check")) == 1
     assert capsys.readouterr().out == f"{path}: stale\n"
 
 
 def test_a_changed_row_makes_everything_of_it_stale(place):
-    report.main(arguments(place))
+    execute("report", arguments(place))
     results = Results.load(place[0])
     results.rows = [dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
                     for row in results.rows]  # fmt: skip
     write(place[0], results.to_json())
-    stale = {path.name for path in report.report(place[0], place[1], check=True)}
+    stale = {path.name for path in documents.report(place[0], place[1], check=True)}
     assert {"h200.md", "README.md", "h200-gemm.svg", "h200-memory-bound.svg"} == stale
 
 
 def test_a_readme_without_markers_is_refused(place, capsys):
     place[1].write_text("# no markers\n")
-    assert report.main(arguments(place)) == 2
+    assert execute("report", arguments(place)) == 2
     assert "expected the markers" in capsys.readouterr().err
 
 
@@ -165,5 +170,5 @@ def test_the_readme_above_docs_results_is_found(tmp_path):
     file.parent.mkdir(parents=True)
     write(file, sample().to_json())
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
-    assert report.main([str(file)]) == 0
+    assert execute("report", [str(file)]) == 0
     assert "GEMM 8192³" in (tmp_path / "README.md").read_text()

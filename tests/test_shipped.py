@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import report
-from jetfire.bench.tuned_report import ROUNDING
 from jetfire.core import profiles, registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import JetfireWarning
 from jetfire.core.launch import choose
-from jetfire.gpt2.report import addition
+from jetfire.gpt2.finished import addition
+from jetfire.report import documents
+from jetfire.report.tuned import ROUNDING
 from jetfire.tuner import shipped as problems
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ def named(op, entry):
 
 
 def test_the_documents_are_those_of_the_results_the_runs_and_the_profiles(shipped):
-    stale = report.report(RESULTS, ROOT / "README.md", check=True, add=addition)
+    stale = documents.report(RESULTS, ROOT / "README.md", check=True, add=addition)
     assert stale == [], "run `make report`"
 
 

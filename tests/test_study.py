@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import report
 from jetfire.cli import execute
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2 import log, study, study_record
-from jetfire.gpt2.report import addition
+from jetfire.gpt2.finished import addition
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.study_record import StudyRun, difference, quantile
 from jetfire.measure.results import Results
+from jetfire.report import documents
+from jetfire.report import study as texts
 
 LIMIT_S = 3600
 SMALL = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
@@ -146,8 +147,8 @@ def test_a_record_says_what_was_trained_on_what(tmp_path):
     times = {name: one["runs"][0]["ms"] for name, one in found["recipes"].items()}
     assert times == {"bf16": 8.0, "int8": None, "int8-block32": None}
     assert found["recipes"]["bf16"]["runs"][0]["settings"] == {"compile": True}
-    assert study_record.rows(found)[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
-    text = study_record.explained(found)
+    assert texts.table(found).rows[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
+    text = texts.explained(found)
     assert "steps 17 to 20, each token read once (0.50 epochs)" in text
     assert "Brackets are over its steps" in text
     shutil.rmtree(run)
@@ -227,9 +228,9 @@ def test_the_page_and_the_readme_have_the_study(tmp_path):
     write(tmp_path / "elsewhere", device="NVIDIA A100")
     study_record.write(made(tmp_path / "elsewhere"), file.with_name("study-a100.json"))
     readme = file.with_name("README.md")
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    report.report(file, readme, False, addition)
-    assert report.report(file, readme, True, addition) == []
+    readme.write_text(f"{documents.BEGIN}\n{documents.END}\n")
+    documents.report(file, readme, False, addition)
+    assert documents.report(file, readme, True, addition) == []
     row = "| int8 | 2 | 3.8350 | +0.1850 [+0.1850, +0.1850] | 3.5100 | +0.0100 [+0.0100, +0.0100] |"
     page = file.with_suffix(".md").read_text()
     assert "## Study of recipes, tiny\n\n20 steps of 1024 tokens, 0.0 M in all, of python's" in page
@@ -238,7 +239,7 @@ def test_the_page_and_the_readme_have_the_study(tmp_path):
     assert "| tiny, 0.0 M tokens: recipe | seeds |" in readme.read_text()
     file.with_name("study-tiny.json").write_text("{}")
     with pytest.raises(UsageError, match=r"study-tiny\.json: schema 'None'"):
-        report.report(file, readme, True, addition)
+        documents.report(file, readme, True, addition)
 
 
 # --- where runs are done ------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
-from jetfire.gpt2 import checkpoint, command, curves, data, faults, graph, log, utilisation
+from jetfire.gpt2 import checkpoint, command, data, faults, graph, log, utilisation
 from jetfire.gpt2 import prepare as preparation
 from jetfire.gpt2.parallel import Group
 from jetfire.gpt2.settings import PRESETS, Settings, make, resumed
 from jetfire.gpt2.step import Step, seed_step
 from jetfire.gpt2.train import Training, build
 from jetfire.nn.recipes import RECIPES
+from jetfire.report import curves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

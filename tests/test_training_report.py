@@ -5,11 +5,13 @@ import json
 
 import pytest
 
-from jetfire.bench import report
 from jetfire.core.errors import UsageError
 from jetfire.gpt2 import curves, keep, log
-from jetfire.gpt2.report import _order, addition
+from jetfire.gpt2.finished import addition
 from jetfire.measure.results import Results
+from jetfire.report import documents
+from jetfire.report.curves import apart
+from jetfire.report.runs import _order
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
@@ -86,7 +88,7 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
     assert ours.mean.label == "gpt2-124m bf16, 2 seeds, best validation 3.1000"
     assert ours.mean.validation == pytest.approx([4.0, 3.1, 3.5])
     assert [len(group.runs) for group in (ours, theirs)] == [2, 2]
-    assert curves.apart(ours.mean, theirs.mean)[1] == pytest.approx([0, 5, 100 / 35], abs=1e-3)
+    assert apart(ours.mean, theirs.mean)[1] == pytest.approx([0, 5, 100 / 35], abs=1e-3)
     same = write(tmp_path, "again")
     assert [len(g.runs) for g in curves.grouped([tmp_path / "bf16-0", same])] == [1, 1]
     curves.plot(files, tmp_path / "a.svg")
@@ -97,10 +99,10 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
 
 def test_the_page_has_the_figures_of_the_logs(place):
     readme = place.with_name("README.md")
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    written = report.report(place, readme, False, addition)
+    readme.write_text(f"{documents.BEGIN}\n{documents.END}\n")
+    written = documents.report(place, readme, False, addition)
     assert place.with_name("h200-training-124m.svg") in written
-    assert report.report(place, readme, True, addition) == []
+    assert documents.report(place, readme, True, addition) == []
     page = place.with_suffix(".md").read_text()
     assert "![h200-training-124m.svg](h200-training-124m.svg)" in page
     assert "30 steps of 1024 tokens" in page
@@ -112,7 +114,7 @@ def test_the_page_has_the_figures_of_the_logs(place):
     )
     changed = {"validation": (4.0, 2.9, 3.5)}
     keep.write(write(place.parent, "bf16-0", **changed), place.parent / "training", 1, 1)
-    stale = {path.name for path in report.report(place, readme, True, addition)}
+    stale = {path.name for path in documents.report(place, readme, True, addition)}
     assert stale == {"h200.md", "README.md", "h200-training-124m.svg"}
 
 
@@ -124,7 +126,7 @@ def test_runs_that_shared_a_gpu_have_no_times(place):
             file.write_bytes(gzip.compress("".join([head, *lines[1:]]).encode()))
             if not shared:  # as whoever keeps it says
                 keep.write(file, file.parent, 1, 3)
-    section = addition(Results(DEVICE), place).sections[0]
+    section = addition(Results(DEVICE), place).sections[0].markdown()
     assert "Several runs shared a GPU" in section
     assert "ms a step" not in section
 

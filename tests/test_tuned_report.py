@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from jetfire.bench import report, tuned_report
-from jetfire.bench.report import BEGIN, END
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
 from jetfire.core.profiles import Entry
 from jetfire.measure.results import Results
+from jetfire.report import documents, tuned
+from jetfire.report.documents import BEGIN, END
 
 H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132, 227 << 10, 50 << 20)
 RECORD = {"name": "NVIDIA H200", "kind": "cuda"}
@@ -67,7 +67,7 @@ def place(tmp_path, monkeypatch):
 
 
 def made(file, check=False):
-    return {path.name for path in report.report(file, file.with_name("README.md"), check)}
+    return {path.name for path in documents.report(file, file.with_name("README.md"), check)}
 
 
 def page_of(file):
@@ -198,4 +198,4 @@ def test_another_device_has_none_of_it(place):
 def test_lookups_of_another_form_are_refused(tmp_path, change, reason):
     file = write_lookups(tmp_path / "h200-lookups.json", **change)
     with pytest.raises(UsageError, match=reason):
-        tuned_report.lookups(file, RECORD)
+        tuned.lookups(file, RECORD)

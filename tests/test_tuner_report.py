@@ -15,7 +15,9 @@ from optuna.trial import TrialState, create_trial
 from jetfire.core.errors import UsageError
 
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
-from jetfire.tuner import charts, report
+from jetfire.report import tuning
+from jetfire.report import tuning_charts as charts
+from jetfire.report.text import significant
 from jetfire.tuner.digest import Digest, clean
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
@@ -124,8 +126,12 @@ class Page(HTMLParser):
         return dict(self.table(f"pairs {name}", place))
 
 
+def write(studies, file):
+    tuning.write([Digest.of(study) for study in studies], file)
+
+
 def page_of(*studies):
-    return Page(report.render(studies))
+    return Page(tuning.render([Digest.of(study) for study in studies]))
 
 
 def traces(figure):
@@ -307,7 +313,7 @@ def test_page_loads_nothing():
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'")
     assert sum(len(script) > 1_000_000 for script in page.scripts) == 1  # Plotly, once
-    style = re.search(r"<style>(.*?)</style>", report.render([]), re.S)[1]
+    style = re.search(r"<style>(.*?)</style>", tuning.render([]), re.S)[1]
     assert "url(" not in style
     assert "@import" not in style
 
@@ -449,17 +455,17 @@ def test_study_of_another_tool_is_shown_as_far_as_it_goes():
 
 def test_same_study_gives_the_same_bytes(tmp_path):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
-    report.write(study_of(TRIALS, final=FINAL), first)
-    report.write(study_of(TRIALS, final=FINAL), second)
+    write([study_of(TRIALS, final=FINAL)], first)
+    write([study_of(TRIALS, final=FINAL)], second)
     assert first.read_bytes() == second.read_bytes()
-    report.write_all([study_of([])], first)
+    write([study_of([])], first)
     assert first.read_bytes() != second.read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["a.html", "b.html"]
 
 
 def test_text_that_no_file_can_hold(tmp_path):
     message = "bad \udcff byte, \x1b[31mred\x1b[0m, \x00"
-    report.write(study_of([trial("crash", message=message)]), tmp_path / "a.html")
+    write([study_of([trial("crash", message=message)])], tmp_path / "a.html")
     assert "bad ? byte,  red ," in (tmp_path / "a.html").read_text(encoding="utf-8")
     assert clean("a\r\n\tb\nc") == "a \n b\nc"
 
@@ -469,7 +475,7 @@ def test_unwritable_place_is_one_line(tmp_path, place):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError) as caught:
-        report.write(study_of([]), tmp_path / place)
+        write([study_of([])], tmp_path / place)
     assert str(tmp_path / place) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
@@ -483,7 +489,7 @@ def test_failure_leaves_the_old_report(tmp_path, monkeypatch):
     file.write_text("old")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UsageError, match="No space left"):
-        report.write(study_of([]), file)
+        write([study_of([])], file)
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.html"]
 
@@ -494,7 +500,7 @@ def test_missing_library_is_one_line(monkeypatch, name):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=f"^the report needs {name}: pip install {name}$"):
-        report.render([])
+        tuning.render([])
 
 
 @pytest.mark.parametrize(
@@ -512,8 +518,8 @@ def test_log_axes_have_round_ticks(low, high, expected):
 
 
 def test_number_has_four_digits():
-    assert [charts.number(v) for v in (0.012345, 1, 1234.5, 0, 1e-7)] == [
-        "0.01235", "1.000", "1234", "0", "1.000e-07"
+    assert [significant(v, 4) for v in (0.012345, 1, 1234.5, 0, 1e-7, 14399.137)] == [
+        "0.01235", "1.000", "1234", "0", "0.0000001000", "14400"
     ]  # fmt: skip
 
 

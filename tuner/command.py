@@ -197,9 +197,10 @@ def _write_files(asked: TuneOptions, tuned: Sequence[FinishedSearch], session: S
     if not session.studies:
         return
     if asked.report is not None:
-        from jetfire.tuner import report
+        from jetfire.report import tuning
+        from jetfire.tuner.digest import Digest
 
-        report.write_all([study.optuna for _, study in session.studies], asked.report)
+        tuning.write([Digest.of(study.optuna) for _, study in session.studies], asked.report)
     if asked.unseen:
         rows = unseen.rows(tuned)
         print(unseen.conclusion(rows))
@@ -226,14 +227,16 @@ def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
     Raises:
         UsageError: the file is no recording, or there is no such strategy.
     """
+    from jetfire.report.text import significant
     from jetfire.tuner.replay import replayed
 
     recording = Recording.load(file)
     legal = len(recording.space().pool)
     usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)
     found = replayed(recording, strategy, trials or usual, seed)
+    best = recording.optimum_ms
     return (
         f"{recording.kernel.op}/{recording.kernel.name} {recording.problem}: {strategy} found "
-        f"{found.ms:.5g} ms after {found.trials} of {legal} configs, the optimum is "
-        f"{recording.optimum_ms:.5g} ms ({found.ms / recording.optimum_ms - 1:.1%} more)"
+        f"{significant(found.ms, 5)} ms after {found.trials} of {legal} configs, the optimum is "
+        f"{significant(best, 5)} ms ({found.ms / best - 1:.1%} more)"
     )

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from jetfire.core import schema
 from jetfire.core.files import Unreadable
 from jetfire.core.schema import Fields, Line, Measured, Name, NotNegative, Ratios, Scalars, most
+from jetfire.report.text import fields_text
 from jetfire.tuner.strategies import can_be
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
@@ -92,10 +93,6 @@ def clean(text: object) -> str:
     return _ESCAPES.sub(" ", str(text)).strip()
 
 
-def first_line(text: str) -> str:
-    return text.split("\n", 1)[0].rstrip()
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One trial.
@@ -142,6 +139,10 @@ class Attempt:
             seconds=known.seconds,
         )
 
+    def has(self, name: str, value: Any) -> bool:
+        """Whether its config has just that value of a field; 1 and True are two."""
+        return name in self.config and same(self.config[name], value)
+
 
 @dataclass(frozen=True)
 class Digest:
@@ -181,7 +182,7 @@ class Digest:
 
     @property
     def problem(self) -> str:
-        return words(self.get("problem") or {})
+        return fields_text(self.get("problem") or {})
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -279,10 +280,6 @@ class Digest:
         configs: Iterable[Mapping[str, Any]] = [a.config for a in self.attempts]
         merged = {name: value for config in configs for name, value in config.items()}
         return {name: value for name, value in merged.items() if name not in self.fields}
-
-
-def words(fields: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _units(objective: str | None) -> tuple[str, ...]:

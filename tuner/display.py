@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jetfire.core import terminal
 from jetfire.core.kernel import Config
+from jetfire.report.text import significant, times
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
 UNITS = {"time": "ms", "energy": "J", "both": "ms·J"}
@@ -110,8 +111,8 @@ class SearchDisplay:
     def _level(self) -> str:
         if self.best is None or self.first is None:
             return ""
-        value = f"{self.best[0]:.4g} {UNITS[self.objective]}"
-        return f"{value} ({self.first / self.best[0]:.2f}× the first)"
+        value = f"{significant(self.best[0], 4)} {UNITS[self.objective]}"
+        return f"{value} ({times(self.first / self.best[0])} the first)"
 
     def _eta(self) -> str:
         left = self._end - time.monotonic()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench import show as texts
 from jetfire.core import profiles, registry, terminal, workloads
 from jetfire.core.device import Device
 from jetfire.core.op import Op
@@ -17,9 +16,12 @@ from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report.show import first_ratio
+from jetfire.report.table import Table
+from jetfire.report.text import time_text, times
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
 COLUMNS = ("kernel", "problem", "config", "time", "gain", "× peer", "tuned", "state")
@@ -155,31 +157,19 @@ def _heading(profile: Profile) -> tuple[Text, str]:
     return terminal.styled(profile.op, "bold"), f" on {where}\n{shared}".rstrip()
 
 
-def _table(profile: Profile) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in COLUMNS:
-        right = name in ("time", "gain")
-        table.add_column(name, justify="right" if right else "left",
-                         overflow="fold", no_wrap=name != "config")  # fmt: skip
+def _table(profile: Profile) -> RichTable:
     shared = _shared([entry.problem for entry in profile.entries])
-    for entry in profile.entries:
-        rest = [name for name in entry.problem if name not in shared]
-        table.add_row(
+    rows = [
+        [
             entry.kernel,
-            shape_text(entry.problem, rest),
+            shape_text(entry.problem, [name for name in entry.problem if name not in shared]),
             problem_text(entry.config),
-            texts.time_text(entry.ms),
-            "" if entry.gain is None else f"{entry.gain:.2f}×",
-            _peer_text(entry),
+            time_text(entry.ms),
+            "" if entry.gain is None else times(entry.gain),
+            first_ratio(entry.vs_peer),
             str(entry.provenance.get("date", "")),
             profiles.state(profile.op, entry),
-        )
-    return table
-
-
-def _peer_text(entry: Entry) -> str:
-    name = next((n for n in texts.BASELINES if n in entry.vs_peer), None)
-    return "" if name is None else f"{entry.vs_peer[name]:.2f}× {name}"
+        ]
+        for entry in profile.entries
+    ]
+    return Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(2,))

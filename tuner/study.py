@@ -263,7 +263,7 @@ class Study:
 
     Args:
         storage: as `storage_of` takes it, or an open one.
-        attributes: set on the study for those who read it: see `jetfire.tuner.report`.
+        attributes: set on the study for those who read it: see `jetfire.report.tuning`.
     """
 
     log_suffix: ClassVar[str] = ".log"

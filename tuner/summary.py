@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.bench import show as texts
-from jetfire.bench.tuned_report import mean
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report.table import Table
+from jetfire.report.text import mean, time_text, times
 from jetfire.tuner.final import Final
 from jetfire.tuner.trial import Measurement
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 COLUMNS = ("problem", "kernel", "config, where not the default's", "time", "default", "gain",
            "× peer", "trials", "failed", "profile")  # fmt: skip
@@ -54,17 +54,9 @@ def show(outcomes: Sequence[SearchOutcome], device: Device) -> None:
               f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip
 
 
-def _table(outcomes: Sequence[SearchOutcome]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in COLUMNS:
-        right = name in ("time", "default", "gain", "trials", "failed")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for outcome in outcomes:
-        table.add_row(*_row(outcome))
-    return table
+def _table(outcomes: Sequence[SearchOutcome]) -> RichTable:
+    table = Table(COLUMNS, [_row(outcome) for outcome in outcomes], left=(0, 1, 2, 6, 9))
+    return table.rich(folded=range(len(COLUMNS)))
 
 
 def changes(config: Config, default: Config) -> str:
@@ -77,12 +69,12 @@ def changes(config: Config, default: Config) -> str:
 def _row(outcome: SearchOutcome) -> tuple[str, ...]:
     final, problem = outcome.final, outcome.problem.as_dict()
     failed = sum(not measurement.measured for _, measurement in outcome.trials)
-    peers = [f"{ratio:.2f}× {name}" for name, ratio in final.vs_peer.items()]
+    peers = [f"{times(ratio)} {name}" for name, ratio in final.vs_peer.items()]
     return (
         f"{outcome.kernel.op} {shape_text(problem, problem)}", outcome.kernel.name,
-        changes(final.config, outcome.default), texts.time_text(final.timing.ms),
-        "fails" if final.default is None else texts.time_text(final.default.ms),
-        "" if final.gain is None else f"{final.gain:.3f}×", "\n".join(peers),
+        changes(final.config, outcome.default), time_text(final.timing.ms),
+        "fails" if final.default is None else time_text(final.default.ms),
+        "" if final.gain is None else times(final.gain, 3), "\n".join(peers),
         str(len(outcome.trials)), str(failed) if failed else "",
         "written" if outcome.saved else "stays",
     )  # fmt: skip

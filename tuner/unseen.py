@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.bench.tuned_report import LOOKUPS_SCHEMA, NEAR, mean
 from jetfire.core import files, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS
+from jetfire.report.text import mean
+from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR
 from jetfire.tuner.session import FinishedSearch
 from jetfire.tuner.trial import digits
 

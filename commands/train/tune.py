@@ -33,9 +33,7 @@ def run(
     ] = None,
     kernels: Annotated[
         o.Texts,
-        o.listed(
-            "--kernel", "NAME", "Instead of those that the step calls, these of its ops."
-        ),
+        o.listed("--kernel", "NAME", "Instead of those that the step calls, these of its ops."),
     ] = None,
     budget: o.Budget = "10m",
     trials: o.Trials = None,

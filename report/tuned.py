@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
 
-from jetfire.bench.markdown import MarkdownTable
 from jetfire.core import profiles, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
 from jetfire.measure.results import Amount, Milliseconds, blocks_text, shape_text
+from jetfire.report.rows import grouped
+from jetfire.report.table import Section, Table
+from jetfire.report.text import NOTHING, counted, mean, times
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -31,8 +32,6 @@ NEAR = 1.1
 ROUNDING = 0.999
 PEERS = {"gemm": "cublas_bf16"}
 OTHER_PEER = "copy"
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -136,21 +135,15 @@ def records(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[An
     return [dataclasses.asdict(one) for one in both]
 
 
-def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
-    logs = [math.log(value) for value in values]
-    return math.exp(math.fsum(logs) / len(logs))
-
-
 def gains(entries: Iterable[ShippedEntry]) -> list[float]:
     """Of those whose default did not fail."""
     return [one.gain for one in entries if one.gain is not None]
 
 
 def mean_gain(entries: Iterable[ShippedEntry], digits: int = 2) -> str:
-    """The geometric mean as text; empty where every default failed."""
+    """Return the geometric mean as text; empty where every default failed."""
     known = gains(entries)
-    return f"{mean(known):.{digits}f}×" if known else ""
+    return times(mean(known), digits) if known else ""
 
 
 def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
@@ -163,48 +156,32 @@ def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
     return list(best.values())
 
 
-def grouped(values: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
-    """In the order of each key's first value."""
-    found: dict[Any, list[_T]] = {}
-    for value in values:
-        found.setdefault(key(value), []).append(value)
-    return found
-
-
-def _times(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}×"
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count} ({count / total:.0%})"
-
-
-def _parts(entries: Sequence[_T], is_gemm: Callable[[_T], bool]) -> dict[str, list[_T]]:
-    parts = {
-        "all ops": list(entries), "GEMM": [one for one in entries if is_gemm(one)],
-        "the other ops": [one for one in entries if not is_gemm(one)],
-    }  # fmt: skip
-    return {name: part for name, part in parts.items() if part}
+def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
+    kinds = grouped(entries, lambda one: "GEMM" if one.op == "gemm" else "the other ops")
+    named = {"all ops": list(entries), "GEMM": [], "the other ops": [], **kinds}
+    return {name: part for name, part in named.items() if part}
 
 
 # The shipped configs.
 
 
-def overall(entries: Sequence[ShippedEntry]) -> MarkdownTable:
+def overall(entries: Sequence[ShippedEntry]) -> Table:
     """The GEMM and the other ops, a problem once."""
     rows = []
-    for name, part in _parts(in_use(entries), lambda one: one.op == "gemm").items():
+    for name, part in _parts(in_use(entries)).items():
         ratios = grouped(
             (one for one in part if one.peer), lambda one: PEERS.get(one.op, OTHER_PEER)
         )
-        peers = [f"{mean(one.peer or 0 for one in of):.2f}× {peer}" for peer, of in ratios.items()]
+        peers = [
+            f"{times(mean(one.peer or 0 for one in of))} {peer}" for peer, of in ratios.items()
+        ]
         rows.append([
             name, str(len(part)), mean_gain(part, 3),
-            _share(sum(gain > 1 for gain in gains(part)), len(part)),
-            str(sum(one.slower for one in part)), ", ".join(peers) or "–",
+            counted(sum(gain > 1 for gain in gains(part)), len(part)),
+            str(sum(one.slower for one in part)), ", ".join(peers) or NOTHING,
         ])  # fmt: skip
     head = ["", "problems", "gain", "faster than the default", "slower", "× peer"]
-    return MarkdownTable("", "", head, rows)
+    return Table(head, rows)
 
 
 def _blocks(problem: Mapping[str, Any]) -> tuple[int, int]:
@@ -213,7 +190,7 @@ def _blocks(problem: Mapping[str, Any]) -> tuple[int, int]:
     return block, problem.get("out_block", block)
 
 
-def by_kernel(entries: Sequence[ShippedEntry]) -> MarkdownTable:
+def by_kernel(entries: Sequence[ShippedEntry]) -> Table:
     """A row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
@@ -222,15 +199,15 @@ def by_kernel(entries: Sequence[ShippedEntry]) -> MarkdownTable:
         blocks = grouped(found[op, kernel, kind], lambda one: _blocks(one.entry.problem))
         for _, part in sorted(blocks.items()):
             best = max(part, key=lambda one: one.gain or 0)
-            where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else "–"
-            text = blocks_text(part[0].entry.problem) or "–"
+            where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else NOTHING
+            text = blocks_text(part[0].entry.problem) or NOTHING
             rows.append([
                 f"{op} {kind}".strip(), kernel, text, str(len(part)),
                 mean_gain(part), mean_gain([best]), where,
                 str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
             ])  # fmt: skip
     head = ["", "kernel", "block", "problems", "gain", "largest", "at", "slower", "trials"]
-    return MarkdownTable("", "", head, rows)
+    return Table(head, rows)
 
 
 def _provenance(entries: Sequence[ShippedEntry]) -> str:
@@ -252,7 +229,7 @@ def _provenance(entries: Sequence[ShippedEntry]) -> str:
     )
 
 
-def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[Lookup]) -> str:
+def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[Lookup]) -> Section:
     trials = sum(one.entry.trials for one in entries)
     problems = in_use(entries)
     text = (
@@ -266,11 +243,13 @@ def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[L
     )
     if failed := len(problems) - len(gains(problems)):
         text += f" Of {failed} problems the default fails: they are in no mean."
-    return "\n".join([
-        "## Tuned configs\n", f"{text}\n", f"{_provenance(entries)}\n",
-        f"![{alt(entries, found)}]({plot})\n", overall(entries).markdown(),
-        by_kernel(entries).markdown(),
-    ])  # fmt: skip
+    return Section(
+        "Tuned configs",
+        f"{text}\n\n{_provenance(entries)}",
+        [overall(entries), by_kernel(entries)],
+        plot,
+        alt(entries, found),
+    )
 
 
 def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
@@ -279,13 +258,13 @@ def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
     text = f"Gain over the default of {len(problems)} tuned problems, sorted within each op"
     if problems:
         best = max(problems, key=lambda one: one.gain or 0)
-        text += f": from {min(gains(problems)):.2f}× to {best.gain:.2f}× ({best.op})"
+        text += f": from {times(min(gains(problems)))} to {times(best.gain)} ({best.op})"
     text += "."
     if found:
         worst = max(found, key=lambda one: one.ratio)
         text += (
             f" Time of {len(found)} looked-up configs over the tuned one's: "
-            f"up to {worst.ratio:.2f}× ({worst.op})."
+            f"up to {times(worst.ratio)} ({worst.op})."
         )
     return text
 
@@ -295,7 +274,7 @@ def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
 
 def _worst(part: Sequence[Lookup], ratio: Callable[[Lookup], float]) -> str:
     worst = max(part, key=ratio)
-    return f"{ratio(worst):.2f}× ({shape_text(worst.problem, ('block', 'out_block'))})"
+    return f"{times(ratio(worst))} ({shape_text(worst.problem, ('block', 'out_block'))})"
 
 
 def near(found: Iterable[Lookup]) -> int:
@@ -303,14 +282,14 @@ def near(found: Iterable[Lookup]) -> int:
     return sum(one.ratio <= NEAR for one in found)
 
 
-def _lookup_section(found: Sequence[Lookup]) -> str:
+def _lookup_section(found: Sequence[Lookup]) -> Section:
     parts = {**grouped(found, lambda one: one.op), "all ops": list(found)}
     rows = [
         [
-            name, str(len(part)), _share(near(part), len(part)),
-            _times(mean(one.ratio for one in part), 3), _worst(part, lambda one: one.ratio),
-            _share(sum(one.default_ratio <= NEAR for one in part), len(part)),
-            _times(mean(one.default_ratio for one in part), 3),
+            name, str(len(part)), counted(near(part), len(part)),
+            times(mean(one.ratio for one in part), 3), _worst(part, lambda one: one.ratio),
+            counted(sum(one.default_ratio <= NEAR for one in part), len(part)),
+            times(mean(one.default_ratio for one in part), 3),
             _worst(part, lambda one: one.default_ratio),
         ]
         for name, part in parts.items()
@@ -324,14 +303,14 @@ def _lookup_section(found: Sequence[Lookup]) -> str:
         f"{sum(one.trials for one in found)} trials. Means are geometric."
     )
     head = ["", "shapes", "within 10%", "mean", "worst", "default within 10%", "mean", "worst"]
-    return MarkdownTable("Shapes without a profile", text, head, rows).markdown()
+    return Section("Shapes without a profile", text, [Table(head, rows)])
 
 
 # For the documents.
 
 
-def sections(entries: Sequence[ShippedEntry], found: Sequence[Lookup], plot: str) -> list[str]:
-    """The sections of the page; none of what there is nothing of."""
+def sections(entries: Sequence[ShippedEntry], found: Sequence[Lookup], plot: str) -> list[Section]:
+    """Return the sections of the page; none of what there is nothing of."""
     made = [_tuned_section(entries, plot, found)] if entries else []
     return [*made, _lookup_section(found)] if found else made
 
@@ -341,11 +320,7 @@ def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str
     lines = []
     if entries:
         problems = in_use(entries)
-        means = {
-            name: mean_gain(part, 3)
-            for name, part in _parts(problems, lambda one: one.op == "gemm").items()
-            if gains(part)
-        }
+        means = {name: mean_gain(part, 3) for name, part in _parts(problems).items() if gains(part)}
         apart = ", ".join(f"{name} {means[name]}" for name in list(means)[1:])
         speed = (
             f"{means['all ops']} the defaults' speed in the geometric mean ({apart})"

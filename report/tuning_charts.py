@@ -7,13 +7,17 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from jetfire.tuner.digest import FATES, Attempt, Digest, same, words
+from jetfire.report.text import fields_text, significant
 
-# Okabe and Ito's palette where it can be told from white and from black alike.
+if TYPE_CHECKING:
+    from jetfire.tuner.digest import Attempt, Digest
+
+# By a trial's fate, in the order in which they are shown: Okabe and Ito's palette where it can be
+# told from white and from black alike.
 COLOURS = {
     "ok": "#3b8fd1", "slow": "#e69f00", "illegal": "#999999", "compile": "#cc79a7",
     "timeout": "#a67c00", "crash": "#d55e00", "wrong": "#e0245e", "lost": "#777777",
@@ -25,14 +29,6 @@ GRID = "rgba(128,128,128,0.25)"
 COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
 SHADES = 16
 Ticks = tuple[list[float], list[str]]
-
-
-def number(value: float) -> str:
-    """Four significant digits, without an exponent where that stays short."""
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-        return f"{value:.{max(digits, 0)}f}"
-    return f"{value:.3e}"
 
 
 def log_ticks(low: float, high: float) -> Ticks:
@@ -86,10 +82,10 @@ def plain(text: object) -> str:
 def _hover(attempt: Attempt, *more: str) -> str:
     lines = [f"trial {attempt.number}: {attempt.fate}"]
     if attempt.ms is not None:
-        lines.append(f"{number(attempt.ms)} ms")
+        lines.append(f"{significant(attempt.ms, 4)} ms")
     if attempt.joules is not None:
-        lines.append(f"{number(attempt.joules)} J")
-    lines += [*more, *textwrap.wrap(words(attempt.config), 72)]
+        lines.append(f"{significant(attempt.joules, 4)} J")
+    lines += [*more, *textwrap.wrap(fields_text(attempt.config), 72)]
     lines += textwrap.wrap(attempt.message[:500], 72)[:6]
     return "<br>".join(map(plain, lines))
 
@@ -102,6 +98,15 @@ def _points(
         name=name, mode="markers", x=[x(a) for a in attempts], y=[y(a) for a in attempts],
         hovertext=[_hover(a) for a in attempts], hoverinfo="text", marker={"size": 7, **marker},
     )  # fmt: skip
+
+
+def _line(
+    name: str, x: Sequence[float], y: Sequence[float], colour: str, **line: str
+) -> go.Scatter:
+    """A line, whose name stands under the pointer unless it is a staircase between points."""
+    hover = "skip" if "shape" in line else "name"
+    style = {"color": colour, "width": 2, **line}
+    return go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo=hover, line=style)
 
 
 def _marked(
@@ -127,7 +132,7 @@ def _by_fate(
     return [
         _points(fate, group, x, y, color=COLOURS[fate],
                 symbol="circle-open" if fate == "slow" else "circle")
-        for fate in FATES
+        for fate in COLOURS
         if (group := [a for a in attempts if a.fate == fate])
     ]  # fmt: skip
 
@@ -154,7 +159,7 @@ def history(digest: Digest) -> go.Figure | None:
     failed = [a for a in digest.attempts if a.values is None or a.ms is None]
     if not digest.attempts:
         return None
-    rows = [fate for fate in FATES if any(a.fate == fate for a in failed)]
+    rows = [fate for fate in COLOURS if any(a.fate == fate for a in failed)]
     strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
     if not digest.measured:
         strip = 1.0
@@ -185,21 +190,16 @@ def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) 
     costs = [_cost(a) for a in digest.measured]
     if digest.ok:
         lowest = list(accumulate(map(_cost, digest.ok), min))
-        figure.add_trace(go.Scatter(
-            name="best so far", mode="lines", hoverinfo="skip",
-            x=[*(a.number for a in digest.ok), last + 0.5], y=[*lowest, lowest[-1]],
-            line={"shape": "hv", "color": BEST, "width": 2},
-        ))  # fmt: skip
+        numbers = [*(a.number for a in digest.ok), last + 0.5]
+        figure.add_trace(_line("best so far", numbers, [*lowest, lowest[-1]], BEST, shape="hv"))
     for name, colour in (("default", DEFAULT), ("best", BEST)):
         level = _level(digest, name)
         if level is not None:
             value, where = level
             costs.append(value)
-            figure.add_trace(go.Scatter(
-                name=f"{name} {number(value)} {digest.units[0]} ({where})", mode="lines",
-                x=[-0.5, last + 0.5], y=[value, value], hoverinfo="name",
-                line={"dash": "dash" if name == "default" else "dot", "color": colour},
-            ))  # fmt: skip
+            text = f"{name} {significant(value, 4)} {digest.units[0]} ({where})"
+            dash = "dash" if name == "default" else "dot"
+            figure.add_trace(_line(text, [-0.5, last + 0.5], [value, value], colour, dash=dash))
     marks = _marked(digest, digest.ok, lambda a: a.number, _cost)
     figure.add_traces([mark.update(showlegend=False) for mark in marks])
     axis = _log_axis(COST[digest.units[0]], costs)
@@ -244,7 +244,7 @@ def _places(digest: Digest, ranked: Sequence[Attempt]) -> dict[int, list[float]]
     places: dict[int, list[float]] = {a.number: [] for a in ranked}
     for axis, (name, values) in enumerate(digest.fields.items()):
         for row, value in enumerate(values):
-            band = [a for a in ranked if name in a.config and same(a.config[name], value)]
+            band = [a for a in ranked if a.has(name, value)]
             for i, attempt in enumerate(band):
                 inside = 0.15 + 0.7 * (i + 0.5) / len(band)
                 places[attempt.number].append((row + inside) / len(values))
@@ -361,16 +361,17 @@ def _roofs(
     if copy:
         end = ridge if tops else right
         found.append(
-            (f"copy {number(copy)} GB/s", [left, end], [x * copy / 1e3 for x in (left, end)])
+            (
+                f"copy {significant(copy, 4)} GB/s",
+                [left, end],
+                [x * copy / 1e3 for x in (left, end)],
+            )
         )
     if tops:
         start = ridge if copy else left
-        found.append((f"INT8 peak {number(tops)} TOPS", [start, right], [tops, tops]))
-    return [
-        go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo="name",
-                   line={"color": ROOF, "width": 2, "dash": dash})
-        for (name, x, y), dash in zip(found, ("solid", "longdash"), strict=False)
-    ]  # fmt: skip
+        found.append((f"INT8 peak {significant(tops, 4)} TOPS", [start, right], [tops, tops]))
+    dashes = ("solid", "longdash")
+    return [_line(*roof, ROOF, dash=dash) for roof, dash in zip(found, dashes, strict=False)]
 
 
 def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
@@ -388,10 +389,8 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     figure.add_traces(_by_fate(digest.measured, rate, height))
     figure.add_traces(_marked(digest, digest.ok, rate, height))
     if copy:
-        figure.add_trace(go.Scatter(
-            name=f"copy {number(copy)} GB/s", mode="lines", x=[copy, copy], y=[-0.2, 1.2],
-            hoverinfo="name", line={"color": ROOF, "width": 2},
-        ))  # fmt: skip
+        name = f"copy {significant(copy, 4)} GB/s"
+        figure.add_trace(_line(name, [copy, copy], [-0.2, 1.2], ROOF))
     highest = max([*(rate(a) for a in digest.measured), copy or 0.0])
     figure.update_xaxes(title="attained bandwidth (GB/s)", range=[0, highest * 1.06])
     figure.update_yaxes(visible=False, range=[-0.2, 1.2])
@@ -422,10 +421,8 @@ def pareto(digest: Digest) -> go.Figure | None:
     figure = _figure(420)
     figure.add_traces(_by_fate(both, ms, joules))
     edge = front([a for a in both if a.fate == "ok"])
-    figure.add_trace(go.Scatter(
-        name="Pareto front", mode="lines", x=[ms(a) for a in edge], y=[joules(a) for a in edge],
-        hoverinfo="skip", line={"shape": "hv", "color": BEST, "width": 2},
-    ))  # fmt: skip
+    x, y = list(map(ms, edge)), list(map(joules, edge))
+    figure.add_trace(_line("Pareto front", x, y, BEST, shape="hv"))
     figure.add_traces(_marked(digest, both, ms, joules))
     figure.update_layout(
         xaxis=_log_axis(COST["ms"], [ms(a) for a in both]),

@@ -6,22 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis as MplAxis
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-from jetfire.bench import show
 from jetfire.measure.results import Row, problem_text, shape_text
+from jetfire.report.chart import (
+    KERNEL_COLOURS,
+    MARKERS,
+    PEER_COLOURS,
+    canvas,
+    legend,
+    plain,
+    readable,
+    save,
+)
+from jetfire.report.rows import grouped, varying
+from jetfire.report.show import by_op
+from jetfire.report.text import data_text, significant, where
 
-# Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
-KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",
-                  "#332288", "#117733", "#999933", "#AA4499", "#661100")  # fmt: skip
-PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
-MARKERS = "osD^vP*X"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 DIMS = ("m", "n", "k")
 
 
@@ -37,13 +42,13 @@ class Series:
 def series_of(rows: Sequence[Row]) -> list[Series]:
     """One op's rows as series: kernels apart by every field that varies, peers by name alone."""
     timed = [row for row in rows if row.ms is not None]
-    _, differing = show.varying(timed) if timed else ({}, [])
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in timed:
+    differing = varying(timed)[1] if timed else []
+
+    def name(row: Row) -> tuple[str, str]:
         named = [n for n in differing if n in row.problem] if row.role == "kernel" else []
-        fields = [f"{name} {row.problem[name]}" for name in named]
-        found.setdefault((row.role, ", ".join([row.kernel, *fields])), []).append(row)
-    ordered = sorted(found.items(), key=lambda item: item[0][0] != "kernel")
+        return row.role, ", ".join([row.kernel, *(f"{n} {row.problem[n]}" for n in named)])
+
+    ordered = sorted(grouped(timed, name).items(), key=lambda item: item[0][0] != "kernel")
     return [Series(label, role, tuple(members)) for (role, label), members in ordered]
 
 
@@ -136,26 +141,12 @@ def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | Non
         if values:
             bar = ax.barh(i, median(values), height=0.7, color=style["color"], zorder=2,
                           alpha=1.0 if one.role == "kernel" else 0.45)  # fmt: skip
-            ax.bar_label(bar, fmt="%.4g", padding=3, fontsize=8)
+            ax.bar_label(bar, fmt=lambda y: significant(y, 4), padding=3, fontsize=8)
     ax.set_yticks(range(len(series)), [one.label for one in series])
     ax.invert_yaxis()
     ax.margins(x=0.12)
     plain(ax)
     ax.grid(False, axis="y")
-
-
-def _readable(axis: MplAxis) -> None:
-    """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}".replace(",", " ")))
-    axis.set_minor_formatter(NullFormatter())
-    axis.set_tick_params(labelsize=8)
-
-
-def plain(ax: Axes) -> None:
-    ax.grid(True, color="#e6e6e6", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _ceiling(ax: Axes, y: float, text: str) -> None:
@@ -171,7 +162,7 @@ def _time(ax: Axes, series: Sequence[Series], axis: Axis) -> None:
         return
     _draw(ax, series, axis, lambda row: row.ms and row.ms * 1e3)
     ax.set_yscale("log")
-    _readable(ax.yaxis)
+    readable(ax.yaxis)
     ax.set_ylabel("time, µs")
 
 
@@ -191,7 +182,7 @@ def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, An
     names = {"int8_tops": "INT8", "bf16_tflops": "BF16"} if compute else {"copy_gbps": "copy"}
     for name, text in names.items():
         if name in peaks:
-            _ceiling(ax, peaks[name], f"{text} peak, measured: {peaks[name]:.4g}")
+            _ceiling(ax, peaks[name], f"{text} peak, measured: {significant(peaks[name], 4)}")
     ax.set_ylim(bottom=0)
 
 
@@ -207,14 +198,14 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
     low = min(*intensities, peak / slope) / 4
     high = max(*intensities, peak / slope) * 2
     ax.plot([low, peak / slope, high], [low * slope, peak, peak], color="#333333", linewidth=1.5)
-    ax.annotate(f"INT8 peak {peak:.4g}", (low, peak), xytext=(0, -3), va="top",
+    ax.annotate(f"INT8 peak {significant(peak, 4)}", (low, peak), xytext=(0, -3), va="top",
                 textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
-    ax.annotate(f"copy {slope * 1e3:.4g} GB/s", (low, low * slope), xytext=(12, 0), va="top",
-                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+    ax.annotate(f"copy {significant(slope * 1e3, 4)} GB/s", (low, low * slope), xytext=(12, 0),
+                va="top", textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
-    _readable(ax.xaxis)
-    _readable(ax.yaxis)
+    readable(ax.xaxis)
+    readable(ax.yaxis)
     ax.set_xlabel("operations a byte (fewest bytes)")
     ax.set_ylabel("TFLOP/s")
     plain(ax)
@@ -222,23 +213,22 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
 
 def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     """A line of charts for each op."""
-    parts = [part for part in show.by_op(rows) if any(row.ms is not None for row in part)]
+    parts = [part for part in by_op(rows) if any(row.ms is not None for row in part)]
     peaks = device.get("peaks") or {}
-    fig = Figure(figsize=(17, 5.2 * len(parts)), layout="constrained")
+    fig = canvas(17, 5.2 * len(parts))
     subfigures = fig.subfigures(len(parts), 1, squeeze=False)[:, 0]
     for sub, part in zip(subfigures, parts, strict=True):
         series = series_of(part)
         axis = axis_of([row for one in series for row in one.rows])
         compute = {"int8_tops", "copy_gbps"} <= set(peaks) and any(row.tflops for row in part)
-        shared, _ = show.varying(part)
+        shared, _ = varying(part)
         sub.suptitle(f"{part[0].op}   {problem_text(shared)}\n{where(device)}", fontsize=11)
         axes = sub.subplots(1, 3 if compute else 2)
         _time(axes[0], series, axis)
         _rate(axes[1], series, axis, peaks)
         if compute:
             _roofline(axes[2], series, peaks)
-        handles, labels = axes[0].get_legend_handles_labels()
-        sub.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+        legend(sub, axes[0])
     return fig
 
 
@@ -249,29 +239,25 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     differ in size, as gradients' do, one more chart has the median over the rows of C.
     """
     timed = [row for row in rows if row.tflops is not None and row.sqnr_db is not None]
-    names = dict.fromkeys((row.role, row.label) for row in timed)
-    series = [
-        Series(label, role, tuple(r for r in timed if (r.role, r.label) == (role, label)))
-        for role, label in sorted(names)
-    ]
+    points = grouped(timed, lambda row: (row.role, row.label))
+    series = [Series(label, role, tuple(points[role, label])) for role, label in sorted(points)]
     charts = [(kind, False) for kind in dict.fromkeys(row.data for row in timed)]
     charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
-    fig = Figure(figsize=(3.7 * len(charts) + 2.4, 4.8), layout="constrained")
     shape = shape_text(timed[0].problem, ())
-    fig.suptitle(f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}", fontsize=11)
+    title = f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}"
+    fig = canvas(3.7 * len(charts) + 2.4, 4.8, title)
     axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     for ax, (kind, by_row) in zip(axes, charts, strict=True):
         for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
             here = Series(one.label, one.role, tuple(r for r in one.rows if r.data == kind))
             _tradeoff(ax, here, by_row, style, left=i % 2 == 0)
-        ax.set_title(f"{show.data_text(kind)} data", fontsize=10)
+        ax.set_title(f"{data_text(kind)} data", fontsize=10)
         ax.set_xlabel("SQNR of the median row of C, dB" if by_row else "SQNR, dB")
         ax.margins(x=0.16)
         ax.set_ylim(bottom=0)
         plain(ax)
     axes[0].set_ylabel("TOPS")
-    handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    legend(fig, axes[0])
     return fig
 
 
@@ -292,11 +278,6 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
                     color=style["color"])  # fmt: skip
 
 
-def where(device: Mapping[str, Any]) -> str:
-    cpu = f" – {show.NO_GPU}" if device.get("kind") == "cpu" else ""
-    return f"{device.get('name')}{cpu}"
-
-
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:
     """Draw the rows to a .png, .svg or .pdf file, equal bytes for equal rows.
 
@@ -306,12 +287,3 @@ def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description
         return
     draw = promotion_figure if all(row.curve == "promotion" for row in rows) else figure
     save(draw(rows, device), path, description)
-
-
-def save(fig: Figure, path: Path, description: str) -> None:
-    """To a .png, .svg (which keeps the description) or .pdf file, equal bytes for equal figures."""
-    metadata: dict[str, Any] = {}
-    if path.suffix == ".svg":
-        metadata = {"Date": None, "Description": description}
-    with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
-        fig.savefig(path, dpi=120, metadata=metadata)

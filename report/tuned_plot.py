@@ -5,25 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-
-from jetfire.bench.plot import KERNEL_COLOURS, MARKERS, plain, save, where
-from jetfire.bench.tuned_report import NEAR, Lookup, ShippedEntry, grouped, in_use, mean_gain, near
 from jetfire.measure.results import blocks_text
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
+from jetfire.report.rows import grouped
+from jetfire.report.text import times, where
+from jetfire.report.tuned import NEAR, Lookup, ShippedEntry, in_use, mean_gain, near
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _T = TypeVar("_T", ShippedEntry, Lookup)
-
-
-def plot(
-    entries: Sequence[ShippedEntry], found: Sequence[Lookup], device: Mapping[str, Any],
-    path: Path, description: str = "",
-) -> None:  # fmt: skip
-    """Draw to a .png, .svg or .pdf file, equal bytes for equal values."""
-    save(figure(entries, found, device), path, description)
 
 
 def _block(one: ShippedEntry) -> str:
@@ -31,12 +24,15 @@ def _block(one: ShippedEntry) -> str:
     return f"block {blocks}" if blocks else "no blocks"
 
 
-def figure(
-    entries: Sequence[ShippedEntry], found: Sequence[Lookup], device: Mapping[str, Any]
-) -> Figure:
-    """A column for each op, its problems sorted; beside it the same of the lookups, if any."""
-    fig = Figure(figsize=(17 if found else 9, 4.8), layout="constrained")
-    fig.suptitle(f"Tuned configs\n{where(device)}", fontsize=11)
+def plot(
+    entries: Sequence[ShippedEntry],
+    found: Sequence[Lookup],
+    device: Mapping[str, Any],
+    path: Path,
+    description: str = "",
+) -> None:
+    """Draw a column for each op, its problems sorted; beside it the same of the lookups, if any."""
+    fig = canvas(17 if found else 9, 4.8, f"Tuned configs\n{where(device)}")
     axes = fig.subplots(1, 2 if found else 1, squeeze=False)[0]
     _strips(
         axes[0], [one for one in in_use(entries) if one.gain is not None],
@@ -58,7 +54,7 @@ def figure(
             fontsize=10,
         )
         axes[1].set_ylabel("time over the tuned config's")
-    return fig
+    save(fig, path, description)
 
 
 def _strips(
@@ -83,7 +79,7 @@ def _strips(
     names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
     ax.set_xticks(range(len(columns)), names, fontsize=8)
     ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.2f}×"))
+    ax.yaxis.set_major_formatter(lambda y, _: times(y))
     plain(ax)
     ax.grid(False, axis="x")
     if points:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from jetfire.bench import show
-from jetfire.bench.markdown import MarkdownTable
 from jetfire.core.schema import Line, Size
 from jetfire.measure.results import Results, Row
+from jetfire.report.rows import grouped, ratio
+from jetfire.report.table import Section, Table
+from jetfire.report.text import fixed, gib, times
 
 STEP, BLOCK, MODEL = "gpt2_step", "gpt2_block", "model_step"
 OPS = (STEP, BLOCK, MODEL)
@@ -26,6 +26,7 @@ NAMES = {
     ROWWISE: "FP8 torchao rowwise, torch.compile",
 }
 _RATIOS = ["× eager", "× compile", "× FP8"]
+_SMALLER = ["smaller than eager's", "than compile's"]
 
 
 class TrainingProblem(TypedDict):
@@ -52,10 +53,6 @@ def problem_type(op: str) -> type:
     return ModelStepProblem if op == MODEL else TrainingProblem
 
 
-def _rows(results: Results, ops: Sequence[str]) -> list[Row]:
-    return [row for row in results.rows if row.op in ops and row.ms is not None]
-
-
 def problem_text(row: Row) -> str:
     """``4 layers of width 4096, 4×1024 tokens``."""
     p = row.problem
@@ -67,50 +64,46 @@ def problem_text(row: Row) -> str:
     return f"{layers} of width {p['width']}, {micros}{p['batch']}×{p['context']} tokens"
 
 
+def _problems(results: Results, *ops: str) -> dict[str, list[Row]]:
+    """Return the timed rows of some ops by problem."""
+    timed = (row for row in results.rows if row.op in ops and row.ms is not None)
+    return grouped(timed, problem_text)
+
+
 def _ratios(row: Row) -> list[str]:
-    """What `_RATIOS` heads; of the two in FP8 the faster counts."""
-    of = row.vs_peer or {}
-    fp8 = [of[peer] for peer in (TENSORWISE, ROWWISE) if peer in of]
-    found = (of.get(EAGER), of.get(COMPILE), min(fp8, default=None))
-    return ["–" if ratio is None else f"{ratio:.2f}×" for ratio in found]
+    """Return what `_RATIOS` heads; of the two in FP8 the faster counts."""
+    return [times(ratio(row, *peers)) for peers in ((EAGER,), (COMPILE,), (TENSORWISE, ROWWISE))]
 
 
-def _gib(row: Row, name: str) -> str:
-    return show.number(row.extra.get(name), 2)
-
-
-def _smaller(row: Row, peer: str) -> str:
-    """The peer's activation memory over this row's."""
+def _smaller(row: Row) -> list[str]:
+    """Return two peers' activation memory over this row's."""
     own = row.extra.get("activation_gib")
-    theirs = (row.extra.get("peer_activation_gib") or {}).get(peer)
-    return "–" if not own or theirs is None else f"{theirs / own:.2f}×"
+    theirs = row.extra.get("peer_activation_gib") or {}
+    found = (theirs.get(peer) for peer in (EAGER, COMPILE))
+    return [times(peer / own if own and peer is not None else None) for peer in found]
 
 
-def _problems(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(problem_text(row), []).append(row)
-    return found
-
-
-def _table(results: Results, op: str, title: str, text: str) -> MarkdownTable | None:
-    """Recipes and peers of each problem."""
+def _section(results: Results, op: str, title: str, text: str) -> Section:
+    """Return the recipes and peers of each problem."""
     lines = [
         [
-            problem, NAMES.get(row.kernel, row.kernel), show.number(row.ms, 2),
-            "graph" if row.graph else "launched", show.number(row.tflops),
-            *_ratios(row), _gib(row, "peak_gib"), _gib(row, "activation_gib"),
-            *(_smaller(row, peer) for peer in (EAGER, COMPILE)),
-            show.number(row.joules, 1), show.number(row.extra.get("first_step_s"), 1),
+            problem,
+            NAMES.get(row.kernel, row.kernel),
+            fixed(row.ms, 2),
+            "graph" if row.graph else "launched",
+            fixed(row.tflops),
+            *_ratios(row),
+            gib(row, "peak_gib"),
+            gib(row, "activation_gib"),
+            *_smaller(row),
+            fixed(row.joules, 1),
+            fixed(row.extra.get("first_step_s"), 1),
         ]
-        for problem, rows in _problems(_rows(results, (op,))).items()
+        for problem, rows in _problems(results, op).items()
         for row in rows
-    ]  # fmt: skip
-    if not lines:
-        return None
-    head = ["", "", "ms", "", "TFLOP/s", *_RATIOS, "peak GiB", "activations GiB",
-            "smaller than eager's", "than compile's", "J", "first, s"]  # fmt: skip
-    return MarkdownTable(title, text, head, lines)
+    ]
+    head = ["", "", "ms", "", "TFLOP/s", *_RATIOS, "peak GiB", "activations GiB", *_SMALLER]
+    return Section(title, text, [Table([*head, "J", "first, s"], lines)])
 
 
 _MEMORY = (
@@ -119,7 +112,7 @@ _MEMORY = (
 )
 
 
-def steps(results: Results) -> MarkdownTable | None:
+def steps(results: Results) -> Section:
     text = (
         "Forward, backward and clipped fused AdamW of GPT-2 (50304 tokens of vocabulary, fp32 "
         "parameters), all in turns in one process after loss and gradients were checked against "
@@ -129,18 +122,18 @@ def steps(results: Results) -> MarkdownTable | None:
         f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )
-    return _table(results, STEP, "Training steps", text)
+    return _section(results, STEP, "Training steps", text)
 
 
-def blocks(results: Results) -> MarkdownTable | None:
+def blocks(results: Results) -> Section:
     text = (
         "Forward and backward of one transformer block: input and its gradient BF16, parameters "
         f"fp32, weights quantised (or cast) in each call. Otherwise as above. {_MEMORY}"
     )
-    return _table(results, BLOCK, "Transformer block", text)
+    return _section(results, BLOCK, "Transformer block", text)
 
 
-def models(results: Results) -> MarkdownTable | None:
+def models(results: Results) -> Section:
     text = (
         "Forward, backward and fused AdamW of models of transformers (fp32 parameters, BF16 "
         "autocast), in turns in one process after loss and gradients were checked against BF16 "
@@ -148,23 +141,26 @@ def models(results: Results) -> MarkdownTable | None:
         "under torch.compile, or under its mode reduce-overhead. TFLOP/s count the linear layers' "
         "products. Otherwise as above."
     )
-    return _table(results, MODEL, "Training steps of other models", text)
+    return _section(results, MODEL, "Training steps of other models", text)
 
 
-def readme(results: Results) -> str:
-    """The README's table of training: one line a recipe and problem; empty without rows."""
+def sections(results: Results) -> list[Section]:
+    return [steps(results), models(results), blocks(results)]
+
+
+def readme(results: Results) -> Table:
+    """Return the README's table of training: one line per recipe and problem."""
     lines = [
         [
-            f"{problem}, {row.kernel}", show.number(row.ms, 1),
-            *_ratios(row), _gib(row, "activation_gib"),
-            *(_smaller(row, peer) for peer in (EAGER, COMPILE)),
+            f"{problem}, {row.kernel}",
+            fixed(row.ms, 1),
+            *_ratios(row),
+            gib(row, "activation_gib"),
+            *_smaller(row),
         ]
-        for problem, rows in _problems(_rows(results, OPS)).items()
+        for problem, rows in _problems(results, *OPS).items()
         for row in rows
         if row.role == "kernel"
-    ]  # fmt: skip
-    if not lines:
-        return ""
-    head = ["training step (of one block: forward and backward)", "ms", *_RATIOS,
-            "activations GiB", "smaller than eager's", "than compile's"]  # fmt: skip
-    return "\n" + MarkdownTable("", "", head, lines).markdown()
+    ]
+    first = "training step (of one block: forward and backward)"
+    return Table([first, "ms", *_RATIOS, "activations GiB", *_SMALLER], lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from jetfire.core import files
 from jetfire.core.errors import UsageError
-from jetfire.tuner.digest import Attempt, Digest, first_line, words
+from jetfire.report.table import Table
+from jetfire.report.text import NOTHING, fields_text, mean, significant, times
 
 if TYPE_CHECKING:
-    import optuna
     from plotly.graph_objects import Figure
 
-TEMPLATE = "report.html.j2"
+    from jetfire.tuner.digest import Attempt, Digest
+
+TEMPLATE = "tuning.html.j2"
 Pairs = list[tuple[str, str]]
-NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,7 @@ class ReportChart:
 
 
 @dataclass(frozen=True)
-class ReportTable:
-    """Heads and rows of text; a row's first cell is its role (best, default or nothing)."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    messages: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Section:
+class StudySection:
     """What the page says of one study."""
 
     id: str
@@ -52,31 +43,23 @@ class Section:
     provenance: Pairs
     summary: Pairs
     charts: Sequence[ReportChart]
-    trials: ReportTable
+    trials: Table
+    messages: Sequence[str]
     fixed: str
 
 
-def write(study: optuna.Study, file: Path) -> None:
-    """The report of one study.
-
-    Raises:
-        UsageError: the file cannot be written, or Plotly or Jinja is missing.
-    """
-    write_all([study], file)
-
-
-def write_all(studies: Sequence[optuna.Study], file: Path) -> None:
-    """The report of several studies: a table of them, then a section each.
+def write(digests: Sequence[Digest], file: Path) -> None:
+    """Write the report of studies: of several a table, then a section each.
 
     The same studies give the same bytes. The file is there whole or not at all.
 
     Raises:
         UsageError: the file cannot be written, or Plotly or Jinja is missing.
     """
-    files.write(file, render(studies))
+    files.write(file, render(digests))
 
 
-def render(studies: Sequence[optuna.Study]) -> str:
+def render(digests: Sequence[Digest]) -> str:
     """The page's HTML."""
     try:
         import jinja2
@@ -84,7 +67,6 @@ def render(studies: Sequence[optuna.Study]) -> str:
     except ImportError as error:
         name = (error.name or "plotly").split(".")[0]
         raise UsageError(f"the report needs {name}: pip install {name}") from None
-    digests = [Digest.of(study) for study in studies]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -99,16 +81,14 @@ def render(studies: Sequence[optuna.Study]) -> str:
 
 
 def _digits(value: float | None) -> str:
-    from jetfire.tuner.charts import number
-
-    return NOTHING if value is None else number(value)
+    return significant(value, 4)
 
 
 def _ratio(before: float | None, after: float | None) -> str:
-    return NOTHING if not before or not after else f"{before / after:.3f}×"
+    return times(before / after if before and after else None, 3)
 
 
-def _index(digests: Sequence[Digest]) -> ReportTable:
+def _index(digests: Sequence[Digest]) -> Table:
     head = ("op · kernel", "problem", "device", "objective", "trials", "default ms", "best ms",
             "gain")  # fmt: skip
     rows = []
@@ -119,7 +99,7 @@ def _index(digests: Sequence[Digest]) -> ReportTable:
             str(digest.get("objective") or "time"), str(len(digest.attempts)),
             _digits(digest.default_ms), _digits(best), _ratio(digest.default_ms, best),
         ))  # fmt: skip
-    return ReportTable(head, rows)
+    return Table(head, rows)
 
 
 def _mean(digests: Sequence[Digest]) -> str | None:
@@ -127,12 +107,11 @@ def _mean(digests: Sequence[Digest]) -> str | None:
     gains = [digest.gain for digest in digests if digest.gain]
     if not gains:
         return None
-    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    return f"{mean:.3f}× over {len(gains)} of {len(digests)} studies"
+    return f"{times(mean(gains), 3)} over {len(gains)} of {len(digests)} studies"
 
 
-def _section(identifier: str, digest: Digest) -> Section:
-    return Section(
+def _section(identifier: str, digest: Digest) -> StudySection:
+    return StudySection(
         id=identifier,
         title=digest.title,
         problem=digest.problem,
@@ -140,7 +119,8 @@ def _section(identifier: str, digest: Digest) -> Section:
         summary=_summary(digest),
         charts=_charts(identifier, digest),
         trials=_trials(digest),
-        fixed=words(digest.fixed),
+        messages=[attempt.message for attempt in digest.attempts],
+        fixed=fields_text(digest.fixed),
     )
 
 
@@ -193,7 +173,7 @@ def _result(digest: Digest) -> Pairs:
         f" (p20–p80: {_digits(p20)}–{_digits(p80)})" if p20 is not None and p80 is not None else ""
     )
     pairs = [
-        (name, words(config)),
+        (name, fields_text(config)),
         ("time a call", f"{_digits(median)} ms{spread}"),
         ("gain over the default", _gain(digest.default_ms, median)),
     ]
@@ -221,7 +201,7 @@ def _duration(seconds: float) -> str:
 
 
 def _charts(identifier: str, digest: Digest) -> list[ReportChart]:
-    from jetfire.tuner import charts
+    from jetfire.report import tuning_charts as charts
 
     cost = "time" if digest.units[0] == "ms" else "energy"
     no_time = "No config was measured."
@@ -269,13 +249,13 @@ def script_json(text: str) -> str:
     return dumped
 
 
-def _trials(digest: Digest) -> ReportTable:
+def _trials(digest: Digest) -> Table:
     """A row a trial; config fields that varied have a column each."""
     energy = any(attempt.joules is not None for attempt in digest.attempts)
     head = ["", "trial", "outcome", "ms", "p20–p80", *(["J"] if energy else []), "seconds",
             *digest.fields, "message"]  # fmt: skip
     rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
-    return ReportTable(head, rows, [attempt.message for attempt in digest.attempts])
+    return Table(head, rows)
 
 
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
@@ -291,5 +271,5 @@ def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
         *([_digits(attempt.joules)] if energy else []),
         f"{attempt.seconds:.1f}",
         *(str(attempt.config.get(name, NOTHING)) for name in digest.fields),
-        first_line(attempt.message),
+        attempt.message.split("\n", 1)[0].rstrip(),
     ]

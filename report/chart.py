@@ -1,0 +1,78 @@
+"""What all charts have in common: a look, colours, and a file that a digest of its rows names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as MplAxis
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
+KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",
+                  "#332288", "#117733", "#999933", "#AA4499", "#661100")  # fmt: skip
+PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
+MARKERS = "osD^vP*X"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot's file, what it shows as JSON has it, and how it is drawn with a description."""
+
+    path: Path
+    content: Sequence[Any]
+    draw: Callable[[Path, str], None]
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(self.content, sort_keys=True)
+        return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def canvas(width: float, height: float, title: str = "") -> Figure:
+    """Return an empty figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        made.suptitle(title, fontsize=11)
+    return made
+
+
+def plain(ax: Axes) -> None:
+    ax.grid(True, color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def readable(axis: MplAxis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}".replace(",", " ")))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(labelsize=8)
+
+
+def legend(where: Any, axes: Axes) -> None:
+    """Put the legend of one of its axes beside a figure, or a part of one."""
+    handles, labels = axes.get_legend_handles_labels()
+    where.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+
+
+def save(fig: Figure, path: Path, description: str) -> None:
+    """To a .png, .svg (which keeps the description) or .pdf file, equal bytes for equal figures."""
+    import matplotlib
+
+    metadata: dict[str, Any] = {}
+    if path.suffix == ".svg":
+        metadata = {"Date": None, "Description": description}
+    with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
+        fig.savefig(path, dpi=120, metadata=metadata)

@@ -1,0 +1,311 @@
+"""What the documents say of the INT8 ops: the GEMM, its promotion, and the memory-bound ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetfire.core.op import Model
+from jetfire.core.workloads import MODELS
+from jetfire.measure.results import Results, Row, blocks_text, problem_text, shape_text
+from jetfire.ops.gemm import PROMOTION_DATA
+from jetfire.report import int4, show, training
+from jetfire.report.rows import fastest, grouped, having, ratio, varying
+from jetfire.report.table import Section, Table
+from jetfire.report.text import (
+    NOTHING,
+    data_text,
+    fixed,
+    rate_text,
+    share,
+    significant,
+    time_text,
+    times,
+)
+
+BLOCKS = (32, 64, 128)
+LARGE = ((8192, 4096), (8192, 16384))
+STATISTICS = ", statistics given (the peer computes them)"
+
+
+def timed(results: Results, op: str | None = None) -> list[Row]:
+    """Return the timed rows of an op, or of all but training's and INT4's; no curve's points."""
+    own = (*training.OPS, *int4.ops())
+    return [
+        row
+        for row in results.rows
+        if row.ms is not None
+        and row.curve is None
+        and row.op not in own
+        and (op is None or row.op == op)
+    ]
+
+
+def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
+    return [row for row in timed(results) if row.op != "gemm" and row.role == role]
+
+
+def plain_gemm(results: Results) -> list[Row]:
+    """Return the rows of square products that write BF16 and no more."""
+    rows = having(timed(results, "gemm"), out="bf16", bias=False, accumulate=False)
+    return [row for row in rows if row.problem["m"] == row.problem["n"] == row.problem["k"]]
+
+
+def _kernel_names(rows: Iterable[Row], role: str) -> list[str]:
+    return list(dict.fromkeys(row.kernel for row in rows if row.role == role))
+
+
+def _cell(rows: Iterable[Row], value: Callable[[Row], float | None], digits: int = 0) -> str:
+    """Return the fastest row's value; a dash where there is no row."""
+    row = fastest(rows)
+    return NOTHING if row is None else fixed(value(row), digits)
+
+
+def _tflops(rows: Iterable[Row]) -> str:
+    return _cell(rows, lambda row: row.tflops)
+
+
+def gemm_squares(results: Results) -> Section:
+    """TFLOP/s of each kernel and block, and of each peer, by size."""
+    rows = plain_gemm(results)
+    sizes = sorted({row.problem["m"] for row in rows})
+    named: list[tuple[str, dict[str, int]]] = [
+        (name, {"block": block}) for block in BLOCKS for name in _kernel_names(rows, "kernel")
+    ]
+    lines = []
+    for name, fields in [*named, *((peer, {}) for peer in _kernel_names(rows, "peer"))]:
+        same = [row for row in having(rows, **fields) if row.kernel == name]
+        if same:
+            label = ", ".join([name, *(f"block {block}" for block in fields.values())])
+            lines.append([label, *(_tflops(having(same, m=size)) for size in sizes)])
+    text = "TFLOP/s, BF16 out, m = n = k. Peers: the fastest of their samples beside each block."
+    return Section("GEMM, squares", text, [Table(["", *map(str, sizes)], lines)])
+
+
+def gemm_outputs(results: Results) -> Section:
+    """What each output costs at 8192³."""
+    every = having(timed(results, "gemm"), m=8192, n=8192, k=8192)
+    rows = [row for row in every if row.role == "kernel"]
+    named = [name for name in varying(rows)[1] if name != "block"] if rows else []
+    kinds = grouped(rows, lambda row: _fields(row, named))
+    lines = [
+        [f"{kind}, {name}", *(_tflops(having(same, block=block)) for block in BLOCKS)]
+        for kind, members in kinds.items()
+        for name in _kernel_names(rows, "kernel")
+        if (same := [row for row in members if row.kernel == name])
+    ]
+    table = Table(["", *(f"block {block}" for block in BLOCKS)], lines if len(kinds) > 1 else [])
+    return Section("GEMM 8192³, each output", "TFLOP/s.", [table])
+
+
+def _fields(row: Row, names: Sequence[str]) -> str:
+    return problem_text({name: row.problem[name] for name in names if name in row.problem})
+
+
+def large(results: Results) -> Section:
+    """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row)
+
+    peers = memory_bound(results, "peer")
+    compiled = {key(row): row.ms for row in peers if row.kernel == "compile"}
+    named = ("block", "out_block", "mode", "stats", "rounding", "layout")
+    lines = []
+    for row in memory_bound(results):
+        if _shape(row) in LARGE:
+            settings = _fields(row, [name for name in row.problem if name in named])
+            ms = compiled.get(key(row))
+            against = None if ms is None or row.ms is None else ms / row.ms
+            shape = shape_text(row.problem, ())
+            lines.append(int4.bandwidth_line(f"{row.op} {settings}", row, shape, against))
+    text = (
+        "Bytes counted: inputs once and outputs once. The share is of the copy bandwidth measured "
+        "in the same run; `compile` is the op in BF16 under torch.compile, at the same shape."
+    )
+    return Section("Memory-bound ops, large shapes", text, [int4.bandwidth_table(lines)])
+
+
+def _shape(row: Row) -> tuple[int, int]:
+    return row.problem["m"], row.problem["n"]
+
+
+def gemm_models(results: Results) -> Section:
+    """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
+    rows = having(timed(results, "gemm"), bias=False)
+    lines = []
+    for name, model in MODELS.items():
+        for label, problems in _products(model).items():
+            texts = [_layers(rows, problems, block) for block in BLOCKS]
+            if texts != [NOTHING] * len(BLOCKS):
+                lines.append([f"{name} {label}", *texts])
+    text = (
+        "The four linear layers of one block, 8192 tokens: milliseconds together with the fastest "
+        "kernel for each, and cuBLAS BF16's time over that (its own output is BF16 for wgrad too)."
+    )
+    head = ["", *(f"block {block}: ms, × cuBLAS BF16" for block in BLOCKS)]
+    return Section("GEMM, GPT-2's layers", text, [Table(head, lines)])
+
+
+def _products(model: Model) -> dict[str, list[dict[str, Any]]]:
+    """Return the products of a block's linear layers by pass."""
+    m, layers = model.tokens, list(model.linears())
+    return {
+        "fwd": [{"m": m, "n": out, "k": inp, "out": "bf16"} for out, inp in layers],
+        "dgrad": [{"m": m, "n": inp, "k": out, "out": "bf16"} for out, inp in layers],
+        "wgrad": [{"m": out, "n": inp, "k": m, "out": "fp32"} for out, inp in layers],
+    }
+
+
+def _layers(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) -> str:
+    """Return the time of some products together, and cuBLAS's over it."""
+    ours = theirs = 0.0
+    for problem in problems:
+        same = having(rows, **problem, block=block)
+        kernel = fastest(row for row in same if row.role == "kernel")
+        peer = fastest(row for row in same if row.kernel == "cublas_bf16")
+        if kernel is None or peer is None:
+            return NOTHING
+        ours += kernel.ms or 0.0
+        theirs += peer.ms or 0.0
+    return f"{significant(ours)}, {times(theirs / ours)}"
+
+
+def usual(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in layout q, rounded as training does, of one block for input and output."""
+    return [
+        row
+        for row in rows
+        if row.problem.get("layout", "q") == "q"
+        and "out_block" not in row.problem
+        and row.problem.get("rounding") in (None, "", _rounding(row))
+    ]
+
+
+def _rounding(row: Row) -> str:
+    return "stochastic" if row.problem.get("mode") == "bwd" else "nearest"
+
+
+def small_models(results: Results) -> Section:
+    """Memory-bound ops at the models' shapes: share of the copy bandwidth."""
+    rows = memory_bound(results)
+    found = [row for row in usual(rows) if row.problem.get("stats", "row") == "row"]
+    lines = []
+    for op in dict.fromkeys(row.op for row in rows):
+        for mode in ("fwd", "bwd"):
+            same = [r for r in found if (r.op, r.problem.get("mode", "fwd")) == (op, mode)]
+            for width in sorted({row.problem["n"] for row in having(same, m=8192)}):
+                here = [row for row in same if _shape(row) == (8192, width)]
+                texts = (
+                    _cell(
+                        (r for r in here if r.problem.get("block", block) == block),
+                        lambda r: r.roofline and 100 * r.roofline,
+                    )
+                    for block in BLOCKS
+                )
+                lines.append([f"{op} {mode} 8192×{width}", *texts])
+    text = (
+        "Percent of the measured copy bandwidth, fastest kernel; layout q; bwd stochastic; "
+        "LayerNorm computes its own statistics."
+    )
+    if any("block" not in row.problem for row in rows):
+        text += " An op that knows no blocks has the same figure for each."
+    table = Table(["", *(f"block {block}, %" for block in BLOCKS)], lines)
+    return Section("Memory-bound ops by width", text, [table])
+
+
+def curve(results: Results) -> list[Row]:
+    """Return the points of the promotion's curve."""
+    return [
+        row
+        for row in results.rows
+        if row.curve == "promotion"
+        and row.tflops is not None
+        and row.ms is not None
+        and row.sqnr_db is not None
+    ]
+
+
+def promotion(results: Results) -> Section:
+    """Each schedule at each K per promotion: its speed, what its output is worth, its own error."""
+    rows = curve(results)
+    points = grouped(
+        rows, lambda row: (row.role, row.problem["block"] * (row.role == "kernel"), row.label)
+    )
+    ordered = sorted(points.items(), key=lambda item: item[0][:2])
+    lines = [_promoted(block, label, same) for (_, block, label), same in ordered]
+    shape = shape_text(rows[0].problem, ()) if rows else ""
+    names = [data_text(kind) for kind in PROMOTION_DATA]
+    text = (
+        f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "
+        "are promoted to fp32 once a block. TOPS and × cuBLAS BF16 are of normal data. SQNR is "
+        "10·log10(‖C‖²/‖out − C‖²) over the whole output, C in float64 from the operands before "
+        "they were quantised, so that it holds their rounding, the schedule's and BF16's; the data "
+        "are A's × B's, and peers' operands are cast from the same values. A few large rows decide "
+        "it where A is gradients: beside it the median over the rows of C. The schedule's own "
+        "error is ‖out − C‖/‖C‖ in fp32, C in float64 from the same codes, the largest of the "
+        "three kinds of data."
+    )
+    head = ["K per promotion", "", "TOPS", "× cuBLAS", *(f"{name}, dB" for name in names)]
+    head += [f"{names[-1]}, median row, dB", "own error"]
+    return Section("What a promotion costs", text, [Table(head, lines)])
+
+
+def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
+    of = {kind: [row for row in rows if row.data == kind] for kind in PROMOTION_DATA}
+    errors = [row.schedule_err for row in rows if row.schedule_err is not None]
+    return [
+        str(block or NOTHING),
+        label,
+        _tflops(of["normal"]),
+        times(ratio(fastest(of["normal"]), "cublas_bf16")),
+        *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in PROMOTION_DATA),
+        _cell(of[PROMOTION_DATA[-1]], lambda row: row.row_sqnr_db, 1),
+        f"{max(errors):.1e}" if errors else NOTHING,
+    ]
+
+
+def sections(results: Results) -> list[Section]:
+    made = (gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models)
+    return [make(results) for make in made]
+
+
+def readme(results: Results) -> Table:
+    """Return the README's short table: one line a claim."""
+    kernels = [row for row in having(plain_gemm(results), m=8192) if row.role == "kernel"]
+    best = [(f"GEMM 8192³, block {b}", having(kernels, block=b)) for b in reversed(BLOCKS)]
+    compared = [
+        row
+        for row in timed(results)
+        if row.op != "gemm" and _shape(row) == LARGE[0] and ratio(row, "compile") is not None
+    ]
+    for same in grouped(compared, lambda row: (row.op, tuple(row.problem.items()))).values():
+        problem = same[0].problem
+        name = f"{same[0].op} {problem['mode']}" if "mode" in problem else same[0].op
+        block = f", block {text}" if (text := blocks_text(problem)) else ""
+        given = STATISTICS if problem.get("stats") == "given" else ""
+        best.append((f"{name} 8192×4096{block}{given}", same))
+    lines = [
+        [name, time_text(row.ms), rate_text(row), share(row.roofline), show.ratio_text(row)]
+        for name, same in best
+        if (row := fastest(same)) is not None
+    ]
+    return Table(["", "time", "rate", "of roofline", "faster than"], lines)
+
+
+def plots(results: Results) -> dict[str, list[Row]]:
+    """Return the rows of each plot: the GEMM's squares, its promotion, all other ops in one."""
+    square = [row for row in memory_bound(results) if row.problem["m"] == row.problem["n"]]
+    rest = [
+        replace(
+            row,
+            op="memory-bound ops",
+            kernel=f"{row.op} {row.problem.get('mode', '')}".strip(),
+            problem={dim: row.problem[dim] for dim in ("m", "n")},
+        )
+        for row in usual(square)
+        if row.problem.get("block", 32) == 32
+    ]
+    found = {"gemm": plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
+    return {name: rows for name, rows in found.items() if rows}

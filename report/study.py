@@ -1,0 +1,83 @@
+"""What the documents and the terminal say of a study of recipes."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from jetfire.report.table import Section, Table
+from jetfire.report.text import NOTHING, fixed
+
+if TYPE_CHECKING:
+    from jetfire.gpt2.study_record import Difference, RecipeLosses, StudyRecord
+
+
+def table(record: StudyRecord, of: str = "") -> Table:
+    """Return a line per recipe.
+
+    Args:
+        of: what stands before the head.
+    """
+    minus = f"minus {record['base']}'s"
+    head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
+    return Table(head, [[name, *_row(found)] for name, found in record["recipes"].items()])
+
+
+def readme(record: StudyRecord) -> Table:
+    """Return the README's table."""
+    return table(record, f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens: ")
+
+
+def section(record: StudyRecord) -> Section:
+    s, data = record["settings"], record["data"]
+    text = (
+        f"{s['steps']} steps of {record['tokens'] // s['steps']} tokens, "
+        f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
+        f"{data['tokens']['train'] / 1e6:.1f} M. {explained(record)}"
+    )
+    return Section(f"Study of recipes, {record['preset']}", text, [table(record)])
+
+
+def _row(found: RecipeLosses) -> list[str]:
+    runs = found["runs"]
+    ms = [run["ms"] for run in runs if run["ms"] is not None]
+    return [
+        str(len(runs)),
+        f"{fmean(run['training_loss'] for run in runs):.4f}",
+        _difference(found["paired_difference"], len(runs)),
+        f"{fmean(run['final_validation_loss'] for run in runs):.4f}",
+        _difference(found["validation_difference"], len(runs)),
+        fixed(fmean(ms) if ms else None, 1),
+    ]
+
+
+def _difference(found: Difference | None, runs: int) -> str:
+    if found is None:
+        return NOTHING
+    text = f"{found['mean']:+.4f}"
+    if found["low"] is not None:
+        text += f" [{found['low']:+.4f}, {found['high']:+.4f}]"
+    pairs = len(found["seeds"])
+    return text if pairs == runs else f"{text}, {pairs} of them"
+
+
+def explained(record: StudyRecord) -> str:
+    """Return what is paired and how, in a line."""
+    first, last = record["window"]
+    found = [one["paired_difference"] for one in record["recipes"].values()]
+    over = {one["over"] for one in found if one is not None}
+    often = f"{record['epochs']:.2f} epochs"
+    parts = [
+        f"Paired by seed: the same initial weights, the same batches in the same order. Training "
+        f"loss is the mean of steps {first} to {last}, "
+        f"{'each token read once' if record['fresh'] else 'of tokens read again too'} ({often}); "
+        f"validation loss is the last. Nats a token."
+    ]
+    if "seeds" in over:
+        parts.append("Brackets: 95%, Student's t over seeds.")
+    if "steps" in over:
+        whose = "Of a single seed brackets are" if "seeds" in over else "Brackets are"
+        parts.append(f"{whose} over its steps, and say nothing of another seed.")
+    if record["unfinished"]:
+        parts.append(f"{len(record['unfinished'])} runs are not finished.")
+    return " ".join(parts)
