@@ -62,8 +62,17 @@ def _label(item: tuple[Case, Device, Kernel]) -> str:
 
 def _table(case: Case) -> Table:
     table = Table(title=str(case), title_justify="left")
-    for column in ("arch", "kernel", "function", "regs", "spills", "shared", "warps", "instrs",
-                   "matrix"):  # fmt: skip
+    for column in (
+        "arch",
+        "kernel",
+        "function",
+        "regs",
+        "spills",
+        "shared",
+        "warps",
+        "instrs",
+        "matrix",
+    ):
         table.add_column(column, no_wrap=True)
     return table
 
@@ -81,10 +90,16 @@ def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
         found = audit(cubin)
         matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
         table.add_row(
-            device.name, kernel.name, found.name, str(found.registers), str(found.spills),
-            str(found.shared_bytes), str(found.warps), str(sum(found.instructions.values())),
+            device.name,
+            kernel.name,
+            found.name,
+            str(found.registers),
+            str(found.spills),
+            str(found.shared_bytes),
+            str(found.warps),
+            str(sum(found.instructions.values())),
             " ".join(matrix),
-        )  # fmt: skip
+        )
 
 
 def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:

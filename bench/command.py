@@ -151,8 +151,19 @@ def check_suite(asked: BenchOptions, own_data: bool) -> None:
     Raises:
         UsageError: an option says something else.
     """
-    chosen = (asked.ops, asked.m, asked.n, asked.k, asked.workload, asked.block, asked.settings,
-              asked.kernels, asked.config, asked.peers, asked.rounds)  # fmt: skip
+    chosen = (
+        asked.ops,
+        asked.m,
+        asked.n,
+        asked.k,
+        asked.workload,
+        asked.block,
+        asked.settings,
+        asked.kernels,
+        asked.config,
+        asked.peers,
+        asked.rounds,
+    )
     if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
@@ -309,9 +320,16 @@ def _measure(
     runner = prepare(device, work[0][1], asked.remeasure_peaks)
     record = device_record(device, dict(runner.peaks), runner.driver)
     collect(
-        asked, work, lambda item: runner.measure(*item), lambda item: item[0], record, existing,
-        kind, replay(asked, work[0][0]), load,
-    )  # fmt: skip
+        asked,
+        work,
+        lambda item: runner.measure(*item),
+        lambda item: item[0],
+        record,
+        existing,
+        kind,
+        replay(asked, work[0][0]),
+        load,
+    )
 
 
 def note_cpu(device: Device) -> None:
@@ -323,10 +341,16 @@ def note_cpu(device: Device) -> None:
 
 
 def collect(
-    asked: BenchOptions, work: Sequence[T], measure: Callable[[T], Sequence[Row]],
-    label: Callable[[T], object], record: dict[str, Any], existing: Results | None,
-    kind: str | None, again: str, load: Load,
-) -> None:  # fmt: skip
+    asked: BenchOptions,
+    work: Sequence[T],
+    measure: Callable[[T], Sequence[Row]],
+    label: Callable[[T], object],
+    record: dict[str, Any],
+    existing: Results | None,
+    kind: str | None,
+    again: str,
+    load: Load,
+) -> None:
     """Measure one thing after another; show and save the rows, also when it is cut short.
 
     What makes the figures doubtful is said in a line.
@@ -393,9 +417,12 @@ def _finish(rows: Sequence[Row], interrupted: bool) -> None:
 
 
 def _save(
-    asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row], existing: Results | None,
+    asked: BenchOptions,
+    record: dict[str, Any],
+    rows: Sequence[Row],
+    existing: Results | None,
     kind: str | None,
-) -> None:  # fmt: skip
+) -> None:
     if asked.output is None or kind is None:
         return
     results = Results(record, list(existing.rows) if existing else [])

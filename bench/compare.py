@@ -134,8 +134,13 @@ def table(pairs: Sequence[Pair]) -> RichTable:
     several = len({row.data for row in rows}) > 1
     head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "")
     made = Table(head, left=(0, 1, len(head) - 1)).rich()
-    styles = {"slower": "red", "broken": "red", "faster": "green", "mended": "green",
-              "noise": "dim"}  # fmt: skip
+    styles = {
+        "slower": "red",
+        "broken": "red",
+        "faster": "green",
+        "mended": "green",
+        "noise": "dim",
+    }
     for pair in sorted(pairs, key=_badness, reverse=True):
         data = f" data={pair.after.data}" if several else ""
         made.add_row(

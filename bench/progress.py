@@ -32,8 +32,12 @@ def watch(
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (MofNCompleteColumn(), BarColumn(24), TimeElapsedColumn(),
-               TextColumn("{task.description}", markup=False))  # fmt: skip
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(24),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with Progress(*columns, console=terminal.console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(items))
         for item in items:

@@ -124,9 +124,15 @@ def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
     found: dict[tuple[Case, str], tuple[Case, Options]] = {}
     for entry in entries(name):
         chosen = replace(
-            options, peers=entry.peers, rounds=entry.rounds, power_ms=entry.power_ms, recheck=False,
-            schedules=entry.schedules, data=entry.data or options.data, kernels=entry.kernels,
-        )  # fmt: skip
+            options,
+            peers=entry.peers,
+            rounds=entry.rounds,
+            power_ms=entry.power_ms,
+            recheck=False,
+            schedules=entry.schedules,
+            data=entry.data or options.data,
+            kernels=entry.kernels,
+        )
         for case in plan.cases(entry.request, _unsaid):
             found.setdefault((case, chosen.data), (case, chosen))
     return list(found.values())

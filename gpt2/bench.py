@@ -145,9 +145,16 @@ class TrainingBench:
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
 
     def __init__(
-        self, device: Device, note: Note, rounds: int, seed: int = 0, power_ms: float = STEADY_MS,
-        sample_ms: float = SAMPLE_MS, peers: Collection[str] | None = None, debug: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        note: Note,
+        rounds: int,
+        seed: int = 0,
+        power_ms: float = STEADY_MS,
+        sample_ms: float = SAMPLE_MS,
+        peers: Collection[str] | None = None,
+        debug: bool = False,
+    ) -> None:
         self.device, self.where = device, device.torch_device
         self.note, self.rounds, self.seed, self.debug = note, rounds, seed, debug
         self.power_ms, self.sample_ms = power_ms, sample_ms
@@ -172,15 +179,24 @@ class TrainingBench:
 
     def _measure(self, case: TrainingWork) -> list[Row]:
         subjects, probes, rows = self._probed(case)
-        right = {name: subject for name, subject in subjects.items()
-                 if name in self.variants or rows[name].ok}  # fmt: skip
+        right = {
+            name: subject
+            for name, subject in subjects.items()
+            if name in self.variants or rows[name].ok
+        }
         if any(name not in self.variants for name in right):
             variants = self._variants(case, right)
             timings = timer.time_calls(
-                {name: [call] for name, call in variants.items()}, self.where, self.rounds,
-                self.sample_ms, budget_s=60.0, monitor=self.monitor, power_ms=self.power_ms,
-                capture=False, untimed=1,
-            )  # fmt: skip
+                {name: [call] for name, call in variants.items()},
+                self.where,
+                self.rounds,
+                self.sample_ms,
+                budget_s=60.0,
+                monitor=self.monitor,
+                power_ms=self.power_ms,
+                capture=False,
+                untimed=1,
+            )
             for name, subject in right.items():
                 rows[name] = self._timed(case, rows[name], timings, subject)
         peers = {name: rows[name] for name in self.variants if name in rows}
@@ -294,8 +310,11 @@ class TrainingBench:
         if row.role == "kernel" and (fault := subject.fault()):
             self.note(f"{case}: {row.kernel} is wrong: {fault} after timing")
             return replace(row, ok=False, error=f"{fault} after timing")
-        kinds = {kind: timings[key] for kind in ("graph", "launched")
-                 if (key := f"{row.kernel} {kind}") in timings}  # fmt: skip
+        kinds = {
+            kind: timings[key]
+            for kind in ("graph", "launched")
+            if (key := f"{row.kernel} {kind}") in timings
+        }
         kind = min(kinds, key=lambda kind: kinds[kind].ms)
         if row.role == "kernel" and "graph" in kinds:
             kind = "graph"
@@ -303,12 +322,19 @@ class TrainingBench:
         if len(kinds) > 1:
             more = {f"ms_{name}": one.ms for name, one in kinds.items()}
         return replace(
-            row, ms=timing.ms, ms_p20=timing.ms_p20, ms_p80=timing.ms_p80, samples=timing.samples,
-            tflops=case.flops / timing.ms / 1e9, sm_mhz=timing.sm_mhz, watts=timing.watts,
-            joules=timing.joules, graph=kind == "graph",
+            row,
+            ms=timing.ms,
+            ms_p20=timing.ms_p20,
+            ms_p80=timing.ms_p80,
+            samples=timing.samples,
+            tflops=case.flops / timing.ms / 1e9,
+            sm_mhz=timing.sm_mhz,
+            watts=timing.watts,
+            joules=timing.joules,
+            graph=kind == "graph",
             throttled=None if timing.throttled is None else list(timing.throttled),
             extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
-        )  # fmt: skip
+        )
 
 
 def _call(subject: Subject) -> None:
@@ -318,8 +344,11 @@ def _call(subject: Subject) -> None:
 
 
 def _memory(found: Probe) -> dict[str, Any]:
-    return {"peak_gib": _gib(found.peak), "activation_gib": _gib(found.activation),
-            "first_step_s": found.first_s}  # fmt: skip
+    return {
+        "peak_gib": _gib(found.peak),
+        "activation_gib": _gib(found.activation),
+        "first_step_s": found.first_s,
+    }
 
 
 def _gib(size: int | None) -> float | None:
@@ -379,8 +408,10 @@ def replay(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> st
 def _check_size(cases: Sequence[TrainingWork]) -> None:
     for case in cases:
         if case.flops > CPU_FLOPS:
-            raise NoDeviceError(f"{case} is for a GPU: expected one, or a smaller case: jetfire "
-                                "train bench tiny runs here")  # fmt: skip
+            raise NoDeviceError(
+                f"{case} is for a GPU: expected one, or a smaller case: jetfire "
+                "train bench tiny runs here"
+            )
 
 
 def run(
@@ -411,9 +442,14 @@ def run(
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
     made = kind_of_bench(
-        device, terminal.note, rounds, asked.seed, sample_ms=sample_ms, peers=peers,
+        device,
+        terminal.note,
+        rounds,
+        asked.seed,
+        sample_ms=sample_ms,
+        peers=peers,
         debug=asked.debug,
-    )  # fmt: skip
+    )
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
     driver = made.monitor.driver() if made.monitor else None

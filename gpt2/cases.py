@@ -197,8 +197,9 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
         if name not in known:
             raise unknown(f"--set {name}={text}", name, known)
         if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
-            raise UsageError(f"--set {name}={text}: expected an integer of at least 1, and of at "
-                             "most 18 digits")  # fmt: skip
+            raise UsageError(
+                f"--set {name}={text}: expected an integer of at least 1, and of at most 18 digits"
+            )
     return {name: int(text) for name, text in changes.items()}
 
 

@@ -35,8 +35,11 @@ from jetfire.nn import is_int4_state, weights_changed
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (
-    "model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS",
-)  # fmt: skip
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "SHA256SUMS",
+)
 # What AdamW keeps of a parameter: two tensors of its shape, and the count of its updates.
 MOMENTS, COUNT = ("exp_avg", "exp_avg_sq"), "step"
 
@@ -135,8 +138,10 @@ def _check_sums(saved: Checkpoint, names: Sequence[str]) -> None:
             raise
         warnings.warn(
             f"{saved.path}: has no {SUMS}, as earlier versions wrote none: its files are not "
-            "checked", JetfireWarning, stacklevel=2,
-        )  # fmt: skip
+            "checked",
+            JetfireWarning,
+            stacklevel=2,
+        )
         return
     sums = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", text, re.M)}
     for name in names:
@@ -202,9 +207,10 @@ def tidy(run: Path) -> None:
 
 
 def newest(
-    run: Path, parts: Sequence[str] = (MODEL, OPTIMIZER),
+    run: Path,
+    parts: Sequence[str] = (MODEL, OPTIMIZER),
     check: Callable[[Checkpoint], None] = lambda saved: None,
-) -> tuple[Checkpoint | None, list[Path]]:  # fmt: skip
+) -> tuple[Checkpoint | None, list[Path]]:
     """The newest checkpoint of a run that can be used, and the newer ones, each told in a warning.
 
     Args:
@@ -287,9 +293,11 @@ def load_optimizer(
         if parameter is None and is_int4_state(name):
             continue
         wanted = None if parameter is None else parameter.shape
-        if parameter is None or kind not in (*MOMENTS, COUNT) or (
-            value.shape != (() if kind == COUNT else wanted)
-        ):  # fmt: skip
+        if (
+            parameter is None
+            or kind not in (*MOMENTS, COUNT)
+            or (value.shape != (() if kind == COUNT else wanted))
+        ):
             raise UsageError(f"optimizer state {key}: the model has no such parameter")
         # Where the update reads counts: on a GPU beside the parameter, as with moments.
         value = value.to(parameter.device, copy=True)
@@ -336,9 +344,12 @@ def _on_cpu(values: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch
 
 
 def save(
-    run: Path, state: State, model: nn.Module, optimizer: torch.optim.Optimizer,
+    run: Path,
+    state: State,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     group: Group = ALONE,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the checkpoint of `state["step"]`, then drop the run's older ones but `keep` and best.
 
     It is the same whatever the processes: the first writes what all of them gather.

@@ -123,13 +123,19 @@ def _load(training: Training, run: Run, init: Path | None) -> None:
 
 def _header(kind: str, training: Training, run: Run, device: Device) -> dict[str, Any]:
     return log.header(
-        kind, run.settings.as_dict(), device, training.peak, training.group.world,
+        kind,
+        run.settings.as_dict(),
+        device,
+        training.peak,
+        training.group.world,
         step=training.done,
         parameters=sum(p.numel() for p in training.model.parameters()),
         vocabulary=training.vocabulary,
-        tokens=training.tokens_seen, sources=training.tokens.meta.get("sources", []),
-        flops_per_token=training.flops, graphed=training.graphed,
-    )  # fmt: skip
+        tokens=training.tokens_seen,
+        sources=training.tokens.meta.get("sources", []),
+        flops_per_token=training.flops,
+        graphed=training.graphed,
+    )
 
 
 def _announce(training: Training, run: Run, device: Device) -> None:
@@ -203,8 +209,14 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
         stop = Stop(silent=not group.leads)
         with stop.listening(), group.alike():
             training.run(stop)
-        outcome({"kind": "end", "step": training.done, "best": training.best,
-                 "seconds": round(time.monotonic() - begin, 1)})  # fmt: skip
+        outcome(
+            {
+                "kind": "end",
+                "step": training.done,
+                "best": training.best,
+                "seconds": round(time.monotonic() - begin, 1),
+            }
+        )
     if group.leads:
         print(outcome.summary(run))
 
@@ -259,9 +271,15 @@ def _trained(path: Path) -> Checkpoint:
 
 
 def sample(
-    path: Path, prompt: str, count: int, *, temperature: float = 0.8, top_k: int | None = 200,
-    seed: int = 0, device: str = "auto",
-) -> None:  # fmt: skip
+    path: Path,
+    prompt: str,
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 200,
+    seed: int = 0,
+    device: str = "auto",
+) -> None:
     """Print the prompt and what a run's model writes after it, in BF16 whatever its recipe.
 
     Raises:

@@ -48,14 +48,38 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 OPENWEBTEXT = "Skylion007/openwebtext"
 _HTML = {".html", ".htm", ".xhtml"}
 _TEXT = {
-    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".pod", ".py", ".pyi", ".c", ".h", ".cc",
-    ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".js", ".ts", ".java", ".sh",
-}  # fmt: skip
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".org",
+    ".tex",
+    ".pod",
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".cuh",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+    ".sh",
+}
 _ROWS = {".jsonl", ".parquet"}
 _ARCHIVES = {".tar", ".tgz", ".txz"}
 _PACKED: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".tgz": gzip.open, ".txz": lzma.open,
-}  # fmt: skip
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".tgz": gzip.open,
+    ".txz": lzma.open,
+}
 
 
 class Piece(NamedTuple):
@@ -144,8 +168,12 @@ def find(name: str, copy: Path | None, cache: Path, report: Callable[[str], None
 
 
 # The named corpora, and what each is prepared with unless another tokenizer is asked for.
-TOKENIZERS = {"python": "byte", "shakespeare": "gpt2", "shakespeare-char": "char",
-              "openwebtext": "gpt2"}  # fmt: skip
+TOKENIZERS = {
+    "python": "byte",
+    "shakespeare": "gpt2",
+    "shakespeare-char": "char",
+    "openwebtext": "gpt2",
+}
 NAMED = tuple(TOKENIZERS)
 _COPIED = NAMED[1:]
 

@@ -124,9 +124,16 @@ def open_tokens(
 
 
 def batch(
-    tokens: Array, context: int, rows: int, *, seed: int, step: int, micro: int = 0, rank: int = 0,
+    tokens: Array,
+    context: int,
+    rows: int,
+    *,
+    seed: int,
+    step: int,
+    micro: int = 0,
+    rank: int = 0,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, targets), int64 rows×context, of windows that the arguments alone decide.
 
     Philox counts in 256 bits: 64 each for micro-batch, step and process, 64 for its own draws; so
@@ -145,9 +152,14 @@ def batch(
 
 
 def shuffled(
-    tokens: Array, context: int, rows: int, *, seed: int, first: int,
+    tokens: Array,
+    context: int,
+    rows: int,
+    *,
+    seed: int,
+    first: int,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `batch` does, of windows that share no target until all have been read.
 
     Args:

@@ -49,9 +49,11 @@ class TrainingDisplay:
         console = terminal.console(stderr=True)
         if console.is_terminal:
             columns = (
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(12),
-                TimeRemainingColumn(compact=True), TextColumn("{task.description}", markup=False),
-            )  # fmt: skip
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(12),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.description}", markup=False),
+            )
             self._progress = self._stack.enter_context(
                 Progress(*columns, console=console, transient=True, refresh_per_second=4)
             )
@@ -59,9 +61,11 @@ class TrainingDisplay:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stack.close()
 
     def show(self, record: Record) -> None:

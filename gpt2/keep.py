@@ -28,8 +28,10 @@ def kept(records: Sequence[log.Record], every: int, at_once: int = 1) -> list[lo
     """The lines that stay, as they stay."""
     head, *rest = [_neutral(record) for record in records]
     head = {**head, "kept": {"every": every, "digits": DIGITS, "runs_at_once": at_once}}
-    return [head, *(r for r in rest if r["kind"] != "step" or r["step"] % every == 0
-                    or r["step"] == 1)]  # fmt: skip
+    return [
+        head,
+        *(r for r in rest if r["kind"] != "step" or r["step"] % every == 0 or r["step"] == 1),
+    ]
 
 
 def _neutral(value: Any) -> Any:

@@ -206,16 +206,19 @@ def commit() -> str | None:
         return None
     try:
         return subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True,
-            check=True, timeout=10,
-        ).stdout.strip()  # fmt: skip
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def header(
     kind: str, settings: Record, device: Device, peak: Peak | None, processes: int, **more: Any
-) -> Record:  # fmt: skip
+) -> Record:
     """What a process says of itself before its first step; `more` is the model's and the data's."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
@@ -229,13 +232,16 @@ def header(
         except PackageNotFoundError:
             continue
     return {
-        "kind": kind, "settings": settings, "versions": versions,
+        "kind": kind,
+        "settings": settings,
+        "versions": versions,
         "device": {"name": device.label, "kind": device.kind, "processes": processes},
         "runs_at_once": _runs_at_once(),
         "peak": None if peak is None else {"bf16_tflops": peak.tflops, "from": peak.source},
-        "commit": commit(), "command": [os.path.basename(sys.argv[0]), *map(_text, sys.argv[1:])],
+        "commit": commit(),
+        "command": [os.path.basename(sys.argv[0]), *map(_text, sys.argv[1:])],
         **more,
-    }  # fmt: skip
+    }
 
 
 def _runs_at_once() -> int:

@@ -53,11 +53,17 @@ class Shape:
         """Return the shape of every parameter by name, but of an INT4 recipe's steps."""
         width = self.width
         found: dict[str, tuple[int, ...]] = {
-            "tokens.weight": (self.rows, width), "positions.weight": (self.context, width),
-            "norm.weight": (width,), "norm.bias": (width,),
-        }  # fmt: skip
-        linears = {"qkv": (3 * width, width), "projection": (width, width),
-                   "expand": (4 * width, width), "contract": (width, 4 * width)}  # fmt: skip
+            "tokens.weight": (self.rows, width),
+            "positions.weight": (self.context, width),
+            "norm.weight": (width,),
+            "norm.bias": (width,),
+        }
+        linears = {
+            "qkv": (3 * width, width),
+            "projection": (width, width),
+            "expand": (4 * width, width),
+            "contract": (width, 4 * width),
+        }
         for block in (f"blocks.{i}" for i in range(self.layers)):
             for name in ("norm1", "norm2"):
                 found |= {f"{block}.{name}.{part}": (width,) for part in ("weight", "bias")}

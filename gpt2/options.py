@@ -32,8 +32,13 @@ class TrainOptions:
 
     def given(self) -> dict[str, Any]:
         """The settings that were asked for, an option's before `--set`'s."""
-        options = {"preset": self.preset, "recipe": self.recipe, "steps": self.steps,
-                   "data": self.data, "seed": self.seed}  # fmt: skip
+        options = {
+            "preset": self.preset,
+            "recipe": self.recipe,
+            "steps": self.steps,
+            "data": self.data,
+            "seed": self.seed,
+        }
         found: dict[str, Any] = dict(split(self.settings))
         if "preset" in found:
             raise UsageError("--set preset=…: expected PRESET, as the first word")

@@ -194,9 +194,10 @@ def spread(model: nn.Module, settings: Settings, group: Group, device: torch.dev
     check(settings, group)
     if settings.parallel == "ddp":
         return DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None,
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-        )  # fmt: skip
+        )
     if settings.parallel == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -39,9 +39,12 @@ _BLOCK = 8 << 20
 
 
 def run(
-    names: Sequence[str], tokenizer: str | None, vocabulary: Path | None, copy: Path | None,
+    names: Sequence[str],
+    tokenizer: str | None,
+    vocabulary: Path | None,
+    copy: Path | None,
     output: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """The command: prepare, say on stdout where the tokens are and on stderr how many.
 
     Raises:
@@ -285,9 +288,13 @@ def _held_out(documents: _Documents, total: int) -> list[int] | None:
 
 
 def _split(
-    train: IO[bytes], validation: IO[bytes], documents: _Documents, held: list[int] | None,
-    total: int, width: int,
-) -> tuple[int, int]:  # fmt: skip
+    train: IO[bytes],
+    validation: IO[bytes],
+    documents: _Documents,
+    held: list[int] | None,
+    total: int,
+    width: int,
+) -> tuple[int, int]:
     """Move the validation tokens from one file to the other; returns how many each has."""
     if held is None:
         begin = min(int((1 - TAIL) * total), total - 1)

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def generate(
-    model: GPT2, ids: torch.Tensor, count: int, *, temperature: float = 0.8,
-    top_k: int | None = 200, seed: int = 0,
-) -> torch.Tensor:  # fmt: skip
+    model: GPT2,
+    ids: torch.Tensor,
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 200,
+    seed: int = 0,
+) -> torch.Tensor:
     """The ids, int64 rows×length, with `count` more in each row, on the model's device.
 
     What is longer than the model's context is seen from its end. The model is in evaluation mode
@@ -75,9 +80,15 @@ def _check(ids: torch.Tensor, count: int, temperature: float, top_k: int | None)
 
 
 def text(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, count: int, *, temperature: float = 0.8,
-    top_k: int | None = 200, seed: int = 0,
-) -> str:  # fmt: skip
+    model: GPT2,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 200,
+    seed: int = 0,
+) -> str:
     """The prompt and `count` tokens after it, as text.
 
     Without a prompt a document begins: after the separator, or a newline where there is none.

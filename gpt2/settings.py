@@ -14,29 +14,62 @@ from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable
 from jetfire.nn import recipes
 
-_LONG = {"accumulate": 64, "steps": 20000, "warmup": 700, "evaluate_every": 500,
-         "evaluate_batches": 40, "checkpoint_every": 500}  # fmt: skip
+_LONG = {
+    "accumulate": 64,
+    "steps": 20000,
+    "warmup": 700,
+    "evaluate_every": 500,
+    "evaluate_batches": 40,
+    "checkpoint_every": 500,
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Bytes of text, for a CPU: 0.4 M parameters.
     "tiny": {
-        "layers": 2, "heads": 4, "width": 128, "context": 64, "batch": 16, "steps": 50,
-        "rate": 2e-3, "warmup": 5, "evaluate_every": 25, "evaluate_batches": 4,
-        "checkpoint_every": 25, "tokenizer": "byte",
+        "layers": 2,
+        "heads": 4,
+        "width": 128,
+        "context": 64,
+        "batch": 16,
+        "steps": 50,
+        "rate": 2e-3,
+        "warmup": 5,
+        "evaluate_every": 25,
+        "evaluate_batches": 4,
+        "checkpoint_every": 25,
+        "tokenizer": "byte",
     },
     # As nanoGPT's train_shakespeare_char publishes it.
     "shakespeare-char": {
-        "layers": 6, "heads": 6, "width": 384, "context": 256, "batch": 64, "dropout": 0.2,
-        "steps": 5000, "rate": 1e-3, "warmup": 100, "beta2": 0.99, "evaluate_every": 250,
-        "evaluate_batches": 20, "checkpoint_every": 1000, "data": "shakespeare-char",
+        "layers": 6,
+        "heads": 6,
+        "width": 384,
+        "context": 256,
+        "batch": 64,
+        "dropout": 0.2,
+        "steps": 5000,
+        "rate": 1e-3,
+        "warmup": 100,
+        "beta2": 0.99,
+        "evaluate_every": 250,
+        "evaluate_batches": 20,
+        "checkpoint_every": 1000,
+        "data": "shakespeare-char",
     },
     # Rates of Brown et al. (2020), table 2.1; half a million tokens a step.
     "gpt2-124m": {"layers": 12, "heads": 12, "width": 768, **_LONG},
     "gpt2-350m": {"layers": 24, "heads": 16, "width": 1024, **_LONG, "rate": 3e-4},
     "gpt2-774m": {"layers": 36, "heads": 20, "width": 1280, **_LONG, "rate": 2.5e-4},
-    "gpt2-1558m": {"layers": 48, "heads": 25, "width": 1600, **_LONG, "rate": 2e-4, "batch": 4,
-                   "accumulate": 128},
-}  # fmt: skip
+    "gpt2-1558m": {
+        "layers": 48,
+        "heads": 25,
+        "width": 1600,
+        **_LONG,
+        "rate": 2e-4,
+        "batch": 4,
+        "accumulate": 128,
+    },
+}
 
 # A run's file of them, and what that has beside them.
 SETTINGS, PROCESSES = "settings.json", "processes"
@@ -160,14 +193,20 @@ MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
 MOST_STEPS = 10**8 - 1
 # Far above what anyone trains, and far below what would take hours to refuse.
 BOUNDS: dict[str, tuple[float, float]] = {
-    "layers": (1, 1024), "heads": (1, 1024), "width": (1, 1 << 16), "context": (1, 1 << 20),
+    "layers": (1, 1024),
+    "heads": (1, 1024),
+    "width": (1, 1 << 16),
+    "context": (1, 1 << 20),
     **dict.fromkeys(("batch", "accumulate", "evaluate_batches", "keep"), (1, 1 << 16)),
     "steps": (1, MOST_STEPS),
     **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every"), (0, MOST_STEPS)),
     "seed": (0, 1 << 62),
     **dict.fromkeys(("rate", "decay", "clip"), (0.0, 1e6)),
-    "floor": (0.0, 1.0), "dropout": (0.0, 0.999), "beta1": (0.0, 0.99999), "beta2": (0.0, 0.99999),
-}  # fmt: skip
+    "floor": (0.0, 1.0),
+    "dropout": (0.0, 0.999),
+    "beta1": (0.0, 0.99999),
+    "beta2": (0.0, 0.99999),
+}
 
 
 def _range(low: float, high: float, value: float) -> str:
@@ -198,8 +237,16 @@ def _value(name: str, annotation: Any, given: Any) -> Any:
 
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-_TRUTHS = {"true": True, "1": True, "yes": True, "on": True,
-           "false": False, "0": False, "no": False, "off": False}  # fmt: skip
+_TRUTHS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 def _parsed(name: str, annotation: Any, text: str) -> Any:

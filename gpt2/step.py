@@ -47,9 +47,14 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, device: torch.device, group: Group = ALONE,
-        *, split: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        settings: Settings,
+        device: torch.device,
+        group: Group = ALONE,
+        *,
+        split: bool = False,
+    ) -> None:
         self.model, self.device, self.group, self.split = model, device, group, split
         if split:
             parallel.equalise(model, group)
@@ -71,14 +76,17 @@ class Step:
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
         """Fused on any device; matrices decay, biases and LayerNorm's weights do not."""
         groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2],
-             "weight_decay": settings.decay},
+            {
+                "params": [p for p in self.parameters if p.dim() >= 2],
+                "weight_decay": settings.decay,
+            },
             {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]  # fmt: skip
+        ]
         options: dict[str, Any] = {
-            "lr": self.rate, "betas": (settings.beta1, settings.beta2),
+            "lr": self.rate,
+            "betas": (settings.beta1, settings.beta2),
             "capturable": self.device.type == "cuda",
-        }  # fmt: skip
+        }
         optimizer: torch.optim.AdamW
         if settings.precision().block is None or settings.compile:
             # What is compiled quantises its weights itself, and so do INT4 layers.

@@ -77,10 +77,15 @@ class StudyOptions:
         """Return the options of one run; its tokens are fresh ones unless told otherwise."""
         fresh = () if "order" in split(self.settings) else ("order=shuffled",)
         return TrainOptions(
-            preset=self.preset, recipe=recipe, settings=(*fresh, *self.settings), steps=self.steps,
-            data=self.data, output=self.output / name_of(recipe, seed), device=self.device,
+            preset=self.preset,
+            recipe=recipe,
+            settings=(*fresh, *self.settings),
+            steps=self.steps,
+            data=self.data,
+            output=self.output / name_of(recipe, seed),
+            device=self.device,
             seed=seed,
-        )  # fmt: skip
+        )
 
     def words(self, recipe: str, seed: int) -> list[str]:
         """Return the words of `jetfire train` that begin a run."""

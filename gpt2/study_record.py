@@ -282,9 +282,12 @@ def make(
     done = [run for run in runs if run.finished]
     first, one = done[0].head, done[0].settings
     every = [run.settings.as_dict() for run in done]
-    common = {name: value for name, value in every[0].items()
-              if name not in ("recipe", "seed", "data", "preset")
-              and all(other[name] == value for other in every)}  # fmt: skip
+    common = {
+        name: value
+        for name, value in every[0].items()
+        if name not in ("recipe", "seed", "data", "preset")
+        and all(other[name] == value for other in every)
+    }
     names = [run.folder.name for run in runs if not run.finished]
     begun = {run.folder.name for run in runs}
     recipes: dict[str, list[StudyRun]] = {}
@@ -297,30 +300,38 @@ def make(
         "commits": list(dict.fromkeys(c for run in done if (c := run.head["commit"]) is not None)),
         "preset": one.preset,
         "settings": common,
-        "data": {"name": Path(one.data).name, "tokens": first["tokens"],
-                 "sources": first.get("sources", [])},
+        "data": {
+            "name": Path(one.data).name,
+            "tokens": first["tokens"],
+            "sources": first.get("sources", []),
+        },
         "tokens": tokens_of(one),
         "epochs": round(epochs(one, first["tokens"]["train"]), 4),
         "fresh": fresh(one, first["tokens"]["train"]),
         "window": window,
         "base": base,
         "unfinished": [*names, *(name for name in asked if name not in begun)],
-        "recipes": {recipe: _recipe(ours, recipes.get(base, []), window, common)
-                    for recipe, ours in recipes.items()},
-    }  # fmt: skip
+        "recipes": {
+            recipe: _recipe(ours, recipes.get(base, []), window, common)
+            for recipe, ours in recipes.items()
+        },
+    }
 
 
 def _recipe(
-    ours: Sequence[StudyRun], base: Sequence[StudyRun], window: tuple[int, int],
+    ours: Sequence[StudyRun],
+    base: Sequence[StudyRun],
+    window: tuple[int, int],
     common: Mapping[str, Any],
-) -> RecipeLosses:  # fmt: skip
+) -> RecipeLosses:
     theirs = {run.seed: run for run in base}
     pairs = [(run, theirs[run.seed]) for run in ours if run.seed in theirs]
     training = validation = None
     if pairs and ours[0].settings.recipe != base[0].settings.recipe:
-        steps = {run.seed: [a - b for a, b in zip(run.losses(window), other.losses(window),
-                                                  strict=True)]
-                 for run, other in pairs}  # fmt: skip
+        steps = {
+            run.seed: [a - b for a, b in zip(run.losses(window), other.losses(window), strict=True)]
+            for run, other in pairs
+        }
         training = difference({seed: fmean(apart) for seed, apart in steps.items()}, steps)
         validation = difference(
             {run.seed: run.outcome.final - other.outcome.final for run, other in pairs}
@@ -332,15 +343,21 @@ def _recipe(
 def _losses(run: StudyRun, window: tuple[int, int], common: Mapping[str, Any]) -> RunLosses:
     outcome, losses = run.outcome, run.losses(window)
     error = stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
-    own = {name: value for name, value in run.settings.as_dict().items()
-           if name not in {*common, "recipe", "seed", "data", "preset"}}  # fmt: skip
+    own = {
+        name: value
+        for name, value in run.settings.as_dict().items()
+        if name not in {*common, "recipe", "seed", "data", "preset"}
+    }
     return {
-        "seed": run.seed, "device": ", ".join(run.devices),
+        "seed": run.seed,
+        "device": ", ".join(run.devices),
         "training_loss": _nats(fmean(losses)),
         "standard_error": None if error is None else _nats(error),
-        "final_validation_loss": _nats(outcome.final), "best_validation_loss": _nats(outcome.best),
-        "ms": _ms(run), "settings": own,
-    }  # fmt: skip
+        "final_validation_loss": _nats(outcome.final),
+        "best_validation_loss": _nats(outcome.best),
+        "ms": _ms(run),
+        "settings": own,
+    }
 
 
 def _ms(run: StudyRun) -> float | None:
@@ -371,10 +388,13 @@ def difference(
         half = quantile(len(sample) - 1) * stdev(sample) / math.sqrt(len(sample))
         low, high = _nats(mean - half), _nats(mean + half)
     return {
-        "mean": _nats(mean), "low": low, "high": high,
+        "mean": _nats(mean),
+        "low": low,
+        "high": high,
         "over": None if low is None else over,  # type: ignore[typeddict-item]
-        "seeds": seeds, "values": [_nats(values[seed]) for seed in seeds],
-    }  # fmt: skip
+        "seeds": seeds,
+        "values": [_nats(values[seed]) for seed in seeds],
+    }
 
 
 @cache

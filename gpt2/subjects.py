@@ -96,9 +96,10 @@ def _gradients(module: nn.Module, last: int) -> Tensors:
     return {
         name: parameter.grad.clone()
         for name, parameter in module.named_parameters()
-        if parameter.grad is not None and parameter.dim() == 2
+        if parameter.grad is not None
+        and parameter.dim() == 2
         and (name.startswith(ends) or not name.startswith("blocks."))
-    }  # fmt: skip
+    }
 
 
 class StepSubject(Subject):
@@ -116,12 +117,18 @@ class StepSubject(Subject):
         peer = PEERS.get(name, TorchVariant(name, compiled=False))
         recipe = "bf16" if name in PEERS else name
         sizes = {n: getattr(problem, n) for n in ("layers", "heads", "width", "context", "batch")}
-        chosen = settings.make("gpt2-124m", {
-            **sizes, "accumulate": problem.accumulate, "recipe": recipe,
-            "compile": peer.compiled,
-        })  # fmt: skip
-        shape = Shape(problem.layers, problem.heads, problem.width, problem.context,
-                      problem.vocabulary)  # fmt: skip
+        chosen = settings.make(
+            "gpt2-124m",
+            {
+                **sizes,
+                "accumulate": problem.accumulate,
+                "recipe": recipe,
+                "compile": peer.compiled,
+            },
+        )
+        shape = Shape(
+            problem.layers, problem.heads, problem.width, problem.context, problem.vocabulary
+        )
         torch.manual_seed(seed)  # the same parameters for every recipe
         with device:
             self.model = GPT2(shape, recipe, peer.own_loss or None)
@@ -223,8 +230,11 @@ class BlockSubject(Subject):
         y.backward(self.dy.to(y.dtype))
         assert self.x.grad is not None
         # Of the branches alone: what the residual stream passes on would hide their errors.
-        return {"y − x": y.detach() - self.x.detach(), "dx − dy": self.x.grad - self.dy,
-                **_gradients(self.module, 0)}  # fmt: skip
+        return {
+            "y − x": y.detach() - self.x.detach(),
+            "dx − dy": self.x.grad - self.dy,
+            **_gradients(self.module, 0),
+        }
 
     def call(self) -> object:
         self.forget()

@@ -48,9 +48,13 @@ def algorithms(settings: Settings) -> Iterator[None]:
 
 def shape_of(settings: Settings, vocabulary: int) -> Shape:
     return Shape(
-        layers=settings.layers, heads=settings.heads, width=settings.width,
-        context=settings.context, vocabulary=vocabulary, dropout=settings.dropout,
-    )  # fmt: skip
+        layers=settings.layers,
+        heads=settings.heads,
+        width=settings.width,
+        context=settings.context,
+        vocabulary=vocabulary,
+        dropout=settings.dropout,
+    )
 
 
 def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
@@ -128,9 +132,14 @@ class Training:
     """
 
     def __init__(
-        self, settings: Settings, tokens: data.Tokens, device: Device, folder: Path | None,
-        report: Callable[[Record], None], group: Group = ALONE,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        tokens: data.Tokens,
+        device: Device,
+        folder: Path | None,
+        report: Callable[[Record], None],
+        group: Group = ALONE,
+    ) -> None:
         self.settings, self.tokens, self.folder, self.report = settings, tokens, folder, report
         self.device, self.group = device.torch_device, group
         parallel.check(settings, group)
@@ -152,8 +161,11 @@ class Training:
     @property
     def tokens_seen(self) -> Seen:
         """What tells the data from other data."""
-        return {"train": len(self.tokens.train), "validation": len(self.tokens.validation),
-                "sha256": self.tokens.meta["sha256"]}  # fmt: skip
+        return {
+            "train": len(self.tokens.train),
+            "validation": len(self.tokens.validation),
+            "sha256": self.tokens.meta["sha256"],
+        }
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint."""
@@ -177,11 +189,19 @@ class Training:
         """Return one of the micro-batches of a step, which has so many."""
         one, tokens = self.settings, self.tokens.train
         if one.order == "drawn":
-            return data.batch(tokens, one.context, one.batch, seed=one.seed, step=step,
-                              micro=micro, device=self.device)  # fmt: skip
+            return data.batch(
+                tokens,
+                one.context,
+                one.batch,
+                seed=one.seed,
+                step=step,
+                micro=micro,
+                device=self.device,
+            )
         first = ((step - 1) * count + micro) * one.batch
-        return data.shuffled(tokens, one.context, one.batch, seed=one.seed, first=first,
-                             device=self.device)  # fmt: skip
+        return data.shuffled(
+            tokens, one.context, one.batch, seed=one.seed, first=first, device=self.device
+        )
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step.
@@ -226,11 +246,19 @@ class Training:
             raise JetfireError(self._fault(launched.step, loss, norm))
         self.done = launched.step
         per_second = self.tokens_per_step / ms * 1e3
-        self.report({
-            "kind": "step", "step": launched.step, "loss": loss, "norm": norm,
-            "rate": launched.rate, "ms": round(ms, 3), "tokens_per_s": round(per_second, 1),
-            "mfu": self._mfu(per_second), "peak_gib": self._peak_gib(),
-        })  # fmt: skip
+        self.report(
+            {
+                "kind": "step",
+                "step": launched.step,
+                "loss": loss,
+                "norm": norm,
+                "rate": launched.rate,
+                "ms": round(ms, 3),
+                "tokens_per_s": round(per_second, 1),
+                "mfu": self._mfu(per_second),
+                "peak_gib": self._peak_gib(),
+            }
+        )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         if self.peak is None:
@@ -276,9 +304,12 @@ class Training:
         one, group = self.settings, self.group
         self.model.eval()
         windows = data.evaluation(
-            self.tokens.validation, one.context, one.batch, one.evaluate_batches,
+            self.tokens.validation,
+            one.context,
+            one.batch,
+            one.evaluate_batches,
             device=self.device,
-        )  # fmt: skip
+        )
         losses = torch.zeros(one.evaluate_batches, dtype=torch.float32, device=self.device)
         ids = targets = torch.empty(0, dtype=torch.int64, device=self.device)
         for number, (ids, targets) in enumerate(windows):
@@ -299,14 +330,21 @@ class Training:
         """What a checkpoint holds beside tensors."""
         shape = self.model.shape
         return {
-            "step": self.done, "settings": self.settings.as_dict(),
-            "processes": self.group.world, "vocabulary": self.vocabulary,
+            "step": self.done,
+            "settings": self.settings.as_dict(),
+            "processes": self.group.world,
+            "vocabulary": self.vocabulary,
             "shape": {
-                "layers": shape.layers, "heads": shape.heads, "width": shape.width,
-                "context": shape.context, "vocabulary": shape.vocabulary, "dropout": shape.dropout,
+                "layers": shape.layers,
+                "heads": shape.heads,
+                "width": shape.width,
+                "context": shape.context,
+                "vocabulary": shape.vocabulary,
+                "dropout": shape.dropout,
             },
-            "tokens": self.tokens_seen, "best": self.best,
-        }  # fmt: skip
+            "tokens": self.tokens_seen,
+            "best": self.best,
+        }
 
     def _kept(self) -> str:
         """Where the newest checkpoint is, for a message."""

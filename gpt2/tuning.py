@@ -80,9 +80,13 @@ def cases(
     where = device.torch_device
     # The first block reads no other's codes, and the last one's gradient comes without any.
     shape = Shape(
-        min(2, settings.layers), settings.heads, settings.width, settings.context, vocabulary,
+        min(2, settings.layers),
+        settings.heads,
+        settings.width,
+        settings.context,
+        vocabulary,
         settings.dropout,
-    )  # fmt: skip
+    )
     with where:
         model = GPT2(shape, settings.precision())
     alone = dataclasses.replace(settings, accumulate=1, compile=False, parallel="none")

@@ -14,9 +14,18 @@ from jetfire.gpt2.settings import Settings
 
 # Dense BF16 TFLOP/s with FP32 accumulation, from the makers' datasheets.
 DATASHEET = {
-    "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.0, "H100": 989.5, "A100": 312.0, "L40S": 362.0,
-    "L4": 121.0, "A10": 125.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
-}  # fmt: skip
+    "B200": 2250.0,
+    "H200": 989.5,
+    "H100 PCIe": 756.0,
+    "H100": 989.5,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,25 @@ if TYPE_CHECKING:
 
 State = dict[str, torch.Tensor]
 CONFIG, MODEL, INDEX, PICKLED = (
-    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-)  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+)
 
-_OUTER = {"tokens.weight": "wte.weight", "positions.weight": "wpe.weight",
-          "norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}  # fmt: skip
+_OUTER = {
+    "tokens.weight": "wte.weight",
+    "positions.weight": "wpe.weight",
+    "norm.weight": "ln_f.weight",
+    "norm.bias": "ln_f.bias",
+}
 _NORMS = {"norm1": "ln_1", "norm2": "ln_2"}
-_LINEARS = {"qkv": "attn.c_attn", "projection": "attn.c_proj", "expand": "mlp.c_fc",
-            "contract": "mlp.c_proj"}  # fmt: skip
+_LINEARS = {
+    "qkv": "attn.c_attn",
+    "projection": "attn.c_proj",
+    "expand": "mlp.c_fc",
+    "contract": "mlp.c_proj",
+}
 # Settings of transformers' GPT2Config under which its GPT-2 is ours; absent is the first.
 _SAME: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -220,10 +231,13 @@ def _shape(folder: Path) -> Shape:
     if width % sizes["n_head"]:
         raise Unreadable(file, f"has n_embd {width}: expected a multiple of n_head")
     return Shape(
-        layers=sizes["n_layer"], heads=sizes["n_head"], width=width,
-        context=sizes["n_positions"], vocabulary=sizes["vocab_size"],
+        layers=sizes["n_layer"],
+        heads=sizes["n_head"],
+        width=width,
+        context=sizes["n_positions"],
+        vocabulary=sizes["vocab_size"],
         dropout=rest.get("resid_pdrop", 0.1),
-    )  # fmt: skip
+    )
 
 
 def _check(found: Mapping[str, Kind], shape: Shape, file: Path) -> None:

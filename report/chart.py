@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
-KERNEL_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255",
-                  "#332288", "#117733", "#999933", "#AA4499", "#661100")  # fmt: skip
+KERNEL_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#882255",
+    "#332288",
+    "#117733",
+    "#999933",
+    "#AA4499",
+    "#661100",
+)
 PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
 MARKERS = "osD^vP*X"
 

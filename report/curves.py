@@ -41,9 +41,12 @@ class Curve:
         if not steps:
             raise UsageError(f"{path}: no step is in its log yet")
         return cls(
-            label, [r["step"] for r in steps], [r["loss"] for r in steps],
-            [r["step"] for r in evaluations], [r["loss"] for r in evaluations],
-        )  # fmt: skip
+            label,
+            [r["step"] for r in steps],
+            [r["loss"] for r in steps],
+            [r["step"] for r in evaluations],
+            [r["loss"] for r in evaluations],
+        )
 
     def smooth(self) -> list[float]:
         """A running mean over about a fiftieth of the run, unbiased at its start."""
@@ -108,9 +111,12 @@ def _limits(groups: Sequence[CurveGroup]) -> tuple[float, float]:
 
 
 def image(
-    groups: Sequence[CurveGroup], output: Path, description: str, title: str = "",
+    groups: Sequence[CurveGroup],
+    output: Path,
+    description: str,
+    title: str = "",
     first: str = "the first",
-) -> None:  # fmt: skip
+) -> None:
     """Losses, and below them how far the validation losses are from the first group's.
 
     Args:
@@ -119,8 +125,9 @@ def image(
     base = groups[0].mean
     below = any(apart(base, group.mean)[0] for group in groups[1:])
     fig = canvas(9, 7.5 if below else 5, title)
-    axes = fig.subplots(2 if below else 1, 1, squeeze=False, sharex=True,
-                        height_ratios=[2, 1] if below else [1])[:, 0]  # fmt: skip
+    axes = fig.subplots(
+        2 if below else 1, 1, squeeze=False, sharex=True, height_ratios=[2, 1] if below else [1]
+    )[:, 0]
     for index, group in enumerate(groups):
         colour = KERNEL_COLOURS[index % len(KERNEL_COLOURS)]
         marker = MARKERS[index % len(MARKERS)]
@@ -148,16 +155,24 @@ def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) ->
     elif raw:
         ax.plot(mean.steps, mean.losses, color=colour, linewidth=0.6, alpha=0.25)
     ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=mean.label)
-    ax.plot(mean.evaluated, mean.validation, color=colour, linestyle="--", marker=marker,
-            markersize=3.5, linewidth=0.8)  # fmt: skip
+    ax.plot(
+        mean.evaluated,
+        mean.validation,
+        color=colour,
+        linestyle="--",
+        marker=marker,
+        markersize=3.5,
+        linewidth=0.8,
+    )
 
 
 def _differences(ax: Axes, base: Curve, group: CurveGroup, colour: str, marker: str) -> None:
     if group.mean is base:
         ax.axhline(0, color=colour, linewidth=1)
     else:
-        ax.plot(*apart(base, group.mean), color=colour, marker=marker, markersize=3.5,
-                linewidth=1.2)  # fmt: skip
+        ax.plot(
+            *apart(base, group.mean), color=colour, marker=marker, markersize=3.5, linewidth=1.2
+        )
     _band(ax, [apart(base, run) for run in group.runs], colour)
 
 
@@ -165,8 +180,14 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
     """From the lowest to the highest of several, where all of them have a value."""
     if len(series) > 1:
         steps, columns = _aligned(series)
-        ax.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns],
-                        color=colour, alpha=0.15, linewidth=0)  # fmt: skip
+        ax.fill_between(
+            steps,
+            [min(c) for c in columns],
+            [max(c) for c in columns],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
 
 
 def page(groups: Sequence[CurveGroup], output: Path) -> None:
@@ -180,17 +201,29 @@ def page(groups: Sequence[CurveGroup], output: Path) -> None:
         mean = group.mean
         figure.add_scatter(x=mean.steps, y=mean.smooth(), name=mean.label, **shared)
         for run in group.runs:
-            figure.add_scatter(x=run.steps, y=run.losses, opacity=0.25, hoverinfo="skip",
-                               showlegend=False, **shared)  # fmt: skip
+            figure.add_scatter(
+                x=run.steps,
+                y=run.losses,
+                opacity=0.25,
+                hoverinfo="skip",
+                showlegend=False,
+                **shared,
+            )
         if mean.evaluated:
             figure.add_scatter(
-                x=mean.evaluated, y=mean.validation, mode="lines+markers", showlegend=False,
-                name=f"{mean.label} (validation)", legendgroup=str(index),
+                x=mean.evaluated,
+                y=mean.validation,
+                mode="lines+markers",
+                showlegend=False,
+                name=f"{mean.label} (validation)",
+                legendgroup=str(index),
                 line={**line, "dash": "dash", "width": 1},
-            )  # fmt: skip
+            )
     figure.update_layout(
-        template="plotly_white", xaxis_title="step", hovermode="x unified",
+        template="plotly_white",
+        xaxis_title="step",
+        hovermode="x unified",
         yaxis={"title": "loss, nats a token; dashed: validation", "range": _limits(groups)},
         legend={"orientation": "h", "y": -0.15},
-    )  # fmt: skip
+    )
     write(output, figure.to_html(include_plotlyjs=True, full_html=True))

@@ -98,13 +98,20 @@ def _style(index: int, peers_before: int, series: Series) -> dict[str, Any]:
     if series.role == "kernel":
         return {
             "color": KERNEL_COLOURS[index % len(KERNEL_COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)], "markersize": 6, "linewidth": 2, "zorder": 3,
-        }  # fmt: skip
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 6,
+            "linewidth": 2,
+            "zorder": 3,
+        }
     return {
-        "color": PEER_COLOURS[peers_before % len(PEER_COLOURS)], "linestyle": "--",
-        "marker": MARKERS[peers_before % len(MARKERS)], "markersize": 4,
-        "markerfacecolor": "white", "linewidth": 1.2, "zorder": 2,
-    }  # fmt: skip
+        "color": PEER_COLOURS[peers_before % len(PEER_COLOURS)],
+        "linestyle": "--",
+        "marker": MARKERS[peers_before % len(MARKERS)],
+        "markersize": 4,
+        "markerfacecolor": "white",
+        "linewidth": 1.2,
+        "zorder": 2,
+    }
 
 
 def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -125,9 +132,13 @@ def _draw(
     ax.minorticks_off()
     if len(axis.ticks) > 6 or not axis.numeric:
         ax.set_xticks(
-            list(axis.ticks), list(axis.ticks.values()), rotation=45, ha="right", fontsize=8,
+            list(axis.ticks),
+            list(axis.ticks.values()),
+            rotation=45,
+            ha="right",
+            fontsize=8,
             rotation_mode="anchor",
-        )  # fmt: skip
+        )
     if not axis.numeric:
         ax.margins(x=0.08)
     ax.set_xlabel(axis.label)
@@ -139,8 +150,14 @@ def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | Non
     for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
         values = [y for row in one.rows if (y := value(row)) is not None]
         if values:
-            bar = ax.barh(i, median(values), height=0.7, color=style["color"], zorder=2,
-                          alpha=1.0 if one.role == "kernel" else 0.45)  # fmt: skip
+            bar = ax.barh(
+                i,
+                median(values),
+                height=0.7,
+                color=style["color"],
+                zorder=2,
+                alpha=1.0 if one.role == "kernel" else 0.45,
+            )
             ax.bar_label(bar, fmt=lambda y: significant(y, 4), padding=3, fontsize=8)
     ax.set_yticks(range(len(series)), [one.label for one in series])
     ax.invert_yaxis()
@@ -151,8 +168,15 @@ def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | Non
 
 def _ceiling(ax: Axes, y: float, text: str) -> None:
     ax.axhline(y, color="#999999", linewidth=1, linestyle=":", zorder=1)
-    ax.annotate(text, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+    ax.annotate(
+        text,
+        (0.01, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=8,
+        color="#666666",
+    )
 
 
 def _time(ax: Axes, series: Sequence[Series], axis: Axis) -> None:
@@ -198,10 +222,24 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
     low = min(*intensities, peak / slope) / 4
     high = max(*intensities, peak / slope) * 2
     ax.plot([low, peak / slope, high], [low * slope, peak, peak], color="#333333", linewidth=1.5)
-    ax.annotate(f"INT8 peak {significant(peak, 4)}", (low, peak), xytext=(0, -3), va="top",
-                textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
-    ax.annotate(f"copy {significant(slope * 1e3, 4)} GB/s", (low, low * slope), xytext=(12, 0),
-                va="top", textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+    ax.annotate(
+        f"INT8 peak {significant(peak, 4)}",
+        (low, peak),
+        xytext=(0, -3),
+        va="top",
+        textcoords="offset points",
+        fontsize=8,
+        color="#666666",
+    )
+    ax.annotate(
+        f"copy {significant(slope * 1e3, 4)} GB/s",
+        (low, low * slope),
+        xytext=(12, 0),
+        va="top",
+        textcoords="offset points",
+        fontsize=8,
+        color="#666666",
+    )
     ax.set_xscale("log")
     ax.set_yscale("log")
     readable(ax.xaxis)
@@ -273,9 +311,15 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
     if series.role == "peer":
         return
     for x, y, row in zip(xs, ys, rows, strict=True):
-        ax.annotate(f"K {row.problem['block']}", (x, y), xytext=(-7 if left else 7, 2),
-                    textcoords="offset points", ha="right" if left else "left", fontsize=8,
-                    color=style["color"])  # fmt: skip
+        ax.annotate(
+            f"K {row.problem['block']}",
+            (x, y),
+            xytext=(-7 if left else 7, 2),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            fontsize=8,
+            color=style["color"],
+        )
 
 
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:

@@ -193,11 +193,13 @@ class Preset:
 
     def chart(self, file: Path) -> Chart:
         groups = [CurveGroup.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]
-        content = [[c.label, c.steps, c.losses, c.evaluated, c.validation]
-                   for group in groups for c in (group.mean, *group.runs)]  # fmt: skip
+        content = [
+            [c.label, c.steps, c.losses, c.evaluated, c.validation]
+            for group in groups
+            for c in (group.mean, *group.runs)
+        ]
         device = self.runs[0].head["device"]["name"]
-        draw = partial(image, groups, title=f"{self.name}\n{device}",
-                       first=self.recipes[0].name)  # fmt: skip
+        draw = partial(image, groups, title=f"{self.name}\n{device}", first=self.recipes[0].name)
         path = file.with_name(f"{file.stem}-{FOLDER}-{self.plot}.svg")
         return Chart(path, content, draw)
 

@@ -175,11 +175,16 @@ def overall(entries: Sequence[ShippedEntry]) -> Table:
         peers = [
             f"{times(mean(one.peer or 0 for one in of))} {peer}" for peer, of in ratios.items()
         ]
-        rows.append([
-            name, str(len(part)), mean_gain(part, 3),
-            counted(sum(gain > 1 for gain in gains(part)), len(part)),
-            str(sum(one.slower for one in part)), ", ".join(peers) or NOTHING,
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                str(len(part)),
+                mean_gain(part, 3),
+                counted(sum(gain > 1 for gain in gains(part)), len(part)),
+                str(sum(one.slower for one in part)),
+                ", ".join(peers) or NOTHING,
+            ]
+        )
     head = ["", "problems", "gain", "faster than the default", "slower", "× peer"]
     return Table(head, rows)
 
@@ -201,11 +206,19 @@ def by_kernel(entries: Sequence[ShippedEntry]) -> Table:
             best = max(part, key=lambda one: one.gain or 0)
             where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else NOTHING
             text = blocks_text(part[0].entry.problem) or NOTHING
-            rows.append([
-                f"{op} {kind}".strip(), kernel, text, str(len(part)),
-                mean_gain(part), mean_gain([best]), where,
-                str(sum(one.slower for one in part)), str(sum(one.entry.trials for one in part)),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    f"{op} {kind}".strip(),
+                    kernel,
+                    text,
+                    str(len(part)),
+                    mean_gain(part),
+                    mean_gain([best]),
+                    where,
+                    str(sum(one.slower for one in part)),
+                    str(sum(one.entry.trials for one in part)),
+                ]
+            )
     head = ["", "kernel", "block", "problems", "gain", "largest", "at", "slower", "trials"]
     return Table(head, rows)
 
@@ -219,9 +232,10 @@ def _provenance(entries: Sequence[ShippedEntry]) -> str:
 
     stale = sum(one.stale for one in entries)
     sources = (
-        f"**Of {stale} configs the kernel's source has changed since.**" if stale
+        f"**Of {stale} configs the kernel's source has changed since.**"
+        if stale
         else "No kernel's source has changed since."
-    )  # fmt: skip
+    )
     return (
         f"Tuned on {values('gpu')}, driver {values('driver')}, CUDA {values('cuda')}, "
         f"torch {values('torch')}, Triton {values('triton')}, timer {values('timer')}; "
@@ -286,14 +300,17 @@ def _lookup_section(found: Sequence[Lookup]) -> Section:
     parts = {**grouped(found, lambda one: one.op), "all ops": list(found)}
     rows = [
         [
-            name, str(len(part)), counted(near(part), len(part)),
-            times(mean(one.ratio for one in part), 3), _worst(part, lambda one: one.ratio),
+            name,
+            str(len(part)),
+            counted(near(part), len(part)),
+            times(mean(one.ratio for one in part), 3),
+            _worst(part, lambda one: one.ratio),
             counted(sum(one.default_ratio <= NEAR for one in part), len(part)),
             times(mean(one.default_ratio for one in part), 3),
             _worst(part, lambda one: one.default_ratio),
         ]
         for name, part in parts.items()
-    ]  # fmt: skip
+    ]
     nearest = sum(one.source == "nearest" for one in found)
     text = (
         "Random shapes that no profile is for: the time of the config that a lookup gives over "
@@ -324,8 +341,9 @@ def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str
         apart = ", ".join(f"{name} {means[name]}" for name in list(means)[1:])
         speed = (
             f"{means['all ops']} the defaults' speed in the geometric mean ({apart})"
-            if means else "no default could run"
-        )  # fmt: skip
+            if means
+            else "no default could run"
+        )
         slower = sum(one.slower for one in problems)
         lines.append(
             f"Tuned configs are shipped for {len(problems)} problems: {speed}, "

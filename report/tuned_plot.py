@@ -35,19 +35,22 @@ def plot(
     fig = canvas(17 if found else 9, 4.8, f"Tuned configs\n{where(device)}")
     axes = fig.subplots(1, 2 if found else 1, squeeze=False)[0]
     _strips(
-        axes[0], [one for one in in_use(entries) if one.gain is not None],
+        axes[0],
+        [one for one in in_use(entries) if one.gain is not None],
         lambda one: one.gain or math.nan,
         _block,
         mean_gain,
-    )  # fmt: skip
+    )
     axes[0].set_title("default / tuned, each problem; below, the geometric mean", fontsize=10)
     axes[0].set_ylabel("gain over the default")
     if found:
         _strips(
-            axes[1], found, lambda one: one.ratio, lambda one: f"{one.source} profile".replace(
-                "default profile", "default (none near)"),
+            axes[1],
+            found,
+            lambda one: one.ratio,
+            lambda one: f"{one.source} profile".replace("default profile", "default (none near)"),
             lambda part: f"{near(part)} of {len(part)}",
-        )  # fmt: skip
+        )
         axes[1].axhline(NEAR, color="#999999", linewidth=1, linestyle=":", zorder=1)
         axes[1].set_title(
             f"lookup / tuned, each shape without a profile; below, those within {NEAR - 1:.0%}",
@@ -58,9 +61,12 @@ def plot(
 
 
 def _strips(
-    ax: Axes, values: Sequence[_T], value: Callable[[_T], float], kind: Callable[[_T], str],
+    ax: Axes,
+    values: Sequence[_T],
+    value: Callable[[_T], float],
+    kind: Callable[[_T], str],
     summary: Callable[[Sequence[_T]], str],
-) -> None:  # fmt: skip
+) -> None:
     """Sorted points, a column an op and a colour a kind; the summary stands under the op's name."""
     columns = {op: sorted(part, key=value) for op, part in grouped(values, lambda v: v.op).items()}
     points: dict[str, tuple[list[float], list[float]]] = {
@@ -74,8 +80,16 @@ def _strips(
         if i:
             ax.axvline(i - 0.5, color="#e6e6e6", linewidth=0.8)
     for i, (name, (xs, ys)) in enumerate(points.items()):
-        ax.plot(xs, ys, linestyle="", marker=MARKERS[i], markersize=3.5, alpha=0.8,
-                color=KERNEL_COLOURS[i], label=name)  # fmt: skip
+        ax.plot(
+            xs,
+            ys,
+            linestyle="",
+            marker=MARKERS[i],
+            markersize=3.5,
+            alpha=0.8,
+            color=KERNEL_COLOURS[i],
+            label=name,
+        )
     names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
     ax.set_xticks(range(len(columns)), names, fontsize=8)
     ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)

@@ -68,9 +68,12 @@ def render(digests: Sequence[Digest]) -> str:
         name = (error.name or "plotly").split(".")[0]
         raise UsageError(f"the report needs {name}: pip install {name}") from None
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     return environment.get_template(TEMPLATE).render(
         title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",
         index=_index(digests) if len(digests) > 1 else None,
@@ -89,16 +92,31 @@ def _ratio(before: float | None, after: float | None) -> str:
 
 
 def _index(digests: Sequence[Digest]) -> Table:
-    head = ("op · kernel", "problem", "device", "objective", "trials", "default ms", "best ms",
-            "gain")  # fmt: skip
+    head = (
+        "op · kernel",
+        "problem",
+        "device",
+        "objective",
+        "trials",
+        "default ms",
+        "best ms",
+        "gain",
+    )
     rows = []
     for digest in digests:
         best = digest.ms[0] if digest.ms else None
-        rows.append((
-            digest.title, digest.problem, str(digest.device.get("name", NOTHING)),
-            str(digest.get("objective") or "time"), str(len(digest.attempts)),
-            _digits(digest.default_ms), _digits(best), _ratio(digest.default_ms, best),
-        ))  # fmt: skip
+        rows.append(
+            (
+                digest.title,
+                digest.problem,
+                str(digest.device.get("name", NOTHING)),
+                str(digest.get("objective") or "time"),
+                str(len(digest.attempts)),
+                _digits(digest.default_ms),
+                _digits(best),
+                _ratio(digest.default_ms, best),
+            )
+        )
     return Table(head, rows)
 
 
@@ -206,21 +224,39 @@ def _charts(identifier: str, digest: Digest) -> list[ReportChart]:
     cost = "time" if digest.units[0] == "ms" else "energy"
     no_time = "No config was measured."
     found = [
-        _chart(identifier, "history", charts.history(digest),
-               f"Each trial's {cost} in the order of the search; a hollow one was stopped early, a "
-               "cross failed and says why under the pointer.", "There are no trials."),
-        _chart(identifier, "importance of each parameter", charts.importance(digest),
-               "How much a parameter decides whether a config is among the best tenth (PED-ANOVA); "
-               "the shares sum to one.",
-               "Nothing can be said: that needs two measured configs at least, that differ in "
-               f"{cost}."),
-        _chart(identifier, "parallel coordinates", charts.parallel(digest),
-               f"A line a measured config, blue where it is best, orange where worst in {cost}. "
-               "Within a value's band the best stand lowest.",
-               no_time if not digest.measured else "Every config tried was the same."),
-        _chart(identifier, "roofline", charts.roofline(digest), _roofline_caption(digest),
-               no_time if digest.get("bytes") else "The study does not say what bytes it moves."),
-    ]  # fmt: skip
+        _chart(
+            identifier,
+            "history",
+            charts.history(digest),
+            f"Each trial's {cost} in the order of the search; a hollow one was stopped early, a "
+            "cross failed and says why under the pointer.",
+            "There are no trials.",
+        ),
+        _chart(
+            identifier,
+            "importance of each parameter",
+            charts.importance(digest),
+            "How much a parameter decides whether a config is among the best tenth (PED-ANOVA); "
+            "the shares sum to one.",
+            "Nothing can be said: that needs two measured configs at least, that differ in "
+            f"{cost}.",
+        ),
+        _chart(
+            identifier,
+            "parallel coordinates",
+            charts.parallel(digest),
+            f"A line a measured config, blue where it is best, orange where worst in {cost}. "
+            "Within a value's band the best stand lowest.",
+            no_time if not digest.measured else "Every config tried was the same.",
+        ),
+        _chart(
+            identifier,
+            "roofline",
+            charts.roofline(digest),
+            _roofline_caption(digest),
+            no_time if digest.get("bytes") else "The study does not say what bytes it moves.",
+        ),
+    ]
     if digest.get("objective") == "both":
         caption = "Energy over time; nothing beats the configs on the line in both."
         found.append(_chart(identifier, "time and energy", charts.pareto(digest), caption, no_time))
@@ -252,8 +288,17 @@ def script_json(text: str) -> str:
 def _trials(digest: Digest) -> Table:
     """A row a trial; config fields that varied have a column each."""
     energy = any(attempt.joules is not None for attempt in digest.attempts)
-    head = ["", "trial", "outcome", "ms", "p20–p80", *(["J"] if energy else []), "seconds",
-            *digest.fields, "message"]  # fmt: skip
+    head = [
+        "",
+        "trial",
+        "outcome",
+        "ms",
+        "p20–p80",
+        *(["J"] if energy else []),
+        "seconds",
+        *digest.fields,
+        "message",
+    ]
     rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
     return Table(head, rows)
 

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 # By a trial's fate, in the order in which they are shown: Okabe and Ito's palette where it can be
 # told from white and from black alike.
 COLOURS = {
-    "ok": "#3b8fd1", "slow": "#e69f00", "illegal": "#999999", "compile": "#cc79a7",
-    "timeout": "#a67c00", "crash": "#d55e00", "wrong": "#e0245e", "lost": "#777777",
+    "ok": "#3b8fd1",
+    "slow": "#e69f00",
+    "illegal": "#999999",
+    "compile": "#cc79a7",
+    "timeout": "#a67c00",
+    "crash": "#d55e00",
+    "wrong": "#e0245e",
+    "lost": "#777777",
     "running": "#777777",
-}  # fmt: skip
+}
 BEST, DEFAULT, ROOF = "#009e73", "#b455c8", "#888888"
 FAST, SLOW = (31, 119, 208), (217, 119, 43)
 GRID = "rgba(128,128,128,0.25)"
@@ -35,8 +41,13 @@ def log_ticks(low: float, high: float) -> Ticks:
     """Round values between two bounds, on a log axis: at least three of them, where there are."""
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     found: list[float] = []
-    for mantissas in ((1.0,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), [m / 10 for m in range(10, 100)],
-                      [m / 100 for m in range(100, 1000)]):  # fmt: skip
+    for mantissas in (
+        (1.0,),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 4, 5, 7),
+        [m / 10 for m in range(10, 100)],
+        [m / 100 for m in range(100, 1000)],
+    ):
         found = [float(f"{m}e{d}") for d in decades for m in mantissas]
         found = [value for value in found if low <= value <= high]
         if len(found) >= 3:
@@ -50,24 +61,42 @@ def _log_axis(title: str, values: Sequence[float], pad: float = 0.08) -> dict[st
     low, high = math.log10(min(values)), math.log10(max(values))
     margin = max((high - low) * pad, 0.02)
     ticks, texts = log_ticks(10 ** (low - margin), 10 ** (high + margin))
-    return {"title": {"text": title}, "type": "log", "range": [low - margin, high + margin],
-            "tickvals": ticks, "ticktext": texts}  # fmt: skip
+    return {
+        "title": {"text": title},
+        "type": "log",
+        "range": [low - margin, high + margin],
+        "tickvals": ticks,
+        "ticktext": texts,
+    }
 
 
 def _figure(height: int, **layout: Any) -> go.Figure:
     """Transparent, so that the page's colours show through; the page colours its texts too."""
     figure = go.Figure()
     figure.update_layout(
-        template=go.layout.Template(), height=height,
-        margin={"l": 64, "r": 24, "t": 16, "b": 48}, paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)", hovermode="closest",
+        template=go.layout.Template(),
+        height=height,
+        margin={"l": 64, "r": 24, "t": 16, "b": 48},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        hovermode="closest",
         font={"color": "#808080", "family": "system-ui, sans-serif", "size": 12},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0,
-                "bgcolor": "rgba(0,0,0,0)"},
-        hoverlabel={"bgcolor": "#222222", "bordercolor": "#888888", "align": "left",
-                    "font": {"color": "#ffffff", "family": "ui-monospace, monospace"}},
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#909090"}, **layout,
-    )  # fmt: skip
+        legend={
+            "orientation": "h",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "x": 0,
+            "bgcolor": "rgba(0,0,0,0)",
+        },
+        hoverlabel={
+            "bgcolor": "#222222",
+            "bordercolor": "#888888",
+            "align": "left",
+            "font": {"color": "#ffffff", "family": "ui-monospace, monospace"},
+        },
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#909090"},
+        **layout,
+    )
     axis = {"gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True}
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
@@ -91,13 +120,21 @@ def _hover(attempt: Attempt, *more: str) -> str:
 
 
 def _points(
-    name: str, attempts: Sequence[Attempt], x: Callable[[Attempt], float],
-    y: Callable[[Attempt], Any], **marker: Any,
-) -> go.Scatter:  # fmt: skip
+    name: str,
+    attempts: Sequence[Attempt],
+    x: Callable[[Attempt], float],
+    y: Callable[[Attempt], Any],
+    **marker: Any,
+) -> go.Scatter:
     return go.Scatter(
-        name=name, mode="markers", x=[x(a) for a in attempts], y=[y(a) for a in attempts],
-        hovertext=[_hover(a) for a in attempts], hoverinfo="text", marker={"size": 7, **marker},
-    )  # fmt: skip
+        name=name,
+        mode="markers",
+        x=[x(a) for a in attempts],
+        y=[y(a) for a in attempts],
+        hovertext=[_hover(a) for a in attempts],
+        hoverinfo="text",
+        marker={"size": 7, **marker},
+    )
 
 
 def _line(
@@ -110,19 +147,29 @@ def _line(
 
 
 def _marked(
-    digest: Digest, among: Sequence[Attempt], x: Callable[[Attempt], float],
+    digest: Digest,
+    among: Sequence[Attempt],
+    x: Callable[[Attempt], float],
     y: Callable[[Attempt], float],
-) -> list[go.Scatter]:  # fmt: skip
+) -> list[go.Scatter]:
     """The default and the best, where drawn, as large symbols on top."""
     return [
-        _points(name, [attempt], x, y, size=size, symbol=symbol, color=colour,
-                line={"width": 1.5, "color": "#ffffff"})
+        _points(
+            name,
+            [attempt],
+            x,
+            y,
+            size=size,
+            symbol=symbol,
+            color=colour,
+            line={"width": 1.5, "color": "#ffffff"},
+        )
         for name, attempt, size, symbol, colour in (
             ("default", digest.default, 13, "diamond", DEFAULT),
             ("best", digest.best, 17, "star", BEST),
         )
         if attempt is not None and attempt in among
-    ]  # fmt: skip
+    ]
 
 
 def _by_fate(
@@ -130,11 +177,17 @@ def _by_fate(
 ) -> list[go.Scatter]:
     """Measured trials, a trace an outcome; what was measured briefly is drawn hollow."""
     return [
-        _points(fate, group, x, y, color=COLOURS[fate],
-                symbol="circle-open" if fate == "slow" else "circle")
+        _points(
+            fate,
+            group,
+            x,
+            y,
+            color=COLOURS[fate],
+            symbol="circle-open" if fate == "slow" else "circle",
+        )
         for fate in COLOURS
         if (group := [a for a in attempts if a.fate == fate])
-    ]  # fmt: skip
+    ]
 
 
 def _cost(attempt: Attempt) -> float:
@@ -166,18 +219,27 @@ def history(digest: Digest) -> go.Figure | None:
     figure = _figure(400 if digest.measured else 120 + 30 * len(rows))
     for fate in rows:
         group = [a for a in failed if a.fate == fate]
-        points = _points(fate, group, lambda a: a.number, lambda a: a.fate,
-                         symbol="x", color=COLOURS[fate])  # fmt: skip
+        points = _points(
+            fate, group, lambda a: a.number, lambda a: a.fate, symbol="x", color=COLOURS[fate]
+        )
         figure.add_trace(points.update(yaxis="y2", showlegend=False))
     last = digest.attempts[-1].number
-    figure.update_xaxes(title="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free",
-                        position=0)  # fmt: skip
+    figure.update_xaxes(
+        title="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free", position=0
+    )
     if rows:
-        figure.update_layout(yaxis2={
-            "domain": [1 - strip + 0.02 * bool(digest.measured), 1], "type": "category",
-            "categoryorder": "array", "categoryarray": rows[::-1], "gridcolor": GRID,
-            "automargin": True, "range": [-0.6, len(rows) - 0.4], "fixedrange": True,
-        })  # fmt: skip
+        figure.update_layout(
+            yaxis2={
+                "domain": [1 - strip + 0.02 * bool(digest.measured), 1],
+                "type": "category",
+                "categoryorder": "array",
+                "categoryarray": rows[::-1],
+                "gridcolor": GRID,
+                "automargin": True,
+                "range": [-0.6, len(rows) - 0.4],
+                "fixedrange": True,
+            }
+        )
     if digest.measured:
         _measured_history(figure, digest, last, 1 - strip)
     else:
@@ -215,12 +277,20 @@ def importance(digest: Digest) -> go.Figure | None:
     figure = _figure(110 + 28 * len(order) * len(found), barmode="group")
     for unit, shares in found.items():
         values = [shares.get(name, 0.0) for name in order]
-        figure.add_trace(go.Bar(
-            name="time" if unit == "ms" else "energy", orientation="h", y=list(map(plain, order)),
-            x=values, text=[f"{value:.0%}" for value in values], textposition="outside",
-            cliponaxis=False, hoverinfo="skip", showlegend=len(found) > 1,
-            marker={"color": COLOURS["ok"] if unit == "ms" else COLOURS["slow"]},
-        ))  # fmt: skip
+        figure.add_trace(
+            go.Bar(
+                name="time" if unit == "ms" else "energy",
+                orientation="h",
+                y=list(map(plain, order)),
+                x=values,
+                text=[f"{value:.0%}" for value in values],
+                textposition="outside",
+                cliponaxis=False,
+                hoverinfo="skip",
+                showlegend=len(found) > 1,
+                marker={"color": COLOURS["ok"] if unit == "ms" else COLOURS["slow"]},
+            )
+        )
     figure.update_xaxes(title="share of the importance", tickformat=".0%", range=[0, 1.08])
     figure.update_yaxes(title="parameter", type="category")
     return figure
@@ -267,10 +337,13 @@ def parallel(digest: Digest) -> go.Figure | None:
         if group:
             middle = shade / (SHADES - 1)
             line = {"color": _shade(middle), "width": 1.2 + 0.6 * (1 - middle)}
-            figure.add_trace(_lines("trials", group, places, share, line, opacity=0.6,
-                                    showlegend=False))  # fmt: skip
-    for name, attempt, colour, dash in (("default", digest.default, DEFAULT, "dash"),
-                                        ("best", digest.best, BEST, "solid")):  # fmt: skip
+            figure.add_trace(
+                _lines("trials", group, places, share, line, opacity=0.6, showlegend=False)
+            )
+    for name, attempt, colour, dash in (
+        ("default", digest.default, DEFAULT, "dash"),
+        ("best", digest.best, BEST, "solid"),
+    ):
         if attempt is not None:
             line = {"color": colour, "width": 4, "dash": dash}
             figure.add_trace(_lines(name, [attempt], places, share, line))
@@ -279,9 +352,13 @@ def parallel(digest: Digest) -> go.Figure | None:
 
 
 def _lines(
-    name: str, group: Sequence[Attempt], places: Mapping[int, Sequence[float]],
-    share: Mapping[int, float], line: Mapping[str, Any], **more: Any,
-) -> go.Scatter:  # fmt: skip
+    name: str,
+    group: Sequence[Attempt],
+    places: Mapping[int, Sequence[float]],
+    share: Mapping[int, float],
+    line: Mapping[str, Any],
+    **more: Any,
+) -> go.Scatter:
     """One trace of many lines, with a gap after each."""
     x: list[float | None] = []
     y: list[float | None] = []
@@ -292,9 +369,16 @@ def _lines(
         y += [*heights, None]
         texts += [*[_hover(attempt)] * len(heights), ""]
     return go.Scatter(
-        name=name, mode="lines+markers" if more == {} else "lines", x=x, y=y, hovertext=texts,
-        hoverinfo="text", line=line, connectgaps=False, **more,
-    )  # fmt: skip
+        name=name,
+        mode="lines+markers" if more == {} else "lines",
+        x=x,
+        y=y,
+        hovertext=texts,
+        hoverinfo="text",
+        line=line,
+        connectgaps=False,
+        **more,
+    )
 
 
 def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -> None:
@@ -302,24 +386,49 @@ def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -
     names = [*digest.fields, COST[digest.units[0]]]
     label = {"showarrow": False, "xref": "x", "yref": "y"}
     texts = [
-        {**label, "x": i, "y": (row + 0.5) / len(values), "text": plain(value),
-         "xanchor": "right", "xshift": -6}
+        {
+            **label,
+            "x": i,
+            "y": (row + 0.5) / len(values),
+            "text": plain(value),
+            "xanchor": "right",
+            "xshift": -6,
+        }
         for i, values in enumerate(digest.fields.values())
         for row, value in enumerate(values)
-    ]  # fmt: skip
+    ]
     span = math.log10(high / low) or 1.0
     for value, text in zip(*log_ticks(low, high), strict=True):
         height = math.log10(value / low) / span
-        texts.append({**label, "x": len(names) - 1, "y": height, "text": text, "xanchor": "left",
-                      "xshift": 6})  # fmt: skip
+        texts.append(
+            {
+                **label,
+                "x": len(names) - 1,
+                "y": height,
+                "text": text,
+                "xanchor": "left",
+                "xshift": 6,
+            }
+        )
     verticals = [
-        {"type": "line", "x0": i, "x1": i, "y0": 0, "y1": 1, "layer": "below",
-         "line": {"color": ROOF, "width": 1}}
+        {
+            "type": "line",
+            "x0": i,
+            "x1": i,
+            "y0": 0,
+            "y1": 1,
+            "layer": "below",
+            "line": {"color": ROOF, "width": 1},
+        }
         for i in range(len(names))
-    ]  # fmt: skip
+    ]
     figure.update_layout(annotations=texts, shapes=verticals, margin={"r": 64})
-    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=list(map(plain, names)),
-                        range=[-0.3, len(names) - 0.6], showgrid=False)  # fmt: skip
+    figure.update_xaxes(
+        tickvals=list(range(len(names))),
+        ticktext=list(map(plain, names)),
+        range=[-0.3, len(names) - 0.6],
+        showgrid=False,
+    )
     figure.update_yaxes(range=[-0.08, 1.06], visible=False)
 
 

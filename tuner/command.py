@@ -172,8 +172,10 @@ def _tune_all(
     for i, target in enumerate(work):
         if session.runner.now() + session.final_s >= session.end:
             session.untried += len(work) - i
-            session.display.note(f"the budget is spent: {len(work) - i} of {len(work)} searches "
-                                 "are left; the same command goes on")  # fmt: skip
+            session.display.note(
+                f"the budget is spent: {len(work) - i} of {len(work)} searches "
+                "are left; the same command goes on"
+            )
             break
         try:
             if (done := session.tune(target, len(work) - i)) is not None:
@@ -213,9 +215,13 @@ def _write_files(asked: TuneOptions, tuned: Sequence[FinishedSearch], session: S
 
 def _recording(target: SearchTarget, study: Study) -> Recording:
     return Recording(
-        target.kernel, target.case.problem, study.optuna.user_attrs["device"],
-        target.space.fields, target.space.base, dict(study.finished()),
-    )  # fmt: skip
+        target.kernel,
+        target.case.problem,
+        study.optuna.user_attrs["device"],
+        target.space.fields,
+        target.space.base,
+        dict(study.finished()),
+    )
 
 
 def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:

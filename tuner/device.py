@@ -159,9 +159,12 @@ class DeviceRunner:
             task.dropped = True
 
     def compare(
-        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        self,
+        configs: Mapping[str, Config],
+        budget_s: float,
+        rounds: int = ROUNDS,
         peers: bool = True,
-    ) -> Comparison:  # fmt: skip
+    ) -> Comparison:
         self.cancel()
         seat = self._measuring[0]
         end = self.now() + DROPPED_S

@@ -46,16 +46,20 @@ class SearchDisplay:
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=self.table, console=self._console, transient=True,
+                get_renderable=self.table,
+                console=self._console,
+                transient=True,
                 refresh_per_second=4,
-            )  # fmt: skip
+            )
             self._live.__enter__()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if self._live is not None:
             self._live.__exit__(kind, value, trace)
 

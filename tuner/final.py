@@ -98,10 +98,16 @@ def _middle(values: np.ndarray) -> float:
 
 
 def decide(
-    runner: TrialRunner, finalists: Sequence[Config], default: Config, before: Config, tuned: bool,
-    objective: Objective, budget_s: float, broken: Mapping[Config, str] | None = None,
+    runner: TrialRunner,
+    finalists: Sequence[Config],
+    default: Config,
+    before: Config,
+    tuned: bool,
+    objective: Objective,
+    budget_s: float,
+    broken: Mapping[Config, str] | None = None,
     rounds: int = ROUNDS,
-) -> Final:  # fmt: skip
+) -> Final:
     """Compare the finalists with the incumbent and take the best if it beats that.
 
     Args:
@@ -128,16 +134,23 @@ def decide(
     better = [c for c in ranked if held is None or beats(timings[c], held, objective)]
     kept, winner = not better, next(iter(better), incumbent)
     return Final(
-        winner, timings[winner], timings.get(default), timings.get(before), kept,
+        winner,
+        timings[winner],
+        timings.get(default),
+        timings.get(before),
+        kept,
         dict(comparison.peers),
         {str(configs[int(label)].as_dict()): reason for label, reason in comparison.failed.items()},
-    )  # fmt: skip
+    )
 
 
 def _compare(
-    runner: TrialRunner, configs: Mapping[str, Config], budget_s: float, rounds: int,
+    runner: TrialRunner,
+    configs: Mapping[str, Config],
+    budget_s: float,
+    rounds: int,
     failed: Mapping[str, str],
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """A comparison that brings its worker down is repeated without the peers, one of which may be
     to blame, and then without those configs that bring it down alone.
 

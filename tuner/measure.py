@@ -87,9 +87,15 @@ class Bench:
             return Measurement("slow", first)
         self.least_ms = min(self.least_ms, first)
         timing = time_calls(
-            calls, where, rounds=7, sample_ms=self.sample_ms, warm_ms=20.0, budget_s=5.0,
-            monitor=self.monitor, power_ms=POWER_MS if self.monitor else 0.0,
-        )["config"]  # fmt: skip
+            calls,
+            where,
+            rounds=7,
+            sample_ms=self.sample_ms,
+            warm_ms=20.0,
+            budget_s=5.0,
+            monitor=self.monitor,
+            power_ms=POWER_MS if self.monitor else 0.0,
+        )["config"]
         return Measurement("ok", timing.ms, timing.ms_p20, timing.ms_p80, timing.joules)
 
     def _wrong(self, config: Config) -> str | None:
@@ -160,11 +166,15 @@ class Bench:
         # Power is one reading a run: several runs, so that its noise is known.
         runs = [
             time_calls(
-                variants, where, LEAST_ROUNDS // 2, sample_ms, monitor=self.monitor,
+                variants,
+                where,
+                LEAST_ROUNDS // 2,
+                sample_ms,
+                monitor=self.monitor,
                 power_ms=POWER_MS,
             )
             for _ in range(POWER_RUNS)
-        ]  # fmt: skip
+        ]
         return {name: Timing.joined([run[name] for run in runs]) for name in variants}
 
     def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:

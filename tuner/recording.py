@@ -47,9 +47,11 @@ class Recording:
         every = Space(self.fields, self.base, lambda _: None)
         points = [every.point(config.as_dict()) for config in self.trials]
         return Space(
-            self.fields, self.base, lambda c: None if c in self.trials else "not recorded",
+            self.fields,
+            self.base,
+            lambda c: None if c in self.trials else "not recorded",
             sorted(point for point in points if point is not None),
-        )  # fmt: skip
+        )
 
     @property
     def optimum_ms(self) -> float:
@@ -70,11 +72,16 @@ class Recording:
             ms = [None if v is None else float(f"{v:.5g}") for v in (m.ms, m.ms_p20, m.ms_p80)]
             trials.append([*point, OUTCOMES.index(m.outcome), *ms, m.joules, round(m.seconds, 3)])
         content = {
-            "schema": SCHEMA, "op": self.kernel.op, "kernel": self.kernel.name,
-            "problem": self.problem.as_dict(), "device": dict(self.device),
+            "schema": SCHEMA,
+            "op": self.kernel.op,
+            "kernel": self.kernel.name,
+            "problem": self.problem.as_dict(),
+            "device": dict(self.device),
             "fields": {name: list(values) for name, values in self.fields.items()},
-            "base": self.base.as_dict(), "outcomes": OUTCOMES, "trials": trials,
-        }  # fmt: skip
+            "base": self.base.as_dict(),
+            "outcomes": OUTCOMES,
+            "trials": trials,
+        }
         text = json.dumps(content, separators=(",", ":"))
         packed = file.suffix == ".gz"
         write(file, gzip.compress(text.encode(), mtime=0) if packed else text)
@@ -149,9 +156,13 @@ def _parsed(content: _File, file: Path) -> Recording:
         if trial.outcome >= len(content.outcomes) or not space.has(ranks):
             raise Unreadable(file, f"trials.{i}: expected ranks of {', '.join(fields)} and outcome")
         trials[space.config(ranks)] = Measurement(
-            content.outcomes[trial.outcome], trial.ms, trial.ms_p20, trial.ms_p80, trial.joules,
+            content.outcomes[trial.outcome],
+            trial.ms,
+            trial.ms_p20,
+            trial.ms_p80,
+            trial.joules,
             seconds=trial.seconds,
-        )  # fmt: skip
+        )
     if not any(m.outcome == "ok" and m.ms is not None for m in trials.values()):
         raise UsageError("none of its configs was timed")
     problem = op.Problem.parse(content.problem)

@@ -54,9 +54,12 @@ def replayed(
         recording.kernel, recording.problem, Device("cpu", name="replay"), space, "time", "normal"
     )
     study = Study(
-        identity, strategy_of(strategy, space, seed, first), optuna.storages.InMemoryStorage(),
-        _unheard, {"strategy": strategy},
-    )  # fmt: skip
+        identity,
+        strategy_of(strategy, space, seed, first),
+        optuna.storages.InMemoryStorage(),
+        _unheard,
+        {"strategy": strategy},
+    )
     runner = ReplayRunner(recording.trials)
     search(study, runner, Limits(trials, budget_s), _unheard)
     best = study.best(3)

@@ -43,9 +43,12 @@ class TrialRunner(Protocol):
         """Give up all that is under way."""
 
     def compare(
-        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        self,
+        configs: Mapping[str, Config],
+        budget_s: float,
+        rounds: int = ROUNDS,
         peers: bool = True,
-    ) -> Comparison:  # fmt: skip
+    ) -> Comparison:
         """Measure again, all in turn, with the peers or without: the final word.
 
         Raises:
@@ -99,9 +102,12 @@ class ReplayRunner:
         self._spent = 0.0
 
     def compare(
-        self, configs: Mapping[str, Config], budget_s: float, rounds: int = ROUNDS,
+        self,
+        configs: Mapping[str, Config],
+        budget_s: float,
+        rounds: int = ROUNDS,
         peers: bool = True,
-    ) -> Comparison:  # fmt: skip
+    ) -> Comparison:
         timings, failed = {}, {}
         for label, config in configs.items():
             found = self.recorded.get(config)

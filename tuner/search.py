@@ -75,8 +75,10 @@ def _log(file: Path, number: int, config: Config, measurement: Measurement) -> N
     if measurement.measured:
         return
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    text = (f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
-            f"{measurement.message}\n\n")  # fmt: skip
+    text = (
+        f"{time} trial {number}: {measurement.outcome}\n{config.as_dict()}\n"
+        f"{measurement.message}\n\n"
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with append(file) as log:

@@ -71,9 +71,13 @@ class FinishedSearch:
         """It as the summary shows it."""
         target = self.target
         return summary.SearchOutcome(
-            target.kernel, target.case.problem, target.space.base, self.final,
-            self.study.finished(), self.saved is not None,
-        )  # fmt: skip
+            target.kernel,
+            target.case.problem,
+            target.space.base,
+            self.final,
+            self.study.finished(),
+            self.saved is not None,
+        )
 
 
 class Session:
@@ -115,13 +119,20 @@ class Session:
         )
         record = bench_command.device_record(self.device, dict(self.peaks), self.driver)
         attributes = {
-            "op": target.case.op.name, "kernel": target.kernel.name, "problem": problem.as_dict(),
-            "device": record, "default": target.space.base.as_dict(),
-            "objective": self.objective, "strategy": name, "seed": asked.seed,
+            "op": target.case.op.name,
+            "kernel": target.kernel.name,
+            "problem": problem.as_dict(),
+            "device": record,
+            "default": target.space.base.as_dict(),
+            "objective": self.objective,
+            "strategy": name,
+            "seed": asked.seed,
             "space": {field: list(v) for field, v in target.space.fields.items()},
-            "source": target.kernel.source_hash(), "peaks": dict(self.peaks),
-            "flops": target.case.op.flops(problem), "bytes": target.case.op.bytes(problem),
-        }  # fmt: skip
+            "source": target.kernel.source_hash(),
+            "peaks": dict(self.peaks),
+            "flops": target.case.op.flops(problem),
+            "bytes": target.case.op.bytes(problem),
+        }
         strategy = strategy_of(name, target.space, asked.seed, first)
         storage = asked.storage if asked.keep else InMemoryStorage()
         return Study(identity, strategy, storage, self.display.note, attributes)
@@ -167,8 +178,17 @@ class Session:
         """Search for so many seconds; what stopped it before, if anything did."""
         asked = self.asked
         self.display.begin(str(target), self.trials, share, study.finished())
-        self.runner.begin(Job(target.case.op, target.kernel, target.case.problem, asked.seed,
-                              asked.data, self.objective != "time", asked.peers))  # fmt: skip
+        self.runner.begin(
+            Job(
+                target.case.op,
+                target.kernel,
+                target.case.problem,
+                asked.seed,
+                asked.data,
+                self.objective != "time",
+                asked.peers,
+            )
+        )
         try:
             limits = Limits(self.trials, self.runner.now() + share)
             search(study, self.runner, limits, self.display.trial)
@@ -218,9 +238,10 @@ class Session:
         if not (fresh and "final" in study.optuna.user_attrs and enough):
             return False
         self.display.index += 1
-        self.display.note(f"{study.identity.name}: tuned already, {tried} trials: "
-                          + ("all that are legal" if study.exhausted() else
-                             "a higher --trials goes on"))  # fmt: skip
+        self.display.note(
+            f"{study.identity.name}: tuned already, {tried} trials: "
+            + ("all that are legal" if study.exhausted() else "a higher --trials goes on")
+        )
         return True
 
     def _finish(
@@ -231,9 +252,16 @@ class Session:
         hopeless = {config: m.message for config, m in study.finished() if self._hopeless(m)}
         try:
             final = decide(
-                self.runner, study.best(self.effort.finalists), target.space.base, found.config,
-                tuned, self.objective, rounds_s, hopeless, self.effort.rounds,
-            )  # fmt: skip
+                self.runner,
+                study.best(self.effort.finalists),
+                target.space.base,
+                found.config,
+                tuned,
+                self.objective,
+                rounds_s,
+                hopeless,
+                self.effort.rounds,
+            )
         except WrongResultError:
             if {m.outcome for _, m in study.finished()} == {"timeout"}:
                 raise TimedOutError(
@@ -259,17 +287,21 @@ class Session:
     def _save(self, target: SearchTarget, study: Study, final: Final) -> Path:
         timing = final.timing
         entry = Entry(
-            kernel=target.kernel.name, problem=target.case.problem.as_dict(),
-            config=final.config.as_dict(), ms=digits(timing.ms),
-            ms_p20=digits(timing.ms_p20), ms_p80=digits(timing.ms_p80),
+            kernel=target.kernel.name,
+            problem=target.case.problem.as_dict(),
+            config=final.config.as_dict(),
+            ms=digits(timing.ms),
+            ms_p20=digits(timing.ms_p20),
+            ms_p80=digits(timing.ms_p80),
             samples=timing.samples,
             default_ms=None if final.default is None else digits(final.default.ms),
             joules=None if timing.joules is None else digits(timing.joules),
             objective=self.objective,
             vs_peer={name: digits(ratio) for name, ratio in final.vs_peer.items()},
-            trials=len(study.finished()), strategy=str(study.optuna.user_attrs["strategy"]),
+            trials=len(study.finished()),
+            strategy=str(study.optuna.user_attrs["strategy"]),
             provenance=provenance.of(target.kernel, self.device, self.driver),
-        )  # fmt: skip
+        )
         return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
 
 

@@ -35,9 +35,12 @@ class Space:
     """
 
     def __init__(
-        self, fields: Mapping[str, Sequence[Any]], base: Config,
-        reason: Callable[[Config], str | None], points: Sequence[Point] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        fields: Mapping[str, Sequence[Any]],
+        base: Config,
+        reason: Callable[[Config], str | None],
+        points: Sequence[Point] | None = None,
+    ) -> None:
         self.fields = {name: tuple(values) for name, values in fields.items()}
         self.base = base
         self.reason = reason
@@ -46,9 +49,12 @@ class Space:
 
     @classmethod
     def of(
-        cls, kernel: Kernel, problem: Any, device: Device,
+        cls,
+        kernel: Kernel,
+        problem: Any,
+        device: Device,
         limits: Mapping[str, Sequence[str]] | None = None,
-    ) -> Space:  # fmt: skip
+    ) -> Space:
         """A kernel's space for a problem, with fields limited to some values.
 
         Raises:

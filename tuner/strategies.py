@@ -66,9 +66,12 @@ class Strategy(BaseSampler):
             raise
 
     def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str,
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
         param_distribution: BaseDistribution,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         raise AssertionError(f"{param_name} is no field of the space")
 
     def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
@@ -113,9 +116,11 @@ def observations(study: Study, space: Space, but: int = -1) -> dict[Point, Seen]
 
 def can_be(values: Any, count: int) -> bool:
     """Return whether these are so many times or energies: a file may hold anything."""
-    return isinstance(values, list) and len(values) == count and all(
-        isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values
-    )  # fmt: skip
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values)
+    )
 
 
 def best(seen: Mapping[Point, Seen], count: int) -> list[Point]:
@@ -186,10 +191,11 @@ class Tpe(Strategy):
         for point, values in seen.items():
             ranked.add_trial(
                 create_trial(
-                    params=dict(zip(self._ranks, point, strict=True)), distributions=self._ranks,
+                    params=dict(zip(self._ranks, point, strict=True)),
+                    distributions=self._ranks,
                     values=worst if values is None else values,
                 )
-            )  # fmt: skip
+            )
         proposed = ranked.ask(self._ranks).params
         return tuple(proposed[name] for name in self._ranks)
 

@@ -77,9 +77,16 @@ class Identity:
     def name(self) -> str:
         """Readable, and a hash of what the readable part leaves out."""
         shape = "-".join(str(value) for value in self.problem.as_dict().values())
-        told = [self.kernel.source_hash(), TIMER_VERSION, self.objective, self.data,
-                self.problem.as_dict(), {k: list(v) for k, v in self.space.fields.items()},
-                self.space.base.as_dict(), provenance.software()]  # fmt: skip
+        told = [
+            self.kernel.source_hash(),
+            TIMER_VERSION,
+            self.objective,
+            self.data,
+            self.problem.as_dict(),
+            {k: list(v) for k, v in self.space.fields.items()},
+            self.space.base.as_dict(),
+            provenance.software(),
+        ]
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         device = profiles.device_slug(self.device)
         return f"{device}/{self.kernel.op}/{self.kernel.name}-{shape}-{key}"
@@ -179,8 +186,10 @@ def _repair(file: Path, note: Note) -> None:
         aside = file.with_name(f"{file.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}")
         files.write(aside, content)
         line_number = content.count(b"\n", 0, good) + 1
-        note(f"study {file}: line {line_number} is corrupt: goes on from the lines before it; "
-             f"the whole file is kept as {aside.name}")  # fmt: skip
+        note(
+            f"study {file}: line {line_number} is corrupt: goes on from the lines before it; "
+            f"the whole file is kept as {aside.name}"
+        )
     files.write(file, content[:good], alone=True)
 
 
@@ -269,9 +278,13 @@ class Study:
     log_suffix: ClassVar[str] = ".log"
 
     def __init__(
-        self, identity: Identity, strategy: Strategy, storage: str | BaseStorage | None, note: Note,
+        self,
+        identity: Identity,
+        strategy: Strategy,
+        storage: str | BaseStorage | None,
+        note: Note,
         attributes: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._asked: dict[int, optuna.Trial] = {}
         self.identity, self.space, self.objective = identity, identity.space, identity.objective
@@ -289,8 +302,10 @@ class Study:
             self._reap()
         self.finished()
         if wrong := [number for number, found in self._read.items() if found is None]:
-            note(f"study {self._where}: passed over {len(wrong)} trials that say what cannot be, "
-                 f"the first {wrong[0]}")  # fmt: skip
+            note(
+                f"study {self._where}: passed over {len(wrong)} trials that say what cannot be, "
+                f"the first {wrong[0]}"
+            )
 
     def _opened(self, storage: BaseStorage, strategy: Strategy) -> optuna.Study:
         """Return the study, new or there.
@@ -301,9 +316,12 @@ class Study:
         directions = [StudyDirection.MINIMIZE] * (2 if self.objective == "both" else 1)
         try:
             found = optuna.create_study(
-                storage=storage, sampler=strategy, study_name=self.identity.name,
-                load_if_exists=True, directions=directions,
-            )  # fmt: skip
+                storage=storage,
+                sampler=strategy,
+                study_name=self.identity.name,
+                load_if_exists=True,
+                directions=directions,
+            )
             trials = found.get_trials(deepcopy=False)
             known = found.directions, found.user_attrs
         except (OSError, optuna.exceptions.StorageInternalError, json.JSONDecodeError):
@@ -316,8 +334,10 @@ class Study:
             for trial in trials
             for name in fields
         ):
-            raise StorageError(f"cannot use study {self._where}: its {self.identity.name} is of "
-                               "other configs or of another objective")  # fmt: skip
+            raise StorageError(
+                f"cannot use study {self._where}: its {self.identity.name} is of "
+                "other configs or of another objective"
+            )
         return found
 
     @contextmanager
@@ -407,8 +427,11 @@ class Study:
         while True:
             earlier = [t for t in self.optuna.get_trials(deepcopy=False) if t.number < asked.number]
             running = [t for t in earlier if t.state == TrialState.RUNNING]
-            if any(t.params == asked.params for t in earlier
-                   if t in running or "outcome" in t.user_attrs):  # fmt: skip
+            if any(
+                t.params == asked.params
+                for t in earlier
+                if t in running or "outcome" in t.user_attrs
+            ):
                 return True
             # Of tuners that choose at once, those who began later wait for what the first takes.
             if all(t.params.keys() == asked.params.keys() for t in running):
@@ -441,8 +464,10 @@ class Study:
             del self._asked[number]
 
     def _is_finished(self, number: int) -> bool:
-        return any(t.number == number and t.state.is_finished()
-                   for t in self.optuna.get_trials(deepcopy=False))  # fmt: skip
+        return any(
+            t.number == number and t.state.is_finished()
+            for t in self.optuna.get_trials(deepcopy=False)
+        )
 
     def _end(self, number: int, measurement: Measurement) -> None:
         values = measurement.values(self.objective)
@@ -463,8 +488,9 @@ class Study:
 
     def taken(self) -> int:
         """Trials that have an outcome, and those under way, of whichever tuner."""
-        return sum(t.state == TrialState.RUNNING or "outcome" in t.user_attrs
-                   for t in self._trials())  # fmt: skip
+        return sum(
+            t.state == TrialState.RUNNING or "outcome" in t.user_attrs for t in self._trials()
+        )
 
     def finished(self) -> list[tuple[Config, Measurement]]:
         """Every trial that has an outcome, of whichever tuner, in order."""
@@ -477,9 +503,11 @@ class Study:
     def _meant(self, trial: FrozenTrial) -> tuple[Config, Measurement] | None:
         """Return a trial's config and what became of it; None where it says what cannot be."""
         point, measurement = self.space.point(trial.params), Measurement.parse(trial.user_attrs)
-        return None if point is None or measurement is None else (
-            self.space.config(point), measurement
-        )  # fmt: skip
+        return (
+            None
+            if point is None or measurement is None
+            else (self.space.config(point), measurement)
+        )
 
     def best(self, count: int) -> list[Config]:
         """The configs of the least values; of two objectives, of the least product."""

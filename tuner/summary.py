@@ -18,8 +18,18 @@ from jetfire.tuner.trial import Measurement
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-COLUMNS = ("problem", "kernel", "config, where not the default's", "time", "default", "gain",
-           "× peer", "trials", "failed", "profile")  # fmt: skip
+COLUMNS = (
+    "problem",
+    "kernel",
+    "config, where not the default's",
+    "time",
+    "default",
+    "gain",
+    "× peer",
+    "trials",
+    "failed",
+    "profile",
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,10 @@ def show(outcomes: Sequence[SearchOutcome], device: Device) -> None:
     gain = mean_gain(outcomes)
     terminal.console(width=240).print(_table(outcomes))
     if gain is not None:
-        print(f"{device.label}: {gain:.3f}× the defaults' speed, geometric mean of "
-              f"{sum(o.final.gain is not None for o in outcomes)}")  # fmt: skip
+        print(
+            f"{device.label}: {gain:.3f}× the defaults' speed, geometric mean of "
+            f"{sum(o.final.gain is not None for o in outcomes)}"
+        )
 
 
 def _table(outcomes: Sequence[SearchOutcome]) -> RichTable:
@@ -71,10 +83,14 @@ def _row(outcome: SearchOutcome) -> tuple[str, ...]:
     failed = sum(not measurement.measured for _, measurement in outcome.trials)
     peers = [f"{times(ratio)} {name}" for name, ratio in final.vs_peer.items()]
     return (
-        f"{outcome.kernel.op} {shape_text(problem, problem)}", outcome.kernel.name,
-        changes(final.config, outcome.default), time_text(final.timing.ms),
+        f"{outcome.kernel.op} {shape_text(problem, problem)}",
+        outcome.kernel.name,
+        changes(final.config, outcome.default),
+        time_text(final.timing.ms),
         "fails" if final.default is None else time_text(final.default.ms),
-        "" if final.gain is None else times(final.gain, 3), "\n".join(peers),
-        str(len(outcome.trials)), str(failed) if failed else "",
+        "" if final.gain is None else times(final.gain, 3),
+        "\n".join(peers),
+        str(len(outcome.trials)),
+        str(failed) if failed else "",
         "written" if outcome.saved else "stays",
-    )  # fmt: skip
+    )

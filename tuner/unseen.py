@@ -77,13 +77,16 @@ def _row(tuned: FinishedSearch) -> dict[str, Any]:
     assert final.before is not None
     assert final.default is not None
     return {
-        "op": tuned.target.case.op.name, "kernel": tuned.target.kernel.name,
-        "problem": problem.as_dict(), "source": tuned.found.source,
+        "op": tuned.target.case.op.name,
+        "kernel": tuned.target.kernel.name,
+        "problem": problem.as_dict(),
+        "source": tuned.found.source,
         "distance": None if entry is None else _distance(tuned, entry.problem),
-        "lookup_ms": digits(final.before.ms), "default_ms": digits(final.default.ms),
+        "lookup_ms": digits(final.before.ms),
+        "default_ms": digits(final.default.ms),
         "tuned_ms": digits(min(t.ms for t in (final.timing, final.before, final.default))),
         "trials": len(tuned.study.finished()),
-    }  # fmt: skip
+    }
 
 
 def _distance(tuned: FinishedSearch, other: Mapping[str, Any]) -> float:

@@ -84,8 +84,9 @@ def measure_configs(connection: Connection, device_name: str) -> None:
             answer = getattr(bench, verb)(*rest)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            answer = Measurement(outcome_of(error), message=message,
-                                 seconds=time.perf_counter() - begin)  # fmt: skip
+            answer = Measurement(
+                outcome_of(error), message=message, seconds=time.perf_counter() - begin
+            )
         connection.send((answer, _usable(device)))
 
 
