@@ -1,5 +1,6 @@
 """Without a GPU the Triton kernels run on Triton's interpreter, which must be chosen on import."""
 
+import gc
 import inspect
 import json
 import os
@@ -56,6 +57,9 @@ def _remember_builtins() -> None:
 if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
     _remember_builtins()
 
+# Modules and tests are no garbage: looking for some while they are loaded takes 5 s per process.
+gc.disable()
+
 # What tests read, among it an op that is none of this tree's, with its own test.
 collect_ignore = ["data"]
 
@@ -86,6 +90,17 @@ def _as_ever(make: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Have the collector of garbage pass over what was there before a module's tests.
+
+    The suite's modules and tests are a million objects, of half a second to each full collection:
+    a quarter of the time of tests that run in this process.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Change the defaults that the command line names: our code must not mind them.
@@ -104,6 +119,10 @@ def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
