@@ -42,7 +42,7 @@ fuzz: $(INSTALLED)  ## random problems against the reference: OP's kernels (defa
 	  $(if $(EXAMPLES),--examples $(EXAMPLES))
 
 test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
-	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto)
+	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto --dist worksteal)
 
 test-gpu: $(INSTALLED)  ## only the tests that need a GPU, or a machine on which nothing else runs
 	$(PY) -m pytest -q -m "gpu or quiet"
