@@ -155,7 +155,7 @@ def report(
     names = [chart.path.name for chart in charts]
     texts = {file.with_suffix(".md"): page(everything, file.name, names, sections, added.sections)}
     if readme is not None:
-        tables = [module.readme(results) for module in (int8, int4, training)]
+        tables = [module.readme(results) for module in (training, int8, int4)]
         shown = [table.markdown() for table in (*tables, *added.readme) if table.rows]
         lines = [f"{line}\n" for line in tuned.readme(shipped, found)]
         texts[readme] = _with_table(_read(readme), "\n".join([*shown, *lines]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetfire.core.op import Model
 from jetfire.core.workloads import MODELS
-from jetfire.measure.results import Results, Row, blocks_text, problem_text, shape_text
+from jetfire.measure.results import Results, Row, problem_text, shape_text
 from jetfire.ops.gemm import PROMOTION_DATA
 from jetfire.report import int4, show, training
 from jetfire.report.rows import fastest, grouped, having, ratio, varying
@@ -272,20 +272,9 @@ def sections(results: Results) -> list[Section]:
 
 
 def readme(results: Results) -> Table:
-    """Return the README's short table: one line a claim."""
+    """Return the README's short table: the GEMM alone, one line per block."""
     kernels = [row for row in having(plain_gemm(results), m=8192) if row.role == "kernel"]
     best = [(f"GEMM 8192³, block {b}", having(kernels, block=b)) for b in reversed(BLOCKS)]
-    compared = [
-        row
-        for row in timed(results)
-        if row.op != "gemm" and _shape(row) == LARGE[0] and ratio(row, "compile") is not None
-    ]
-    for same in grouped(compared, lambda row: (row.op, tuple(row.problem.items()))).values():
-        problem = same[0].problem
-        name = f"{same[0].op} {problem['mode']}" if "mode" in problem else same[0].op
-        block = f", block {text}" if (text := blocks_text(problem)) else ""
-        given = STATISTICS if problem.get("stats") == "given" else ""
-        best.append((f"{name} 8192×4096{block}{given}", same))
     lines = [
         [name, time_text(row.ms), rate_text(row), share(row.roofline), show.ratio_text(row)]
         for name, same in best

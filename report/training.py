@@ -149,7 +149,7 @@ def sections(results: Results) -> list[Section]:
 
 
 def readme(results: Results) -> Table:
-    """Return the README's table of training: one line per recipe and problem."""
+    """Return the README's table of training: recipe int8, a line per problem."""
     lines = [
         [
             f"{problem}, {row.kernel}",
@@ -160,7 +160,7 @@ def readme(results: Results) -> Table:
         ]
         for problem, rows in _problems(results, *OPS).items()
         for row in rows
-        if row.role == "kernel"
+        if row.role == "kernel" and row.kernel in ("int8", "int8-fused")
     ]
     first = "training step (of one block: forward and backward)"
     return Table([first, "ms", *_RATIOS, "activations GiB", *_SMALLER], lines)

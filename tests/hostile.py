@@ -10,17 +10,61 @@ from jetfire.core import schema
 
 ESC = "\x1b]0;title\x07\x1b[2J"
 MARKUP = "[red]x[/red] [/] [link=file:///etc/passwd]y[/link]"
-VALUES = st.sampled_from([
-    None, True, False, -1, 0, 1, 2, 255, 256, 8192, 2**31, 2**63, 10**400, 0.5, -0.0, 5e-324, 1e308,
-    float("nan"), float("inf"), "", "0", "-1", "9" * 5000, "x", "gemm", "fwd", ESC, MARKUP, "| a |",
-    "../../x", "/etc/passwd", "\ud800", "\u202e", "x" * 100_000, [], {}, [[]], [{}], {"": 0},
-    {"m": {"m": []}}, {"name": "byte"}, [1] * 1000, json.loads("[" * 100 + "]" * 100),
-])  # fmt: skip
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        255,
+        256,
+        8192,
+        2**31,
+        2**63,
+        10**400,
+        0.5,
+        -0.0,
+        5e-324,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "0",
+        "-1",
+        "9" * 5000,
+        "x",
+        "gemm",
+        "fwd",
+        ESC,
+        MARKUP,
+        "| a |",
+        "../../x",
+        "/etc/passwd",
+        "\ud800",
+        "\u202e",
+        "x" * 100_000,
+        [],
+        {},
+        [[]],
+        [{}],
+        {"": 0},
+        {"m": {"m": []}},
+        {"name": "byte"},
+        [1] * 1000,
+        json.loads("[" * 100 + "]" * 100),
+    ]
+)
 
 few = settings(
-    max_examples=12, deadline=None, derandomize=True, database=None,
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 
 
 def errors_kept(monkeypatch):

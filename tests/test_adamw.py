@@ -72,9 +72,13 @@ def test_a_bias_correction_is_accurate(device, beta, step):
     problem = OP.Problem(1, 1, beta1=beta, beta2=0.0, eps=1.0, decay=0.0)
     zero = torch.zeros((1, 1), device=device)
     inputs = {
-        "param": zero, "grad": zero, "exp_avg": zero + 1, "exp_avg_sq": zero,
-        "rate": torch.tensor(1.0, device=device), "step": torch.tensor(float(step), device=device),
-    }  # fmt: skip
+        "param": zero,
+        "grad": zero,
+        "exp_avg": zero + 1,
+        "exp_avg_sq": zero,
+        "rate": torch.tensor(1.0, device=device),
+        "step": torch.tensor(float(step), device=device),
+    }
     outputs = OP.outputs(problem, inputs)
     KERNEL.launch(problem, KERNEL.default(problem, Device.of(zero)), inputs, outputs)
     expected = -rounded(beta) / -math.expm1(step * math.log(rounded(beta))) if beta else 0.0
@@ -175,9 +179,12 @@ def test_follows_torch_for_several_steps(device, name):
         theirs.grad = gradient.clone()
         optimizer.step()
         inputs = {
-            **state, **guards, "grad": gradient, "rate": rate,
+            **state,
+            **guards,
+            "grad": gradient,
+            "rate": rate,
             "step": torch.tensor(step + 1.0, device=device),
-        }  # fmt: skip
+        }
         outputs = OP.outputs(problem, inputs)
         kernel.launch(problem, kernel.default(problem, Device.of(start)), inputs, outputs)
         state = {key: outputs[key] for key in state}
@@ -221,24 +228,39 @@ def test_bad_inputs(device):
     guard = torch.ones((), device=device)
     both = int8_quantize(param, layout="both")
     refused = [
-        (r"grad has shape \(4, 7\): expected \(4, 8\)",
-         [param, grad[:, :7], *moments, rate, step], {}),
-        (r"exp_avg has strides \(16, 1\): expected a contiguous tensor",
-         [param, grad, torch.zeros((4, 16), device=device)[:, :8], moments[1], rate, step], {}),
+        (
+            r"grad has shape \(4, 7\): expected \(4, 8\)",
+            [param, grad[:, :7], *moments, rate, step],
+            {},
+        ),
+        (
+            r"exp_avg has strides \(16, 1\): expected a contiguous tensor",
+            [param, grad, torch.zeros((4, 16), device=device)[:, :8], moments[1], rate, step],
+            {},
+        ),
         ("param is bfloat16: expected float32", [param.bfloat16(), *tensors[1:]], {}),
         ("rate: expected a float32 tensor of one element", [*tensors[:4], rate.double(), step], {}),
         ("step: expected a float32 tensor of one element", [*tensors[:5], step.expand(2)], {}),
         ("grad_scale and found_inf: expected both or neither", tensors, {"found_inf": guard}),
-        ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
-         {"layout": "q", "out": Quantized(param, grad)}),
-        ("out: expected q int8 .4, 8., scale float32 .1, 1., contiguous", tensors,
-         {"layout": "q", "out": both}),
-        ("scale_t float32 .1, 1., contiguous, in blocks of 64, on ", tensors,
-         {"block": 64, "out": both}),
+        (
+            "out: expected q int8 .4, 8., scale float32 .1, 1., contiguous",
+            tensors,
+            {"layout": "q", "out": Quantized(param, grad)},
+        ),
+        (
+            "out: expected q int8 .4, 8., scale float32 .1, 1., contiguous",
+            tensors,
+            {"layout": "q", "out": both},
+        ),
+        (
+            "scale_t float32 .1, 1., contiguous, in blocks of 64, on ",
+            tensors,
+            {"block": 64, "out": both},
+        ),
         ("beta1=1.0: expected at least 0 and less than 1", tensors, {"beta1": 1.0}),
         ("decay=-1.0: expected a finite number of at least 0", tensors, {"decay": -1}),
         ("layout=none: expected q or qt or both", tensors, {"layout": "none"}),
-    ]  # fmt: skip
+    ]
     for message, given, options in refused:
         with pytest.raises(UsageError, match=message):
             int8_adamw(*given, **options)

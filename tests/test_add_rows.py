@@ -109,8 +109,14 @@ def test_kernels_are_within_the_rounding_of_their_sums(device, m, n, k, data, dt
 def test_every_config(device):
     problem = OP.Problem(10, 70, 40)
     inputs = OP.inputs(problem, device)
-    for config in [(8, 64, 8, 2), (16, 32, 1, 1), (128, 256, 4, 2), (1, 32, 1, 1), (64, 128, 16, 1),
-                   (2, 512, 2, 4)]:  # fmt: skip
+    for config in [
+        (8, 64, 8, 2),
+        (16, 32, 1, 1),
+        (128, 256, 4, 2),
+        (1, 32, 1, 1),
+        (64, 128, 16, 1),
+        (2, 512, 2, 4),
+    ]:
         check(problem, inputs, KERNEL.Config(*config))
 
 
@@ -225,11 +231,14 @@ def test_the_check_sees_a_missing_row():
 def test_what_is_refused():
     problem, h200 = OP.Problem(64, 64, 64), target_device((9, 0))
     for config, reason in (
-        ((24, 256, 8, 1), "rows=24"), ((512, 256, 8, 1), "rows=512"), ((32, 96, 8, 1), "tile_n=96"),
+        ((24, 256, 8, 1), "rows=24"),
+        ((512, 256, 8, 1), "rows=512"),
+        ((32, 96, 8, 1), "tile_n=96"),
         ((8, 256, 16, 1), "batch=16: expected a power of two of at most 8"),
-        ((32, 256, 8, 3), "warps=3"), ((32, 256, 16, 1), "128 sums per thread in a batch"),
+        ((32, 256, 8, 3), "warps=3"),
+        ((32, 256, 16, 1), "128 sums per thread in a batch"),
         ((32, 16, 8, 1), "0 sums per thread"),
-    ):  # fmt: skip
+    ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
     long = OP.Problem(64, 768, 2**34)
     assert "more than 2^31 programs" in KERNEL.legal(long, KERNEL.default(long, h200), h200)

@@ -315,12 +315,16 @@ def test_rows_that_overlap_are_not_written():
 @pytest.mark.parametrize(
     ("name", "one", "other"),
     [
-        ("int8_gemm", "bias", "c"), ("int8_gelu_backward", "x", "dy"),
-        ("cross_entropy_backward", "lse", "logits"), ("cross_entropy_backward", "dloss", "logits"),
-        ("int8_adamw", "exp_avg_sq", "exp_avg"), ("int8_adamw", "grad", "param"),
-        ("int8_adamw", "rate", "exp_avg"), ("add_rows", "gradient", "table"),
+        ("int8_gemm", "bias", "c"),
+        ("int8_gelu_backward", "x", "dy"),
+        ("cross_entropy_backward", "lse", "logits"),
+        ("cross_entropy_backward", "dloss", "logits"),
+        ("int8_adamw", "exp_avg_sq", "exp_avg"),
+        ("int8_adamw", "grad", "param"),
+        ("int8_adamw", "rate", "exp_avg"),
+        ("add_rows", "gradient", "table"),
     ],
-)  # fmt: skip
+)
 def test_what_is_written_shares_no_memory_with_another_argument(name, one, other):
     keywords = writing(name)
     x = keywords[other]

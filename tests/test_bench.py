@@ -172,15 +172,41 @@ def test_what_is_asked_for_reaches_the_measuring(monkeypatch):
 
     monkeypatch.setattr(peaks, "cached", cached)
     monkeypatch.setattr(Runner, "measure", measure)
-    words = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--kernel", "int_mm",
-             "--peer", "fp32_matmul", "--data", "heavy", "--seed", "7", "--rounds", "3",
-             "--remeasure-peaks", "--debug"]  # fmt: skip
+    words = [
+        "gemm",
+        "--m",
+        "33",
+        "--block",
+        "32",
+        "--device",
+        "cpu",
+        "--kernel",
+        "int_mm",
+        "--peer",
+        "fp32_matmul",
+        "--data",
+        "heavy",
+        "--seed",
+        "7",
+        "--rounds",
+        "3",
+        "--remeasure-peaks",
+        "--debug",
+    ]
     assert execute("bench", words) == 0
     assert again == [True]
     assert found == [
-        Options(kernels=["int_mm"], peers=["fp32_matmul"], data="heavy", seed=7, rounds=3,
-                budget_s=10.0, recheck=False, debug=True)
-    ]  # fmt: skip
+        Options(
+            kernels=["int_mm"],
+            peers=["fp32_matmul"],
+            data="heavy",
+            seed=7,
+            rounds=3,
+            budget_s=10.0,
+            recheck=False,
+            debug=True,
+        )
+    ]
 
 
 def test_what_no_kernel_takes_is_said(with_kernels, monkeypatch, capsys):
@@ -309,9 +335,11 @@ def test_suites_hold_what_they_promise():
     assert parts == set(whole)
     assert {c.op.name for c in whole} == set(registry.names())
     compiled = [
-        c for part in ("targets", "int4") for c, o in suite.cases(part, Options())
+        c
+        for part in ("targets", "int4")
+        for c, o in suite.cases(part, Options())
         if "compile" in (o.peers or ())
-    ]  # fmt: skip
+    ]
     for op in registry.names():
         if op not in ("gemm", "int4_gemm", "hadamard_gemm"):
             modes = {getattr(c.problem, "mode", "fwd") for c in compiled if c.op.name == op}
@@ -323,8 +351,11 @@ def test_suites_hold_what_they_promise():
     for op, mode in (("int4_gemm", "fwd"), ("hadamard_gemm", "fwd"), ("hadamard_gemm", "bwd")):
         paper = workloads.problems(registry.get(op), "int4-paper", mode, {})
         assert {c.problem for c in whole if c.op.name == op} >= set(paper)
-    groups = {c.problem.group for c in whole
-              if c.op.name == "hadamard_quantize" and c.problem.layout == "packed"}  # fmt: skip
+    groups = {
+        c.problem.group
+        for c in whole
+        if c.op.name == "hadamard_quantize" and c.problem.layout == "packed"
+    }
     assert groups == {1, 32, 128, 1024}
 
 

@@ -125,13 +125,21 @@ def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
     made = TrainingBench(CPU, print, rounds=2)
     subject = StepSubject(STEP, EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
     subject.loss = torch.inf
-    timings = {f"{name} {kind}": Timing(ms, ms, ms, 3) for name, kind, ms in (
-        ("int8-block32", "graph", 5.0), ("int8-block32", "launched", 4.0),
-        ("compile", "graph", 7.0), ("compile", "launched", 6.0), ("eager", "launched", 8.0),
-    )}  # fmt: skip
-    for name, role, ms, graph in (("int8-block32", "kernel", 5.0, True),
-                                  ("compile", "peer", 6.0, False),
-                                  ("eager", "peer", 8.0, False)):  # fmt: skip
+    timings = {
+        f"{name} {kind}": Timing(ms, ms, ms, 3)
+        for name, kind, ms in (
+            ("int8-block32", "graph", 5.0),
+            ("int8-block32", "launched", 4.0),
+            ("compile", "graph", 7.0),
+            ("compile", "launched", 6.0),
+            ("eager", "launched", 8.0),
+        )
+    }
+    for name, role, ms, graph in (
+        ("int8-block32", "kernel", 5.0, True),
+        ("compile", "peer", 6.0, False),
+        ("eager", "peer", 8.0, False),
+    ):
         row = made._timed(TrainingCase(STEP), Row("gpt2_step", name, role, {}), timings, subject)
         assert (row.ms, row.graph) == (ms, graph)
         assert ("ms_graph" in row.extra) == (name != "eager")
@@ -198,8 +206,10 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
     monkeypatch.setattr(bench, "StepSubject", fails)
     rows, notes = measure(STEP, ("int8-block64", "int8-block32"))
     assert [(row.kernel, row.ok) for row in rows] == [
-        ("int8-block64", False), ("int8-block32", True), ("eager", None),
-    ]  # fmt: skip
+        ("int8-block64", False),
+        ("int8-block32", True),
+        ("eager", None),
+    ]
     assert rows[0].error == "RuntimeError: no such kernel"
     assert notes[0].endswith("int8-block64 left out: RuntimeError: no such kernel")
 
@@ -266,8 +276,12 @@ def test_the_command_saves_shows_and_appends(tmp_path, capsys):
     two = ["--recipe", "int8-block32,int8-block128", "-o", str(file), "--append"]
     assert execute("train", [*WORDS, *two]) == 0
     after = Results.load(file)
-    assert [row.kernel for row in after.rows] == ["int8-block32", "eager", "triton",
-                                                  "int8-block128"]  # fmt: skip
+    assert [row.kernel for row in after.rows] == [
+        "int8-block32",
+        "eager",
+        "triton",
+        "int8-block128",
+    ]
     assert after.device["peaks"] == known
 
 
@@ -280,21 +294,44 @@ def test_a_wrong_result_is_the_exit_code(tmp_path, monkeypatch, capsys):
 
 
 def training_rows() -> list[Row]:
-    step = {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024,
-            "vocabulary": 50304, "accumulate": 1}  # fmt: skip
+    step = {
+        "layers": 4,
+        "heads": 32,
+        "width": 4096,
+        "batch": 4,
+        "context": 1024,
+        "vocabulary": 50304,
+        "accumulate": 1,
+    }
     block = {"width": 4096, "heads": 32, "batch": 8, "context": 2048}
     found = []
     for op, problem in (("gpt2_step", step), ("gpt2_block", block)):
-        for name, ms, gib in (("int8-block128", 10.0, 2.0), ("eager", 16.0, 5.0),
-                              ("compile", 13.0, 3.0)):  # fmt: skip
+        for name, ms, gib in (
+            ("int8-block128", 10.0, 2.0),
+            ("eager", 16.0, 5.0),
+            ("compile", 13.0, 3.0),
+        ):
             role = "peer" if name in subjects.PEERS else "kernel"
             extra = {"peak_gib": 9.0, "activation_gib": gib, "first_step_s": 1.5}
             vs_peer = None
             if role == "kernel":
                 vs_peer = {"eager": 1.6, "compile": 1.3, "fp8_tensorwise": 1.1, "fp8_rowwise": 1.2}
                 extra["peer_activation_gib"] = {"eager": 5.0, "compile": 3.0}
-            found.append(Row(op, name, role, problem, ms=ms, ms_p20=ms - 1, ms_p80=ms + 1,
-                             tflops=500.0, vs_peer=vs_peer, graph=True, extra=extra))  # fmt: skip
+            found.append(
+                Row(
+                    op,
+                    name,
+                    role,
+                    problem,
+                    ms=ms,
+                    ms_p20=ms - 1,
+                    ms_p80=ms + 1,
+                    tflops=500.0,
+                    vs_peer=vs_peer,
+                    graph=True,
+                    extra=extra,
+                )
+            )
     return found
 
 
@@ -333,8 +370,10 @@ def test_in_fp8_every_linear_layer_of_a_block_is_torchao_s(recipe, kind):
 
 def test_two_files_of_them_compare(tmp_path, capsys):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
-    slower = [dataclasses.replace(row, ms=row.ms * 2, ms_p20=row.ms * 2 - 1, ms_p80=row.ms * 2 + 1)
-              for row in training_rows()]  # fmt: skip
+    slower = [
+        dataclasses.replace(row, ms=row.ms * 2, ms_p20=row.ms * 2 - 1, ms_p80=row.ms * 2 + 1)
+        for row in training_rows()
+    ]
     files = {before: training_rows(), after: slower}
     for file, rows in files.items():
         file.write_text(Results({"name": "GPU"}, rows).to_json())

@@ -108,10 +108,13 @@ def test_four_bits_are_the_nearest():
 @pytest.mark.parametrize(
     ("m", "n", "dtype", "data"),
     [
-        (1, 2, "bf16", "normal"), (33, 70, "bf16", "heavy"), (9, 1100, "fp16", "normal"),
-        (70, 144, "fp32", "gradient"), (5, 1536, "bf16", "outlier"),
+        (1, 2, "bf16", "normal"),
+        (33, 70, "bf16", "heavy"),
+        (9, 1100, "fp16", "normal"),
+        (70, 144, "fp32", "gradient"),
+        (5, 1536, "bf16", "outlier"),
     ],
-)  # fmt: skip
+)
 def test_triton_gives_the_reference_bits(device, m, n, dtype, data, bits):
     problem = OP.Problem(m, n, dtype=dtype, bits=bits)
     check(problem, OP.inputs(problem, device, data=data))
@@ -127,8 +130,13 @@ def test_the_cpu_kernel_gives_the_reference_bits(bits):
 def test_every_config(device):
     problem = OP.Problem(7, 304)
     inputs = OP.inputs(problem, device, data="heavy")
-    for config in [(1, 256, 1, 1), (16, 128, 2, 64), (8, 512, 16, 2), (2, 1024, 1, 8),
-                   (32, 32, 4, 4)]:  # fmt: skip
+    for config in [
+        (1, 256, 1, 1),
+        (16, 128, 2, 64),
+        (8, 512, 16, 2),
+        (2, 1024, 1, 8),
+        (32, 32, 4, 4),
+    ]:
         check(problem, inputs, KERNEL.Config(*config))
 
 
@@ -224,10 +232,13 @@ def test_what_is_refused():
         OP.Problem(4, 8, bits=6)
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (
-        ((3, 512, 4, 8), "tile_m=3"), ((4, 16, 4, 8), "tile_n=16"), ((4, 512, 3, 8), "warps=3"),
-        ((4, 4096, 4, 8), "128 elements per thread"), ((1, 128, 4, 8), "1 elements per thread"),
+        ((3, 512, 4, 8), "tile_m=3"),
+        ((4, 16, 4, 8), "tile_n=16"),
+        ((4, 512, 3, 8), "warps=3"),
+        ((4, 4096, 4, 8), "128 elements per thread"),
+        ((1, 128, 4, 8), "1 elements per thread"),
         ((4, 512, 4, 0), "waves=0"),
-    ):  # fmt: skip
+    ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
     assert KERNEL.legal(problem, KERNEL.default(problem, h200), h200) is None
 

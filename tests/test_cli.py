@@ -28,8 +28,9 @@ def bench(*arguments: str) -> int:
     return execute("bench", list(arguments))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["compare", "--help"],
-                                       ["train", "--help"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["bench", "--help"], ["compare", "--help"], ["train", "--help"]]
+)
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys; from jetfire.cli import execute; code = execute(None, sys.argv[1:]); "
@@ -163,9 +164,29 @@ def test_the_whole_way_on_the_cpu(tmp_path, capsys):
 
 
 def test_the_replay_command_measures_the_same(capsys):
-    words = ["gemm", "--m", "16,32", "--n", "8", "--block", "64", "--set", "out=int8",
-             "--set", "rounding=nearest,stochastic", "--peer", "fp32_matmul", "--data", "outlier",
-             "--device", "cpu", "--seed", "7", "--rounds", "2"]  # fmt: skip
+    words = [
+        "gemm",
+        "--m",
+        "16,32",
+        "--n",
+        "8",
+        "--block",
+        "64",
+        "--set",
+        "out=int8",
+        "--set",
+        "rounding=nearest,stochastic",
+        "--peer",
+        "fp32_matmul",
+        "--data",
+        "outlier",
+        "--device",
+        "cpu",
+        "--seed",
+        "7",
+        "--rounds",
+        "2",
+    ]
     assert bench(*words) == 0
     first = capsys.readouterr().out
     replay = first.rstrip().splitlines()[-1].split()
@@ -255,8 +276,10 @@ def cases(*names: str, notes: list[str] | None = None, **request):
 
 
 def test_dimensions_follow_m():
-    shapes = [(c.problem.m, c.problem.n, c.problem.k)
-              for c in cases("gemm", sizes={"m": [8, 16], "n": [4]}, blocks=["32"])]  # fmt: skip
+    shapes = [
+        (c.problem.m, c.problem.n, c.problem.k)
+        for c in cases("gemm", sizes={"m": [8, 16], "n": [4]}, blocks=["32"])
+    ]
     assert shapes == [(8, 4, 8), (16, 4, 16)]
 
 
@@ -287,8 +310,10 @@ def test_of_several_ops_those_that_refuse_a_size_are_left_out_and_told_of():
     notes: list[str] = []
     found = cases("quantize", "bit_split", sizes={"m": [33, 64]}, blocks=["32"], notes=notes)
     assert [(c.op.name, c.problem.n) for c in found] == [
-        ("quantize", 33), ("quantize", 64), ("bit_split", 64),
-    ]  # fmt: skip
+        ("quantize", 33),
+        ("quantize", 64),
+        ("bit_split", 64),
+    ]
     assert notes[1:] == ["bit_split: n=33: expected an even number, of two codes a byte: left out"]
     assert cases("all", sizes={"m": [33]})
     for names in (["bit_split"], ["bit_split", "gather_rows"]):

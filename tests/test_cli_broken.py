@@ -17,11 +17,19 @@ from jetfire.measure import peaks
 BROKEN = {
     "syntax": ("x = 1\nif x\n    pass\n", 2, "SyntaxError: expected ':'", "if x\n        ^"),
     "indent": ("def f():\npass\n", 2, "IndentationError: expected an indented", "pass\n    ^"),
-    "import": ("import math\nimport no_such_thing\n", 2, "ModuleNotFoundError: No module named",
-               "import no_such_thing\n"),
-    "name": ("def f():\n    return undefined\nf()\n", 2, "NameError: name 'undefined'",
-             "return undefined\n"),
-}  # fmt: skip
+    "import": (
+        "import math\nimport no_such_thing\n",
+        2,
+        "ModuleNotFoundError: No module named",
+        "import no_such_thing\n",
+    ),
+    "name": (
+        "def f():\n    return undefined\nf()\n",
+        2,
+        "NameError: name 'undefined'",
+        "return undefined\n",
+    ),
+}
 
 
 def said(capsys):

@@ -95,10 +95,21 @@ def progress_on(file):
 def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profiles, "time_text", lambda _: EVIL)
     entry = profiles.Entry(
-        kernel=EVIL, problem={"m": 8, "n": 8}, config={"x": EVIL}, ms=1.0, ms_p20=1.0, ms_p80=1.0,
-        samples=9, default_ms=None, joules=None, objective="time", vs_peer={}, trials=1,
-        strategy=EVIL, provenance={"date": EVIL, "gpu": EVIL},
-    )  # fmt: skip
+        kernel=EVIL,
+        problem={"m": 8, "n": 8},
+        config={"x": EVIL},
+        ms=1.0,
+        ms_p20=1.0,
+        ms_p80=1.0,
+        samples=9,
+        default_ms=None,
+        joules=None,
+        objective="time",
+        vs_peer={},
+        trials=1,
+        strategy=EVIL,
+        provenance={"date": EVIL, "gpu": EVIL},
+    )
     profile = profiles.Profile(tmp_path, "user", EVIL, "gemm", [entry])
     text = printed(profiles._table(profile), capsys)
     assert text.count(SEEN) == 4
@@ -109,16 +120,26 @@ def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["bench", EVIL], ["bench", "gemm", "--kernel", EVIL], ["bench", "gemm", "--peer", EVIL],
-        ["bench", "gemm", "--device", EVIL], ["bench", "gemm", f"--{EVIL}", "1"],
-        ["bench", "gemm", "--set", f"{EVIL}=1"], ["bench", "gemm", "--m", EVIL],
-        ["compare", EVIL, EVIL], [EVIL], ["train", EVIL], ["train", "sample", EVIL],
-        ["tune", "gemm", "--strategy", EVIL], ["tune", "gemm", "--storage", EVIL, "--m", EVIL],
-        ["export", "gemm", "-o", "new", "--name", EVIL], ["fuzz", "gelu", "--reproduce", EVIL],
-        ["train", "plot", EVIL, "-o", f"{EVIL}.svg"], ["completion", EVIL],
+        ["bench", EVIL],
+        ["bench", "gemm", "--kernel", EVIL],
+        ["bench", "gemm", "--peer", EVIL],
+        ["bench", "gemm", "--device", EVIL],
+        ["bench", "gemm", f"--{EVIL}", "1"],
+        ["bench", "gemm", "--set", f"{EVIL}=1"],
+        ["bench", "gemm", "--m", EVIL],
+        ["compare", EVIL, EVIL],
+        [EVIL],
+        ["train", EVIL],
+        ["train", "sample", EVIL],
+        ["tune", "gemm", "--strategy", EVIL],
+        ["tune", "gemm", "--storage", EVIL, "--m", EVIL],
+        ["export", "gemm", "-o", "new", "--name", EVIL],
+        ["fuzz", "gelu", "--reproduce", EVIL],
+        ["train", "plot", EVIL, "-o", f"{EVIL}.svg"],
+        ["completion", EVIL],
     ],
     ids=lambda words: " ".join(words[:-1]),
-)  # fmt: skip
+)
 def test_a_name_from_the_command_line_is_shown_in_one_line_as_it_is(words, capsys):
     assert execute(None, words) == 2
     captured = capsys.readouterr()
@@ -147,8 +168,16 @@ def test_lines_of_progress_keep_their_distance(capsys, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for _ in progress.watch(range(10), str, pause_s=3.0):
         now[0] += 1
-    assert capsys.readouterr().err.split() == ["[1/10]", "0", "[4/10]", "3", "[7/10]", "6",
-                                               "[10/10]", "9"]  # fmt: skip
+    assert capsys.readouterr().err.split() == [
+        "[1/10]",
+        "0",
+        "[4/10]",
+        "3",
+        "[7/10]",
+        "6",
+        "[10/10]",
+        "9",
+    ]
 
 
 def test_measurements_with_markup_are_lines_of_their_own(capsys):

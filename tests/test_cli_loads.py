@@ -131,9 +131,13 @@ print(json.dumps(said))
 def said(tmp_path_factory):
     code = RUN.replace("HEAVY", repr(HEAVY))
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(list(REFUSED)), capture_output=True,
-        text=True, check=True, cwd=tmp_path_factory.mktemp("here"),
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        input=json.dumps(list(REFUSED)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path_factory.mktemp("here"),
+    )
     return json.loads(done.stdout)
 
 
@@ -264,9 +268,12 @@ print(json.dumps(found))
 def test_completion_knows_every_name_and_loads_nothing_heavy():
     code = COMPLETE.replace("HEAVY", repr((*HEAVY, "numpy")))
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(list(COMPLETED)), capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        input=json.dumps(list(COMPLETED)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = json.loads(done.stdout)
     found["jetfire nope "][0] = []  # some version lists the commands, some nothing
     loaded = {line: modules for line, (_, modules) in found.items() if modules}

@@ -50,11 +50,18 @@ def here(tmp_path, monkeypatch, shipped):
     for folder in ("dir", "emptydir", "run"):
         (tmp_path / folder).mkdir()
     texts = {
-        "file": "x", "empty.json": "", "bad.json": "{", "list.json": "[]", "null.json": "null",
-        "text.txt": "hello world " * 500, "empty.txt": "", "notpy.py": "x = 1\n",
-        "run/settings.json": "{}", "dir/x": "",
+        "file": "x",
+        "empty.json": "",
+        "bad.json": "{",
+        "list.json": "[]",
+        "null.json": "null",
+        "text.txt": "hello world " * 500,
+        "empty.txt": "",
+        "notpy.py": "x = 1\n",
+        "run/settings.json": "{}",
+        "dir/x": "",
         "big.json": '{"schema": 1, "device": {"name": "x"}, "rows": [{"op": 1}]}',
-    }  # fmt: skip
+    }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "nul.txt").write_bytes(b"\0" * 5000)

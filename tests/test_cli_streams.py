@@ -22,10 +22,18 @@ needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason="needs /dev/ful
 def results(tmp_path, name, ms):
     """A results file of one kernel's row."""
     row = {
-        "op": "gemm", "kernel": "int_mm", "role": "kernel", "config": {}, "data": "normal",
-        "problem": {"m": 64, "n": 64, "k": 64, "block": 32}, "ok": True,
-        "ms": ms, "ms_p20": ms, "ms_p80": ms, "samples": 9,
-    }  # fmt: skip
+        "op": "gemm",
+        "kernel": "int_mm",
+        "role": "kernel",
+        "config": {},
+        "data": "normal",
+        "problem": {"m": 64, "n": 64, "k": 64, "block": 32},
+        "ok": True,
+        "ms": ms,
+        "ms_p20": ms,
+        "ms_p80": ms,
+        "samples": 9,
+    }
     file = tmp_path / name
     file.write_text(
         json.dumps({"schema": 1, "device": {"name": "A", "kind": "cpu"}, "rows": [row]})

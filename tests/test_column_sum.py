@@ -113,9 +113,12 @@ def test_the_check_sees_a_missing_block():
 def test_what_is_refused():
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (
-        ((96, 4, 4), "tile_m=96"), ((512, 64, 4), "tile_n=64"), ((512, 4, 3), "warps=3"),
-        ((8192, 32, 1), "8192 codes per thread"), ((32, 1, 4), "0 codes per thread"),
-    ):  # fmt: skip
+        ((96, 4, 4), "tile_m=96"),
+        ((512, 64, 4), "tile_n=64"),
+        ((512, 4, 3), "warps=3"),
+        ((8192, 32, 1), "8192 codes per thread"),
+        ((32, 1, 4), "0 codes per thread"),
+    ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
 
 

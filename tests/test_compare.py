@@ -15,8 +15,16 @@ from jetfire.measure.results import Results, Row
 
 def row(ms, spread=0.01, **changes) -> Row:
     times = {} if ms is None else {"ms_p20": ms * (1 - spread), "ms_p80": ms * (1 + spread)}
-    fields = {"op": "gemm", "kernel": "triton", "role": "kernel", "problem": {"m": 8, "n": 8},
-              "config": {"tile_m": 64}, "ok": ms is not None, "ms": ms, **times}  # fmt: skip
+    fields = {
+        "op": "gemm",
+        "kernel": "triton",
+        "role": "kernel",
+        "problem": {"m": 8, "n": 8},
+        "config": {"tile_m": 64},
+        "ok": ms is not None,
+        "ms": ms,
+        **times,
+    }
     return Row(**{**fields, **changes})
 
 
@@ -140,8 +148,10 @@ def test_without_a_gate_it_only_shows(tmp_path, capsys):
 def test_the_gate_judges_kernels_by_the_share(gate):
     assert gate([row(1.0), peer(1.0)], [row(1.5), peer(1.0)])[0] == 4
     _, _, said = gate([row(1.0), peer(1.0)], [row(1.5), peer(1.0)])
-    assert said == ("jetfire: 1 of 1 kernels' rows regressed: 1 slower by more than 5%, "
-                    "gemm triton m=8 n=8 takes 1.50× as long\n")  # fmt: skip
+    assert said == (
+        "jetfire: 1 of 1 kernels' rows regressed: 1 slower by more than 5%, "
+        "gemm triton m=8 n=8 takes 1.50× as long\n"
+    )
     assert gate([row(1.0)], [row(1.5)], share="60%")[0] == 0
     assert gate([row(1.0), peer(1.0)], [row(1.0), peer(1.5)])[0] == 0
 
@@ -202,8 +212,10 @@ def test_all_that_is_wrong_is_said_in_a_line_the_worst_first(gate):
 def test_slower_within_noise_passes_with_a_note(gate):
     code, _, said = gate([row(1.0)], [row(3.0, 0.9), row(1.0, problem=OTHER)])
     assert code == 0
-    assert said == ("jetfire: 1 of 1 kernels' rows are slower by more than 5%, but within noise: "
-                    "gemm triton m=8 n=8 takes 3.00× as long\n")  # fmt: skip
+    assert said == (
+        "jetfire: 1 of 1 kernels' rows are slower by more than 5%, but within noise: "
+        "gemm triton m=8 n=8 takes 3.00× as long\n"
+    )
     assert gate([row(1.0)], [row(1.04, 0.9)])[2] == ""
 
 
@@ -284,10 +296,15 @@ def test_worst_comes_first():
 
 def test_a_table_tells_its_rows_apart():
     """By data and schedule, and where a version of the op has a field that the other lacks."""
-    pairs = [Pair(one, one) for one in (
-        row(1.0, data="normal"), row(1.0, data="heavy"), row(1.0, export="wheel"),
-        row(1.0, problem={"m": 8, "n": 8, "group": 32}),
-    )]  # fmt: skip
+    pairs = [
+        Pair(one, one)
+        for one in (
+            row(1.0, data="normal"),
+            row(1.0, data="heavy"),
+            row(1.0, export="wheel"),
+            row(1.0, problem={"m": 8, "n": 8, "group": 32}),
+        )
+    ]
     text = shown(pairs)
     assert "data=normal" in text
     assert "data=heavy" in text

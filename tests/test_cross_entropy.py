@@ -17,8 +17,9 @@ from jetfire.reference import cross_entropy as reference
 OP = registry.get("cross_entropy")
 KERNEL = registry.get_kernel("cross_entropy", "triton")
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("kernel", [KERNEL, registry.get_kernel("cross_entropy", "torch")],
-                               ids=["triton", "torch"])  # fmt: skip
+BOTH = pytest.mark.parametrize(
+    "kernel", [KERNEL, registry.get_kernel("cross_entropy", "torch")], ids=["triton", "torch"]
+)
 
 
 def default(kernel, problem, inputs):
@@ -124,8 +125,9 @@ def test_infinities_and_nan(device, kernel):
     expected = functional.cross_entropy(
         inputs["logits"].double().cpu(), inputs["targets"].cpu(), reduction="none"
     )
-    torch.testing.assert_close(outputs["loss"].double(), expected, rtol=0, atol=1e-5,
-                               equal_nan=True)  # fmt: skip
+    torch.testing.assert_close(
+        outputs["loss"].double(), expected, rtol=0, atol=1e-5, equal_nan=True
+    )
     assert expected.isnan().tolist() == [False, True, True, True, False]
     backward = OP.Problem(5, 1100, dtype="fp32", mode="bwd")
     check(
@@ -206,9 +208,12 @@ def test_what_is_refused():
     assert [OP.Problem(4, 8, valid=valid).columns for valid in (None, 7, 8, 9)] == [8, 7, 8, 8]
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (
-        ((256, 1), "tile_n=256"), ((1000, 4), "tile_n=1000"), ((512, 3), "warps=3"),
-        ((512, 4), "4 columns per thread"), ((4096, 1), "128 columns per thread"),
-    ):  # fmt: skip
+        ((256, 1), "tile_n=256"),
+        ((1000, 4), "tile_n=1000"),
+        ((512, 3), "warps=3"),
+        ((512, 4), "4 columns per thread"),
+        ((4096, 1), "128 columns per thread"),
+    ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
 
 

@@ -225,8 +225,14 @@ def test_openwebtext_downloads_what_its_hub_lists(tmp_path, monkeypatch):
         (tmp_path / "1.txt").write_text("one")
         archive.add(tmp_path / "1.txt", "1.txt")
     content = (hub / f"{base}/resolve/main/subsets/00.tar").read_bytes()
-    listing = [{"path": "README.md"}, {"path": "subsets/00.tar", "size": len(content),
-               "lfs": {"oid": hashlib.sha256(content).hexdigest()}}]  # fmt: skip
+    listing = [
+        {"path": "README.md"},
+        {
+            "path": "subsets/00.tar",
+            "size": len(content),
+            "lfs": {"oid": hashlib.sha256(content).hexdigest()},
+        },
+    ]
     (hub / f"api/{base}/tree/main").write_text(json.dumps(listing))
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(hub)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -296,8 +302,11 @@ def test_the_same_text_gives_the_same_bytes(tmp_path, gpt2_files, monkeypatch):
     for name in ("train.bin", "validation.bin", "meta.json", "gpt2.tiktoken"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     assert sorted(os.listdir(folders[0])) == [
-        "gpt2.tiktoken", "meta.json", "train.bin", "validation.bin",
-    ]  # fmt: skip
+        "gpt2.tiktoken",
+        "meta.json",
+        "train.bin",
+        "validation.bin",
+    ]
     tokens = data.open_tokens(folders[0])
     assert (tokens.train == 267).sum() + (tokens.validation == 267).sum() == 60
     assert tokens.train[-1] == tokens.validation[-1] == 267

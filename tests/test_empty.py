@@ -118,9 +118,15 @@ def test_gemm(device, run, m, n, k, biased):
         assert torch.equal(c, (held.float() + expected).to(dtype))
     for layout in LAYOUTS:
         found = run(
-            int8.int8_gemm, a, b, out="int8", bias=bias, layout=layout,
-            rounding="stochastic", seed=seed(device),
-        )  # fmt: skip
+            int8.int8_gemm,
+            a,
+            b,
+            out="int8",
+            bias=bias,
+            layout=layout,
+            rounding="stochastic",
+            seed=seed(device),
+        )
         assert [tuple(tensor.shape) for tensor in found.tensors] == shapes_of(m, n, layout)
         q, scale = found.tensors[:2]
         value = dequantize(q, scale, 32)

@@ -96,9 +96,13 @@ def codes(folder, name, pointers, sizes, other, home):
     """Codes and texts of no size, another size, an odd address, and of a right call."""
     arguments = [folder / f"lib{name}.so", name, str(pointers), repr(sizes), repr(other)]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", CALLS, *map(str, arguments)], env=bare(home),
-        cwd=home, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-I", "-S", "-c", CALLS, *map(str, arguments)],
+        env=bare(home),
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return [line.split(maxsplit=1) for line in done.stdout.splitlines()]
 
@@ -107,8 +111,12 @@ def read(folder):
     """What is written is as wide as ours, names no path of this machine, and is in the README."""
     sources = (SHIPPED.parent / "kernels_cuda").rglob("*.cu*")
     ours = {line for file in sources for line in file.read_text().splitlines()}
-    texts = [*folder.glob("*.[ch]"), *folder.glob("*.cu"), folder / "Makefile",
-             folder / "CMakeLists.txt"]  # fmt: skip
+    texts = [
+        *folder.glob("*.[ch]"),
+        *folder.glob("*.cu"),
+        folder / "Makefile",
+        folder / "CMakeLists.txt",
+    ]
     for file in texts:
         for line in file.read_text().splitlines():
             assert len(line) <= 100 or line in ours, f"{file.name}: {line}"
@@ -154,8 +162,9 @@ def test_sources_are_built_by_cmake(tmp_path, words, pointers, sizes):
     folder, name = write(tmp_path, words), f"jetfire_{words[0]}"
     environment = bare(tmp_path, "nvcc", "cmake")
     for step in (["-B", "build", "-DBUILD_SHARED_LIBS=ON"], ["--build", "build", "-j2"]):
-        subprocess.run(["cmake", *step], cwd=folder, env=environment, check=True,
-                       stdout=subprocess.DEVNULL)  # fmt: skip
+        subprocess.run(
+            ["cmake", *step], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
     library = ctypes.CDLL(folder / "build" / f"lib{name}.so")
     assert library[name](*[None] * pointers, *[0] * sizes, None) == 1
     for program in ("selftest", "benchmark"):
@@ -227,8 +236,11 @@ def dequantize(tmp_path_factory):
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
     plan = make([Case(op, problem)], "triton", (9, 0), None)
     head = header(plan, workspace=False, any_size=True, contract=())
-    files = {"jetfire_dequantize.h": head, "jetfire_dequantize.c": DEQUANTIZE.encode(),
-             "cuda_runtime_api.h": RUNTIME.encode()}  # fmt: skip
+    files = {
+        "jetfire_dequantize.h": head,
+        "jetfire_dequantize.c": DEQUANTIZE.encode(),
+        "cuda_runtime_api.h": RUNTIME.encode(),
+    }
     library = Library(files, (), ("jetfire_dequantize.c",), "90", False, True, ())
     sample = samples.record(plan)
     folder = tmp_path_factory.mktemp("dequantize")
@@ -252,11 +264,25 @@ def test_a_sample_asks_for_equal_bits_only_of_what_has_them_everywhere(shipped, 
 def selftest(folder, fault):
     """What it prints and its exit code, of a function with a fault."""
     subprocess.run(
-        ["cc", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unused-function",
-         "-Wno-sign-compare", f"-DFAULT={fault}", "-I.", "-o", "run", "selftest.c",
-         "jetfire_dequantize.c", "-lm"],
-        cwd=folder, check=True,
-    )  # fmt: skip
+        [
+            "cc",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unused-parameter",
+            "-Wno-unused-function",
+            "-Wno-sign-compare",
+            f"-DFAULT={fault}",
+            "-I.",
+            "-o",
+            "run",
+            "selftest.c",
+            "jetfire_dequantize.c",
+            "-lm",
+        ],
+        cwd=folder,
+        check=True,
+    )
     done = subprocess.run([folder / "run"], cwd=folder, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -288,8 +314,9 @@ def test_a_selftest_finds_what_is_wrong(dequantize, kind, fault, code, says):
 def row(target, ratio, **changes):
     problem = {"m": 8, "n": 16, "k": 32, "block": 32}
     fields = {"ms": 0.5 / ratio, "vs_peer": {"launch": ratio}, "ok": True, **changes}
-    return Row("gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target,
-               **fields)  # fmt: skip
+    return Row(
+        "gemm", "wgmma", "kernel", problem, {"tile": 1}, "tuned", "normal", export=target, **fields
+    )
 
 
 @pytest.mark.parametrize(("second", "taken"), [(2.0, "triton"), (1.0, "wgmma")])
@@ -305,9 +332,23 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
         for problem, ms in zip(problems, times[name], strict=True):
             config = kernel.default(problem, device).as_dict()
             entries.append(
-                Entry(name, problem.as_dict(), config, ms, ms, ms, 9, None, None, "time", {}, 1,
-                      "tpe", origin)
-            )  # fmt: skip
+                Entry(
+                    name,
+                    problem.as_dict(),
+                    config,
+                    ms,
+                    ms,
+                    ms,
+                    9,
+                    None,
+                    None,
+                    "time",
+                    {},
+                    1,
+                    "tpe",
+                    origin,
+                )
+            )
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path))
     profiles.forget()
     profiles.save(tmp_path, device, "gemm", entries)
@@ -331,8 +372,10 @@ def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
     assert table.number("odd", "int", [0, 2], [5, 9]) == "problem->odd"
     assert table.number("odd", "int", [1], [7]) == "7"
     assert [table.row(i) for i in range(3)] == [
-        ["{.m = 64, .odd = 5},"], ["{.m = 128},"], ["{.m = 256, .odd = 9},"],
-    ]  # fmt: skip
+        ["{.m = 64, .odd = 5},"],
+        ["{.m = 128},"],
+        ["{.m = 256, .odd = 9},"],
+    ]
 
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):
@@ -439,8 +482,10 @@ def test_whatever_an_export_raises_is_a_wrong_result_in_a_line(on_the_cpu, error
     plan = on_the_cpu(fault)
     found = measure._answer(plan, "torch", Path(), None)
     assert type(found) is WrongResultError
-    assert str(found) == (f"gemm/int_mm as torch: {error.__name__}: CUDA error: an illegal memory "
-                          "access For debugging consider …")  # fmt: skip
+    assert str(found) == (
+        f"gemm/int_mm as torch: {error.__name__}: CUDA error: an illegal memory "
+        "access For debugging consider …"
+    )
 
 
 def test_an_export_without_a_plan_has_a_row_too():

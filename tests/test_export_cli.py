@@ -83,8 +83,12 @@ def refused(capsys, code=2):
     [
         ((*GEMM, "--arch", "7.5"), 5, "architecture sm_75: expected one of sm_80, sm_86, sm_89"),
         ((*GEMM, "--arch", "hopper"), 2, "--arch hopper: expected an architecture such as 90"),
-        (("transpose", "--m", "4096", "--arch", "10.0"), 2, "transpose on sm_100: no kernel has a "
-         "profile for m=4096 n=4096 block=32; tune it: jetfire-tune transpose --m 4096"),
+        (
+            ("transpose", "--m", "4096", "--arch", "10.0"),
+            2,
+            "transpose on sm_100: no kernel has a "
+            "profile for m=4096 n=4096 block=32; tune it: jetfire-tune transpose --m 4096",
+        ),
         ((*GEMM, "--target", "ptx"), 2, "--target ptx: expected one of cuda, cubin, torch, wheel"),
         ((*GEMM, "--name", "1st"), 2, "--name 1st: expected a C identifier"),
         ((*GEMM, "--name", "union"), 2, "--name union: C and C++ have it as a word of their own"),
@@ -93,17 +97,24 @@ def refused(capsys, code=2):
         ((*GEMM, "--name", "torch"), 2, "--name torch: a Python module is called so"),
         ((*GEMM, "--name", "selftest"), 2, "--name selftest: an export has files called so"),
         (("gemm", "--m", "4096", "--block", "32,64"), 2, "block=32 and block=64: one export has"),
-        (("gemm", "--m", "4096", "--mode", "bwd"), 2, "out=bf16 and out=fp32: one export has one "
-         "out; give --set out="),
+        (
+            ("gemm", "--m", "4096", "--mode", "bwd"),
+            2,
+            "out=bf16 and out=fp32: one export has one out; give --set out=",
+        ),
         (("gemm", "quantize", "--m", "4096"), 2, "export takes one op, given gemm, quantize"),
         ((*GEMM, "--kernel", "int_mm"), 2, "gemm/int_mm runs on the CPU: expected a GPU kernel"),
         ((*GEMM, "--kernel", "nope"), 2, "no kernel 'nope': expected one of"),
-        ((*QUANTIZE, "--target", "cuda"), 2, "--target cuda: quantize/triton is not exported as "
-         "CUDA C++: expected one of cubin, torch, wheel, hf"),
+        (
+            (*QUANTIZE, "--target", "cuda"),
+            2,
+            "--target cuda: quantize/triton is not exported as "
+            "CUDA C++: expected one of cubin, torch, wheel, hf",
+        ),
         (("hadamard_gemm", "--m", "4096"), 2, "hadamard_gemm: it has nothing to tune: it launches"),
         (("gemm", "--workload", "gpt5"), 2, "no workload 'gpt5' (did you mean gpt2-350m?)"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_exported_is_said_in_a_line(shipped, tmp_path, capsys, words, code, says):
     assert export(tmp_path / "out", *words) == code
     assert refused(capsys).startswith(says)
@@ -169,8 +180,9 @@ def test_without_a_compiler_it_can_be_written_unbuilt(shipped, tmp_path, capsys,
     assert captured.err == "jetfire: gemm/wgmma as cuda: written, not built\n"
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"jetfire_gemm.cu", "jetfire_gemm.h", "Makefile", "README.md", "profile.json"} <= names
-    assert set(captured.out.splitlines()) >= {str(tmp_path / "out" / name) for name in
-                                              names - {"samples"}}  # fmt: skip
+    assert set(captured.out.splitlines()) >= {
+        str(tmp_path / "out" / name) for name in names - {"samples"}
+    }
 
 
 @pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
@@ -234,9 +246,13 @@ def _fail(folder):
     raise WrongResultError("make: exit code 2: no such instruction")
 
 
-@pytest.mark.parametrize(("build", "code", "says"), [
-    (_interrupt, 130, "interrupted"), (_fail, 3, "make: exit code 2: no such instruction"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("build", "code", "says"),
+    [
+        (_interrupt, 130, "interrupted"),
+        (_fail, 3, "make: exit code 2: no such instruction"),
+    ],
+)
 @pytest.mark.parametrize("there", [False, True])
 def test_what_was_cut_short_leaves_nothing(fake, tmp_path, capsys, build, code, says, there):
     target = fake(Fake(build))
@@ -352,8 +368,17 @@ def test_on_a_gpu_it_is_tested_and_its_speed_told(fake, tmp_path, capsys, monkey
     target = fake(Fake())
 
     def row(plan, name, folder):
-        return [Row("gemm", "wgmma", "kernel", plan.problem.as_dict(), ms=0.1, export=name,
-                    vs_peer={"launch": ratio})]  # fmt: skip
+        return [
+            Row(
+                "gemm",
+                "wgmma",
+                "kernel",
+                plan.problem.as_dict(),
+                ms=0.1,
+                export=name,
+                vs_peer={"launch": ratio},
+            )
+        ]
 
     monkeypatch.setattr(check, "runs_here", lambda plan: True)
     monkeypatch.setattr("jetfire.export.command.runs_here", lambda plan: True)
@@ -364,8 +389,13 @@ def test_on_a_gpu_it_is_tested_and_its_speed_told(fake, tmp_path, capsys, monkey
     done, speed, *slow = capsys.readouterr().err.splitlines()
     assert done == "jetfire: gemm/wgmma as cuda: built; self-test passed"
     assert speed.startswith(f"jetfire: 4096×4096×4096: 100 µs, {ratio:.3f}× the speed of the ")
-    assert slow == ["jetfire: 4096×4096×4096 0.910×: expected 0.98 of the speed of the workbench's "
-                    "launch at least"][: code != 0]  # fmt: skip
+    assert (
+        slow
+        == [
+            "jetfire: 4096×4096×4096 0.910×: expected 0.98 of the speed of the workbench's "
+            "launch at least"
+        ][: code != 0]
+    )
 
 
 def test_a_program_that_is_cut_short_takes_with_it_what_it_started(tmp_path):
@@ -393,5 +423,6 @@ def test_the_suite_lists_every_target_of_the_gemm(capsys):
     listed = capsys.readouterr().out.splitlines()
     problem = "m=8192 n=8192 k=8192 block=128 out=bf16"
     for name in targets.NAMES:
-        assert any(t.startswith(f"gemm/wgmma {problem}") and t.endswith(f" as {name}")
-                   for t in listed)  # fmt: skip
+        assert any(
+            t.startswith(f"gemm/wgmma {problem}") and t.endswith(f" as {name}") for t in listed
+        )

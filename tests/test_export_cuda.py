@@ -36,8 +36,22 @@ def plan_of(kernel, *cases, capability=(9, 0)):
     tuned = []
     for fields, config in cases:
         problem = OP.Problem(**fields)
-        entry = Entry(kernel, problem.as_dict(), config.as_dict(), 1.0, 1.0, 1.0, 1, None, None,
-                      "time", {}, 24, "gp", {})  # fmt: skip
+        entry = Entry(
+            kernel,
+            problem.as_dict(),
+            config.as_dict(),
+            1.0,
+            1.0,
+            1.0,
+            1,
+            None,
+            None,
+            "time",
+            {},
+            24,
+            "gp",
+            {},
+        )
         tuned.append(TunedProblem(problem, config, entry))
     device = target_device(capability)
     return ExportPlan("a_gemm", OP, registry.get_kernel("gemm", kernel), device, tuple(tuned))
@@ -51,17 +65,21 @@ def fields(m=4096, n=4096, k=4096, **others):
 WGMMA = [
     (fields(), WgmmaConfig()),
     (fields(n=4095, out="fp16", accumulate=True), WgmmaConfig(cluster_n=2)),
-    (fields(out="fp32", accumulate=True, bias=True),
-     WgmmaConfig(2, 1, 64, 7, 1, 2, 1, stream=True, schedule="telescoped")),
-    (fields(block=128, out="int8", layout="both", rounding="stochastic"),
-     WgmmaConfig(2, cluster_m=2, cluster_n=2)),
+    (
+        fields(out="fp32", accumulate=True, bias=True),
+        WgmmaConfig(2, 1, 64, 7, 1, 2, 1, stream=True, schedule="telescoped"),
+    ),
+    (
+        fields(block=128, out="int8", layout="both", rounding="stochastic"),
+        WgmmaConfig(2, cluster_m=2, cluster_n=2),
+    ),
     (fields(m=4090, out="int8", layout="both"), WgmmaConfig(4, tile_n=32)),
     (fields(n=4090, out="int8", layout="qt"), WgmmaConfig(4, tile_n=64)),
     (fields(out="int8", layout="q"), WgmmaConfig(1, 2, 192, 4)),
     (fields(block=128, out_block=32, out="int8", layout="both"), WgmmaConfig()),
     (fields(n=4095, out="bf16"), WgmmaConfig(4, tile_n=64, stream=True)),
     (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, cluster_n=2, stream=True)),
-]  # fmt: skip
+]
 MMA = [
     (fields(), MmaConfig()),
     (fields(n=4090, k=4092, out="fp32", accumulate=True, bias=True), MmaConfig(64, 64, 2, 2, 4)),
@@ -111,12 +129,31 @@ def test_constants_are_those_of_the_config():
     text = source_of(plan_of("wgmma", (fields(out="fp32"), config)))
     found = dict(re.findall(r"^constexpr \w+ (\w+) = (\w+); +// \w", text, re.MULTILINE))
     assert found == {
-        "BLOCK": "32", "OUT_BLOCK": "32", "OUTPUT": "0", "BIAS": "false", "ACCUMULATE": "false",
-        "STOCHASTIC": "false", "Q": "false", "QT": "false", "TMA_OUT": "true", "TMA_QT": "false",
-        "GROUPS": "2", "ROWS": "1", "TILE_N": "64", "STAGES": "7", "BUFFERS": "2", "CLUSTER_M": "2",
-        "CLUSTER_N": "1", "RASTER": "16", "IN_FLIGHT": "1", "STREAM": "false", "TELESCOPED": "true",
-        "CONSUMER_REGISTERS": "224", "PRODUCER_REGISTERS": "56", "CHUNK_WARPS": "4",
-    } | {name: found[name] for name in found if name in ("SUMS", "WINDOW")}  # fmt: skip
+        "BLOCK": "32",
+        "OUT_BLOCK": "32",
+        "OUTPUT": "0",
+        "BIAS": "false",
+        "ACCUMULATE": "false",
+        "STOCHASTIC": "false",
+        "Q": "false",
+        "QT": "false",
+        "TMA_OUT": "true",
+        "TMA_QT": "false",
+        "GROUPS": "2",
+        "ROWS": "1",
+        "TILE_N": "64",
+        "STAGES": "7",
+        "BUFFERS": "2",
+        "CLUSTER_M": "2",
+        "CLUSTER_N": "1",
+        "RASTER": "16",
+        "IN_FLIGHT": "1",
+        "STREAM": "false",
+        "TELESCOPED": "true",
+        "CONSUMER_REGISTERS": "224",
+        "PRODUCER_REGISTERS": "56",
+        "CHUNK_WARPS": "4",
+    } | {name: found[name] for name in found if name in ("SUMS", "WINDOW")}
 
 
 def test_what_the_contract_asks_of_sizes():
@@ -179,8 +216,11 @@ def test_the_flattened_source_is_the_same_program(case, tmp_path, monkeypatch):
     kernel, problem, config = case
     plan = plan_of(kernel, (problem, config))
     code = source_of(plan).split("namespace {\n")[1].split("}  // namespace\n")[0]
-    types = "".join(line + "\n" for line in (compiler.ROOT / "ptx.cuh").read_text().splitlines()
-                    if line.startswith("using "))  # fmt: skip
+    types = "".join(
+        line + "\n"
+        for line in (compiler.ROOT / "ptx.cuh").read_text().splitlines()
+        if line.startswith("using ")
+    )
     source = tmp_path / "flat.cu"
     source.write_text(types + code.replace("__global__ void", 'extern "C" __global__ void'))
     architecture = "sm_90a" if kernel == "wgmma" else "sm_90"
@@ -202,10 +242,22 @@ def built(tmp_path_factory):
     for name, content in cuda.library(plan_of("wgmma", WGMMA[0])).files.items():
         (folder / name).write_bytes(content)
     done = subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra",
-         "-gencode", "arch=compute_90a,code=sm_90a", "-cubin", "a_gemm.cu"],
-        cwd=folder, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            "nvcc",
+            "-std=c++17",
+            "-O3",
+            "-Xcompiler",
+            "-Wall,-Wextra",
+            "-gencode",
+            "arch=compute_90a,code=sm_90a",
+            "-cubin",
+            "a_gemm.cu",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout + done.stderr == ""
     return Cubin("gemm", (folder / "a_gemm.cubin").read_bytes(), 0, 0)
 
@@ -218,8 +270,25 @@ def test_nvcc_makes_the_same_of_it_where_it_counts(built):
     )
     nvcc, nvrtc = audit(built), audit(own)
     assert (nvcc.registers, nvcc.spills, nvcc.stack_bytes) == (nvrtc.registers, 0, 0)
-    counted = ("IGMMA", "I2FP", "FFMA", "FADD", "FMUL", "F2FP", "LDS", "STS", "STSM", "LDG",
-               "SYNCS", "UTMALDG", "UTMASTG", "BAR", "WARPGROUP", "WARPSYNC", "BRA")  # fmt: skip
+    counted = (
+        "IGMMA",
+        "I2FP",
+        "FFMA",
+        "FADD",
+        "FMUL",
+        "F2FP",
+        "LDS",
+        "STS",
+        "STSM",
+        "LDG",
+        "SYNCS",
+        "UTMALDG",
+        "UTMASTG",
+        "BAR",
+        "WARPGROUP",
+        "WARPSYNC",
+        "BRA",
+    )
     assert {i: nvcc.instructions.get(i) for i in counted} == {
         i: nvrtc.instructions.get(i) for i in counted
     }
@@ -312,10 +381,25 @@ def stand_in(tmp_path_factory):
 
 def compile_c(folder, library, *sources):
     done = subprocess.run(
-        ["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-shared", "-fPIC",
-         f"-I{cuda_home()}/include", "-o", library, *sources],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            "gcc",
+            "-std=c11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Wpedantic",
+            "-shared",
+            "-fPIC",
+            f"-I{cuda_home()}/include",
+            "-o",
+            library,
+            *sources,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -323,9 +407,13 @@ def compile_c(folder, library, *sources):
 def called(stand_in, folder, calls):
     """What the libraries of a folder launch, by a process in which no other driver is."""
     done = subprocess.run(
-        [sys.executable, "-c", CALL], input=json.dumps([str(folder), calls]), text=True,
-        env={"LD_LIBRARY_PATH": str(stand_in)}, capture_output=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", CALL],
+        input=json.dumps([str(folder), calls]),
+        text=True,
+        env={"LD_LIBRARY_PATH": str(stand_in)},
+        capture_output=True,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -341,8 +429,13 @@ def write_compiled(plan, folder, monkeypatch):
 
 def tensor(address, rows, columns, itemsize=1):
     """What a launch asks of a contiguous tensor."""
-    return SimpleNamespace(data_ptr=lambda: address, stride=lambda dim: columns, itemsize=itemsize,
-                           shape=(rows, columns), device=SimpleNamespace(index=0))  # fmt: skip
+    return SimpleNamespace(
+        data_ptr=lambda: address,
+        stride=lambda dim: columns,
+        itemsize=itemsize,
+        shape=(rows, columns),
+        device=SimpleNamespace(index=0),
+    )
 
 
 def launched_by_python(kernel, problem, config, tensors, workspace, monkeypatch):
@@ -359,8 +452,9 @@ def launched_by_python(kernel, problem, config, tensors, workspace, monkeypatch)
         return launch
 
     def mma_function(problem, config, access, device):
-        return function(mma.config_header(problem, config, access),
-                        mma.shared_bytes(problem, config, access))  # fmt: skip
+        return function(
+            mma.config_header(problem, config, access), mma.shared_bytes(problem, config, access)
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "processors", lambda device: 132)
@@ -443,13 +537,22 @@ def test_what_the_contract_excludes_is_refused(stand_in, tmp_path, monkeypatch):
         (good, (4096, 4096, 4096), 0),
         (good, (16, 16, 16), 0),
         (good, (1 << 30, 16, 16), 0),
-        *((good, sizes, 1) for sizes in (
-            (0, 16, 16), (16, -16, 16), (16, 16, 0), (8, 16, 16), (16, 24, 16), (16, 16, 8),
-            ((1 << 30) + 16, 16, 16), (1 << 29, 1 << 20, 16),
-        )),
+        *(
+            (good, sizes, 1)
+            for sizes in (
+                (0, 16, 16),
+                (16, -16, 16),
+                (16, 16, 0),
+                (8, 16, 16),
+                (16, 24, 16),
+                (16, 16, 8),
+                ((1 << 30) + 16, 16, 16),
+                (1 << 29, 1 << 20, 16),
+            )
+        ),
         *((at(name, 8), (16, 16, 16), 2) for name in ("a", "b", "q", "qt")),
         *((at(name, 4), (16, 16, 16), 0) for name in ("a_scale", "b_scale", "scale", "scale_t")),
-    ]  # fmt: skip
+    ]
     found = called(stand_in, tmp_path, [("gemm.so", 640, p, s, 0) for p, s, _ in cases])
     assert [code for code, *_ in found] == [code for *_, code in cases]
     # Nothing is launched of what is refused.
@@ -471,20 +574,32 @@ def test_another_gpu_is_refused(stand_in, tmp_path, monkeypatch):
 def test_of_several_configs_the_nearest_is_chosen(stand_in, tmp_path, monkeypatch):
     stream = WgmmaConfig(2, tile_n=64, stages=7, stream=True, schedule="telescoped")
     sums = {"out": "fp32", "accumulate": True}
-    tuned = [((512, 512, 8192), stream), ((8192, 8192, 8192), WgmmaConfig(3)),
-             ((8192, 512, 512), WgmmaConfig(1)), ((8192, 1024, 512), WgmmaConfig(1))]  # fmt: skip
+    tuned = [
+        ((512, 512, 8192), stream),
+        ((8192, 8192, 8192), WgmmaConfig(3)),
+        ((8192, 512, 512), WgmmaConfig(1)),
+        ((8192, 1024, 512), WgmmaConfig(1)),
+    ]
     plan = plan_of("wgmma", *((fields(*sizes, **sums), config) for sizes, config in tuned))
     library = write_compiled(plan, tmp_path, monkeypatch)
     assert {name for name in library.files if name.endswith(".c")} == {
-        "a_gemm.c", "a_gemm_512x512x8192.c", "a_gemm_8192x8192x8192.c", "a_gemm_8192x512x512.c",
+        "a_gemm.c",
+        "a_gemm_512x512x8192.c",
+        "a_gemm_8192x8192x8192.c",
+        "a_gemm_8192x512x512.c",
         "a_gemm_code.c",
-    }  # fmt: skip
+    }
     assert compile_c(tmp_path, "gemm.so", *library.c_sources) == ""
     cases = [
-        ((512, 512, 8192), 2, True), ((8192, 8192, 8192), 3, False), ((8192, 512, 512), 1, False),
-        ((8192, 1024, 512), 1, False), ((768, 512, 16384), 2, True), ((1024, 64, 64), 1, False),
-        ((16384, 16384, 4096), 3, False), ((16384, 700, 256), 1, False),
-    ]  # fmt: skip
+        ((512, 512, 8192), 2, True),
+        ((8192, 8192, 8192), 3, False),
+        ((8192, 512, 512), 1, False),
+        ((8192, 1024, 512), 1, False),
+        ((768, 512, 16384), 2, True),
+        ((1024, 64, 64), 1, False),
+        ((16384, 16384, 4096), 3, False),
+        ((16384, 700, 256), 1, False),
+    ]
     calls = [
         ("gemm.so", 640, pointers(tensors_of(plan, plan.problem)), sizes, 160)
         for sizes, *_ in cases
@@ -497,5 +612,6 @@ def test_of_several_configs_the_nearest_is_chosen(stand_in, tmp_path, monkeypatc
     # The same choice among sources in CUDA C++.
     sources = cuda.library(plan)
     assert sources.files["a_gemm.cu"] == library.files["a_gemm.c"]
-    assert set(sources.cuda_sources) == {n.replace(".c", ".cu") for n in library.files
-                                         if n.endswith(".c") and "code" not in n}  # fmt: skip
+    assert set(sources.cuda_sources) == {
+        n.replace(".c", ".cu") for n in library.files if n.endswith(".c") and "code" not in n
+    }

@@ -54,9 +54,12 @@ def plan_of(op_name, kernel_name, *fields, capability=(9, 0)):
 
 PLANS = {
     "quantize": plan_of(
-        "quantize", "triton",
-        *({"m": m, "n": n, "layout": "both", "rounding": "stochastic"}
-          for m, n in ((256, 512), (300, 1000))),
+        "quantize",
+        "triton",
+        *(
+            {"m": m, "n": n, "layout": "both", "rounding": "stochastic"}
+            for m, n in ((256, 512), (300, 1000))
+        ),
     ),
     # The sample's own sizes: fewer kernels to compile.
     "gelu": plan_of("gelu", "triton", {**SMALL, "mode": "bwd"}),
@@ -65,7 +68,7 @@ PLANS = {
         "layernorm", "gluon", {**SMALL, "mode": "bwd", "rounding": "stochastic"}
     ),
     "add": plan_of("add", "triton", {"m": 512, "n": 1024}),
-}  # fmt: skip
+}
 
 
 def cases_of(plan):
@@ -88,10 +91,16 @@ def compile_c(folder, library, name):
 def fake_driver(tmp_path_factory):
     file = tmp_path_factory.mktemp("driver") / "libfake.so"
     subprocess.run(
-        [*CC, f"-I{cuda_home()}/include", "-Wl,-soname,libcuda.so.1", "-o", file,
-         FAKES / "driver.c"],
+        [
+            *CC,
+            f"-I{cuda_home()}/include",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            file,
+            FAKES / "driver.c",
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return file
 
 
@@ -155,12 +164,22 @@ def codes_of(recorded):
 
 def run(so, function, calls, *, driver=None, kernels=(), threads=1, **environment):
     """Codes that calls returned, and what the fake driver was asked to, in words."""
-    request = {"library": str(so), "function": function, "calls": calls, "threads": threads,
-               "driver": driver and str(driver), "kernels": kernels}  # fmt: skip
+    request = {
+        "library": str(so),
+        "function": function,
+        "calls": calls,
+        "threads": threads,
+        "driver": driver and str(driver),
+        "kernels": kernels,
+    }
     done = subprocess.run(
-        [sys.executable, FAKES / "call.py"], input=json.dumps(request), text=True,
-        capture_output=True, check=True, env={**os.environ, **environment},
-    )  # fmt: skip
+        [sys.executable, FAKES / "call.py"],
+        input=json.dumps(request),
+        text=True,
+        capture_output=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
     lines = [line.split() for line in done.stdout.splitlines()]
     return [int(line[1]) for line in lines if line[0] == "code"], lines
 
@@ -315,12 +334,17 @@ def test_what_a_caller_gets_wrong_is_found_before_the_driver_is_needed(built):
         *(
             ({"FAKE_FAILURE": function}, CUDA_ERROR)
             for function in (
-                "cuInit", "cuCtxGetDevice", "cuDeviceGetAttribute", "cuLibraryLoadData",
-                "cuThreadExchangeStreamCaptureMode", "cuLibraryGetKernel", "cuLaunchKernel",
+                "cuInit",
+                "cuCtxGetDevice",
+                "cuDeviceGetAttribute",
+                "cuLibraryLoadData",
+                "cuThreadExchangeStreamCaptureMode",
+                "cuLibraryGetKernel",
+                "cuLaunchKernel",
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_what_the_driver_refuses_is_a_code(built, fake_driver, environment, code):
     made = built["quantize"]
     codes, lines = run_fake(fake_driver, made, 2 * call_all(made)[:1], **environment)
@@ -371,8 +395,9 @@ def launched(fake_driver, made, sizes, **options):
 def test_tensor_maps_are_encoded_for_each_call(monkeypatch, tmp_path, fake_driver):
     def recorded(m, n):
         matrix = TensorMap(Address("x", 0), "bfloat16", 2, (m, n), (n, 1), (64, 32), 64)
-        return LaunchRecording((a_call(Argument("x_desc", "map", matrix),
-                                 Argument("x_desc_stride0", "i64", n)),), ())  # fmt: skip
+        return LaunchRecording(
+            (a_call(Argument("x_desc", "map", matrix), Argument("x_desc_stride0", "i64", n)),), ()
+        )
 
     made = by_hand(monkeypatch, tmp_path, [recorded(256, 512), recorded(208, 336)])
     lines = launched(fake_driver, made, {b"\x7fELF": [128, 8, 8, 8]})
@@ -399,10 +424,23 @@ def test_shared_memory_beyond_48_kib_is_asked_for_once_a_device(monkeypatch, tmp
 
 def test_problems_whose_launches_differ_get_each_its_own(monkeypatch, tmp_path, fake_driver):
     """Such as where Triton compiled a stride of 1 in, so that the kernel takes one number less."""
-    one = LaunchRecording((a_call(Argument("x_ptr", "pointer", Address("x", 0)),
-                            Argument("stride", "i32", 7), code=b"\x7fEL1"),), ())  # fmt: skip
-    other = LaunchRecording((a_call(Argument("x_ptr", "pointer", Address("x", 0)), code=b"\x7fEL2"),
-                       a_call(Argument("rate", "fp32", 0.1), code=b"\x7fEL3")), ())  # fmt: skip
+    one = LaunchRecording(
+        (
+            a_call(
+                Argument("x_ptr", "pointer", Address("x", 0)),
+                Argument("stride", "i32", 7),
+                code=b"\x7fEL1",
+            ),
+        ),
+        (),
+    )
+    other = LaunchRecording(
+        (
+            a_call(Argument("x_ptr", "pointer", Address("x", 0)), code=b"\x7fEL2"),
+            a_call(Argument("rate", "fp32", 0.1), code=b"\x7fEL3"),
+        ),
+        (),
+    )
     fields = ({"m": 256, "n": 512}, {"m": 512, "n": 512})
     made = by_hand(monkeypatch, tmp_path, [one, other, one], fields)
     sizes = {b"\x7fEL1": [8, 4, 8, 8], b"\x7fEL2": [8, 8, 8], b"\x7fEL3": [4, 8, 8]}
@@ -495,7 +533,7 @@ def launch_of(signature, arguments, **metadata):
         metadata=SimpleNamespace(**{**plain, **metadata}),
         src=SimpleNamespace(signature=signature),
         asm={"ptx": f".visible .entry k({parameters})", "cubin": b""},
-    )  # fmt: skip
+    )
     return SimpleNamespace(compiled=compiled, grid=(1, 1, 1), arguments=arguments)
 
 
@@ -537,9 +575,12 @@ def test_an_output_with_an_inputs_name_that_does_not_update_it_has_its_own():
     op = registry.get("dropout")
     signature = signature_of(op, op.Problem(m=64, n=64))
     assert [(p.name, p.key, p.role) for p in signature.parameters] == [
-        ("q", "q", "input"), ("scale", "scale", "input"), ("seed", "seed", "input"),
-        ("q_out", "q", "output"), ("scale_out", "scale", "output"),
-    ]  # fmt: skip
+        ("q", "q", "input"),
+        ("scale", "scale", "input"),
+        ("seed", "seed", "input"),
+        ("q_out", "q", "output"),
+        ("scale_out", "scale", "output"),
+    ]
     inputs, outputs = {"q": 1, "scale": 2, "seed": 3}, {"q": 4, "scale": 5}
     assert list(signature.tensors(inputs, outputs).values()) == [1, 2, 3, 4, 5]
 

@@ -50,10 +50,14 @@ def with_text(plan, text):
     def changed(tuned):
         fields = ("gpu", "driver", "cuda", "torch", "triton", "source", "date", "jetfire")
         entry = dataclasses.replace(
-            tuned.entry, kernel=text, objective=text, strategy=text, vs_peer={text: 1.0},
+            tuned.entry,
+            kernel=text,
+            objective=text,
+            strategy=text,
+            vs_peer={text: 1.0},
             problem={name: str(value) for name, value in tuned.entry.problem.items()},
             provenance=dict.fromkeys(fields, text),
-        )  # fmt: skip
+        )
         return dataclasses.replace(tuned, entry=entry)
 
     return dataclasses.replace(plan, tuned=tuple(map(changed, plan.tuned)))
@@ -98,9 +102,14 @@ def written(plan, target, sample):
 def empty(plan):
     text = header(plan, workspace=False, any_size=False, contract=())
     return Library(
-        {f"{plan.name}.h": text, f"{plan.name}.c": b"\n"}, (), (f"{plan.name}.c",), "90", False,
-        False, ("All addresses are multiples of 16.",),
-    )  # fmt: skip
+        {f"{plan.name}.h": text, f"{plan.name}.c": b"\n"},
+        (),
+        (f"{plan.name}.c",),
+        "90",
+        False,
+        False,
+        ("All addresses are multiples of 16.",),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,22 @@ def plan_of(op, kernel, *cases, capability=(9, 0)):
     tuned = []
     for fields, config in cases:
         problem = registry.get(op).Problem(**fields)
-        entry = Entry(kernel, problem.as_dict(), config.as_dict(), 1.0, 1.0, 1.0, 1, None, None,
-                      "time", {}, 24, "gp", {})  # fmt: skip
+        entry = Entry(
+            kernel,
+            problem.as_dict(),
+            config.as_dict(),
+            1.0,
+            1.0,
+            1.0,
+            1,
+            None,
+            None,
+            "time",
+            {},
+            24,
+            "gp",
+            {},
+        )
         tuned.append(TunedProblem(problem, config, entry))
     device = target_device(capability)
     return ExportPlan(NAME, registry.get(op), registry.get_kernel(op, kernel), device, tuple(tuned))
@@ -66,31 +80,59 @@ def columns(m=1024, n=2048, **others):
 # Every branch of the host code's templates.
 CASES = [
     ("int4_gemm", "wgmma", gemm(k=4090), WgmmaConfig(2, 2, 128, cluster_m=1, cluster_n=2)),
-    ("int4_gemm", "wgmma", gemm(n=771, k=4094, bias=True, out="fp16"),
-     WgmmaConfig(1, 1, 64, 3, cluster_m=1, split=2)),
+    (
+        "int4_gemm",
+        "wgmma",
+        gemm(n=771, k=4094, bias=True, out="fp16"),
+        WgmmaConfig(1, 1, 64, 3, cluster_m=1, split=2),
+    ),
     ("int4_gemm", "wgmma", wide(out="fp32"), WgmmaConfig(3, 1, 192)),
     ("int4_gemm", "wgmma", wide("dgrad", n=771), WgmmaConfig(1, tile_n=96, cluster_m=1)),
-    ("int4_gemm", "wgmma", wide("wgrad", n=771, out="fp32"),
-     WgmmaConfig(1, 1, 96, 8, cluster_m=1, raster=32, split=4)),
+    (
+        "int4_gemm",
+        "wgmma",
+        wide("wgrad", n=771, out="fp32"),
+        WgmmaConfig(1, 1, 96, 8, cluster_m=1, raster=32, split=4),
+    ),
     ("int4_gemm", "mma", gemm(bias=True), MmaConfig()),
     ("int4_gemm", "mma", gemm(k=4088), MmaConfig(tile_n=256)),
     ("int4_gemm", "mma", wide("dgrad", n=771, k=4086, out="fp32"), MmaConfig(64, 64, 2, 2)),
     ("int4_gemm", "mma", wide("wgrad"), MmaConfig(64, 64, 2, 2)),
     ("hadamard_quantize", "rows", columns(), RowsConfig()),
-    ("hadamard_quantize", "rows", columns(n=2056, group=8, dtype="fp16", layout="both"),
-     RowsConfig(16, 2, 16)),
-    ("hadamard_quantize", "rows", columns(n=2050, group=1, dtype="fp32", layout="wide"),
-     RowsConfig(8, 2, 16, blocks=2)),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(n=2056, group=8, dtype="fp16", layout="both"),
+        RowsConfig(16, 2, 16),
+    ),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(n=2050, group=1, dtype="fp32", layout="wide"),
+        RowsConfig(8, 2, 16, blocks=2),
+    ),
     ("hadamard_quantize", "rows", columns(mode="bwd"), RowsConfig(8, 2)),
-    ("hadamard_quantize", "rows", columns(mode="bwd", given="x", dtype="fp32"),
-     RowsConfig(8, 1, 32, 2, 1)),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(mode="bwd", given="x", dtype="fp32"),
+        RowsConfig(8, 1, 32, 2, 1),
+    ),
     ("gelu", "tiles", columns(), PartsConfig(8, 2, 4)),
-    ("gelu", "tiles", columns(mode="bwd", rounding="stochastic", layout="both", out_block=128),
-     PartsConfig()),
-    ("gelu", "tiles", columns(1023, 2055, approximate="erf", block=64, layout="qt"),
-     PartsConfig(16, 3, 2)),
+    (
+        "gelu",
+        "tiles",
+        columns(mode="bwd", rounding="stochastic", layout="both", out_block=128),
+        PartsConfig(),
+    ),
+    (
+        "gelu",
+        "tiles",
+        columns(1023, 2055, approximate="erf", block=64, layout="qt"),
+        PartsConfig(16, 3, 2),
+    ),
     ("gelu", "tiles", columns(1022, 2056, mode="bwd"), PartsConfig(8, 2, 3)),
-]  # fmt: skip
+]
 
 
 def name_of(case):
@@ -142,13 +184,16 @@ def test_every_constant_is_said_with_what_it_means(case):
 def test_several_kernels_are_each_in_a_namespace_that_no_other_file_sees():
     text = source_of(CASES[1])
     assert re.findall(r"^namespace.*|^__global__.*", text, re.MULTILINE) == [
-        "namespace unpack_kernel {", "namespace {",
+        "namespace unpack_kernel {",
+        "namespace {",
         "__global__ void unpack(uint4* to, const uint8_t* from, int rows, int bytes,",
-        "namespace gemm_kernel {", "namespace {",
+        "namespace gemm_kernel {",
+        "namespace {",
         "__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)",
-        "namespace reduce_kernel {", "namespace {",
+        "namespace reduce_kernel {",
+        "namespace {",
         "__global__ void reduce(const int* raw, int pitch, int slab, const Epilogue to) {",
-    ]  # fmt: skip
+    ]
     assert "\n                       int64_t pitch) {" in text  # hangs below the first parameter
     assert re.findall(r"^// (\w+):$", text, re.MULTILINE) == ["unpack", "gemm", "reduce"]
 
@@ -161,8 +206,9 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     packed = "Codes lie two in a byte of a and b, the first in its low half."
     assert contract(0) == (
         "The addresses of a, b, c and workspace are multiples of 16.",
-        asked.format("n a multiple of 8, k a multiple of 2 and at most 131071"), packed,
-    )  # fmt: skip
+        asked.format("n a multiple of 8, k a multiple of 2 and at most 131071"),
+        packed,
+    )
     assert contract(1)[1] == asked.format("k a multiple of 2 and at most 131071")
     assert contract(2)[:2] == (
         "The addresses of a, b and c are multiples of 16.",
@@ -229,8 +275,9 @@ def test_a_self_test_compares_what_must_be_written(tmp_path):
     assert f".row = 336, .rows = {end}, .columns = 336" in files["selftest.c"].decode()
     subprocess.run(
         [*CC[:-2], "-fsyntax-only", f"-I{cuda_home()}/include", "selftest.c"],
-        cwd=tmp_path, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        check=True,
+    )
     whole = plan_for(CASES[4])
     text = TARGET.files(whole, cuda.library(whole), samples.record(whole))["selftest.c"].decode()
     assert "is_wanted" not in text
@@ -252,10 +299,11 @@ def instructions(found):
 
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
-@pytest.mark.parametrize(("case", "names"), [(CASES[1], {"unpack"}),
-                                             (CASES[13], {"backward"}),
-                                             (CASES[15], {"tiles"})],
-                         ids=["int4_gemm", "hadamard_quantize", "gelu"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [(CASES[1], {"unpack"}), (CASES[13], {"backward"}), (CASES[15], {"tiles"})],
+    ids=["int4_gemm", "hadamard_quantize", "gelu"],
+)
 def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeypatch):
     """By the same compiler: instruction by instruction what the workbench launches.
 
@@ -265,8 +313,11 @@ def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeyp
     plan = plan_for(case)
     bodies = [part.split("}  // namespace\n")[0] for part in source_of(case).split("namespace {\n")]
     codes = cuda.host_of(plan.kernel).codes(plan.problem, case[-1])
-    types = "".join(line + "\n" for line in (compiler.ROOT / "ptx.cuh").read_text().splitlines()
-                    if line.startswith("using "))  # fmt: skip
+    types = "".join(
+        line + "\n"
+        for line in (compiler.ROOT / "ptx.cuh").read_text().splitlines()
+        if line.startswith("using ")
+    )
     architecture = f"sm_{cuda.library(plan).architecture}"
 
     def compiled(source, header):
@@ -287,10 +338,22 @@ def compiled_by_nvcc(case, folder, form):
         (folder / name).write_bytes(content)
     architecture = library.architecture
     done = subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-gencode",
-         f"arch=compute_{architecture},code=sm_{architecture}", form, f"{NAME}.cu"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            "nvcc",
+            "-std=c++17",
+            "-O3",
+            "-Xcompiler",
+            "-Wall,-Wextra",
+            "-gencode",
+            f"arch=compute_{architecture},code=sm_{architecture}",
+            form,
+            f"{NAME}.cu",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -315,9 +378,14 @@ def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path
 
 # Bytes of each kernel's parameters.
 PARAMETERS = {
-    "unpack": (8, 8, 4, 4, 8), "gemm": (448,), "reduce": (8, 4, 4, 56), "int4_gemm": (96,),
-    "forward": (72,), "backward": (88,), "tiles": (384,),
-}  # fmt: skip
+    "unpack": (8, 8, 4, 4, 8),
+    "gemm": (448,),
+    "reduce": (8, 4, 4, 56),
+    "int4_gemm": (96,),
+    "forward": (72,),
+    "backward": (88,),
+    "tiles": (384,),
+}
 ELF = b"\x7fELF"
 
 
@@ -325,10 +393,16 @@ ELF = b"\x7fELF"
 def fake_driver(tmp_path_factory):
     file = tmp_path_factory.mktemp("driver") / "libfake.so"
     subprocess.run(
-        [*CC, f"-I{cuda_home()}/include", "-Wl,-soname,libcuda.so.1", "-o", file,
-         FAKES / "driver.c"],
+        [
+            *CC,
+            f"-I{cuda_home()}/include",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            file,
+            FAKES / "driver.c",
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return file
 
 
@@ -353,12 +427,22 @@ def kernels_in(library):
 def called(fake_driver, folder, library, calls, function=NAME):
     """Codes that calls returned, and the lines of maps and launches, call by call."""
     kernels = [{"bytes": len(ELF), "parameters": PARAMETERS[name]} for name in kernels_in(library)]
-    request = {"library": str(folder / "it.so"), "function": function, "calls": calls,
-               "threads": 1, "driver": str(fake_driver), "kernels": kernels}  # fmt: skip
+    request = {
+        "library": str(folder / "it.so"),
+        "function": function,
+        "calls": calls,
+        "threads": 1,
+        "driver": str(fake_driver),
+        "kernels": kernels,
+    }
     done = subprocess.run(
-        [sys.executable, FAKES / "call.py"], input=json.dumps(request), text=True,
-        capture_output=True, check=True, env=dict(os.environ),
-    )  # fmt: skip
+        [sys.executable, FAKES / "call.py"],
+        input=json.dumps(request),
+        text=True,
+        capture_output=True,
+        check=True,
+        env=dict(os.environ),
+    )
     found, lines = [], []
     for line in done.stdout.splitlines():
         if line.startswith("code "):
@@ -391,10 +475,14 @@ class Memory:
     def tensor(self, address, shape, dtype):
         """What a launch asks of a contiguous one."""
         return SimpleNamespace(
-            data_ptr=lambda: address, stride=lambda dim: (*shape, 1)[dim + 1], dtype=dtype,
-            itemsize=dtype.itemsize, shape=shape, device=SimpleNamespace(index=0),
+            data_ptr=lambda: address,
+            stride=lambda dim: (*shape, 1)[dim + 1],
+            dtype=dtype,
+            itemsize=dtype.itemsize,
+            shape=shape,
+            device=SimpleNamespace(index=0),
             new_empty=lambda shape: self.take(shape, dtype),
-        )  # fmt: skip
+        )
 
 
 def tensors_of(plan, problem, memory):
@@ -416,8 +504,10 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
         def launch(blocks, threads, arguments):
             (number,) = numbers
             content = " ".join(x.tobytes().hex() for x in arguments)
-            launches.append(f"launch {number} {blocks} 1 1 {threads} 1 1 "
-                            f"{codes[number].shared_bytes} {STREAM} 1 {content}")  # fmt: skip
+            launches.append(
+                f"launch {number} {blocks} 1 1 {threads} 1 1 "
+                f"{codes[number].shared_bytes} {STREAM} 1 {content}"
+            )
 
         return launch
 
@@ -451,10 +541,11 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(
-            problem, config,
+            problem,
+            config,
             {name: x for name, x in tensors.items() if roles[name] == "input"},
             {name: x for name, x in tensors.items() if roles[name] == "output"},
-        )  # fmt: skip
+        )
     return maps + launches
 
 
@@ -492,24 +583,51 @@ def test_host_code_launches_what_the_workbench_does(case, fake_driver, tmp_path,
 
 REFUSED = [
     *((0, sizes, {}, 0) for sizes in ((16, 8, 2), (16, 8, 131070), (1 << 30, 8, 2))),
-    *((0, sizes, {}, 1) for sizes in (
-        (16, 8, 131072), (16, 8, 3), (16, 4, 2), (0, 8, 2), (16, -8, 2), (16, 8, 0),
-        (1 << 30, 128, 2), ((1 << 30) + 1, 8, 2),
-    )),
+    *(
+        (0, sizes, {}, 1)
+        for sizes in (
+            (16, 8, 131072),
+            (16, 8, 3),
+            (16, 4, 2),
+            (0, 8, 2),
+            (16, -8, 2),
+            (16, 8, 0),
+            (1 << 30, 128, 2),
+            ((1 << 30) + 1, 8, 2),
+        )
+    ),
     *((0, (16, 8, 2), {name: 8}, 2) for name in ("a", "b", "c", "workspace")),
-    (0, (16, 8, 2), {"a_scale": 4}, 0), (1, (16, 7, 2), {}, 0),
-    (5, (1, 8, 32), {}, 0), (5, (1, 8, 16), {}, 1), (5, (1, 8, 131072), {}, 1),
+    (0, (16, 8, 2), {"a_scale": 4}, 0),
+    (1, (16, 7, 2), {}, 0),
+    (5, (1, 8, 32), {}, 0),
+    (5, (1, 8, 16), {}, 1),
+    (5, (1, 8, 131072), {}, 1),
     (5, (1 << 30, 1 << 20, 32), {}, 1),
-    (9, (1, 32), {}, 0), (9, (1, 16), {}, 1), (9, (1, 1 << 24), {}, 0), (9, (1, 1 << 25), {}, 1),
-    (9, (1, 32), {"q": 8}, 2), (9, (1, 32), {"squares": 4}, 0),
+    (9, (1, 32), {}, 0),
+    (9, (1, 16), {}, 1),
+    (9, (1, 1 << 24), {}, 0),
+    (9, (1, 1 << 25), {}, 1),
+    (9, (1, 32), {"q": 8}, 2),
+    (9, (1, 32), {"squares": 4}, 0),
     *((15, sizes, {}, 0) for sizes in ((4, 16), (1 << 30, 1 << 30))),
-    *((15, sizes, {}, 1) for sizes in (
-        (4, 8), (2, 16), (0, 16), (4, -16), ((1 << 30) + 4, 16), (4, (1 << 30) + 16),
-    )),
+    *(
+        (15, sizes, {}, 1)
+        for sizes in (
+            (4, 8),
+            (2, 16),
+            (0, 16),
+            (4, -16),
+            ((1 << 30) + 4, 16),
+            (4, (1 << 30) + 16),
+        )
+    ),
     *((15, (4, 16), {name: 8}, 2) for name in ("x", "dy", "q", "qt")),
     *((15, (4, 16), {name: 4}, 0) for name in ("x_scale", "dy_scale", "scale", "scale_t")),
-    (16, (1, 1), {}, 0), (16, (1, 1), {"x": 1}, 2), (17, (1, 8), {}, 0), (17, (1, 9), {}, 1),
-]  # fmt: skip
+    (16, (1, 1), {}, 0),
+    (16, (1, 1), {"x": 1}, 2),
+    (17, (1, 8), {}, 0),
+    (17, (1, 9), {}, 1),
+]
 
 
 @needs_gcc
@@ -534,19 +652,21 @@ def test_what_the_contract_excludes_is_refused(number, fake_driver, tmp_path, mo
 def test_of_several_configs_only_some_need_scratch_memory(fake_driver, tmp_path, monkeypatch):
     small = {"out": "fp32", "operands": "wide", "product": "wgrad"}
     plan = plan_of(
-        "int4_gemm", "wgmma",
+        "int4_gemm",
+        "wgmma",
         (gemm(256, 256, 8192, **small), WgmmaConfig(1, 1, 64, cluster_m=1, split=4)),
         (gemm(8192, 8192, 8192, **small), WgmmaConfig(3, 1, 192, 3)),
-    )  # fmt: skip
+    )
     library = compile_c(plan, tmp_path, monkeypatch)
     assert kernels_in(library) == ["gemm", "reduce", "gemm"]
     calls = [
         arguments_of(plan, library, problem, tensors_of(plan, problem, Memory()), workspace)
         for problem, workspace in zip(
             (plan.with_sizes(m=m, n=n, k=4096) for m, n in ((256, 512), (8192, 4096))),
-            (WORKSPACE, None), strict=True,
+            (WORKSPACE, None),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     found = called(fake_driver, tmp_path, library, calls)
     launches = [[line.split()[1] for line in lines if line[0] == "l"] for _, lines in found]
     assert ([code for code, _ in found], launches) == ([0, 0], [["0", "1"], ["2"]])

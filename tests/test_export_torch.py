@@ -35,9 +35,15 @@ PROBLEMS = {
     "adamw": {"m": 2304, "n": 768, "block": 32, "layout": "both"},
     "dropout": {"m": 1024, "n": 1024, "block": 32},
     "column_sum": {"m": 8192, "n": 768, "block": 32},
-    "int4_gemm": {"m": 768, "n": 768, "k": 9344, "operands": "wide", "product": "wgrad",
-                  "out": "fp32"},
-}  # fmt: skip
+    "int4_gemm": {
+        "m": 768,
+        "n": 768,
+        "k": 9344,
+        "operands": "wide",
+        "product": "wgrad",
+        "out": "fp32",
+    },
+}
 SCHEMAS = {
     "gemm": "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor",
     "quantize": "(Tensor x) -> (Tensor, Tensor)",
@@ -84,9 +90,13 @@ def hand_made(plan, *, cuda=False, workspace=False):
     text = header(plan, workspace=workspace, any_size=cuda, contract=contract)
     return Library(
         files={f"{name}.h": text, file: code.encode()},
-        cuda_sources=(file,) if cuda else (), c_sources=() if cuda else (file,),
-        architecture="90a", workspace=workspace, any_size=cuda, contract=contract,
-    )  # fmt: skip
+        cuda_sources=(file,) if cuda else (),
+        c_sources=() if cuda else (file,),
+        architecture="90a",
+        workspace=workspace,
+        any_size=cuda,
+        contract=contract,
+    )
 
 
 def write(folder, files):
@@ -148,8 +158,11 @@ def traced(function, *given, **dynamic):
             return function(*given)
 
     program = torch.export.export(Module(), given, dynamic_shapes=dynamic or None)
-    (call,) = (node for node in program.graph.nodes if node.op == "call_function"
-               and "getitem" not in str(node.target))  # fmt: skip
+    (call,) = (
+        node
+        for node in program.graph.nodes
+        if node.op == "call_function" and "getitem" not in str(node.target)
+    )
     return call
 
 
@@ -190,11 +203,17 @@ def test_torch_is_built_and_traced(shipped, tmp_path, monkeypatch):
     wrong = {
         r"quantize_torch: x: expected a CUDA tensor, given one that is none": (x, q, scale),
         r"quantize_torch: x: expected 2 dimensions, given a shape of \(15360\)": (
-            x.flatten(), q, scale),
+            x.flatten(),
+            q,
+            scale,
+        ),
         r"x: expected bfloat16, given float32": (x.float(), q, scale),
         r"x: expected a contiguous tensor, given strides of \(1, 96\)": (
-            x.T.contiguous().T, q, scale),
-    }  # fmt: skip
+            x.T.contiguous().T,
+            q,
+            scale,
+        ),
+    }
     for message, given in wrong.items():
         with pytest.raises(RuntimeError, match=message):
             development.quantize_torch(*given)
@@ -343,8 +362,13 @@ def check_build(build, folder):
     assert build["torch"]["stable-abi"] == {"cuda": operator.TORCH}
     (kernel,) = build["kernel"].values()
     assert kernel.keys() <= {
-        "backend", "cuda-capabilities", "cxx-flags", "depends", "include", "src"
-    }  # fmt: skip
+        "backend",
+        "cuda-capabilities",
+        "cxx-flags",
+        "depends",
+        "include",
+        "src",
+    }
     assert (kernel["backend"], kernel["depends"]) == ("cuda", ["torch"])
     for file in (*build["torch"]["src"], *kernel["src"]):
         assert (folder / file).is_file()
@@ -360,8 +384,16 @@ def check_dependencies(binary, of_torch=frozenset({"libtorch"})):
     """Of libraries PyTorch's alone, and no symbol of CUDA's runtime for others to find."""
     listed = subprocess.run(["readelf", "-dW", binary], capture_output=True, text=True, check=True)
     needed = set(re.findall(r"NEEDED.*\[(.+?)\.so", listed.stdout))
-    system = {"libc", "libm", "libdl", "librt", "libpthread", "libstdc++", "libgcc_s",
-              "ld-linux-x86-64"}  # fmt: skip
+    system = {
+        "libc",
+        "libm",
+        "libdl",
+        "librt",
+        "libpthread",
+        "libstdc++",
+        "libgcc_s",
+        "ld-linux-x86-64",
+    }
     assert needed - system == of_torch
     symbols = subprocess.run(["nm", "-D", binary], capture_output=True, text=True, check=True)
     assert not re.search(r" \w cuda\w+$", symbols.stdout, re.MULTILINE)

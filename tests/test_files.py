@@ -233,8 +233,11 @@ def test_what_is_looked_at_is_where_it_is_written(tmp_path):
     assert (tmp_path / "link").read_text() == "x"
     (tmp_path / "loop").symlink_to("loop")
     long = "x" * 300
-    for name, says in (("loop/r.json", "Too many levels"), (long, "File name too long"),
-                       (f"{long}/r.json", "File name too long")):  # fmt: skip
+    for name, says in (
+        ("loop/r.json", "Too many levels"),
+        (long, "File name too long"),
+        (f"{long}/r.json", "File name too long"),
+    ):
         with pytest.raises(Unwritable, match=says):
             files.check_writable(tmp_path / name)
 
@@ -339,8 +342,10 @@ def test_files_take_their_places_beside_others_together_or_not_at_all(tmp_path, 
     with pytest.raises(Unwritable, match="No space left"), files.new_files(tmp_path / "x") as part:
         (part / "a").write_text("three")
     assert {p.name: p.read_text() for p in place.iterdir()} == {
-        "a": "two", "b": "two", "other": "kept",
-    }  # fmt: skip
+        "a": "two",
+        "b": "two",
+        "other": "kept",
+    }
     assert os.listdir(tmp_path) == ["made"]
 
 

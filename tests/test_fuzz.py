@@ -311,10 +311,14 @@ def test_how_much_is_drawn_is_a_matter_of_who_runs_it():
     )
 
 
-@pytest.mark.parametrize("said", [
-    "Triton Error [CUDA]: out of memory", "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Triton Error [CUDA]: out of memory",
+        "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
 @pytest.mark.parametrize("where", ["launch", "reference"])
 def test_memory_that_others_have_taken_is_no_kernel_s_fault(said, where, monkeypatch):
     def fail(*_):
@@ -357,8 +361,9 @@ def test_a_failure_keeps_its_kind_while_it_shrinks():
 
     seen = Seen(first)
     op = registry.get("quantize")
-    report = fuzz_kernel(op, registry.get_kernel("quantize", "triton"), H200, examples=200,
-                         executor=seen, failures=1)  # fmt: skip
+    report = fuzz_kernel(
+        op, registry.get_kernel("quantize", "triton"), H200, examples=200, executor=seen, failures=1
+    )
     (failure,) = report.failures
     assert (failure.kind, failure.case.problem["n"]) == ("guard", 41)
 

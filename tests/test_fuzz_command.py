@@ -54,8 +54,23 @@ def fuzz(*words):
 
 
 def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
-    words = ["gelu", "--load", str(FILE), "--kernel", "unwritten", "--kernel", "torch",
-             "--examples", "60", "--largest", "60", "--seed", "5", "--jobs", "2"]  # fmt: skip
+    words = [
+        "gelu",
+        "--load",
+        str(FILE),
+        "--kernel",
+        "unwritten",
+        "--kernel",
+        "torch",
+        "--examples",
+        "60",
+        "--largest",
+        "60",
+        "--seed",
+        "5",
+        "--jobs",
+        "2",
+    ]
     assert fuzz(*words, "--format", "json", "-o", str(tmp_path / "out.json")) == 3
     out, err = capsys.readouterr()
     summary = json.loads(out)
@@ -252,12 +267,30 @@ def test_the_seed_is_the_one_that_was_given(here, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
-    words = ["gelu", "--load", str(FILE), "--kernel", "torch", "--kernel", "wrong", "--examples",
-             "100000", "--largest", "40", "--device", "cpu", "-o", str(tmp_path / "o")]  # fmt: skip
+    words = [
+        "gelu",
+        "--load",
+        str(FILE),
+        "--kernel",
+        "torch",
+        "--kernel",
+        "wrong",
+        "--examples",
+        "100000",
+        "--largest",
+        "40",
+        "--device",
+        "cpu",
+        "-o",
+        str(tmp_path / "o"),
+    ]
     child = subprocess.Popen(
-        [sys.executable, "-m", "jetfire.cli", "fuzz", *words], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "jetfire.cli", "fuzz", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert "gelu wrong: wrong: " in child.stdout.readline()
     os.killpg(child.pid, signal.SIGINT)
     try:
@@ -314,9 +347,25 @@ KERNELS = (Slow(),)
 def test_a_killed_run_leaves_what_its_jobs_had_done_by_then(tmp_path):
     """Within a batch too: the slow kernel's first has 25 examples, and takes a minute."""
     (tmp_path / "slow.py").write_text(SLOW)
-    words = ["gelu", "--load", str(tmp_path / "slow.py"), "--kernel", "slow", "--kernel", "torch",
-             "--examples", "100000", "--largest", "40", "--device", "cpu", "--jobs", "2",
-             "-o", str(tmp_path / "o")]  # fmt: skip
+    words = [
+        "gelu",
+        "--load",
+        str(tmp_path / "slow.py"),
+        "--kernel",
+        "slow",
+        "--kernel",
+        "torch",
+        "--examples",
+        "100000",
+        "--largest",
+        "40",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+        "-o",
+        str(tmp_path / "o"),
+    ]
     (tmp_path / "o").write_text('{"finished": true}')  # of a run before
     with open(tmp_path / "said", "w") as said:
         child = subprocess.Popen(
@@ -391,7 +440,7 @@ def test_what_is_no_file_has_the_record_once(clock, capfd):
         (["gelu", "-o", "/no/such/folder/o.json"], 2, "cannot be written: No such file"),
         (["gelu", "-o", "/"], 2, "is a folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_requests(words, code, said, capsys):
     assert fuzz(*words) == code
     assert said in capsys.readouterr().err
@@ -454,11 +503,18 @@ def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
 def test_bad_requests_are_told_before_torch_is_imported(tmp_path):
     """Where torch cannot be imported at all."""
     requests = [
-        ["--examples", "0"], ["--largest", "0"], ["--jobs", "-1"], ["nope"], ["--format", "csv"],
-        ["--budget", "soon"], ["--load", str(tmp_path / "none.py")], ["--sanitizer", "valgrind"],
-        ["-o", str(tmp_path / "none" / "o.json")], ["--reproduce", "gelu-torch-00000000"],
+        ["--examples", "0"],
+        ["--largest", "0"],
+        ["--jobs", "-1"],
+        ["nope"],
+        ["--format", "csv"],
+        ["--budget", "soon"],
+        ["--load", str(tmp_path / "none.py")],
+        ["--sanitizer", "valgrind"],
+        ["-o", str(tmp_path / "none" / "o.json")],
+        ["--reproduce", "gelu-torch-00000000"],
         ["--reproduce", str(tmp_path / "none.json")],
-    ]  # fmt: skip
+    ]
     code = (
         "import sys; sys.modules.update(torch=None, triton=None, numpy=None)\n"
         "from jetfire.cli import execute\n"
@@ -594,10 +650,12 @@ def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
 def test_an_error_of_a_job_is_this_command_s(tmp_path, capfd):
     """Its class, exit code and, asked for, its traceback."""
     file = tmp_path / "job.py"
-    file.write_text(NARROW.replace('return "never"', "raise NoDeviceError('no such part')").replace(
-        "from jetfire.core.kernel",
-        "from jetfire.core.errors import NoDeviceError\nfrom jetfire.core.kernel",
-    ))  # fmt: skip
+    file.write_text(
+        NARROW.replace('return "never"', "raise NoDeviceError('no such part')").replace(
+            "from jetfire.core.kernel",
+            "from jetfire.core.errors import NoDeviceError\nfrom jetfire.core.kernel",
+        )
+    )
     words = ["gelu", "--load", str(file), "--kernel", "never", "--jobs", "2", "--examples", "5"]
     assert fuzz(*words, "--debug") == 5
     err = capfd.readouterr().err

@@ -44,7 +44,7 @@ def found(name, executor, **options):
         ("random", "nondeterministic", "differ"),
         ("by_config", "config", "Tile(tile="),
     ],
-)  # fmt: skip
+)
 def test_each_fault_is_told_apart(name, kind, said):
     failure = found(name, InProcess(CPU), examples=500)
     assert (failure.kind, said in failure.message) == (kind, True), failure

@@ -102,7 +102,7 @@ HOSTILE = {
     "config": changed("case", "config", to={"warps": 8}),
     "other": changed("case", "other", to={"kernel": "unheard_of", "config": {}}),
     "no other": changed("case", "other", to=3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

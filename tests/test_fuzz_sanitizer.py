@@ -270,12 +270,15 @@ LOAD = "and Write access at load_tile(int)+0x30 in wgmma.cu:120 [5 hazards]"
         ([READ, SCALE, LOAD], [READ, SCALE, LOAD], 0),
         ([READ], [READ], 0),
         ([READ, SCALE, "Warning: odd"], ["Warning: odd"], 1),
-        ([READ, SCALE, "Internal Sanitizer Error: no memory"],
-         ["Internal Sanitizer Error: no memory"], 1),
+        (
+            [READ, SCALE, "Internal Sanitizer Error: no memory"],
+            ["Internal Sanitizer Error: no memory"],
+            1,
+        ),
         (["Error: odd", READ, SCALE, "Error: too"], ["Error: odd", "Error: too"], 1),
         (["odd", READ, SCALE], ["odd"], 1),
     ],
-)  # fmt: skip
+)
 def test_a_known_report_is_known_in_all_its_accesses(said, left, known):
     found, count = sanitize.sift("racecheck", "gemm", "wgmma", " · ".join(said))
     assert (found, count) == (" · ".join(left), known)

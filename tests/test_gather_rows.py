@@ -160,11 +160,14 @@ def test_what_is_refused():
             OP.Problem(**{"m": 8, "n": 8, **fields})
     h200 = target_device((9, 0))
     for transpose, config, reason in (
-        (False, (3, 512, 4), "tile_m=3"), (False, (16, 16, 4), "tile_n=16"),
-        (False, (16, 512, 3), "warps=3"), (False, (16, 32, 4), "4 codes per thread"),
-        (True, (4, 512, 4), "16 codes per thread"), (True, (256, 1024, 4), "2048 codes per thread"),
+        (False, (3, 512, 4), "tile_m=3"),
+        (False, (16, 16, 4), "tile_n=16"),
+        (False, (16, 512, 3), "warps=3"),
+        (False, (16, 32, 4), "4 codes per thread"),
+        (True, (4, 512, 4), "16 codes per thread"),
+        (True, (256, 1024, 4), "2048 codes per thread"),
         (True, (2, 2048, 1), "tile_m=2"),
-    ):  # fmt: skip
+    ):
         problem = OP.Problem(64, 64, transpose=transpose)
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
         assert KERNEL.legal(problem, KERNEL.default(problem, h200), h200) is None

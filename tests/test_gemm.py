@@ -483,10 +483,16 @@ def wgmma_cases(block, schedule, device):
             problem = op.Problem(m, n, k, block=block, **options)
             config = dataclasses.replace(
                 kernel.default(problem, device),
-                groups=groups, rows=rows, tile_n=tile_n, stages=3,
-                cluster_m=cluster_m, cluster_n=cluster_n, schedule=schedule, stream=False,
+                groups=groups,
+                rows=rows,
+                tile_n=tile_n,
+                stages=3,
+                cluster_m=cluster_m,
+                cluster_n=cluster_n,
+                schedule=schedule,
+                stream=False,
                 in_flight=0,
-            )  # fmt: skip
+            )
             if kernel.legal(problem, config, device) is None:
                 yield problem, config, FAMILY_DATA[i % len(FAMILY_DATA)]
                 break
@@ -755,8 +761,11 @@ def test_machine_code_of_the_defaults():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", AUDIT, json.dumps(cases)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     audits = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(audits) == len(cases)

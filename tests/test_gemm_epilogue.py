@@ -36,9 +36,16 @@ def problem(config, out_block, rounding="stochastic", layout="q", bias=True, rag
     """Two tiles across, neither of all their rows, nor the second of all its columns."""
     m, n = config.tile_m - 16, 2 * config.tile_n - ragged
     return registry.get("gemm").Problem(
-        m=m, n=n, k=128, block=128, out_block=out_block, out="int8", rounding=rounding,
-        layout=layout, bias=bias,
-    )  # fmt: skip
+        m=m,
+        n=n,
+        k=128,
+        block=128,
+        out_block=out_block,
+        out="int8",
+        rounding=rounding,
+        layout=layout,
+        bias=bias,
+    )
 
 
 def built(folder, problem, config, path):
@@ -58,11 +65,28 @@ def built(folder, problem, config, path):
     constants = text[: text.index("__device__")]
     (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
     done = subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-w", "-D__CUDA_ARCH__=900", "-ffp-contract=off",
-         "-frounding-math", "-shared", "-fPIC", "-pthread", "-x", "c++", "epilogue.cu",
-         "-o", "epilogue.so"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-w",
+            "-D__CUDA_ARCH__=900",
+            "-ffp-contract=off",
+            "-frounding-math",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-x",
+            "c++",
+            "epilogue.cu",
+            "-o",
+            "epilogue.so",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(folder / "epilogue.so"))
 
@@ -88,9 +112,11 @@ def check(library, problem):
     q, qt = torch.full((m, n), 99, dtype=torch.int8), torch.full((n, m), 99, dtype=torch.int8)
     scale, scale_t = torch.full((down, across), -1.0), torch.full((across, down), -1.0)
     library.finish(
-        *(ctypes.c_void_p(t.data_ptr() if t is not None else None) for t in (x, bias)), m, n,
+        *(ctypes.c_void_p(t.data_ptr() if t is not None else None) for t in (x, bias)),
+        m,
+        n,
         *(ctypes.c_void_p(t.data_ptr()) for t in (seed, q, scale, qt, scale_t)),
-    )  # fmt: skip
+    )
     codes, scales = quantize(x if bias is None else x + bias, block, problem.rounding, seed)
     assert codes.abs().max() == 127
     if problem.layout != "qt":

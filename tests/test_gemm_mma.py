@@ -46,8 +46,15 @@ OPTIONS = (
 UNEQUAL = list(itertools.permutations(BLOCKS, 2))
 CODES = (STOCHASTIC, {"out": "int8"}, {"out": "int8", "layout": "qt", "rounding": "stochastic"})
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and 1 bytes; less than one block.
-SHAPES = ((256, 256, 512), (259, 144, 272), (272, 131, 1000), (97, 66, 332), (130, 75, 333),
-          (1, 1, 1), (17, 9, 5))  # fmt: skip
+SHAPES = (
+    (256, 256, 512),
+    (259, 144, 272),
+    (272, 131, 1000),
+    (97, 66, 332),
+    (130, 75, 333),
+    (1, 1, 1),
+    (17, 9, 5),
+)
 KERNEL, OP = registry.get_kernel("gemm", "mma"), registry.get("gemm")
 
 

@@ -97,8 +97,10 @@ def schedule(tmp_path_factory):
             text = PARTS % (*fields, schedule_code())
             subprocess.run(
                 ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", name],
-                input=text, text=True, check=True,
-            )  # fmt: skip
+                input=text,
+                text=True,
+                check=True,
+            )
             built[fields] = CDLL(str(name))
         return built[fields]
 
@@ -118,13 +120,26 @@ def schedule(tmp_path_factory):
 SCHEDULED = [
     (sizes, fields, processors)
     for sizes, fields in itertools.product(
-        ((64, 64, 1), (64, 64, 300), (64, 4096, 16384), (768, 768, 8192), (8192, 1024, 4096),
-         (500, 900, 1100), (3072, 2816, 640), (4096, 4096, 200), (1, 17000, 129)),
-        ({"groups": 3}, {"groups": 1, "tile_n": 64}, {"groups": 2, "tile_n": 64, "cluster_n": 2},
-         {"groups": 2, "cluster_m": 2, "cluster_n": 2}),
+        (
+            (64, 64, 1),
+            (64, 64, 300),
+            (64, 4096, 16384),
+            (768, 768, 8192),
+            (8192, 1024, 4096),
+            (500, 900, 1100),
+            (3072, 2816, 640),
+            (4096, 4096, 200),
+            (1, 17000, 129),
+        ),
+        (
+            {"groups": 3},
+            {"groups": 1, "tile_n": 64},
+            {"groups": 2, "tile_n": 64, "cluster_n": 2},
+            {"groups": 2, "cluster_m": 2, "cluster_n": 2},
+        ),
     )
     for processors in (132, 7)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("sizes", "fields", "processors"), SCHEDULED, ids=str)
@@ -181,9 +196,10 @@ def test_all_blocks_finish_however_few_run_at_once(schedule):
                 left |= {started} if found[started][0][2] else set()
                 started += 1
             free = {
-                b for b in running
+                b
+                for b in running
                 if all(b + i in left for *_, others in found[b] for i in range(1, others + 1))
-            }  # fmt: skip
+            }
             assert free, resident
             running -= free
             done += len(free)
@@ -407,9 +423,14 @@ def test_streamed_codes_are_those_of_the_streamed_sums(gpu, layout, rounding):
     ):
         config = WgmmaConfig(schedule=name, **fields)
         problem = OP.Problem(
-            *sizes, block=block, out="int8", out_block=out_block, layout=layout, bias=True,
+            *sizes,
+            block=block,
+            out="int8",
+            out_block=out_block,
+            layout=layout,
+            bias=True,
             rounding=rounding,
-        )  # fmt: skip
+        )
         inputs = OP.inputs(problem, gpu)
         sums = launched(OP.Problem(*sizes, block=block, out="fp32", bias=True), config, inputs)
         q, scale = quantize(sums["c"], out_block, rounding, inputs.get("seed"))

@@ -228,12 +228,15 @@ def test_again_changes_nothing():
     [
         ({"activation_function": "relu"}, {}, "its activation is ReLU: expected a GELU"),
         ({"dtype": torch.bfloat16}, {}, "its parameters are not all float32"),
-        ({}, {"skip": ("transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")},
-         "not all of its linear layers are in INT8"),
+        (
+            {},
+            {"skip": ("transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")},
+            "not all of its linear layers are in INT8",
+        ),
         ({}, {"skip": ("transformer.h.0", "transformer.h.1")}, "asked to"),
         ({"add_cross_attention": True}, {}, "cross attention"),
     ],
-)  # fmt: skip
+)
 def test_blocks_that_cannot_be(options, how, reason):
     report = convert(model(**options), fused=True, **how)
     assert report.single == dict.fromkeys(("transformer.h.0", "transformer.h.1"), reason)
@@ -242,9 +245,12 @@ def test_blocks_that_cannot_be(options, how, reason):
 
 def test_blocks_of_other_models_are_named():
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         vocab_size=96,
-    )  # fmt: skip
+    )
     report = convert(transformers.LlamaForCausalLM(config), fused=True)
     assert report.single == {"model.layers.0": "LlamaDecoderLayer has no such form"}
 

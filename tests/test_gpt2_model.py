@@ -89,12 +89,19 @@ def test_a_recipe_of_ones_own(device):
 def test_names_and_sizes():
     found = {name: tuple(p.shape) for name, p in model_of("bf16", "cpu").named_parameters()}
     block = {
-        "norm1.weight": (64,), "norm1.bias": (64,), "norm2.weight": (64,), "norm2.bias": (64,),
-        "qkv.weight": (192, 64), "qkv.bias": (192,),
-        "projection.weight": (64, 64), "projection.bias": (64,),
-        "expand.weight": (256, 64), "expand.bias": (256,),
-        "contract.weight": (64, 256), "contract.bias": (64,),
-    }  # fmt: skip
+        "norm1.weight": (64,),
+        "norm1.bias": (64,),
+        "norm2.weight": (64,),
+        "norm2.bias": (64,),
+        "qkv.weight": (192, 64),
+        "qkv.bias": (192,),
+        "projection.weight": (64, 64),
+        "projection.bias": (64,),
+        "expand.weight": (256, 64),
+        "expand.bias": (256,),
+        "contract.weight": (64, 256),
+        "contract.bias": (64,),
+    }
     blocks = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
     ends = {"norm.weight": (64,), "norm.bias": (64,)}
     assert found == {"tokens.weight": (128, 64), "positions.weight": (32, 64), **blocks, **ends}

@@ -20,14 +20,26 @@ OP = registry.get("hadamard_gemm")
 KERNEL = registry.get_kernel("hadamard_gemm", "staged")
 FORWARD = ("quantize_x", "quantize_w", "gemm")
 BACKWARD = (
-    "bit_split", "dgrad_sample", "dgrad_gather", "dgrad_gemm", "dgrad_hadamard", "wgrad_sample",
-    "wgrad_gather_g", "wgrad_gather_x", "wgrad_gemm", "wgrad_hadamard",
-)  # fmt: skip
+    "bit_split",
+    "dgrad_sample",
+    "dgrad_gather",
+    "dgrad_gemm",
+    "dgrad_hadamard",
+    "wgrad_sample",
+    "wgrad_gather_g",
+    "wgrad_gather_x",
+    "wgrad_gemm",
+    "wgrad_hadamard",
+)
 
 PAPER = [
-    (4608, 5120, 6144), (5120, 6144, 8192), (6144, 6144, 9216), (7168, 6656, 8704),
-    (8192, 7680, 9728), (15360, 8704, 10752),
-]  # fmt: skip
+    (4608, 5120, 6144),
+    (5120, 6144, 8192),
+    (6144, 6144, 9216),
+    (7168, 6656, 8704),
+    (8192, 7680, 9728),
+    (15360, 8704, 10752),
+]
 
 
 def check(problem, inputs):
@@ -40,10 +52,12 @@ def check(problem, inputs):
 @pytest.mark.parametrize(
     ("m", "n", "k", "group", "data"),
     [
-        (1, 2, 2, 1, "normal"), (130, 66, 96, 32, "heavy"), (300, 64, 128, 128, "gradient"),
+        (1, 2, 2, 1, "normal"),
+        (130, 66, 96, 32, "heavy"),
+        (300, 64, 128, 128, "gradient"),
         (257, 34, 64, 8, "outlier"),
     ],
-)  # fmt: skip
+)
 def test_staged_is_exact(device, mode, dtype, m, n, k, group, data):
     problem = OP.Problem(m, n, k, group=group, dtype=dtype, mode=mode)
     check(problem, OP.inputs(problem, device, data=data))
@@ -142,8 +156,11 @@ def test_replays_as_a_graph_without_waiting_for_the_device(device, mode):
 
 
 def test_refuses_in_one_line():
-    with pytest.raises(UsageError, match=r"^group=64: expected a power of two that divides k=96, "
-                                         r"at most 32$"):  # fmt: skip
+    with pytest.raises(
+        UsageError,
+        match=r"^group=64: expected a power of two that divides k=96, "
+        r"at most 32$",
+    ):
         OP.Problem(8, 8, 96, group=64)
     with pytest.raises(UsageError, match=r"^k=33: expected an even number"):
         OP.Problem(8, 8, 33, group=1)
@@ -195,10 +212,12 @@ def test_the_bench_takes_the_paper_s_layers_on_a_gpu():
 
 def test_commands_that_need_a_kernel_s_own_code_say_so(tmp_path, capsys):
     for words, says in (
-        (["export", "hadamard-gemm", "--kernel", "staged", "-o", str(tmp_path / "out")],
-         "it launches the kernels of other ops; export those"),
+        (
+            ["export", "hadamard-gemm", "--kernel", "staged", "-o", str(tmp_path / "out")],
+            "it launches the kernels of other ops; export those",
+        ),
         (["audit", "hadamard-gemm", "--m", "64"], "no kernel with machine code takes these"),
         (["tune", "hadamard-gemm", "--m", "64", "--device", "cpu"], "staged: has nothing to tune"),
-    ):  # fmt: skip
+    ):
         assert execute(None, words) == 2
         assert says in capsys.readouterr().err.splitlines()[-1]

@@ -390,9 +390,12 @@ def test_every_config_group_and_ragged_size_is_bit_equal(device, kernel, fields)
     for i, (config, group) in enumerate(itertools.product(CONFIGS, GROUPS)):
         sizes = [k * group for k in (1, 2, 3, 13, 101) if k * group % 2 == 0]
         problem = OP.Problem(
-            (1, 37, 129, 1000)[i % 4], sizes[i % len(sizes)], group=group,
-            dtype=("bf16", "fp16", "fp32")[i % 3], **fields,
-        )  # fmt: skip
+            (1, 37, 129, 1000)[i % 4],
+            sizes[i % len(sizes)],
+            group=group,
+            dtype=("bf16", "fp16", "fp32")[i % 3],
+            **fields,
+        )
         if ROWS.legal(problem, config, where) is None:
             cases.append((problem, config))
     assert len(cases) > 20

@@ -20,35 +20,96 @@ from jetfire.tests.hostile import few, mutated, replaced
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "x"}}
-GEMM = {"m": 8192, "n": 8192, "k": 8192, "block": 32, "out": "bf16", "rounding": "nearest",
-        "layout": "q", "bias": False, "accumulate": False}  # fmt: skip
-GELU = {"m": 8192, "n": 4096, "block": 32, "mode": "fwd", "approximate": "tanh",
-        "rounding": "nearest", "layout": "q"}  # fmt: skip
-STEP = {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024, "vocabulary": 50304,
-        "accumulate": 1}  # fmt: skip
+GEMM = {
+    "m": 8192,
+    "n": 8192,
+    "k": 8192,
+    "block": 32,
+    "out": "bf16",
+    "rounding": "nearest",
+    "layout": "q",
+    "bias": False,
+    "accumulate": False,
+}
+GELU = {
+    "m": 8192,
+    "n": 4096,
+    "block": 32,
+    "mode": "fwd",
+    "approximate": "tanh",
+    "rounding": "nearest",
+    "layout": "q",
+}
+STEP = {
+    "layers": 4,
+    "heads": 32,
+    "width": 4096,
+    "batch": 4,
+    "context": 1024,
+    "vocabulary": 50304,
+    "accumulate": 1,
+}
 LAYER = {"m": 4608, "n": 5120, "k": 6144, "group": 32, "dtype": "bf16", "mode": "fwd"}
-LOOKUP = {"op": "gemm", "kernel": "triton", "problem": GEMM, "source": "nearest", "distance": 0.5,
-          "lookup_ms": 1.1, "default_ms": 2.0, "tuned_ms": 1.0, "trials": 7}  # fmt: skip
+LOOKUP = {
+    "op": "gemm",
+    "kernel": "triton",
+    "problem": GEMM,
+    "source": "nearest",
+    "distance": 0.5,
+    "lookup_ms": 1.1,
+    "default_ms": 2.0,
+    "tuned_ms": 1.0,
+    "trials": 7,
+}
 
 
 def rows() -> list[Row]:
     """One for each table of the report."""
-    times = {"ms": 1.0, "ms_p20": 0.9, "ms_p80": 1.1, "tflops": 500.0, "gbps": 3000.0, "ok": True,
-             "roofline": 0.5, "samples": 9, "data": "normal", "graph": True}  # fmt: skip
+    times = {
+        "ms": 1.0,
+        "ms_p20": 0.9,
+        "ms_p80": 1.1,
+        "tflops": 500.0,
+        "gbps": 3000.0,
+        "ok": True,
+        "roofline": 0.5,
+        "samples": 9,
+        "data": "normal",
+        "graph": True,
+    }
     curve = {"curve": "promotion", "sqnr_db": 40.0, "row_sqnr_db": 39.0, "schedule_err": 1e-4}
-    extra = {"peak_gib": 9.0, "activation_gib": 2.0, "first_step_s": 1.5,
-             "peer_activation_gib": {"eager": 5.0}}  # fmt: skip
+    extra = {
+        "peak_gib": 9.0,
+        "activation_gib": 2.0,
+        "first_step_s": 1.5,
+        "peer_activation_gib": {"eager": 5.0},
+    }
     return [
         Row("gemm", "triton", "kernel", GEMM, {"warps": 8}, vs_peer={"cublas_bf16": 2.0}, **times),
         Row("gemm", "cublas_bf16", "peer", GEMM, **times),
         Row("gemm", "wgmma", "kernel", GEMM, {"schedule": "exact"}, **times, **curve),
         Row("gemm", "wgmma", "kernel", GEMM, export="wheel", vs_peer={"launch": 1.0}, **times),
         Row("gelu", "triton", "kernel", GELU, vs_peer={"compile": 2.0}, **times),
-        Row("hadamard_gemm", "staged", "kernel", LAYER, vs_peer={"cublas_fp16": 1.5},
-            extra={"stages": {"first": 0.25, "second": 0.75}}, **times),
-        Row("gpt2_step", "int8-block32", "kernel", STEP, vs_peer={"eager": 1.5}, extra=extra,
-            throttled=["power cap"], **times),
-    ]  # fmt: skip
+        Row(
+            "hadamard_gemm",
+            "staged",
+            "kernel",
+            LAYER,
+            vs_peer={"cublas_fp16": 1.5},
+            extra={"stages": {"first": 0.25, "second": 0.75}},
+            **times,
+        ),
+        Row(
+            "gpt2_step",
+            "int8-block32",
+            "kernel",
+            STEP,
+            vs_peer={"eager": 1.5},
+            extra=extra,
+            throttled=["power cap"],
+            **times,
+        ),
+    ]
 
 
 def valid() -> dict:
@@ -194,8 +255,11 @@ def test_a_readme_that_cannot_be_filled_is_told(readme, tmp_path, capsys):
 
 def test_the_file_that_they_are_made_of_is_read(commands, capsys):
     assert commands(json.dumps(valid()).encode()) == {
-        "before": 0, "after": 0, "append": 0, "report": 1,
-    }  # fmt: skip
+        "before": 0,
+        "after": 0,
+        "append": 0,
+        "report": 1,
+    }
 
 
 @few
@@ -231,8 +295,11 @@ def test_the_costliest_files_take_less_than_5_s_and_a_gibibyte(name, tmp_path):
 
     done = subprocess.run(
         [sys.executable, "-m", "jetfire.cli", "compare", str(file), str(file)],
-        capture_output=True, text=True, preexec_fn=limit, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"jetfire: {file}: device")
     assert done.stderr.count("\n") == 1

@@ -23,8 +23,13 @@ OP = registry.get("int4_gemm")
 KERNELS = ("int_mm", "mma", "wgmma")
 OUTPUTS = ("bf16", "fp16", "fp32")
 # Operands and products that there are.
-KINDS = (("packed", "fwd"), ("wide", "fwd"), ("packed", "dgrad"), ("wide", "dgrad"),
-         ("wide", "wgrad"))  # fmt: skip
+KINDS = (
+    ("packed", "fwd"),
+    ("wide", "fwd"),
+    ("packed", "dgrad"),
+    ("wide", "dgrad"),
+    ("wide", "wgrad"),
+)
 # One element; ragged edges, of rows of any number of bytes; whole tiles; K beyond a wgrad's counts.
 SHAPES = ((1, 1, 2), (17, 9, 10), (97, 33, 334), (130, 75, 1286), (128, 128, 256), (259, 144, 1300))
 CPU = torch.device("cpu")
@@ -105,8 +110,9 @@ def test_reference_weighs_rows_and_parts():
 def test_kernels_equal_the_reference(device, name, operands, product):
     for i, (shape, data) in enumerate(itertools.product(SHAPES, (*TYPICAL, "nonfinite"))):
         bias = product == "fwd" and i % 2 == 0
-        problem = OP.Problem(*shape, operands=operands, product=product, out=OUTPUTS[i % 3],
-                             bias=bias)  # fmt: skip
+        problem = OP.Problem(
+            *shape, operands=operands, product=product, out=OUTPUTS[i % 3], bias=bias
+        )
         check(name, problem, OP.inputs(problem, device, seed=i, data=data))
 
 

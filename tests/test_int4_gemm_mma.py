@@ -39,8 +39,15 @@ OPTIONS = (
     {"operands": "wide", "out": "bf16"},
 )
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and fewer bytes, packed and wide.
-SHAPES = ((256, 256, 512), (259, 144, 1056), (272, 131, 1000), (97, 66, 344), (130, 75, 334),
-          (1, 1, 2), (17, 9, 6))  # fmt: skip
+SHAPES = (
+    (256, 256, 512),
+    (259, 144, 1056),
+    (272, 131, 1000),
+    (97, 66, 344),
+    (130, 75, 334),
+    (1, 1, 2),
+    (17, 9, 6),
+)
 KERNEL, OP = registry.get_kernel("int4_gemm", "mma"), registry.get("int4_gemm")
 
 
@@ -111,8 +118,14 @@ def test_what_a_launch_runs_can_be_audited():
 
 
 def test_alignment_is_that_of_the_rows_in_bytes():
-    for operands, k, size in (("packed", 96, 16), ("packed", 48, 8), ("packed", 40, 4),
-                              ("packed", 36, 1), ("wide", 36, 4), ("wide", 38, 1)):  # fmt: skip
+    for operands, k, size in (
+        ("packed", 96, 16),
+        ("packed", 48, 8),
+        ("packed", 40, 4),
+        ("packed", 36, 1),
+        ("wide", 36, 4),
+        ("wide", 38, 1),
+    ):
         problem = OP.Problem(40, 24, k, operands=operands)
         inputs = OP.inputs(problem, torch.device("cpu"))
         found = Access.of_contiguous(problem)
@@ -134,17 +147,25 @@ def test_legality_has_reasons():
         (problem, Device.parse("cpu"), {}, "sm_80"),
         (problem, ampere, {"stages": 9}, "stages=9"),
         (problem, ada, {"stages": 4}, "shared memory"),
-        (problem, ampere, {"tile_m": 64, "tile_n": 64, "warps_n": 2, "stages": 6, "blocks": 2},
-         "shared memory"),
+        (
+            problem,
+            ampere,
+            {"tile_m": 64, "tile_n": 64, "warps_n": 2, "stages": 6, "blocks": 2},
+            "shared memory",
+        ),
         (problem, ampere, {"stages": 2, "blocks": 2}, "registers"),
         (problem, ampere, {"tile_m": 256, "tile_n": 256, "warps_m": 4}, "registers"),
         (problem, ampere, {"warps_m": 1, "warps_n": 2}, "2 warps"),
         (problem, ampere, {"tile_m": 256, "warps_m": 2}, "128 a warp"),
         (problem, ampere, {"tile_m": 32, "warps_m": 4}, "8 a warp"),
-        (problem, ampere, {"tile_m": 32, "warps_m": 2, "tile_n": 64, "warps_n": 4, "stages": 2},
-         None),
+        (
+            problem,
+            ampere,
+            {"tile_m": 32, "warps_m": 2, "tile_n": 64, "warps_n": 4, "stages": 2},
+            None,
+        ),
         (OP.Problem(2**31, 2**31, 2), ampere, {"tile_m": 32, "warps_m": 1}, "2^30 tiles"),
-    ):  # fmt: skip
+    ):
         reason = KERNEL.legal(asked, dataclasses.replace(good, **fields), device)
         assert reason is None if word is None else word in reason, (fields, word, reason)
 

@@ -140,8 +140,11 @@ def test_the_steps_together_are_a_linear_layer(device):
     y, dx, dw, _ = product(x, weight, bias, *rest)
     exact = x.float() @ weight.t() + bias
     grad = 2 * y.float()
-    for found, expected, bound in ((y, exact, 0.2), (dx, grad @ weight, 0.65),
-                                   (dw, grad.t() @ x.float(), 0.4)):  # fmt: skip
+    for found, expected, bound in (
+        (y, exact, 0.2),
+        (dx, grad @ weight, 0.65),
+        (dw, grad.t() @ x.float(), 0.4),
+    ):
         assert float((found.float() - expected).norm() / expected.norm()) < bound
 
 
@@ -220,8 +223,9 @@ def test_nearest_gradients(device):
     assert torch.equal(
         drawn.slots[kept_rows, 0].long(), torch.arange(len(kept_rows), device=device)
     )
-    torch.testing.assert_close(c[: len(kept_rows)].double(), expected[kept_rows],
-                               rtol=1e-6, atol=1e-9)  # fmt: skip
+    torch.testing.assert_close(
+        c[: len(kept_rows)].double(), expected[kept_rows], rtol=1e-6, atol=1e-9
+    )
 
 
 def refuse(message, function, *args, **options):
@@ -235,36 +239,70 @@ def test_refuses_in_one_line(device):
     q = int4.int4_quantize(x, step)
     squares = q.squares
     refuse("x is int8: expected bfloat16 or float16 or float32", int4.int4_quantize, q.packed, step)
-    refuse(f"step: expected a float32 tensor of one element on {x.device}",
-           int4.int4_quantize, x, bias)  # fmt: skip
+    refuse(
+        f"step: expected a float32 tensor of one element on {x.device}", int4.int4_quantize, x, bias
+    )
     refuse("layout=q: expected packed or wide or both", int4.int4_quantize, x, step, layout="q")
     for group in (48, "ten"):
-        refuse(f"group={group}: expected {' or '.join(str(2**i) for i in range(11))}",
-               int4.int4_quantize, x, step, group=group)  # fmt: skip
+        refuse(
+            f"group={group}: expected {' or '.join(str(2**i) for i in range(11))}",
+            int4.int4_quantize,
+            x,
+            step,
+            group=group,
+        )
     with pytest.raises(UsageError, match=r"^group=128"):
         int4.int4_quantize(x, step, group=128)
     with pytest.raises(UsageError, match=r"^n=63: expected an even"):
         int4.int4_quantize(x[:, :63], step, group=1)
-    refuse("q, x and step: expected q alone, or x and step",
-           int4.int4_quantize_backward, x, q=q, x=x, step=step)  # fmt: skip
+    refuse(
+        "q, x and step: expected q alone, or x and step",
+        int4.int4_quantize_backward,
+        x,
+        q=q,
+        x=x,
+        step=step,
+    )
     refuse("q, x and step: expected q alone, or x and step", int4.int4_quantize_backward, x, x=x)
-    refuse("x is float32: expected bfloat16",
-           int4.int4_quantize_backward, x, x=x.float(), step=step)  # fmt: skip
-    refuse("slots and unit: expected both or neither",
-           int4.int4_quantize_backward, x, q=q, unit=step)  # fmt: skip
-    refuse("q has shape (72, 16): expected (72, 32)",
-           int4.int4_quantize_backward, x, q=q._replace(packed=q.packed[:, :16]))  # fmt: skip
-    refuse("slots is int32 (72,): expected int32 (72, 2)",
-           int4.int4_quantize_backward, x, q=q, slots=squares, unit=step)  # fmt: skip
+    refuse(
+        "x is float32: expected bfloat16", int4.int4_quantize_backward, x, x=x.float(), step=step
+    )
+    refuse(
+        "slots and unit: expected both or neither", int4.int4_quantize_backward, x, q=q, unit=step
+    )
+    refuse(
+        "q has shape (72, 16): expected (72, 32)",
+        int4.int4_quantize_backward,
+        x,
+        q=q._replace(packed=q.packed[:, :16]),
+    )
+    refuse(
+        "slots is int32 (72,): expected int32 (72, 2)",
+        int4.int4_quantize_backward,
+        x,
+        q=q,
+        slots=squares,
+        unit=step,
+    )
     refuse("bits=6: expected 8 or 4", int4.int4_bit_split, x, bits=6)
     refuse(f"seed: expected an int64 tensor of one element on {x.device}", int4.int4_bit_split, x)
     refuse("parts=3: expected 2 or 1", int4.int4_sample_rows, squares, parts=3, seed=seed)
-    refuse("keep=some: expected half or all",
-           int4.int4_sample_rows, squares, keep="some", seed=seed)  # fmt: skip
-    refuse("x_squares is int32 (72,): expected int32 (36,)",
-           int4.int4_sample_rows, squares, x_squares=squares, seed=seed)  # fmt: skip
-    refuse("squares is int32 (71,): expected int32 (70,)",
-           int4.int4_sample_rows, squares[:71], seed=seed)  # fmt: skip
+    refuse(
+        "keep=some: expected half or all", int4.int4_sample_rows, squares, keep="some", seed=seed
+    )
+    refuse(
+        "x_squares is int32 (72,): expected int32 (36,)",
+        int4.int4_sample_rows,
+        squares,
+        x_squares=squares,
+        seed=seed,
+    )
+    refuse(
+        "squares is int32 (71,): expected int32 (70,)",
+        int4.int4_sample_rows,
+        squares[:71],
+        seed=seed,
+    )
     refuse("x is bfloat16: expected int8", int4.int4_gather_rows, q._replace(packed=x))
     refuse("rows and counts: expected both or neither", int4.int4_gather_rows, q, rows=squares)
     refuse("repeat: expected rows and counts with it", int4.int4_gather_rows, q, repeat=squares)
@@ -286,12 +324,25 @@ def test_refuses_codes_of_the_other_form(device):
 def test_refuses_operands_that_do_not_fit(device):
     x, weight, bias, step, *_ = operands(device)
     a, b = int4.int4_quantize(x, step), int4.int4_quantize(weight, step)
-    refuse("a has k=64 and b k=32: expected one k",
-           int4.int4_gemm, a, b._replace(packed=b.packed[:, :16]))  # fmt: skip
-    refuse(f"b's scale: expected a float32 tensor of one element on {x.device}",
-           int4.int4_gemm, a, b._replace(scale=bias))  # fmt: skip
-    refuse("bias is float32 (48,): expected float32 (16,)",
-           int4.int4_gemm, a, b._replace(packed=b.packed[:16]), bias=bias)  # fmt: skip
+    refuse(
+        "a has k=64 and b k=32: expected one k",
+        int4.int4_gemm,
+        a,
+        b._replace(packed=b.packed[:, :16]),
+    )
+    refuse(
+        f"b's scale: expected a float32 tensor of one element on {x.device}",
+        int4.int4_gemm,
+        a,
+        b._replace(scale=bias),
+    )
+    refuse(
+        "bias is float32 (48,): expected float32 (16,)",
+        int4.int4_gemm,
+        a,
+        b._replace(packed=b.packed[:16]),
+        bias=bias,
+    )
     wide = [Quantized4(None, matrix.packed, matrix.scale) for matrix in (a, b)]
     refuse("out=int8: expected bf16 or fp16 or fp32", int4.int4_gemm, *wide, out="int8")
     refuse("weight: expected counts with it", int4.int4_gemm, *wide, weight=bias)
@@ -305,5 +356,9 @@ def test_refuses_operands_that_do_not_fit(device):
 def test_refuses_mixed_devices(device):
     x, _, _, step, *_ = operands(device)
     q = int4.int4_quantize(x, step)
-    refuse(f"b is on cpu: expected {x.device}, as the first tensor",
-           int4.int4_gemm, q, q._replace(packed=q.packed.cpu()))  # fmt: skip
+    refuse(
+        f"b is on cpu: expected {x.device}, as the first tensor",
+        int4.int4_gemm,
+        q,
+        q._replace(packed=q.packed.cpu()),
+    )

@@ -740,15 +740,26 @@ def test_transformers(kind):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
+            vocab_size=96,
+            n_positions=32,
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
         model, linears = transformers.GPT2LMHeadModel(config), 2 * 4
     else:
         config = transformers.LlamaConfig(
-            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
-        )  # fmt: skip
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+        )
         model, linears = transformers.LlamaForCausalLM(config), 2 * 7
     report = convert(model, "int4-hq-lss")
     assert len(report.converted) == linears

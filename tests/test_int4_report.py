@@ -9,19 +9,35 @@ from jetfire.report import documents, int4
 from jetfire.report.documents import BEGIN, END
 from jetfire.report.table import filled
 
-DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "peaks": {
-    "copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0}}  # fmt: skip
+DEVICE = {
+    "name": "NVIDIA H200",
+    "kind": "cuda",
+    "peaks": {"copy_gbps": 4000.0, "int8_tops": 1900.0, "bf16_tflops": 700.0},
+}
 
 
 def row(op, problem, ms, ratio, **fields):
-    return Row(op, "wgmma", "kernel", problem.as_dict(), ok=True, ms=ms, gbps=3000.0, roofline=0.75,
-               vs_peer={"cublas_fp16": ratio, "compile": 3.0}, **fields)  # fmt: skip
+    return Row(
+        op,
+        "wgmma",
+        "kernel",
+        problem.as_dict(),
+        ok=True,
+        ms=ms,
+        gbps=3000.0,
+        roofline=0.75,
+        vs_peer={"cublas_fp16": ratio, "compile": 3.0},
+        **fields,
+    )
 
 
 def layer_rows():
     found = []
-    for mode, op, ms in (("fwd", "int4_gemm", 1.0), ("fwd", "hadamard_gemm", 2.0),
-                         ("bwd", "hadamard_gemm", 4.0)):  # fmt: skip
+    for mode, op, ms in (
+        ("fwd", "int4_gemm", 1.0),
+        ("fwd", "hadamard_gemm", 2.0),
+        ("bwd", "hadamard_gemm", 4.0),
+    ):
         for i, problem in enumerate(workloads.problems(registry.get(op), "int4-paper", mode, {})):
             stages = {"first": ms / 4, "second": 3 * ms / 4} if op == "hadamard_gemm" else None
             extra = {"extra": {"stages": stages}} if stages else {}
@@ -42,11 +58,17 @@ def small_rows():
 
 def test_layers_have_times_ratios_and_their_means():
     [table] = int4.layers(Results(DEVICE, layer_rows())).tables
-    assert table.head == ["m×n×k", "GEMM, packed codes", "× FP16", "forward", "× FP16",
-                          "backward", "× FP16"]  # fmt: skip
+    assert table.head == [
+        "m×n×k",
+        "GEMM, packed codes",
+        "× FP16",
+        "forward",
+        "× FP16",
+        "backward",
+        "× FP16",
+    ]
     first, *_, last = table.rows
-    assert first == ["4608×5120×6144", "1.00 ms", "1.00×", "2.00 ms", "2.00×", "4.00 ms",
-                     "4.00×"]  # fmt: skip
+    assert first == ["4608×5120×6144", "1.00 ms", "1.00×", "2.00 ms", "2.00×", "4.00 ms", "4.00×"]
     assert last == ["geometric mean", "", "2.00×", "", "4.00×", "", "8.00×"]
     assert len(table.rows) == 7
 
@@ -71,9 +93,10 @@ def test_stages_are_shares_of_their_sum():
 def test_memory_bound_ops_are_described_by_what_is_not_their_default():
     [table] = int4.memory_bound(Results(DEVICE, small_rows())).tables
     assert [line[0] for line in table.rows] == [
-        "hadamard_quantize fwd group=32 layout=packed", "hadamard_quantize bwd given=x",
+        "hadamard_quantize fwd group=32 layout=packed",
+        "hadamard_quantize bwd given=x",
         "sample_rows",
-    ]  # fmt: skip
+    ]
     assert table.rows[0][1:] == ["wgmma", "8192×8192", "50.0", "3000", "75%", "3.00×"]
     assert table.rows[2][2] == "8192"
 

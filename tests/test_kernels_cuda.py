@@ -115,8 +115,11 @@ def start(source):
     """A process that is about to compile, and waits for a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(source)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ),
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 

@@ -21,8 +21,13 @@ SIZES = {"m": 40, "n": 72, "k": 33}
 LEAVES = ("x", "dsum", "weight", "bias", "logits")
 # Those of INT4, which test_int4_library has.
 INT4 = (
-    "bit_split", "gather_rows", "hadamard_gemm", "hadamard_quantize", "int4_gemm", "sample_rows",
-)  # fmt: skip
+    "bit_split",
+    "gather_rows",
+    "hadamard_gemm",
+    "hadamard_quantize",
+    "int4_gemm",
+    "sample_rows",
+)
 
 
 def overloads(name, problem):
@@ -380,11 +385,14 @@ def test_refuses_in_one_line(device):
     refused("p=1.5: expected a probability in [0, 1)", int8.int8_dropout, w, seed, p=1.5)
     refused("p='half': expected a number", int8.int8_dropout, w, seed, p="half")
     refused("out=int4: expected bf16 or fp16 or fp32", int8.int8_dequantize, w, out="int4")
-    refused("out=int4: expected bf16 or fp16 or fp32 or int8",
-            int8.int8_gemm, w, w, out="int4")  # fmt: skip
+    refused("out=int4: expected bf16 or fp16 or fp32 or int8", int8.int8_gemm, w, w, out="int4")
     targets = torch.zeros(40, dtype=torch.int64, device=device)
     refused("targets is int64 (39,): expected int64 (40,)", int8.cross_entropy, x, targets[1:])
-    refused("valid=71: expected 1 to 70, the columns of logits",
-            int8.cross_entropy, x, targets, valid=71)  # fmt: skip
-    refused("layout=qt out=bf16: expected out=int8",
-            int8.int8_gemm, w, w, layout="qt")  # fmt: skip
+    refused(
+        "valid=71: expected 1 to 70, the columns of logits",
+        int8.cross_entropy,
+        x,
+        targets,
+        valid=71,
+    )
+    refused("layout=qt out=bf16: expected out=int8", int8.int8_gemm, w, w, layout="qt")

@@ -23,8 +23,17 @@ PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1, "how": {}}
 
 
 def row(p20=1.0, p80=1.1, **fields) -> Row:
-    return Row("gemm", "int_mm", "kernel", {"m": 8, "n": 8, "k": 8, "block": 32}, ok=True,
-               ms=p20, ms_p20=p20, ms_p80=p80, **fields)  # fmt: skip
+    return Row(
+        "gemm",
+        "int_mm",
+        "kernel",
+        {"m": 8, "n": 8, "k": 8, "block": 32},
+        ok=True,
+        ms=p20,
+        ms_p20=p20,
+        ms_p80=p80,
+        **fields,
+    )
 
 
 @pytest.fixture
@@ -133,16 +142,28 @@ def test_nothing_is_doubtful_of_quiet_rows():
     ("rows", "busy", "known", "says"),
     [
         ([row()], "others did", PEAKS, "doubtful figures: others did"),
-        ([row()], None, {**PEAKS, "busy": "others did"},
-         "doubtful figures: when its peaks were measured others did"),
-        ([row(), row(1.0, 1.26), row(2.0, 5.0)], None, PEAKS,
-         "doubtful figures: 2 of 3 rows vary by more than 1.25× from p20 to p80, gemm int_mm 8×8×8 "
-         "by 2.50×"),
-        ([row(roofline=0.9), row(roofline=1.12), row(roofline=1.03)], None, PEAKS,
-         "doubtful figures: gemm int_mm 8×8×8 is at 112% of the roofline, whose peaks were "
-         "measured too low: --remeasure-peaks where nothing else runs"),
+        (
+            [row()],
+            None,
+            {**PEAKS, "busy": "others did"},
+            "doubtful figures: when its peaks were measured others did",
+        ),
+        (
+            [row(), row(1.0, 1.26), row(2.0, 5.0)],
+            None,
+            PEAKS,
+            "doubtful figures: 2 of 3 rows vary by more than 1.25× from p20 to p80, "
+            "gemm int_mm 8×8×8 by 2.50×",
+        ),
+        (
+            [row(roofline=0.9), row(roofline=1.12), row(roofline=1.03)],
+            None,
+            PEAKS,
+            "doubtful figures: gemm int_mm 8×8×8 is at 112% of the roofline, whose peaks were "
+            "measured too low: --remeasure-peaks where nothing else runs",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_doubtful_is_said(rows, busy, known, says):
     assert doubts(rows, busy, known) == says
 

@@ -238,9 +238,11 @@ def test_no_other_probabilities_of_the_same_sum_have_less_variance():
                 continue
             changed = (
                 best
-                - scores[i] / p[i] - scores[j] / p[j]
-                + scores[i] / (p[i] - move) + scores[j] / (p[j] + move)
-            )  # fmt: skip
+                - scores[i] / p[i]
+                - scores[j] / p[j]
+                + scores[i] / (p[i] - move)
+                + scores[j] / (p[j] + move)
+            )
             assert changed >= best * (1 - 1e-9)
 
 

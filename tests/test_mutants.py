@@ -20,8 +20,9 @@ from jetfire.tests.mutants.planted import ALL, ANYWHERE, ON_A_GPU, ON_THE_CPU
 EXAMPLES = 500
 # NumPy's, of values that overflow in Triton's interpreter.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("one_thread")
-]  # fmt: skip
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @pytest.fixture

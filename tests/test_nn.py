@@ -188,8 +188,10 @@ def test_convert_refuses():
     refused("skip='7': expected the name of a module", convert, model, INT8, skip=("7",))
     refused(
         "convert: the model is itself a Linear: expected a module that has it",
-        convert, model[0], INT8,
-    )  # fmt: skip
+        convert,
+        model[0],
+        INT8,
+    )
     refused("block=48: expected 32 or 64 or 128", convert, model, Recipe("odd", 48))
 
 
@@ -278,14 +280,25 @@ def hugging_face(kind):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
+            vocab_size=96,
+            n_positions=32,
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
         return transformers.GPT2LMHeadModel(config), 2 * 4
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
     return transformers.LlamaForCausalLM(config), 2 * 7
 
 
@@ -414,9 +427,16 @@ def replace_twice(linear):
 
 
 CHANGES = [
-    step_of(torch.optim.SGD), step_of(torch.optim.AdamW), step_of(fused), load, assign, edit,
-    through_data, replace, replace_twice,
-]  # fmt: skip
+    step_of(torch.optim.SGD),
+    step_of(torch.optim.AdamW),
+    step_of(fused),
+    load,
+    assign,
+    edit,
+    through_data,
+    replace,
+    replace_twice,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -12,11 +12,16 @@ from jetfire.measure.nvml import Nvml
 GPU = torch.device("cuda", 0)
 # nvml.h's nvmlClocksEventReason*, by pynvml's names, and what we call those that we tell of.
 REASONS = {
-    "GpuIdle": None, "ApplicationsClocksSetting": None, "SwPowerCap": "power cap",
-    "HwSlowdown": "hardware slowdown", "SyncBoost": None, "SwThermalSlowdown": "thermal",
-    "HwThermalSlowdown": "hardware thermal", "HwPowerBrakeSlowdown": "power brake",
+    "GpuIdle": None,
+    "ApplicationsClocksSetting": None,
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "hardware slowdown",
+    "SyncBoost": None,
+    "SwThermalSlowdown": "thermal",
+    "HwThermalSlowdown": "hardware thermal",
+    "HwPowerBrakeSlowdown": "power brake",
     "DisplayClockSetting": None,
-}  # fmt: skip
+}
 
 
 class Driver:

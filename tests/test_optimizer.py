@@ -336,8 +336,17 @@ def test_a_weight_of_another_shape_has_new_codes(device):
 def test_a_graphed_step_trains_as_an_eager_one(device):
     from jetfire.gpt2.graph import GraphedStep
 
-    settings = make("tiny", {"recipe": "int8-block32", "layers": 2, "heads": 2, "width": 32,
-                             "context": 16, "rate": 1e-2})  # fmt: skip
+    settings = make(
+        "tiny",
+        {
+            "recipe": "int8-block32",
+            "layers": 2,
+            "heads": 2,
+            "width": 32,
+            "context": 16,
+            "rate": 1e-2,
+        },
+    )
     losses = []
     for graphed in (False, True):
         model = model_of(device)

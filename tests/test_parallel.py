@@ -24,8 +24,10 @@ from jetfire.gpt2.runs import TrainOptions, opened
 from jetfire.gpt2.settings import make
 from jetfire.gpt2.train import Training
 
-SHARED = ("layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"
-          "evaluate_batches=3,checkpoint_every=4,keep=3,graph=false")  # fmt: skip
+SHARED = (
+    "layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"
+    "evaluate_batches=3,checkpoint_every=4,keep=3,graph=false"
+)
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SCRIPT = Path(__file__).parent / "processes" / "train.py"
 
@@ -54,16 +56,29 @@ def runs(request, tmp_path_factory) -> Path:
 def make_runs(home: Path, runs: Path, device: str) -> None:
     (home / "text.txt").write_text(TEXT)
     subprocess.run(
-        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED], check=True, timeout=3600,
+        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED],
+        check=True,
+        timeout=3600,
         env={**os.environ, "JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(home / "cache"))
         for name, recipe in (("one", "bf16"), ("one-int8", "int8-block32")):
-            words = ["tiny", "--recipe", recipe, "--data", str(home / "text.txt"), "--device",
-                     device, "--set", SHARED, "--set", "accumulate=4"]  # fmt: skip
+            words = [
+                "tiny",
+                "--recipe",
+                recipe,
+                "--data",
+                str(home / "text.txt"),
+                "--device",
+                device,
+                "--set",
+                SHARED,
+                "--set",
+                "accumulate=4",
+            ]
             assert execute("train", [*words, "-o", str(runs / name)]) == 0
     torch.set_num_threads(threads)
 
@@ -221,8 +236,19 @@ def test_in_int4_they_share_the_first_batch(how, runs):
     assert losses(ours)[-1] < losses(ours)[0] - 0.3
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp-int8", "ddp-int4", "ddp-graph", "ddp-graph-int8",
-                                  "fsdp", "fsdp-int8", "fsdp-int4"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        "ddp-int8",
+        "ddp-int4",
+        "ddp-graph",
+        "ddp-graph-int8",
+        "fsdp",
+        "fsdp-int8",
+        "fsdp-int4",
+    ],
+)
 def test_resuming_repeats_the_losses_of_two(name, runs):
     again = runs / f"{name}-again"
     assert outcome(runs, again.name, 0)["code"] == 0

@@ -63,10 +63,15 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
     monkeypatch.setattr(peaks, "_cpu_int8_tops", measured("int8", 0.2))
     monkeypatch.setattr(peaks, "_product_tflops", measured("bf16", 0.3))
     assert peaks.measure(CPU) == {
-        "copy_gbps": 8.0, "int8_tops": 0.2, "bf16_tflops": 0.3,
-        "how": {"copy_gbps": "a copy", "int8_tops": "torch._int_mm NT 1024³",
-                "bf16_tflops": "torch.matmul NT 1024³"},
-    }  # fmt: skip
+        "copy_gbps": 8.0,
+        "int8_tops": 0.2,
+        "bf16_tflops": 0.3,
+        "how": {
+            "copy_gbps": "a copy",
+            "int8_tops": "torch._int_mm NT 1024³",
+            "bf16_tflops": "torch.matmul NT 1024³",
+        },
+    }
     assert sizes == {"copy": 1 << 28, "int8": 1024, "bf16": 1024}
 
 
@@ -75,8 +80,9 @@ def test_a_gpu_s_int8_rate_is_the_better_of_the_library_s_and_the_instructions(c
     from jetfire.measure import ceiling
 
     monkeypatch.setattr(peaks, "_product_tflops", lambda *_: 900.0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties",
-                        lambda _: type("P", (), {"multi_processor_count": 100}))  # fmt: skip
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: type("P", (), {"multi_processor_count": 100})
+    )
     asked = []
     monkeypatch.setattr(
         ceiling, "int8_call", lambda *given: (asked.append(given), (lambda: None, 3.2e12))[1]
@@ -150,14 +156,28 @@ def test_a_good_cache_is_used(cache):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{ broken", "[]", "3", '{"x": 3}', entry(copy_gbps=0), entry(copy_gbps=-1.0),
-        entry(copy_gbps="7"), entry(int8_tops=None), entry(bf16_tflops=float("nan")),
-        entry(copy_gbps=float("inf")), entry(copy_gbps=1e300), entry(how=[]),
-        entry(how={"copy_gbps": "\x1b[2J"}), entry(busy="\n"), json.dumps({"\x1b": GOOD}),
-        json.dumps({"x": {"copy_gbps": 7.0}}), "[" * 100_000, " " * (2 << 20),
+        "",
+        "{ broken",
+        "[]",
+        "3",
+        '{"x": 3}',
+        entry(copy_gbps=0),
+        entry(copy_gbps=-1.0),
+        entry(copy_gbps="7"),
+        entry(int8_tops=None),
+        entry(bf16_tflops=float("nan")),
+        entry(copy_gbps=float("inf")),
+        entry(copy_gbps=1e300),
+        entry(how=[]),
+        entry(how={"copy_gbps": "\x1b[2J"}),
+        entry(busy="\n"),
+        json.dumps({"\x1b": GOOD}),
+        json.dumps({"x": {"copy_gbps": 7.0}}),
+        "[" * 100_000,
+        " " * (2 << 20),
         json.dumps({str(i): 0 for i in range(2000)}),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_or_hostile_cache_is_told_and_replaced(text, cache):
     file, made = cache
     file.parent.mkdir()
@@ -208,5 +228,7 @@ def test_the_command_line_tells_of_a_damaged_cache_in_a_line(cache, capsys):
     words = ["gemm", "--m", "8", "--block", "32", "--device", "cpu", "--kernel", "int_mm"]
     assert execute("bench", [*words, "--rounds", "2", "--peer", "none"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "peaks.json" in line]
-    assert lines == [f"jetfire: {file}: no JSON: key must be a string at line 1 column 3: its "
-                     "peaks are measured anew"]  # fmt: skip
+    assert lines == [
+        f"jetfire: {file}: no JSON: key must be a string at line 1 column 3: its "
+        "peaks are measured anew"
+    ]

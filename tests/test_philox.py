@@ -102,7 +102,7 @@ def test_bits_are_uniform_and_streams_apart():
 @triton.jit
 def draw_kernel(
     bits_ptr, seed_ptr, row0, col0, R: tl.constexpr, C: tl.constexpr, STREAM: tl.constexpr
-):  # fmt: skip
+):
     at = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(bits_ptr + at, random_u16_tile(tl.load(seed_ptr), row0, col0, R, C, STREAM))
 

@@ -90,12 +90,26 @@ def toy(monkeypatch):
 
 def entry(problem, tile=2, kernel="toy", source="0123456789ab", ms=1.0, **more):
     values = {
-        "kernel": kernel, "problem": problem.as_dict(), "config": {"tile": tile}, "ms": ms,
-        "ms_p20": 0.9, "ms_p80": 1.1, "samples": 20, "default_ms": 1.5, "joules": None,
-        "objective": "time", "vs_peer": {"cublas_bf16": 1.25}, "trials": 50, "strategy": "tpe",
-        "provenance": {"gpu": "NVIDIA H200", "capability": (9, 0), "source": source,
-                       "date": "2026-01-02"},
-    }  # fmt: skip
+        "kernel": kernel,
+        "problem": problem.as_dict(),
+        "config": {"tile": tile},
+        "ms": ms,
+        "ms_p20": 0.9,
+        "ms_p80": 1.1,
+        "samples": 20,
+        "default_ms": 1.5,
+        "joules": None,
+        "objective": "time",
+        "vs_peer": {"cublas_bf16": 1.25},
+        "trials": 50,
+        "strategy": "tpe",
+        "provenance": {
+            "gpu": "NVIDIA H200",
+            "capability": (9, 0),
+            "source": source,
+            "date": "2026-01-02",
+        },
+    }
     return Entry(**{**values, **more})
 
 
@@ -126,8 +140,10 @@ def test_a_profile_is_read_as_it_was_written(folder):
     content = json.loads(file.read_text())
     assert content["schema"] == profiles.SCHEMA == 2
     assert (content["device"], content["capability"], content["op"]) == (
-        "NVIDIA H200", [9, 0], "gemm",
-    )  # fmt: skip
+        "NVIDIA H200",
+        [9, 0],
+        "gemm",
+    )
     lines = file.read_text().splitlines()
     assert len(content["provenance"]) == 1
     assert sum(line.startswith('{"kernel"') for line in lines) == 3
@@ -364,8 +380,11 @@ def test_a_problem_of_another_version_is_passed_over(toy):
 
 
 def test_the_nearest_is_of_the_same_block_and_output(toy):
-    save(entry(gemm(64, block=64), tile=8), entry(gemm(64, out="fp32"), tile=8),
-         entry(gemm(128), tile=4))  # fmt: skip
+    save(
+        entry(gemm(64, block=64), tile=8),
+        entry(gemm(64, out="fp32"), tile=8),
+        entry(gemm(128), tile=4),
+    )
     found = find(toy, gemm(65), H200)
     assert (found.config.tile, found.source) == (4, "nearest")
     assert find(toy, gemm(65, block=128), H200).source == "default"
@@ -453,8 +472,9 @@ def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(to
 
 
 def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
-    save(*(entry(gemm(m), tile=tile)
-           for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8))))  # fmt: skip
+    save(
+        *(entry(gemm(m), tile=tile) for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8)))
+    )
     found = profiles.nearest(toy, gemm(64), H200, 3)
     assert [e.config["tile"] for e in found] == [2, 4, 8]
     assert len(profiles.nearest(toy, gemm(64), H200, 2)) == 2
@@ -481,8 +501,11 @@ def test_nothing_legal_is_nearer(tuned, wanted):
     def distance(problem):
         return math.hypot(*(math.log2(getattr(problem, d) / getattr(wanted, d)) for d in "mnk"))
 
-    near = [distance(problem) for problem, tile in tuned
-            if tile <= wanted.m and problem.block == wanted.block]  # fmt: skip
+    near = [
+        distance(problem)
+        for problem, tile in tuned
+        if tile <= wanted.m and problem.block == wanted.block
+    ]
     near = [d for d in near if d <= profiles.FARTHEST]
     assert (found.source == "default") == (not near)
     if near:
@@ -710,8 +733,17 @@ def test_show_lists_the_users_then_those_shipped(toy, capsys):
     show([], None)
     text = capsys.readouterr().out
     assert text.index("user: ") < text.index("shipped: ")
-    for part in ("NVIDIA H200", "64×64×64", "tile=4", "1.00 ms", "1.50×", "1.25× cublas_bf16",
-                 "2026-01-02", "no kernel", "stale"):  # fmt: skip
+    for part in (
+        "NVIDIA H200",
+        "64×64×64",
+        "tile=4",
+        "1.00 ms",
+        "1.50×",
+        "1.25× cublas_bf16",
+        "2026-01-02",
+        "no kernel",
+        "stale",
+    ):
         assert part in text
     assert "\x1b" not in text
 
@@ -738,8 +770,18 @@ def test_show_says_where_it_found_nothing(capsys):
 def test_provenance_names_what_times_depend_on():
     kernel = registry.get_kernel("gemm", "triton")
     made = provenance.of(kernel, H200, "580.1")
-    assert set(made) == {"gpu", "capability", "driver", "cuda", "torch", "triton", "source",
-                         "timer", "date", "jetfire"}  # fmt: skip
+    assert set(made) == {
+        "gpu",
+        "capability",
+        "driver",
+        "cuda",
+        "torch",
+        "triton",
+        "source",
+        "timer",
+        "date",
+        "jetfire",
+    }
     assert (made["gpu"], made["capability"], made["driver"]) == ("NVIDIA H200", (9, 0), "580.1")
     assert made["source"] == kernel.source_hash()
     assert json.loads(json.dumps(made)) == {**made, "capability": [9, 0]}
@@ -756,21 +798,25 @@ def shown(capsys, *words):
 
 def test_show_lists_what_the_options_leave(folder, capsys):
     kept = [
-        entry(gemm(m, n, k, block=block, out=out), kernel=kernel,
-              config=registry.get_kernel("gemm", kernel).default(gemm(), H200).as_dict())
+        entry(
+            gemm(m, n, k, block=block, out=out),
+            kernel=kernel,
+            config=registry.get_kernel("gemm", kernel).default(gemm(), H200).as_dict(),
+        )
         for m, n, k, block, out, kernel in (
             (64, 64, 64, 32, "bf16", "gluon"),
             (64, 64, 64, 64, "int8", "gluon"),
             (8192, 3072, 1024, 32, "bf16", "gluon"),
             (96, 64, 64, 32, "bf16", "triton"),
         )
-    ]  # fmt: skip
+    ]
     save(*kept)
     assert len(shown(capsys)) == 4
     assert shown(capsys, "--m", "64") == [("gluon", 64, 32, "bf16"), ("gluon", 64, 64, "int8")]
     assert shown(capsys, "--m", "64,96", "--block", "32") == [
-        ("gluon", 64, 32, "bf16"), ("triton", 96, 32, "bf16"),
-    ]  # fmt: skip
+        ("gluon", 64, 32, "bf16"),
+        ("triton", 96, 32, "bf16"),
+    ]
     assert shown(capsys, "--m", "64", "--m", "96", "--kernel", "triton") == [
         ("triton", 96, 32, "bf16")
     ]

@@ -132,8 +132,11 @@ def test_every_schedule_is_measured_and_no_other_kernel(kernels):
     rows = PromotionRunner(CPU, PEAKS, OPTIONS, notes.append).measure(case(256))
     assert notes == []
     assert [row.label for row in rows] == [
-        "wgmma exact", "wgmma telescoped", "fp32_matmul", "bf16_matmul",
-    ]  # fmt: skip
+        "wgmma exact",
+        "wgmma telescoped",
+        "fp32_matmul",
+        "bf16_matmul",
+    ]
     exact, telescoped, fp32, bf16 = rows
     assert [row.schedule for row in rows] == ["exact", "telescoped", None, None]
     assert all(row.curve == "promotion" and row.ms for row in rows)
@@ -201,16 +204,25 @@ def test_its_data_are_its_own(capsys):
 
 def small_suite(part="promotion") -> list[suite.SuiteEntry]:
     request = Request(["gemm"], sizes={"m": [64]}, blocks=["32", "64"])
-    return [suite.SuiteEntry(request, ["bf16_matmul"], 2, schedules=True, data=data)
-            for data in ("normal", "outlier")]  # fmt: skip
+    return [
+        suite.SuiteEntry(request, ["bf16_matmul"], 2, schedules=True, data=data)
+        for data in ("normal", "outlier")
+    ]
 
 
 def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
     monkeypatch.setattr(suite, "_part", small_suite)
     file = tmp_path / "r.json"
-    ordinary = Row("gemm", "wgmma", "kernel", case(64).problem.as_dict(), data="normal", ms=1.0,
-                   config=ScheduledConfig().as_dict())  # fmt: skip
+    ordinary = Row(
+        "gemm",
+        "wgmma",
+        "kernel",
+        case(64).problem.as_dict(),
+        data="normal",
+        ms=1.0,
+        config=ScheduledConfig().as_dict(),
+    )
     write(file, Results({"name": CPU.name}, [ordinary]).to_json())
     words = ["--suite", "promotion", "--device", "cpu", "-o", str(file), "--append"]
     assert execute("bench", words) == 0
@@ -239,8 +251,14 @@ def test_a_dry_run_names_the_schedules(kernels, monkeypatch, capsys):
     assert "int_mm" not in shown
 
 
-TOPS = {("exact", 32): 500, ("exact", 64): 900, ("exact", 128): 1400,
-        ("telescoped", 32): 800, ("telescoped", 64): 1150, ("telescoped", 128): 1300}  # fmt: skip
+TOPS = {
+    ("exact", 32): 500,
+    ("exact", 64): 900,
+    ("exact", 128): 1400,
+    ("telescoped", 32): 800,
+    ("telescoped", 64): 1150,
+    ("telescoped", 128): 1300,
+}
 PEERS = {"cublas_bf16": (700, 50.0), "fp8_scaled_mm": (1300, 28.0)}
 
 
@@ -251,26 +269,57 @@ def points() -> list[Row]:
             problem = GEMM.Problem(8192, 8192, 8192, block=block).as_dict()
             for schedule in ("exact", "telescoped"):
                 tops = TOPS[schedule, block] + lost
-                found.append(Row(
-                    "gemm", "wgmma", "kernel", problem, config={"schedule": schedule}, data=data,
-                    ok=True, ms=2 * 8192**3 / tops / 1e9, tflops=tops, curve="promotion",
-                    vs_peer={"cublas_bf16": tops / 700}, sqnr_db=40.04 - block / 32 - lost,
-                    row_sqnr_db=12.5, schedule_err=(lost + 1) * 1e-4,
-                ))  # fmt: skip
+                found.append(
+                    Row(
+                        "gemm",
+                        "wgmma",
+                        "kernel",
+                        problem,
+                        config={"schedule": schedule},
+                        data=data,
+                        ok=True,
+                        ms=2 * 8192**3 / tops / 1e9,
+                        tflops=tops,
+                        curve="promotion",
+                        vs_peer={"cublas_bf16": tops / 700},
+                        sqnr_db=40.04 - block / 32 - lost,
+                        row_sqnr_db=12.5,
+                        schedule_err=(lost + 1) * 1e-4,
+                    )
+                )
             for name, (tops, quality) in PEERS.items():
-                found.append(Row(
-                    "gemm", name, "peer", problem, data=data, ms=2 * 8192**3 / tops / 1e9,
-                    tflops=tops, curve="promotion", sqnr_db=quality - lost, row_sqnr_db=quality,
-                ))  # fmt: skip
+                found.append(
+                    Row(
+                        "gemm",
+                        name,
+                        "peer",
+                        problem,
+                        data=data,
+                        ms=2 * 8192**3 / tops / 1e9,
+                        tflops=tops,
+                        curve="promotion",
+                        sqnr_db=quality - lost,
+                        row_sqnr_db=quality,
+                    )
+                )
     return found
 
 
 def plain() -> list[Row]:
     return [
-        dataclasses.replace(row, curve=None, sqnr_db=None, row_sqnr_db=None, schedule_err=None,
-                            ms=2 * row.ms, tflops=row.tflops / 2, roofline=0.5)
-        for row in points() if row.data == "normal" and row.schedule != "exact"
-    ]  # fmt: skip
+        dataclasses.replace(
+            row,
+            curve=None,
+            sqnr_db=None,
+            row_sqnr_db=None,
+            schedule_err=None,
+            ms=2 * row.ms,
+            tflops=row.tflops / 2,
+            roofline=0.5,
+        )
+        for row in points()
+        if row.data == "normal" and row.schedule != "exact"
+    ]
 
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
@@ -308,12 +357,21 @@ def test_the_report_draws_it_and_finds_it_stale(tmp_path):
     write(file, Results(DEVICE, [*plain(), *points()]).to_json())
     documents.report(file, None, check=False)
     drawn = (tmp_path / "h200-promotion.svg").read_text()
-    for text in ("wgmma exact", "wgmma telescoped", "fp8_scaled_mm", "K 64",
-                 "outlier × normal data", "SQNR, dB", "TOPS"):  # fmt: skip
+    for text in (
+        "wgmma exact",
+        "wgmma telescoped",
+        "fp8_scaled_mm",
+        "K 64",
+        "outlier × normal data",
+        "SQNR, dB",
+        "TOPS",
+    ):
         assert text in drawn, text
     assert documents.report(file, None, check=True) == []
-    changed = [dataclasses.replace(row, sqnr_db=row.sqnr_db and row.sqnr_db - 1)
-               for row in Results.load(file).rows]  # fmt: skip
+    changed = [
+        dataclasses.replace(row, sqnr_db=row.sqnr_db and row.sqnr_db - 1)
+        for row in Results.load(file).rows
+    ]
     write(file, Results(DEVICE, changed).to_json())
     stale = documents.report(file, None, check=True)
     assert {path.name for path in stale} == {"h200.md", "h200-promotion.svg"}

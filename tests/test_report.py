@@ -11,29 +11,71 @@ from jetfire.measure.results import Results, Row
 from jetfire.report import documents, int8
 from jetfire.report.documents import BEGIN, END
 
-DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1", "peaks": {
-    "copy_gbps": 4000.0, "int8_tops": 1000.0, "bf16_tflops": 700.0, "how": {"copy_gbps": "a copy"},
-}}  # fmt: skip
+DEVICE = {
+    "name": "NVIDIA H200",
+    "kind": "cuda",
+    "driver": "1",
+    "peaks": {
+        "copy_gbps": 4000.0,
+        "int8_tops": 1000.0,
+        "bf16_tflops": 700.0,
+        "how": {"copy_gbps": "a copy"},
+    },
+}
 
 
 def gemm_row(name, role, tflops, block, m, n, k, **fields):
-    problem = {"m": m, "n": n, "k": k, "block": block, "out": "bf16", "rounding": "nearest",
-               "layout": "q", "bias": False, "accumulate": False, **fields}  # fmt: skip
+    problem = {
+        "m": m,
+        "n": n,
+        "k": k,
+        "block": block,
+        "out": "bf16",
+        "rounding": "nearest",
+        "layout": "q",
+        "bias": False,
+        "accumulate": False,
+        **fields,
+    }
     ms = 2 * m * n * k / tflops / 1e9
     ratios = {"cublas_bf16": tflops / 700} if role == "kernel" else None
-    return Row("gemm", name, role, problem, ok=role == "kernel" or None, ms=ms,
-               tflops=tflops, gbps=1.0,
-               roofline=tflops / 1000, vs_peer=ratios)  # fmt: skip
+    return Row(
+        "gemm",
+        name,
+        role,
+        problem,
+        ok=role == "kernel" or None,
+        ms=ms,
+        tflops=tflops,
+        gbps=1.0,
+        roofline=tflops / 1000,
+        vs_peer=ratios,
+    )
 
 
 def small_row(name, role, gbps, n, mode="fwd", m=8192, **fields):
     rounding = "stochastic" if mode == "bwd" else "nearest"
-    problem = {"m": m, "n": n, "block": 32, "mode": mode, "rounding": rounding, "layout": "q",
-               **fields}  # fmt: skip
+    problem = {
+        "m": m,
+        "n": n,
+        "block": 32,
+        "mode": mode,
+        "rounding": rounding,
+        "layout": "q",
+        **fields,
+    }
     ratios = {"compile": 1.5} if role == "kernel" and n == 4096 else {}
-    return Row("gelu", name, role, problem, ok=role == "kernel" or None,
-               ms=2 * m * n / gbps / 1e6,
-               gbps=gbps, roofline=gbps / 4000, vs_peer=ratios)  # fmt: skip
+    return Row(
+        "gelu",
+        name,
+        role,
+        problem,
+        ok=role == "kernel" or None,
+        ms=2 * m * n / gbps / 1e6,
+        gbps=gbps,
+        roofline=gbps / 4000,
+        vs_peer=ratios,
+    )
 
 
 def sample() -> Results:
@@ -92,7 +134,6 @@ def test_pairs_of_blocks_are_rows_of_their_own():
     assert any("out=int8 out_block=32, triton | – | – | 777" in line for line in lines)
     for title in ("Memory-bound ops by width", "GEMM, squares"):
         assert part(page, title) == part(plain, title)
-    assert "gelu fwd 8192×4096, block 128→32" in readme_of(results)
 
 
 def readme_of(results):
@@ -111,7 +152,7 @@ def test_a_row_may_name_the_equal_block():
 def test_readme_table_names_what_it_is_faster_than():
     table = readme_of(sample())
     assert "| GEMM 8192³, block 128 | 1.72 ms | 640 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
-    assert "| gelu fwd 8192×4096, block 32 | 22.4 µs | 3000 GB/s | 75% | 1.50× compile |" in table
+    assert "gelu" not in table  # the page has the others
 
 
 def test_wrong_rows_are_named_and_not_shown_as_figures():
@@ -152,8 +193,10 @@ def test_a_change_is_found(place, name, capsys):
 def test_a_changed_row_makes_everything_of_it_stale(place):
     execute("report", arguments(place))
     results = Results.load(place[0])
-    results.rows = [dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
-                    for row in results.rows]  # fmt: skip
+    results.rows = [
+        dataclasses.replace(row, ms=row.ms * 1.1, tflops=(row.tflops or 0) / 1.1)
+        for row in results.rows
+    ]
     write(place[0], results.to_json())
     stale = {path.name for path in documents.report(place[0], place[1], check=True)}
     assert {"h200.md", "README.md", "h200-gemm.svg", "h200-memory-bound.svg"} == stale

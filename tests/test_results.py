@@ -21,11 +21,22 @@ SHIPPED = Path(__file__).parents[1] / "docs" / "results" / "h200.json"
 
 def row(**changes) -> Row:
     fields = {
-        "op": "gemm", "kernel": "triton", "role": "kernel", "problem": {"m": 8, "block": 32},
-        "config": {"tile_m": 64}, "profile": "default", "data": "normal", "ok": True,
-        "rel_err": 0.001, "ms": 1.25, "ms_p20": 1.0, "ms_p80": 1.5, "samples": 20,
-        "vs_peer": {"copy": 0.5}, "throttled": ["power cap"],
-    }  # fmt: skip
+        "op": "gemm",
+        "kernel": "triton",
+        "role": "kernel",
+        "problem": {"m": 8, "block": 32},
+        "config": {"tile_m": 64},
+        "profile": "default",
+        "data": "normal",
+        "ok": True,
+        "rel_err": 0.001,
+        "ms": 1.25,
+        "ms_p20": 1.0,
+        "ms_p80": 1.5,
+        "samples": 20,
+        "vs_peer": {"copy": 0.5},
+        "throttled": ["power cap"],
+    }
     return Row(**{**fields, **changes})
 
 
@@ -33,9 +44,24 @@ def test_schema_has_the_documented_fields():
     content = json.loads(Results({"name": "x"}, [row()]).to_json())
     assert content["schema"] == 1
     documented = {
-        "op", "kernel", "problem", "config", "profile", "ok", "rel_err", "ms", "ms_p20", "ms_p80",
-        "tflops", "gbps", "roofline", "vs_peer", "sm_mhz", "watts", "joules",
-    }  # fmt: skip
+        "op",
+        "kernel",
+        "problem",
+        "config",
+        "profile",
+        "ok",
+        "rel_err",
+        "ms",
+        "ms_p20",
+        "ms_p80",
+        "tflops",
+        "gbps",
+        "roofline",
+        "vs_peer",
+        "sm_mhz",
+        "watts",
+        "joules",
+    }
     assert documented <= set(content["rows"][0])
 
 

@@ -269,9 +269,12 @@ def test_there_is_no_n_and_tokens_are_what_is_asked_for():
 def test_what_is_refused():
     problem, h200 = OP.Problem(64), target_device((9, 0))
     for config, reason in (
-        ((100, 128, 4), "tile=100"), ((32768, 128, 16), "tile=32768"), ((128, 64, 4), "rows=64"),
-        ((128, 128, 3), "warps=3"), ((16384, 128, 4), "128 rows per thread"),
-    ):  # fmt: skip
+        ((100, 128, 4), "tile=100"),
+        ((32768, 128, 16), "tile=32768"),
+        ((128, 64, 4), "rows=64"),
+        ((128, 128, 3), "warps=3"),
+        ((16384, 128, 4), "128 rows per thread"),
+    ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
     assert "int32" in KERNEL.legal(OP.Problem(1 << 31), KERNEL.Config(), h200)
     assert KERNEL.legal(problem, KERNEL.Config(), target_device((8, 0))) is None

@@ -56,8 +56,9 @@ def test_none_is_slower_than_its_default(entries):
 
 
 def test_none_is_stale(entries):
-    stale = {f"{op}/{e.kernel}: {profiles.state(op, e)}" for op, e in entries
-             if profiles.state(op, e)}  # fmt: skip
+    stale = {
+        f"{op}/{e.kernel}: {profiles.state(op, e)}" for op, e in entries if profiles.state(op, e)
+    }
     assert stale == set()
 
 

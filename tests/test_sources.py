@@ -114,8 +114,13 @@ def test_a_hash_is_the_same_under_every_python(hashed):
         ("triton", "a.py", "GRID = 4", "GRID = 5", True),
         ("triton", "a.py", "run(8)", "run(16)", True),
         ("triton", "a.py", "class Toy:", "def other(x):\n    return x\n\nclass Toy:", True),
-        ("triton", "a.py", "class Toy:", "@triton.jit\ndef other(x):\n    return x\n\nclass Toy:",
-         True),
+        (
+            "triton",
+            "a.py",
+            "class Toy:",
+            "@triton.jit\ndef other(x):\n    return x\n\nclass Toy:",
+            True,
+        ),
         ("triton", "a.py", "constexpr(3)", "constexpr(4)", False),
         ("triton", "a.py", "# y", "# z", False),
         ("triton", "a.py", "width=8", "width=9", False),
@@ -137,7 +142,7 @@ def test_a_hash_is_the_same_under_every_python(hashed):
         ("cpu", "a.py", "block = 32", "block = 64", False),
         ("cpu", "a.py", "class Base", "import json\n\nclass Base", True),
     ],
-)  # fmt: skip
+)
 def test_a_hash_changes_with_what_the_device_runs_alone(hashed, kernel, file, old, new, same):
     before = KERNELS[kernel]
     assert old in before[file]
@@ -162,8 +167,12 @@ def test_a_kernel_is_made_of_its_own_device_code():
     assert {"mma.cu", "epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
     assert not {"mma.cu", "mma_tiles.cuh"} & names["wgmma"]
     assert not {"wgmma.cu", "pad.cu"} & names["mma"]
-    assert {"mainloop.py:gemm_kernel", "epilogue.py:finish", "gluon_common.py:max_nan",
-            "common.py:ROUNDS"} < names["gluon"]  # fmt: skip
+    assert {
+        "mainloop.py:gemm_kernel",
+        "epilogue.py:finish",
+        "gluon_common.py:max_nan",
+        "common.py:ROUNDS",
+    } < names["gluon"]
     assert {"portable.py:gemm_kernel", "tiles.py:store_tile"} < names["triton"]
     assert not any("mainloop" in name for name in names["triton"])
     assert not any("portable" in name for name in names["gluon"])

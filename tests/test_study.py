@@ -22,8 +22,10 @@ from jetfire.report import documents
 from jetfire.report import study as texts
 
 LIMIT_S = 3600
-SMALL = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
-         "evaluate_batches=1,checkpoint_every=4")  # fmt: skip
+SMALL = (
+    "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
+    "evaluate_batches=1,checkpoint_every=4"
+)
 
 
 # --- pairs and intervals ------------------------------------------------------------------------
@@ -31,9 +33,18 @@ SMALL = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4
 
 @pytest.mark.parametrize(
     ("freedom", "expected"),
-    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227),
-     (120, 1.97993), (1000, 1.96234), (10**8, 1.96234)],
-)  # fmt: skip
+    [
+        (1, 12.7062),
+        (2, 4.30265),
+        (3, 3.18245),
+        (4, 2.77645),
+        (9, 2.26216),
+        (30, 2.04227),
+        (120, 1.97993),
+        (1000, 1.96234),
+        (10**8, 1.96234),
+    ],
+)
 def test_quantiles_are_those_of_printed_tables(freedom, expected):
     assert quantile(freedom) == pytest.approx(expected, rel=1e-5)
 
@@ -63,24 +74,45 @@ SOURCE = {"name": "text", "files": 3, "bytes": 9999, "sha256": "3" * 64}
 
 
 def write(
-    folder: Path, recipe="bf16", seed=0, apart=0.0, end=True, device="NVIDIA H200", steps=20,
-    tokens=DIGESTS, kind="cuda", **changes,
-) -> Path:  # fmt: skip
+    folder: Path,
+    recipe="bf16",
+    seed=0,
+    apart=0.0,
+    end=True,
+    device="NVIDIA H200",
+    steps=20,
+    tokens=DIGESTS,
+    kind="cuda",
+    **changes,
+) -> Path:
     """Write a run's folder as a run leaves it; its losses are 5 − step/10 + seed + apart."""
     head = {key: changes.pop(key) for key in ("runs_at_once",) if key in changes}
     values = {"recipe": recipe, "seed": seed, "steps": steps, "order": "shuffled", **changes}
     run = folder / f"{recipe}-seed{seed}"
     run.mkdir(parents=True)
     records = [
-        {"kind": "run", "settings": make("tiny", values).as_dict(), "versions": {"torch": "2"},
-         "device": {"name": device, "kind": kind, "processes": 1}, "commit": "abc",
-         "tokens": {"train": 40961, "validation": 1000, "sha256": tokens}, "sources": [SOURCE],
-         **head},
-        *({"kind": "step", "step": step, "loss": 5 - step / 10 + seed + apart * step,
-           "ms": 8.0 + (step == 1)} for step in range(1, steps + 1)),
+        {
+            "kind": "run",
+            "settings": make("tiny", values).as_dict(),
+            "versions": {"torch": "2"},
+            "device": {"name": device, "kind": kind, "processes": 1},
+            "commit": "abc",
+            "tokens": {"train": 40961, "validation": 1000, "sha256": tokens},
+            "sources": [SOURCE],
+            **head,
+        },
+        *(
+            {
+                "kind": "step",
+                "step": step,
+                "loss": 5 - step / 10 + seed + apart * step,
+                "ms": 8.0 + (step == 1),
+            }
+            for step in range(1, steps + 1)
+        ),
         {"kind": "evaluation", "step": 10, "loss": 2.5 + seed},
         {"kind": "evaluation", "step": steps, "loss": 3.0 + seed + apart},
-    ]  # fmt: skip
+    ]
     if end:
         records.append({"kind": "end", "step": steps})
     (run / log.NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -97,8 +129,12 @@ def made(folder: Path, window=(17, 20), asked=()) -> study_record.StudyRecord:
 
 
 def test_a_record_pairs_runs_by_seed(tmp_path):
-    for recipe, seed, apart in (("int8", 0, 0.01), ("int8", 1, 0.03), ("int8", 5, 9.0),
-                                ("int8-block32", 1, 0.02)):  # fmt: skip
+    for recipe, seed, apart in (
+        ("int8", 0, 0.01),
+        ("int8", 1, 0.03),
+        ("int8", 5, 9.0),
+        ("int8-block32", 1, 0.02),
+    ):
         write(tmp_path, recipe, seed, apart)
     for seed in (0, 1, 2):
         write(tmp_path, "bf16", seed)
@@ -132,8 +168,12 @@ def test_a_record_says_what_was_trained_on_what(tmp_path):
     write(tmp_path, "int8", runs_at_once=2)
     moved = write(tmp_path, "int8-block32")
     lines = (moved / log.NAME).read_text().splitlines()
-    other = {**json.loads(lines[0]), "kind": "resume", "step": 5,
-             "device": {"name": "NVIDIA H100", "kind": "cuda", "processes": 1}}  # fmt: skip
+    other = {
+        **json.loads(lines[0]),
+        "kind": "resume",
+        "step": 5,
+        "device": {"name": "NVIDIA H100", "kind": "cuda", "processes": 1},
+    }
     lines.insert(6, json.dumps(other))
     (moved / log.NAME).write_text("\n".join(lines) + "\n")
     found = made(tmp_path)
@@ -221,8 +261,12 @@ def test_the_page_and_the_readme_have_the_study(tmp_path):
     file = tmp_path / "results" / "h200.json"
     file.parent.mkdir()
     file.write_text(Results({"name": "NVIDIA H200", "kind": "cuda"}, []).to_json())
-    for recipe, seed, apart in (("bf16", 0, 0), ("bf16", 1, 0), ("int8", 0, 0.01),
-                                ("int8", 1, 0.01)):  # fmt: skip
+    for recipe, seed, apart in (
+        ("bf16", 0, 0),
+        ("bf16", 1, 0),
+        ("int8", 0, 0.01),
+        ("int8", 1, 0.01),
+    ):
         write(tmp_path / "runs", recipe, seed, apart)
     study_record.write(made(tmp_path / "runs"), file.with_name("study-tiny.json"))
     write(tmp_path / "elsewhere", device="NVIDIA A100")
@@ -251,9 +295,14 @@ def asked_for(folder: Path, *recipes: str, **more) -> study.StudyOptions:
 
 @pytest.mark.parametrize(
     ("device", "visible", "count", "expected"),
-    [("auto", None, 2, ["0", "1"]), ("cuda", "3,GPU-5", 2, ["3", "GPU-5"]),
-     ("cuda:1", "3,5", 2, ["5"]), ("auto", None, 0, [None]), ("cpu", None, 2, [None])],
-)  # fmt: skip
+    [
+        ("auto", None, 2, ["0", "1"]),
+        ("cuda", "3,GPU-5", 2, ["3", "GPU-5"]),
+        ("cuda:1", "3,5", 2, ["5"]),
+        ("auto", None, 0, [None]),
+        ("cpu", None, 2, [None]),
+    ],
+)
 def test_every_visible_gpu_is_a_place(device, visible, count, expected, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -300,8 +349,12 @@ def test_runs_take_turns_on_the_gpus(jobs, at_once, tmp_path, monkeypatch):
     assert max(map(len, most)) == wanted
     places = next(one for one in most if len(one) == wanted)
     assert sorted(places) == sorted(["0", "1", "0", "1"][:wanted])
-    assert began == [("bf16-seed0", "tiny", at_once), ("int8-seed0", "--resume", at_once),
-                     ("bf16-seed1", "tiny", at_once), ("int8-seed1", "tiny", at_once)]  # fmt: skip
+    assert began == [
+        ("bf16-seed0", "tiny", at_once),
+        ("int8-seed0", "--resume", at_once),
+        ("bf16-seed1", "tiny", at_once),
+        ("int8-seed1", "tiny", at_once),
+    ]
 
 
 def test_a_failure_has_the_first_ones_code(tmp_path):
@@ -358,8 +411,9 @@ def test_two_calls_make_one_study(home, capsys):
     assert "Brackets are over its steps" in said.out
     found = study_record.read(home / "result.json")
     assert {name: len(one["runs"]) for name, one in found["recipes"].items()} == {
-        "bf16": 2, "int8-block32": 1,
-    }  # fmt: skip
+        "bf16": 2,
+        "int8-block32": 1,
+    }
     assert (found["window"], found["fresh"], found["unfinished"]) == ((5, 8), True, [])
     ours, theirs = (losses(home / "study" / f"{name}-seed0") for name in ("int8-block32", "bf16"))
     apart = [a - b for (_, a, _), (_, b, _) in zip(ours[4:], theirs[4:], strict=True)]
@@ -477,8 +531,15 @@ def test_a_study_that_is_ended_goes_on(how, home, capsys):
     found = study_record.read(home / "study" / "study.json")
     assert [one["seed"] for one in found["recipes"]["bf16"]["runs"]] == [0, 1]
     # As if it had not been ended.
-    whole = [*WORDS[:-2], "--recipe", "bf16", "--steps", str(steps), "--set",
-             f"{pace},order=shuffled"]  # fmt: skip
+    whole = [
+        *WORDS[:-2],
+        "--recipe",
+        "bf16",
+        "--steps",
+        str(steps),
+        "--set",
+        f"{pace},order=shuffled",
+    ]
     assert execute("train", [*whole, "-o", "whole"]) == 0
     assert losses(home / "whole") == losses(broken)
 

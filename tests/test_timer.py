@@ -65,8 +65,9 @@ def test_cpu_calls_rotate_and_interleave(clock):
     assert clock.order[6:] == (["a0", "a1"] * 2 + ["b0"] * 32) * 3
     assert [timings[name].ms for name in "ab"] == pytest.approx([2.0, 0.25])
     assert [timings[name].values for name in "ab"] == [
-        pytest.approx((2.0,) * 3), pytest.approx((0.25,) * 3),
-    ]  # fmt: skip
+        pytest.approx((2.0,) * 3),
+        pytest.approx((0.25,) * 3),
+    ]
     assert all(timing.samples == 3 and not timing.graph for timing in timings.values())
 
 
@@ -92,8 +93,10 @@ def test_runs_of_one_variant_are_joined():
     joined = Timing.joined(runs)
     assert (joined.ms, joined.samples, joined.watts, joined.joules) == (3.0, 5, None, None)
     assert joined.values == (1.0, 2.0, 3.0, 4.0, 5.0)
-    powered = [dataclasses.replace(run, watts=watts, graph=False)
-               for run, watts in zip(runs, (100.0, 300.0), strict=True)]  # fmt: skip
+    powered = [
+        dataclasses.replace(run, watts=watts, graph=False)
+        for run, watts in zip(runs, (100.0, 300.0), strict=True)
+    ]
     joined = Timing.joined(powered)
     assert joined.watts == 200.0
     assert joined.joules == pytest.approx(200.0 * 3.0 / 1e3)
@@ -139,8 +142,11 @@ def test_cuda_times_agree_with_the_work():
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (2048, 4096))
     timings = time_calls(
         {"small": [lambda: small @ small], "large": [lambda: large @ large]},
-        device, rounds=5, monitor=Meter(), power_ms=100,
-    )  # fmt: skip
+        device,
+        rounds=5,
+        monitor=Meter(),
+        power_ms=100,
+    )
     assert 5 < timings["large"].ms / timings["small"].ms < 12  # eight times the operations
     assert all(timing.graph and timing.sm_mhz == 1500 for timing in timings.values())
     assert all(timing.throttled == ("power cap",) for timing in timings.values())

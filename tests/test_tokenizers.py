@@ -19,9 +19,11 @@ TEXT = "The thing, then: in an inn\n\n  on the re-re… café's 1234 \t<|endofte
 def test_gpt2_encodes_as_transformers_does(gpt2_files):
     transformers = pytest.importorskip("transformers", reason="the oracle is not installed")
     theirs = transformers.GPT2Tokenizer(
-        vocab_file=str(gpt2_files / "encoder.json"), merges_file=str(gpt2_files / "vocab.bpe"),
-        vocab=str(gpt2_files / "encoder.json"), merges=str(gpt2_files / "vocab.bpe"),
-    )  # fmt: skip
+        vocab_file=str(gpt2_files / "encoder.json"),
+        merges_file=str(gpt2_files / "vocab.bpe"),
+        vocab=str(gpt2_files / "encoder.json"),
+        merges=str(gpt2_files / "vocab.bpe"),
+    )
     ours = tokenizers.gpt2(gpt2_files)
     for text in (TEXT.replace("<|endoftext|>", ""), " the\n\n\nthing  ", "in" * 50, "\n", "é"):
         assert ours.encode(text).tolist() == theirs(text)["input_ids"]
@@ -64,8 +66,10 @@ def test_what_is_saved_loads(gpt2_files, tmp_path):
         description = json.loads(json.dumps(one.save(tmp_path)))
         again = tokenizers.load(description, tmp_path)
         assert (again.name, again.vocabulary, again.separator) == (
-            one.name, one.vocabulary, one.separator,
-        )  # fmt: skip
+            one.name,
+            one.vocabulary,
+            one.separator,
+        )
         np.testing.assert_array_equal(again.encode(TEXT), one.encode(TEXT))
 
 

@@ -30,9 +30,17 @@ from jetfire.report import curves
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {
-    "layers": 2, "heads": 2, "width": 32, "context": 16, "batch": 4, "steps": 8, "warmup": 2,
-    "evaluate_every": 4, "evaluate_batches": 2, "checkpoint_every": 4,
-}  # fmt: skip
+    "layers": 2,
+    "heads": 2,
+    "width": 32,
+    "context": 16,
+    "batch": 4,
+    "steps": 8,
+    "warmup": 2,
+    "evaluate_every": 4,
+    "evaluate_batches": 2,
+    "checkpoint_every": 4,
+}
 SET = [f"--set={name}={value}" for name, value in SMALL.items() if name != "steps"]
 HERE = Device.parse("auto")
 
@@ -214,8 +222,9 @@ def test_a_step_is_clipped_adamw(monkeypatch):
     vectors = [p for p in twin.parameters() if p.dim() == 1]
     plain = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
     for _ in range(3):
         step.set_rate(1e-2)
         loss, norm = step([micro])
@@ -365,9 +374,13 @@ def test_int4_goes_on_from_any_recipe_and_back(tokens, tmp_path):
 FAULTS = [
     ("blocks.1.expand.weight", False, "loss is nan at step 6; first at blocks.1"),
     ("tokens.weight", False, "first at the loss, after the last block: tokens.weight holds NaN"),
-    ("blocks.0.qkv.weight", True, "the gradient's norm is inf at step 6; first at "
-     "blocks.0.qkv.weight: its gradient holds Inf"),
-]  # fmt: skip
+    (
+        "blocks.0.qkv.weight",
+        True,
+        "the gradient's norm is inf at step 6; first at "
+        "blocks.0.qkv.weight: its gradient holds Inf",
+    ),
+]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
@@ -505,8 +518,11 @@ def test_another_shape_is_refused(tokens, tmp_path):
         run(tokens, saved=checkpoint.find(tmp_path), width=64)
 
 
-HEAD = {"kind": "run", "settings": {"preset": "tiny", "recipe": "bf16", "seed": 0},
-        "device": {"name": "a CPU", "processes": 1}}  # fmt: skip
+HEAD = {
+    "kind": "run",
+    "settings": {"preset": "tiny", "recipe": "bf16", "seed": 0},
+    "device": {"name": "a CPU", "processes": 1},
+}
 
 
 def step_record(step, loss=1.0):
@@ -534,14 +550,24 @@ def test_a_log_is_only_added_to_and_read_as_if_it_had_gone_on(tmp_path):
     assert journal.cut
     assert not journal.empty
     assert [(r["kind"], r.get("step"), r.get("loss")) for r in log.read(tmp_path)] == [
-        ("run", None, None), ("step", 1, 1.0), ("resume", 1, None), ("step", 2, 3.0),
-    ]  # fmt: skip
+        ("run", None, None),
+        ("step", 1, 1.0),
+        ("resume", 1, None),
+        ("step", 2, 3.0),
+    ]
     assert len(journal.path.read_text().splitlines()) == 7
 
 
 def test_lines_of_a_log_that_are_none_are_told_and_passed_over(tmp_path):
-    lines = [json.dumps(HEAD), "garbage", json.dumps(step_record(1)), "[]", '{"kind": 3}',
-             '{"kind": "step", "step": 2, "loss": "low"}', json.dumps(step_record(3))]  # fmt: skip
+    lines = [
+        json.dumps(HEAD),
+        "garbage",
+        json.dumps(step_record(1)),
+        "[]",
+        '{"kind": 3}',
+        '{"kind": "step", "step": 2, "loss": "low"}',
+        json.dumps(step_record(3)),
+    ]
     (tmp_path / log.NAME).write_text("\n".join(lines) + "\n")
     with pytest.warns(
         JetfireWarning, match=r"log\.jsonl: lines 2, 4, 5, 6 passed over: line 2: no"
@@ -585,8 +611,16 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     first, *_, last = [loss for _, loss, _ in losses(records)]
     assert captured.out.startswith(f"tiny bf16: loss {first:.4f} → {last:.4f}, best validation")
     assert [r["kind"] for r in records] == [
-        "run", *["step"] * 4, "evaluation", "checkpoint", "step", "step", "evaluation",
-        "checkpoint", "end"]  # fmt: skip
+        "run",
+        *["step"] * 4,
+        "evaluation",
+        "checkpoint",
+        "step",
+        "step",
+        "evaluation",
+        "checkpoint",
+        "end",
+    ]
     assert records[0]["settings"]["width"] == 32
     assert (records[0]["runs_at_once"], len(records[0]["sources"])) == (1, 1)
     assert records[0]["sources"][0]["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()

@@ -24,8 +24,10 @@ from jetfire.tests.hostile import damaged, mutated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=1,"
-            "evaluate_batches=1,checkpoint_every=1,keep=1,recipe=bf16")  # fmt: skip
+SETTINGS = (
+    "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=1,"
+    "evaluate_batches=1,checkpoint_every=1,keep=1,recipe=bf16"
+)
 CPU_S, MEMORY = 5.0, 1 << 30
 # So many mutations of each verb's files; more are found with more.
 EXAMPLES = int(os.environ.get("JETFIRE_HOSTILE_EXAMPLES", "8"))
@@ -69,9 +71,17 @@ VERBS = {
     "init": [*_NEW, "--data", "tokens", "-o", "out/init", "--init", "run"],
     "theirs": [*_NEW, "--data", "tokens", "-o", "out/begun", "--init", "theirs"],
     "plot": ["plot", "run", "-o", "out.html"],
-    "prepare": ["prepare", "text.txt", "--tokenizer", "gpt2", "--vocabulary", "vocabulary",
-                "-o", "out/tokens"],
-}  # fmt: skip
+    "prepare": [
+        "prepare",
+        "text.txt",
+        "--tokenizer",
+        "gpt2",
+        "--vocabulary",
+        "vocabulary",
+        "-o",
+        "out/tokens",
+    ],
+}
 
 
 @pytest.fixture
@@ -93,8 +103,10 @@ def _copied(whole: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def limits() -> Iterator[None]:
     """Fail what takes more memory or disk, or computes for longer, than a file may have us do."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = {resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + MEMORY,
-            resource.RLIMIT_FSIZE: MEMORY}  # fmt: skip
+    most = {
+        resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + MEMORY,
+        resource.RLIMIT_FSIZE: MEMORY,
+    }
     before = {what: resource.getrlimit(what) for what in most}
     for what, value in most.items():
         resource.setrlimit(what, (value, before[what][1]))
@@ -257,7 +269,7 @@ HOSTILE: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("prepare", "vocabulary/vocab.bpe", put(b"\xff\xfe"), "vocab.bpe: 'utf-8' codec"),
     ("prepare", "vocabulary/vocab.bpe", put("a b c\n"), "do not belong together"),
     ("prepare", "vocabulary/vocab.bpe", pipe, "no regular file"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -296,14 +308,23 @@ def test_a_hostile_log_is_passed_over_line_by_line(says, home, capsys):
 
 READ = {
     "train": ["tokens/meta.json", "tokens/train.bin", "tokens/gpt2.tiktoken"],
-    "resume": ["run/settings.json", "run/log.jsonl", f"{STEP}/state.json",
-               f"{STEP}/optimizer.safetensors", "tokens/meta.json"],
-    "sample": ["run/tokenizer/meta.json", "run/tokenizer/gpt2.tiktoken", f"{STEP}/state.json",
-               f"{STEP}/model.safetensors"],
+    "resume": [
+        "run/settings.json",
+        "run/log.jsonl",
+        f"{STEP}/state.json",
+        f"{STEP}/optimizer.safetensors",
+        "tokens/meta.json",
+    ],
+    "sample": [
+        "run/tokenizer/meta.json",
+        "run/tokenizer/gpt2.tiktoken",
+        f"{STEP}/state.json",
+        f"{STEP}/model.safetensors",
+    ],
     "theirs": ["theirs/config.json", "theirs/model.safetensors"],
     "plot": ["run/log.jsonl"],
     "prepare": ["vocabulary/encoder.json", "vocabulary/vocab.bpe"],
-}  # fmt: skip
+}
 
 
 def mutate_json(file: Path, draw: Callable[..., Any]) -> None:
@@ -320,8 +341,13 @@ def mutate_bytes(file: Path, draw: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("verb", READ)
 def test_a_mutated_file_is_read_or_told(verb, whole, tmp_path_factory, capsys):
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES < 100, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=EXAMPLES < 100,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def check(data):
         place = tmp_path_factory.mktemp("mutated")

@@ -16,8 +16,10 @@ from jetfire.gpt2 import checkpoint, log
 # A machine may be busy: what does not end at all is what this is for.
 LIMIT_S = 3600
 STORM = Path(__file__).parent / "processes" / "kills.py"
-SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=0,"
-            "evaluate_batches=1")  # fmt: skip
+SETTINGS = (
+    "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=0,"
+    "evaluate_batches=1"
+)
 
 
 def test_a_storm_of_kills_loses_nothing(tmp_path):
@@ -32,15 +34,28 @@ def start(home: Path, run: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "jetfire.cli", "train", "-o", str(run), *arguments],
         env={**os.environ, "JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def fresh(home: Path, run: Path, steps: int, every: int) -> subprocess.Popen:
     text = home / "text.txt"
     text.write_text(" ".join(str(i) for i in range(4000)))
-    return start(home, run, "tiny", "--recipe", "bf16", "--data", str(text), "--steps", str(steps),
-                 "--set", f"{SETTINGS},checkpoint_every={every}")  # fmt: skip
+    return start(
+        home,
+        run,
+        "tiny",
+        "--recipe",
+        "bf16",
+        "--data",
+        str(text),
+        "--steps",
+        str(steps),
+        "--set",
+        f"{SETTINGS},checkpoint_every={every}",
+    )
 
 
 def end(process: subprocess.Popen) -> str:

@@ -18,8 +18,10 @@ from jetfire.gpt2.train import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
-            "evaluate_batches=1,checkpoint_every=4,keep=3,recipe=bf16")  # fmt: skip
+SETTINGS = (
+    "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,evaluate_every=4,"
+    "evaluate_batches=1,checkpoint_every=4,keep=3,recipe=bf16"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,19 @@ def home(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(home / "cache"))
         for name, steps, more in (("run", 8, ""), ("whole", 12, ""), ("wide", 8, ",width=64")):
-            words = ["tiny", "--data", str(home / "text.txt"), "--steps", str(steps), "--set",
-                     SETTINGS + more, "-o", str(home / name), "--device", "cpu"]  # fmt: skip
+            words = [
+                "tiny",
+                "--data",
+                str(home / "text.txt"),
+                "--steps",
+                str(steps),
+                "--set",
+                SETTINGS + more,
+                "-o",
+                str(home / name),
+                "--device",
+                "cpu",
+            ]
             assert execute("train", words) == 0
     return home
 
@@ -118,8 +131,11 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(damage, run, home,
     assert [step for step, *_ in losses(run)] == list(range(1, 13))
     assert losses(run)[:4] == losses(home / "run")[:4]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
-        "step-00000004", "step-00000008", "step-00000008.damaged", "step-00000012",
-    ]  # fmt: skip
+        "step-00000004",
+        "step-00000008",
+        "step-00000008.damaged",
+        "step-00000012",
+    ]
     for path in checkpoint.listed(run):
         checkpoint.open_checkpoint(path)
 
@@ -364,8 +380,17 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
     """A second trainer begins while the first prepares its data, and once it is there."""
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
     run = tmp_path / "runs" / "one"
-    words = ["tiny", "--data", str(home / "text.txt"), "--steps", "4", "--set", SETTINGS,
-             "-o", str(run)]  # fmt: skip
+    words = [
+        "tiny",
+        "--data",
+        str(home / "text.txt"),
+        "--steps",
+        "4",
+        "--set",
+        SETTINGS,
+        "-o",
+        str(run),
+    ]
     real, codes = command.prepared_data, []
 
     def meanwhile(settings):
@@ -381,15 +406,33 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
     assert said[:2] == [f"jetfire: {run}: another process is training there"] * 2
     assert [step for step, *_ in losses(run)] == [1, 2, 3, 4]
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoints", "log.jsonl", "settings.json", "tokenizer",
-    ]  # fmt: skip
+        "checkpoints",
+        "log.jsonl",
+        "settings.json",
+        "tokenizer",
+    ]
 
 
 def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(command, "train", asked.append)
-    words = ["tiny", "--recipe", "bf16", "--steps", "7", "--seed", "11", "--data", "python",
-             "--set", "rate=0.5,steps=3", "--set", "batch=2", "-o", f"{tmp_path}/run"]  # fmt: skip
+    words = [
+        "tiny",
+        "--recipe",
+        "bf16",
+        "--steps",
+        "7",
+        "--seed",
+        "11",
+        "--data",
+        "python",
+        "--set",
+        "rate=0.5,steps=3",
+        "--set",
+        "batch=2",
+        "-o",
+        f"{tmp_path}/run",
+    ]
     assert execute("train", words) == 0
     with opened(asked[0], Group()) as run:
         one = run.settings
@@ -423,9 +466,14 @@ def test_what_others_left_half_done_is_theirs(tmp_path):
     """As `jetfire-train tiny -o .` finds a download of somebody's."""
     steps = tmp_path / "checkpoints"
     (steps / ".step-00000012.x1y2.part" / "new").mkdir(parents=True)
-    theirs = [tmp_path / ".film.mkv.part", tmp_path / ".film.x1y2.part",
-              tmp_path / ".settings.json.old.x1y2.part", steps / ".notes.x1y2.part",
-              steps / ".step-00000012.damaged.x1y2.part", steps / ".step-12.x1y2.part"]  # fmt: skip
+    theirs = [
+        tmp_path / ".film.mkv.part",
+        tmp_path / ".film.x1y2.part",
+        tmp_path / ".settings.json.old.x1y2.part",
+        steps / ".notes.x1y2.part",
+        steps / ".step-00000012.damaged.x1y2.part",
+        steps / ".step-12.x1y2.part",
+    ]
     for path in theirs:
         path.write_text("mine")
     with opened(TrainOptions(preset="tiny", output=tmp_path), Group()):
@@ -457,8 +505,10 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
     assert os.listdir(steps) == ["step-00000008"]
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tokenizer", "log.jsonl", "settings.json", ".lock",
-                                  "tokenizer/meta.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints", "tokenizer", "log.jsonl", "settings.json", ".lock", "tokenizer/meta.json"],
+)
 def test_nothing_is_written_through_a_link(name, run, home, tmp_path, capsys):
     outside = tmp_path / "outside"
     if (run / name).is_dir():
@@ -480,10 +530,13 @@ def test_nothing_is_written_through_a_link(name, run, home, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError("Unable to allocate 1 TiB"), torch.OutOfMemoryError("CUDA out of memory."),
-     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")],
+    [
+        MemoryError("Unable to allocate 1 TiB"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_a_lack_of_memory_is_the_user_s_to_mend(error, run, capsys, monkeypatch):
     def fail(*_):
         raise error

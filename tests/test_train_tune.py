@@ -39,9 +39,17 @@ def test_a_step_asks_for_every_product_of_its_linear_layers(asked_for):
 
 def test_a_step_asks_for_what_flows_between_the_products(asked_for):
     assert set(asked_for) == {
-        "adamw", "add", "add_rows", "column_sum", "cross_entropy", "gelu", "gemm", "layernorm",
-        "quantize", "quantize_qkv",
-    }  # fmt: skip
+        "adamw",
+        "add",
+        "add_rows",
+        "column_sum",
+        "cross_entropy",
+        "gelu",
+        "gemm",
+        "layernorm",
+        "quantize",
+        "quantize_qkv",
+    }
     assert {p.mode for p in asked_for["add"]} == {"fwd"}
     for name in ("cross_entropy", "gelu", "layernorm"):
         assert {p.mode for p in asked_for[name]} == {"fwd", "bwd"}, name
@@ -64,18 +72,26 @@ def test_a_step_in_4_bits_asks_for_its_stages():
         for case in made:
             found.setdefault(case.op.name, set()).add(case.problem)
     assert set(found) == {
-        "add_rows", "bit_split", "cross_entropy", "gather_rows", "hadamard_quantize", "int4_gemm",
+        "add_rows",
+        "bit_split",
+        "cross_entropy",
+        "gather_rows",
+        "hadamard_quantize",
+        "int4_gemm",
         "sample_rows",
-    }  # fmt: skip
-    shapes = {name: {(p.m, p.n, p.k) for p in found["int4_gemm"] if p.product == name}
-              for name in ("fwd", "dgrad", "wgrad")}  # fmt: skip
+    }
+    shapes = {
+        name: {(p.m, p.n, p.k) for p in found["int4_gemm"] if p.product == name}
+        for name in ("fwd", "dgrad", "wgrad")
+    }
     linears = [(out * WIDTH, inp * WIDTH) for out, inp in ((3, 1), (1, 1), (4, 1), (1, 4))]
     assert shapes["fwd"] == {(TOKENS, out, inp) for out, inp in linears}
     assert {shape[1:] for shape in shapes["dgrad"]} == {(inp, out) for out, inp in linears}
     assert {shape[:2] for shape in shapes["wgrad"]} == set(linears)
     assert {(p.product, p.keep) for p in found["sample_rows"]} == {
-        ("dgrad", "half"), ("wgrad", "half"),
-    }  # fmt: skip
+        ("dgrad", "half"),
+        ("wgrad", "half"),
+    }
 
 
 def test_dropout_and_a_second_look_change_what_is_asked_for():

@@ -18,17 +18,42 @@ DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
 def records(recipe="bf16", seed=0, validation=(4.0, 3.0, 3.5), ms=8.0, device="NVIDIA H200"):
     settings = {
-        "preset": "gpt2-124m", "recipe": recipe, "layers": 2, "width": 64, "context": 128,
-        "dropout": 0.0, "batch": 4, "accumulate": 2, "steps": 30, "seed": seed,
-        "data": "/somewhere/text", "compile": recipe == "bf16", "graph": recipe != "bf16",
-    }  # fmt: skip
-    head = {"kind": "run", "settings": settings, "device": {"name": device, "processes": 1},
-            "parameters": 12_300_000, "tokens": {"train": 4_560_000},
-            "command": ["train", "-o", "/elsewhere/run"]}  # fmt: skip
-    steps = [{"kind": "step", "step": i, "loss": 5 - i / 1000 + 1e-9, "ms": 900.0 if i == 1 else ms,
-              "peak_gib": 1.5} for i in range(1, 31)]  # fmt: skip
-    evaluations = [{"kind": "evaluation", "step": 10 * (i + 1), "loss": loss}
-                   for i, loss in enumerate(validation)]  # fmt: skip
+        "preset": "gpt2-124m",
+        "recipe": recipe,
+        "layers": 2,
+        "width": 64,
+        "context": 128,
+        "dropout": 0.0,
+        "batch": 4,
+        "accumulate": 2,
+        "steps": 30,
+        "seed": seed,
+        "data": "/somewhere/text",
+        "compile": recipe == "bf16",
+        "graph": recipe != "bf16",
+    }
+    head = {
+        "kind": "run",
+        "settings": settings,
+        "device": {"name": device, "processes": 1},
+        "parameters": 12_300_000,
+        "tokens": {"train": 4_560_000},
+        "command": ["train", "-o", "/elsewhere/run"],
+    }
+    steps = [
+        {
+            "kind": "step",
+            "step": i,
+            "loss": 5 - i / 1000 + 1e-9,
+            "ms": 900.0 if i == 1 else ms,
+            "peak_gib": 1.5,
+        }
+        for i in range(1, 31)
+    ]
+    evaluations = [
+        {"kind": "evaluation", "step": 10 * (i + 1), "loss": loss}
+        for i, loss in enumerate(validation)
+    ]
     return [head, *steps, *evaluations, {"kind": "end", "step": 30}]
 
 
@@ -47,11 +72,12 @@ def place(tmp_path):
     file.parent.mkdir()
     file.write_text(Results(DEVICE, []).to_json())
     several = {
-        "bf16-0": {}, "bf16-1": {"seed": 1, "validation": (4.0, 3.2, 3.5)},
+        "bf16-0": {},
+        "bf16-1": {"seed": 1, "validation": (4.0, 3.2, 3.5)},
         "int8-0": {"recipe": "int8-block32", "validation": (4.0, 3.1, 3.6), "ms": 5.0},
         "int8-1": {"recipe": "int8-block32", "seed": 1, "validation": (4.0, 3.41, 3.6), "ms": 5.0},
         "other": {"device": "NVIDIA A100", "validation": (1.0,)},
-    }  # fmt: skip
+    }
     for name, changes in several.items():
         keep.write(write(tmp_path, name, **changes), file.parent / "training", 1, 1)
     return file
@@ -143,5 +169,11 @@ def test_an_unfinished_run_is_refused(place):
 def test_recipes_are_in_the_order_of_their_list():
     names = ["int4-naive", "old", "int8-block128", "int4-hq-lss", "bf16", "int8-block32", "int4-hq"]
     assert sorted(names, key=_order) == [
-        "bf16", "int8-block32", "int8-block128", "int4-hq-lss", "int4-hq", "int4-naive", "old",
-    ]  # fmt: skip
+        "bf16",
+        "int8-block32",
+        "int8-block128",
+        "int4-hq-lss",
+        "int4-hq",
+        "int4-naive",
+        "old",
+    ]

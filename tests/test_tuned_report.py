@@ -20,11 +20,20 @@ RECORD = {"name": "NVIDIA H200", "kind": "cuda"}
 
 def entry(op, kernel, ms, default_ms, n=64, peers=None, source=None, **fields):
     problem = registry.get(op).Problem.parse({"m": 64, "n": n, "block": 32, **fields}).as_dict()
-    origin = {"gpu": "NVIDIA H200", "capability": [9, 0], "driver": "580", "cuda": "13.0",
-              "torch": "2.11", "triton": "3.6", "timer": 4, "date": "2026-01-02",
-              "source": source or registry.kernels(op)[kernel].source_hash()}  # fmt: skip
-    return Entry(kernel, problem, {}, ms, ms, ms, 15, default_ms, None, "time", peers or {}, 10,
-                 "gp", origin)  # fmt: skip
+    origin = {
+        "gpu": "NVIDIA H200",
+        "capability": [9, 0],
+        "driver": "580",
+        "cuda": "13.0",
+        "torch": "2.11",
+        "triton": "3.6",
+        "timer": 4,
+        "date": "2026-01-02",
+        "source": source or registry.kernels(op)[kernel].source_hash(),
+    }
+    return Entry(
+        kernel, problem, {}, ms, ms, ms, 15, default_ms, None, "time", peers or {}, 10, "gp", origin
+    )
 
 
 LAYERNORM = [
@@ -37,10 +46,17 @@ GEMM = [entry("gemm", "triton", 1.0, 2.0, k=64, peers={"cublas_bf16": 1.5, "int8
 
 
 def lookup(op, lookup_ms, source="nearest", default_ms=4.0, tuned_ms=1.0, m=64):
-    return {"op": op, "kernel": "triton", "problem": {"m": m, "n": 64, "block": 32},
-            "source": source, "distance": 0.5 if source == "nearest" else None,
-            "lookup_ms": lookup_ms, "default_ms": default_ms, "tuned_ms": tuned_ms,
-            "trials": 7}  # fmt: skip
+    return {
+        "op": op,
+        "kernel": "triton",
+        "problem": {"m": m, "n": 64, "block": 32},
+        "source": source,
+        "distance": 0.5 if source == "nearest" else None,
+        "lookup_ms": lookup_ms,
+        "default_ms": default_ms,
+        "tuned_ms": tuned_ms,
+        "trials": 7,
+    }
 
 
 LOOKUPS = [lookup("gemm", 1.1), lookup("gelu", 0.99), lookup("gemm", 1.2, "default", m=96)]

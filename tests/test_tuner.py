@@ -70,8 +70,12 @@ class ToyConfig(Config):
     order: Literal["row", "column"] = "row"
 
 
-FIELDS = {"tile": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8), "fast": (False, True),
-          "order": ("row", "column")}  # fmt: skip
+FIELDS = {
+    "tile": (16, 32, 64, 128, 256),
+    "warps": (1, 2, 4, 8),
+    "fast": (False, True),
+    "order": ("row", "column"),
+}
 
 
 def reason(config):
@@ -544,8 +548,11 @@ def searched(runner, limits, strategy="random", study=None):
 
 def given_up(study):
     """Trials that failed without an outcome: their configs may be tried again."""
-    return [t for t in study.optuna.get_trials() if t.state == TrialState.FAIL
-            and "outcome" not in t.user_attrs]  # fmt: skip
+    return [
+        t
+        for t in study.optuna.get_trials()
+        if t.state == TrialState.FAIL and "outcome" not in t.user_attrs
+    ]
 
 
 @pytest.mark.parametrize("capacity", [1, 4])
@@ -685,8 +692,10 @@ def test_both_objectives_find_the_least_product_and_the_pareto_set(strategy):
     pareto = {(t.values[0], t.values[1]) for t in study.optuna.best_trials}
     assert len(pareto) > 1
     for ms, joules in pareto:
-        assert not any(m.ms <= ms and m.joules <= joules and (m.ms, m.joules) != (ms, joules)
-                       for m in done.values())  # fmt: skip
+        assert not any(
+            m.ms <= ms and m.joules <= joules and (m.ms, m.joules) != (ms, joules)
+            for m in done.values()
+        )
 
 
 def test_a_time_without_an_energy_is_no_value():
@@ -771,8 +780,9 @@ def test_runs_join_with_the_power_of_each():
 
 
 def test_energy_must_be_saved_in_more_than_one_reading():
-    held = dataclasses.replace(powered(Timing.of([1.0] * 9), 600.0),
-                               energies=(0.60, 0.59, 0.61, 0.60, 0.62, 0.58))  # fmt: skip
+    held = dataclasses.replace(
+        powered(Timing.of([1.0] * 9), 600.0), energies=(0.60, 0.59, 0.61, 0.60, 0.62, 0.58)
+    )
     noisy = dataclasses.replace(held, energies=(0.50, 0.66, 0.55, 0.65, 0.57, 0.50))
     frugal = dataclasses.replace(held, energies=(0.57, 0.56, 0.58, 0.57, 0.59, 0.55))
     assert not beats(noisy, held, "energy")
@@ -829,8 +839,10 @@ A, B, C, D, E = (ToyConfig(tile=tile) for tile in (16, 32, 64, 128, 256))
 def timed(**ms):
     """Quiet timings of the configs by their names."""
     configs = {"a": A, "b": B, "c": C, "d": D, "e": E}
-    return {configs[name]: None if value is None else samples(value, seed, 0.0005)
-            for seed, (name, value) in enumerate(ms.items())}  # fmt: skip
+    return {
+        configs[name]: None if value is None else samples(value, seed, 0.0005)
+        for seed, (name, value) in enumerate(ms.items())
+    }
 
 
 def test_the_best_finalist_wins():
@@ -844,11 +856,17 @@ def test_the_best_finalist_wins():
     assert final.vs_peer == {"cublas_bf16": pytest.approx(2.5, rel=0.01)}
     assert runner.asked == [([A, B, C], True)]  # once, and all in turn
     assert final.as_dict() == {
-        "config": C.as_dict(), "ms": final.timing.ms, "ms_p20": final.timing.ms_p20,
-        "ms_p80": final.timing.ms_p80, "joules": None, "default_ms": runner.timings[A].ms,
-        "incumbent_ms": runner.timings[A].ms, "gain": final.gain, "kept": False,
+        "config": C.as_dict(),
+        "ms": final.timing.ms,
+        "ms_p20": final.timing.ms_p20,
+        "ms_p80": final.timing.ms_p80,
+        "joules": None,
+        "default_ms": runner.timings[A].ms,
+        "incumbent_ms": runner.timings[A].ms,
+        "gain": final.gain,
+        "kept": False,
         "vs_peer": final.vs_peer,
-    }  # fmt: skip
+    }
     json.dumps(final.as_dict(), allow_nan=False)
 
 
@@ -964,8 +982,12 @@ def test_a_recording_comes_back(tmp_path, name):
     recording.save(file)
     found = Recording.load(file)
     assert (found.kernel, found.problem, found.device, found.fields, found.base) == (
-        recording.kernel, recording.problem, recording.device, recording.fields, recording.base,
-    )  # fmt: skip
+        recording.kernel,
+        recording.problem,
+        recording.device,
+        recording.fields,
+        recording.base,
+    )
     assert list(found.trials) == list(recording.trials)
     for kept, made in zip(found.trials.values(), recording.trials.values(), strict=True):
         assert kept.outcome == made.outcome
@@ -1040,7 +1062,7 @@ BROKEN = {
     "outcomes.json": (changed(outcomes=["fine"]), "outcomes.0='fine': expected 'ok', 'slow'"),
     "none.json": (changed(trials=[]), "none of its configs was timed"),
     "untimed.json": (changed(trials=[[1, 2, 1, 2, 1, 0, None, None, None, None, 1]]), "none of"),
-}  # fmt: skip
+}
 
 
 def tune(capsys, *words):
@@ -1132,8 +1154,9 @@ def test_every_output_of_the_gemm_is_shipped(shipped_cases):
     squares = {
         (p.m, p.block, p.out) for p in gemms if p.m == p.n == p.k and p.m in workloads.SQUARES
     }
-    assert squares >= set(itertools.product(workloads.SQUARES, (32, 64, 128),
-                                            ("bf16", "fp16", "fp32", "int8")))  # fmt: skip
+    assert squares >= set(
+        itertools.product(workloads.SQUARES, (32, 64, 128), ("bf16", "fp16", "fp32", "int8"))
+    )
     for model in workloads.MODELS.values():
         for out_features, in_features in model.linears():
             for out in ("bf16", "int8"):
@@ -1196,8 +1219,12 @@ def test_a_kernel_takes_each_shipped_problem(names):
 
 def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
     some = shipped.cases(["gelu", "add"], ["64"])
-    assert some == [c for name in ("gelu", "add") for c in shipped_cases
-                    if c.op.name == name and c.problem.block == 64]  # fmt: skip
+    assert some == [
+        c
+        for name in ("gelu", "add")
+        for c in shipped_cases
+        if c.op.name == name and c.problem.block == 64
+    ]
     with pytest.raises(UsageError, match="block=33"):
         shipped.cases([], ["33"])
 
@@ -1224,9 +1251,12 @@ SMALL = ("transpose", "--m", "64", "--block", "32", "--device", "cpu", "--peer",
 def serving():
     """A process with Triton's interpreter, GPU or not, that runs one command after another."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     try:
         yield process
     finally:
@@ -1245,8 +1275,10 @@ def server():
 @pytest.fixture
 def interpreted(server, tmp_path):
     """`jetfire-tune` there, with studies and profiles of the test's own."""
-    environment = {"JETFIRE_PROFILES": str(tmp_path / "profiles"),
-                   "JETFIRE_STUDIES": str(tmp_path / "studies")}  # fmt: skip
+    environment = {
+        "JETFIRE_PROFILES": str(tmp_path / "profiles"),
+        "JETFIRE_STUDIES": str(tmp_path / "studies"),
+    }
 
     def tune(*words):
         server.stdin.write(json.dumps([[*map(str, words)], environment]) + "\n")
@@ -1319,8 +1351,17 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
 
 
 def test_a_small_space_is_searched_whole(interpreted, tmp_path):
-    code, _, errors = interpreted(*SMALL, "--space", "tile_m=32", "--space", "tile_n=32,32",
-                                    "--space", "warps=1,2", "--trials", 9)  # fmt: skip
+    code, _, errors = interpreted(
+        *SMALL,
+        "--space",
+        "tile_m=32",
+        "--space",
+        "tile_n=32,32",
+        "--space",
+        "warps=1,2",
+        "--trials",
+        9,
+    )
     assert code == 0, errors[-3:]
     (entry,) = entries(tmp_path)
     assert (entry["trials"], entry["strategy"]) == (2, "exhaustive")
@@ -1340,9 +1381,21 @@ def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     cpu = Device.parse("cpu")
     origin = provenance.of(kernel, cpu, None)
     tuned = profiles.Entry(
-        "triton", PROBLEM.as_dict(), kernel.default(PROBLEM, cpu).as_dict(), 1.0, 1.0, 1.0, 9, 1.0,
-        None, "time", {}, 3, "tpe", origin,
-    )  # fmt: skip
+        "triton",
+        PROBLEM.as_dict(),
+        kernel.default(PROBLEM, cpu).as_dict(),
+        1.0,
+        1.0,
+        1.0,
+        9,
+        1.0,
+        None,
+        "time",
+        {},
+        3,
+        "tpe",
+        origin,
+    )
     stale = dataclasses.replace(
         tuned, problem={**PROBLEM.as_dict(), "block": 64}, provenance={**origin, "source": "old"}
     )
@@ -1416,14 +1469,20 @@ def test_a_bad_option_is_one_line(interpreted, tmp_path):
 
 
 def test_all_takes_ops_and_blocks(interpreted):
-    code, out, errors = interpreted("transpose", "--all", "--block", "64", "--dry-run",
-                                    "--device", "cpu")  # fmt: skip
+    code, out, errors = interpreted(
+        "transpose", "--all", "--block", "64", "--dry-run", "--device", "cpu"
+    )
     assert code == 0, errors
     count = len(shipped.cases(["transpose"], ["64"]))
     assert out.splitlines()[0].endswith(f": {count} searches")
     assert len(out.splitlines()) == 1 + count
-    for option in (("--m", "64"), ("--n", "64"), ("--k", "64"), ("--set", "rounding=nearest"),
-                   ("--workload", "gpt2-350m")):  # fmt: skip
+    for option in (
+        ("--m", "64"),
+        ("--n", "64"),
+        ("--k", "64"),
+        ("--set", "rounding=nearest"),
+        ("--workload", "gpt2-350m"),
+    ):
         code, _, errors = interpreted("--all", *option, "--device", "cpu", "--dry-run")
         assert (code, len(errors)) == (2, 1)
         assert "only OP and --block narrow" in errors[0]
@@ -1433,8 +1492,11 @@ def test_what_the_options_default_to():
     """As the help says: quick, tpe, time; profiles are written."""
     asked = TuneOptions([], [], "cpu", 600.0)
     assert (asked.effort, asked.strategy, asked.objective, asked.keep) == (
-        "quick", "tpe", "time", True,
-    )  # fmt: skip
+        "quick",
+        "tpe",
+        "time",
+        True,
+    )
 
 
 # What a person sees.
@@ -1492,8 +1554,12 @@ def test_the_table_of_a_search(clock):
     assert "2 of 10: ok 1 · timeout 1" in text
     assert "at most 10:00" in text  # the budget: nothing is known of how fast it goes
     clock.seconds += 20
-    for config, found in ((C, Measurement("ok", 2.5)), (D, Measurement("slow", 9.0)),
-                          (E, Measurement("ok", 3.0)), (B, Measurement("wrong"))):  # fmt: skip
+    for config, found in (
+        (C, Measurement("ok", 2.5)),
+        (D, Measurement("slow", 9.0)),
+        (E, Measurement("ok", 3.0)),
+        (B, Measurement("wrong")),
+    ):
         display.trial(config, found)
     text = rendered(display)
     assert "2.5 ms (1.60× the first)" in text
@@ -1536,27 +1602,45 @@ def test_a_terminal_gets_the_table_and_lines_above_it():
 def outcome(config=E, default=C, ms=0.5, default_ms=1.0, saved=True, peers=None, trials=()):
     timing = Timing.of([ms] * 5)
     before = None if default_ms is None else Timing.of([default_ms] * 5)
-    final = Final(config, timing, before, before, False,
-                  {n: Timing.of([v] * 5) for n, v in (peers or {}).items()}, {})  # fmt: skip
+    final = Final(
+        config,
+        timing,
+        before,
+        before,
+        False,
+        {n: Timing.of([v] * 5) for n, v in (peers or {}).items()},
+        {},
+    )
     return summary.SearchOutcome(TOY, PROBLEM, default, final, trials, saved)
 
 
 def test_the_summary(capsys):
-    trials = [(A, Measurement("ok", 1.0)), (B, Measurement("slow", 5.0)),
-              (D, Measurement("crash"))]  # fmt: skip
+    trials = [(A, Measurement("ok", 1.0)), (B, Measurement("slow", 5.0)), (D, Measurement("crash"))]
     summary.show(
-        [outcome(peers={"compile": 1.5, "copy": 0.25}, trials=trials),
-         outcome(config=C, ms=2.0, default_ms=2.0, saved=False),
-         outcome(default_ms=None)],
+        [
+            outcome(peers={"compile": 1.5, "copy": 0.25}, trials=trials),
+            outcome(config=C, ms=2.0, default_ms=2.0, saved=False),
+            outcome(default_ms=None),
+        ],
         HERE,
-    )  # fmt: skip
+    )
     out, errors = capsys.readouterr()
     assert errors == ""
     lines = [line.split("  ") for line in out.splitlines()]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert [*summary.COLUMNS] in rows
-    assert rows[3] == [f"transpose 64×64 block={PROBLEM.block}", "toy", "tile=256", "500 µs",
-                       "1.00 ms", "2.000×", "3.00× compile", "3", "1", "written"]  # fmt: skip
+    assert rows[3] == [
+        f"transpose 64×64 block={PROBLEM.block}",
+        "toy",
+        "tile=256",
+        "500 µs",
+        "1.00 ms",
+        "2.000×",
+        "3.00× compile",
+        "3",
+        "1",
+        "written",
+    ]
     assert rows[4] == ["0.50× copy"]
     assert rows[5][2:6] == ["the default", "2.00 ms", "2.00 ms", "1.000×"]
     assert rows[5][-1] == "stays"

@@ -51,8 +51,21 @@ from jetfire.tuner.trial import Measurement  # noqa: E402
 OP = registry.get("transpose")
 PROBLEM = OP.Problem(m=32, n=32, block=32)
 CPU = Device.parse("cpu")
-COMMON = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
-          "--peer", "none", "--trial-timeout", "1s")  # fmt: skip
+COMMON = (
+    "transpose",
+    "--kernel",
+    "faulty",
+    "--m",
+    "32",
+    "--block",
+    "32",
+    "--device",
+    "cpu",
+    "--peer",
+    "none",
+    "--trial-timeout",
+    "1s",
+)
 GOOD = ("--space", "fault=none")
 LONG = 900.0  # seconds: nothing waits for so long on any machine, but for what hangs
 
@@ -81,9 +94,13 @@ def start(*arguments, **environment):
     limits = environment.pop("preexec_fn", None)
     return subprocess.Popen(
         [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, **environment}, preexec_fn=limits,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
+        preexec_fn=limits,
+    )
 
 
 def end(process):
@@ -114,8 +131,11 @@ def trials(storage):
 
 def outcomes(storage):
     """Params as text → outcome; a config that has two fails here."""
-    found = [(json.dumps(t.params), t.user_attrs["outcome"]) for t in trials(storage)
-             if "outcome" in t.user_attrs]  # fmt: skip
+    found = [
+        (json.dumps(t.params), t.user_attrs["outcome"])
+        for t in trials(storage)
+        if "outcome" in t.user_attrs
+    ]
     assert max(Counter(params for params, _ in found).values(), default=1) == 1
     return dict(found)
 
@@ -158,8 +178,13 @@ TYPED = {
 
 
 def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
-    fields = (f"--space=fault={','.join(TYPED)}", "--space=ms=1", "--space=tile=1,13",
-              "--trial-timeout", "5s")  # fmt: skip
+    fields = (
+        f"--space=fault={','.join(TYPED)}",
+        "--space=ms=1",
+        "--space=tile=1,13",
+        "--trial-timeout",
+        "5s",
+    )
     code, _, errors = tune(capsys, *fields, "--storage", journal)
     assert code == 0, errors[-3:]
     assert len(outcomes(journal)) == len(TYPED)  # tile 13 is never asked for
@@ -183,8 +208,14 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
 @pytest.mark.parametrize("fault", ["wrong", "raise"])
 def test_nothing_right(capsys, tmp_path, monkeypatch, fault):
     monkeypatch.setenv("FAULTY_DEFAULT", fault)
-    code, _, errors = tune(capsys, f"--space=fault={fault}", "--space=ms=1", "--space=tile=1,2",
-                           "--trial-timeout", "30s")  # fmt: skip
+    code, _, errors = tune(
+        capsys,
+        f"--space=fault={fault}",
+        "--space=ms=1",
+        "--space=tile=1,2",
+        "--trial-timeout",
+        "30s",
+    )
     assert code == 3
     assert "no config is right" in errors[-2 if fault == "raise" else -1]  # it has a second line
     assert entries(tmp_path) == []
@@ -254,8 +285,9 @@ def test_a_killed_worker_costs_at_most_its_trial():
 
 @pytest.mark.parametrize(("dies", "says"), [(False, "others hold it all"), (True, "exit code 5")])
 def test_what_cannot_be_set_up_is_no_configs_fault(journal, dies, says):
-    study = Study(identity(), strategy_of("random", identity().space, 0, ()), str(journal), print,
-                  {})  # fmt: skip
+    study = Study(
+        identity(), strategy_of("random", identity().space, 0, ()), str(journal), print, {}
+    )
     with contextlib.closing(DeviceRunner([CPU], 1.0)) as runner:
         runner.begin(Job(faulty.Unprepared(dies), faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
         with pytest.raises(RunnerError, match=says):
@@ -389,8 +421,10 @@ def test_a_corrupt_study_goes_on_from_the_lines_before(journal):
     (aside,) = journal.parent.glob("*.corrupt-*")
     assert aside.read_bytes() == broken
     line = len(lines) // 2 + 1
-    assert notes == [f"study {journal}: line {line} is corrupt: goes on from the lines before it; "
-                     f"the whole file is kept as {aside.name}"]  # fmt: skip
+    assert notes == [
+        f"study {journal}: line {line} is corrupt: goes on from the lines before it; "
+        f"the whole file is kept as {aside.name}"
+    ]
     after = outcomes(journal)
     assert len(after) == 8
     assert len(before.items() & after.items()) >= 2
@@ -581,8 +615,10 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     words = (tmp_path, 5, kills, max(2, kills // 10))
     done = subprocess.run(
         [sys.executable, FAULTS / "storm.py", *map(str, words)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["hits"] >= kills / 4
@@ -604,8 +640,17 @@ def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
 
 
 def test_an_interrupt_ends_the_command_where_nothing_was_right(tmp_path, journal):
-    process = start("--m", "64,128", "--space=fault=wrong", "--space=ms=30", "--trials", 70,
-                    "--storage", tmp_path / "studies", FAULTY_DEFAULT="wrong")  # fmt: skip
+    process = start(
+        "--m",
+        "64,128",
+        "--space=fault=wrong",
+        "--space=ms=30",
+        "--trials",
+        70,
+        "--storage",
+        tmp_path / "studies",
+        FAULTY_DEFAULT="wrong",
+    )
     until(lambda: any(measured(file) >= 2 for file in (tmp_path / "studies").rglob("*.journal")))
     os.killpg(process.pid, signal.SIGINT)
     code, errors = end(process)
@@ -615,8 +660,17 @@ def test_an_interrupt_ends_the_command_where_nothing_was_right(tmp_path, journal
 
 
 def test_an_interrupt_does_not_wait_for_a_hanging_config(journal):
-    process = start("--space=fault=none,hang", "--space=ms=1", "--space=tile=1", "--storage",
-                    journal, "--strategy", "exhaustive", "--trial-timeout", "1h")  # fmt: skip
+    process = start(
+        "--space=fault=none,hang",
+        "--space=ms=1",
+        "--space=tile=1",
+        "--storage",
+        journal,
+        "--strategy",
+        "exhaustive",
+        "--trial-timeout",
+        "1h",
+    )
     until(lambda: measured(journal) >= 1)
     until(lambda: len(trials(journal)) == 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -636,8 +690,19 @@ def test_an_interrupt_while_the_first_worker_starts(journal):
 
 def test_a_budget_ends_what_hangs(journal):
     """195 of the configs hang for a second each, all of them for more than three minutes."""
-    code, errors = end(start("--space=fault=none,hang", "--trials", 10000, "--budget", "6s",
-                        "--strategy", "random", "--storage", journal))  # fmt: skip
+    code, errors = end(
+        start(
+            "--space=fault=none,hang",
+            "--trials",
+            10000,
+            "--budget",
+            "6s",
+            "--strategy",
+            "random",
+            "--storage",
+            journal,
+        )
+    )
     assert code in (0, 6), errors[-3:]  # 6: so busy that none was tried
     tried = outcomes(journal) if journal.exists() else {}
     assert not tried or running(journal) == []
@@ -653,9 +718,11 @@ class Virtual(ReplayRunner):
 
     def get(self, config, default=None):
         hangs = config.fault == "hang"
-        return Measurement("timeout", message="took over 1 s", seconds=1.0) if hangs else (
-            Measurement("ok", config.ms, seconds=0.1)
-        )  # fmt: skip
+        return (
+            Measurement("timeout", message="took over 1 s", seconds=1.0)
+            if hangs
+            else (Measurement("ok", config.ms, seconds=0.1))
+        )
 
     def start(self):
         self.seconds += 2.0
@@ -670,8 +737,18 @@ runners = []
 @pytest.mark.parametrize("budget", [6, 20, 60])
 def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
     monkeypatch.setattr(session_module, "DeviceRunner", Virtual)
-    code, _, errors = tune(capsys, "--space=fault=none,hang", "--trials", 10000, "--budget",
-                           f"{budget}s", "--strategy", "random", "--storage", journal)  # fmt: skip
+    code, _, errors = tune(
+        capsys,
+        "--space=fault=none,hang",
+        "--trials",
+        10000,
+        "--budget",
+        f"{budget}s",
+        "--strategy",
+        "random",
+        "--storage",
+        journal,
+    )
     assert code == 0, errors[-3:]
     assert budget - session_module.FINAL_S - 1 < runners[-1].seconds <= budget
     assert "ok" in outcomes(journal).values()
@@ -785,8 +862,11 @@ def test_what_a_worker_waits_is_known():
         for worker in pair:
             assert worker.answer() == "spinning"
         before = [sum(worker.waits().values()) for worker in pair]
-        until(lambda: all(sum(w.waits().values()) > b + 0.2
-                          for w, b in zip(pair, before, strict=True)))  # fmt: skip
+        until(
+            lambda: all(
+                sum(w.waits().values()) > b + 0.2 for w, b in zip(pair, before, strict=True)
+            )
+        )
     finally:
         for worker in pair:
             worker.close()

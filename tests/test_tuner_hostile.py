@@ -35,8 +35,21 @@ from jetfire.tuner.trial import Measurement  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
-TUNE = ("transpose", "--kernel", "faulty", "--m", "32", "--block", "32", "--device", "cpu",
-        "--peer", "none", "--space=fault=none", "--space=ms=1")  # fmt: skip
+TUNE = (
+    "transpose",
+    "--kernel",
+    "faulty",
+    "--m",
+    "32",
+    "--block",
+    "32",
+    "--device",
+    "cpu",
+    "--peer",
+    "none",
+    "--space=fault=none",
+    "--space=ms=1",
+)
 EIGHT = (*TUNE, "--trials", "8")
 
 
@@ -162,8 +175,10 @@ def test_a_trial_that_says_what_cannot_be_is_passed_over(capsys, tmp_path, good,
         capsys, *TUNE, "--storage", file, "--report", tmp_path / "r.html", "--trials", "10"
     )
     assert code == 0, errors
-    assert any(f"study {file}: passed over 3 trials that say what cannot be, the first 0" in line
-               for line in errors)  # fmt: skip
+    assert any(
+        f"study {file}: passed over 3 trials that say what cannot be, the first 0" in line
+        for line in errors
+    )
     assert "faulty" in out
     assert "<html" in (tmp_path / "r.html").read_text()
 
@@ -192,20 +207,30 @@ def test_what_only_is_shown_is_shown_cleaned(capsys, tmp_path, good, kind):
 
 
 ANOTHERS = {
-    "other fields": (PARAMETER, lambda line: line.update(
-        distribution='{"name": "FloatDistribution", "attributes": '
-                     '{"low": 0.0, "high": 1.0, "step": null, "log": false}}'), "other configs"),
+    "other fields": (
+        PARAMETER,
+        lambda line: line.update(
+            distribution='{"name": "FloatDistribution", "attributes": '
+            '{"low": 0.0, "high": 1.0, "step": null, "log": false}}'
+        ),
+        "other configs",
+    ),
     "two objectives": (CREATE_STUDY, lambda line: line.update(directions=[1, 1]), "objective"),
     "to be large": (CREATE_STUDY, lambda line: line.update(directions=[2]), "objective"),
     "no distribution": (PARAMETER, lambda line: line.update(distribution="{}"), "KeyError"),
-    "a distribution of code": (PARAMETER, lambda line: line.update(
-        distribution='{"name": "__import__", "attributes": {"name": "os"}}'), "ValueError"),
+    "a distribution of code": (
+        PARAMETER,
+        lambda line: line.update(
+            distribution='{"name": "__import__", "attributes": {"name": "os"}}'
+        ),
+        "ValueError",
+    ),
     "no date": (CREATE_TRIAL, lambda line: line.update(datetime_start="soon"), "ValueError"),
     "no state": (END, lambda line: line.update(state=77), "ValueError"),
     "a list for a study": (STUDY_ATTRIBUTE, lambda line: line.update(study_id=[]), "TypeError"),
     "no operation": (END, lambda line: line.update(op_code=None), "AssertionError"),
     "deep": (ATTRIBUTE, lambda line: line.update(user_attr=1), "TypeError"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ANOTHERS)
@@ -223,8 +248,14 @@ def test_a_study_of_something_else_is_one_line(capsys, tmp_path, good, kind):
 def test_a_trial_that_waits_is_not_handed_out(capsys, tmp_path, good):
     """Optuna would give its own parameters, which are none of the space's."""
     fixed = {"fixed_params": {"fault": "segfault", "ms": 60, "tile": 13}}
-    waiting = {"op_code": CREATE_TRIAL, "worker_id": "x", "study_id": 0, "datetime_start": None,
-               "state": 4, "system_attrs": fixed}  # fmt: skip
+    waiting = {
+        "op_code": CREATE_TRIAL,
+        "worker_id": "x",
+        "study_id": 0,
+        "datetime_start": None,
+        "state": 4,
+        "system_attrs": fixed,
+    }
     file = journal(tmp_path, [*good, waiting, waiting])
     code, _, errors = run(capsys, *TUNE, "--storage", file, "--trials", "12")
     assert code == 0, errors
@@ -235,8 +266,13 @@ def square(good):
     """A journal that takes Optuna a time as the square of its length, and little to write."""
     bare = {"op_code": CREATE_TRIAL, "worker_id": "x", "study_id": 0, "datetime_start": None}
     choice = '{"name": "CategoricalDistribution", "attributes": {"choices": ["none"]}}'
-    named = {"op_code": PARAMETER, "worker_id": "x", "param_value_internal": 0,
-             "param_name": "other", "distribution": choice}  # fmt: skip
+    named = {
+        "op_code": PARAMETER,
+        "worker_id": "x",
+        "param_value_internal": 0,
+        "param_name": "other",
+        "distribution": choice,
+    }
     trials = [bare] * 12_000
     return [*good, *trials, *({**named, "trial_id": 12_000 + 7 - i} for i in range(12_000))]
 
@@ -245,16 +281,24 @@ NO_JOURNAL = {
     "a pipe": (lambda file, good: os.mkfifo(file), "no regular file"),
     "a folder": (lambda file, good: file.mkdir(), "Is a directory"),
     "100 MB": (lambda file, good: os.truncate(file.touch() or file, 100 << 20), "more than"),
-    "dense": (lambda file, good: file.write_bytes(b'{"op_code":' + b"[" * 3_000_001),
-              "more than 3000000 values"),
+    "dense": (
+        lambda file, good: file.write_bytes(b'{"op_code":' + b"[" * 3_000_001),
+        "more than 3000000 values",
+    ),
     "a device": (lambda file, good: file.symlink_to("/dev/zero"), "is a link"),
     "a link to itself": (lambda file, good: file.symlink_to(file.name), "is a link"),
     "a link out of its folder": (
-        lambda file, good: file.symlink_to("../mine"), "is a link: expected a regular file"),
+        lambda file, good: file.symlink_to("../mine"),
+        "is a link: expected a regular file",
+    ),
     "a link to nothing": (lambda file, good: file.symlink_to("../new"), "is a link"),
-    "slow": (lambda file, good: file.write_text(
-        "".join(json.dumps(line) + "\n" for line in square(good))), "takes too long to read"),
-}  # fmt: skip
+    "slow": (
+        lambda file, good: file.write_text(
+            "".join(json.dumps(line) + "\n" for line in square(good))
+        ),
+        "takes too long to read",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", NO_JOURNAL)
@@ -361,11 +405,21 @@ def origin():
 def entry(m=32, **more):
     problem = registry.get("transpose").Problem(m, 32, block=32)
     fields = {
-        "kernel": "faulty", "problem": problem.as_dict(), "config": {"tile": 2}, "ms": 1.0,
-        "ms_p20": 0.9, "ms_p80": 1.1, "samples": 20, "default_ms": 1.5, "joules": None,
-        "objective": "time", "vs_peer": {"copy": 1.25}, "trials": 50, "strategy": "tpe",
+        "kernel": "faulty",
+        "problem": problem.as_dict(),
+        "config": {"tile": 2},
+        "ms": 1.0,
+        "ms_p20": 0.9,
+        "ms_p80": 1.1,
+        "samples": 20,
+        "default_ms": 1.5,
+        "joules": None,
+        "objective": "time",
+        "vs_peer": {"copy": 1.25},
+        "trials": 50,
+        "strategy": "tpe",
         "provenance": origin(),
-    }  # fmt: skip
+    }
     return profiles.Entry(**{**fields, **more})
 
 

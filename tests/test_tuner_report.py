@@ -41,11 +41,17 @@ def trial(outcome="ok", ms=None, joules=None, objective="time", message="", **fi
         params={name: chosen[name] for name in SPACE},
         distributions={name: CategoricalDistribution(v) for name, v in SPACE.items()},
         user_attrs={
-            "outcome": outcome, "message": message, "config": chosen, "ms": ms,
-            "ms_p20": ms and ms * 0.9, "ms_p80": ms and ms * 1.1, "joules": joules,
-            "seconds": 2.0, "owner": "host:1:2",
+            "outcome": outcome,
+            "message": message,
+            "config": chosen,
+            "ms": ms,
+            "ms_p20": ms and ms * 0.9,
+            "ms_p80": ms and ms * 1.1,
+            "joules": joules,
+            "seconds": 2.0,
+            "owner": "host:1:2",
         },
-    )  # fmt: skip
+    )
 
 
 def study_of(trials, name="h200/gemm/triton", **attributes):
@@ -53,12 +59,28 @@ def study_of(trials, name="h200/gemm/triton", **attributes):
     directions = ["minimize"] * (2 if objective == "both" else 1)
     study = optuna.create_study(study_name=name, directions=directions)
     known = {
-        "op": "gemm", "kernel": "triton", "problem": {"m": 4096, "n": 4096, "k": 4096, "block": 32},
-        "device": {"name": "NVIDIA H200", "capability": [9, 0], "driver": "580.1", "cuda": "13.0",
-                   "torch": "2.11", "triton": "3.6", "timer": 7, "date": "2026-11-20"},
-        "default": DEFAULT, "objective": "time", "space": SPACE, "source": "cafe42",
-        "strategy": "tpe", "peaks": PEAKS, "flops": FLOPS, "bytes": BYTES,
-    }  # fmt: skip
+        "op": "gemm",
+        "kernel": "triton",
+        "problem": {"m": 4096, "n": 4096, "k": 4096, "block": 32},
+        "device": {
+            "name": "NVIDIA H200",
+            "capability": [9, 0],
+            "driver": "580.1",
+            "cuda": "13.0",
+            "torch": "2.11",
+            "triton": "3.6",
+            "timer": 7,
+            "date": "2026-11-20",
+        },
+        "default": DEFAULT,
+        "objective": "time",
+        "space": SPACE,
+        "source": "cafe42",
+        "strategy": "tpe",
+        "peaks": PEAKS,
+        "flops": FLOPS,
+        "bytes": BYTES,
+    }
     for key, value in {**known, **attributes}.items():
         study.set_user_attr(key, value)
     study.add_trials(trials)
@@ -75,10 +97,16 @@ TRIALS = [
     trial(ms=0.6, tile_m=256, stages=4, flag=True),
 ]
 FINAL = {
-    "config": config(256, 4), "ms": 0.52, "ms_p20": 0.51, "ms_p80": 0.55, "default_ms": 1.04,
-    "incumbent_ms": 0.78, "gain": 2.0, "kept": False,
+    "config": config(256, 4),
+    "ms": 0.52,
+    "ms_p20": 0.51,
+    "ms_p80": 0.55,
+    "default_ms": 1.04,
+    "incumbent_ms": 0.78,
+    "gain": 2.0,
+    "kept": False,
     "vs_peer": {"cublas_bf16": 1.25, "copy": 0.000345},
-}  # fmt: skip
+}
 
 
 class Page(HTMLParser):
@@ -162,11 +190,17 @@ def test_history_has_every_trial_where_it_belongs():
 
 def test_importance_is_highest_for_the_field_that_decides():
     trials = [
-        trial(ms=(1.0 + 0.001 * i) * {64: 3, 128: 2, 256: 1}[tile], tile_m=tile, stages=stages,
-              flag=flag)
-        for i in range(4) for tile in SPACE["tile_m"] for stages in (3, 4)
+        trial(
+            ms=(1.0 + 0.001 * i) * {64: 3, 128: 2, 256: 1}[tile],
+            tile_m=tile,
+            stages=stages,
+            flag=flag,
+        )
+        for i in range(4)
+        for tile in SPACE["tile_m"]
+        for stages in (3, 4)
         for flag in (False, True)
-    ]  # fmt: skip
+    ]
     (bar,) = page_of(study_of(trials)).figures["study-0-importance"]["data"]
     shares = dict(zip(bar["y"], bar["x"], strict=True))
     assert set(shares) == set(SPACE)
@@ -178,8 +212,9 @@ def test_importance_is_highest_for_the_field_that_decides():
 def test_importance_of_two_objectives_is_told_apart():
     trials = [
         trial(ms=float(tile), joules=float(stages), objective="both", tile_m=tile, stages=stages)
-        for tile in SPACE["tile_m"] for stages in (3, 4)
-    ]  # fmt: skip
+        for tile in SPACE["tile_m"]
+        for stages in (3, 4)
+    ]
     found = traces(page_of(study_of(trials, objective="both")).figures["study-0-importance"])
     time = dict(zip(found["time"]["y"], found["time"]["x"], strict=True))
     energy = dict(zip(found["energy"]["y"], found["energy"]["x"], strict=True))
@@ -254,8 +289,12 @@ def test_summary_and_provenance_say_the_final_figures():
     assert provenance["kernel source"] == "cafe42"
     assert provenance["compute capability"] == "9.0"
     assert {provenance[k] for k in ("driver", "cuda", "torch", "triton", "timer")} == {
-        "580.1", "13.0", "2.11", "3.6", "7"
-    }  # fmt: skip
+        "580.1",
+        "13.0",
+        "2.11",
+        "3.6",
+        "7",
+    }
     assert provenance["peaks"] == "copy 4000 GB/s, INT8 1000 TOPS"
 
 
@@ -277,10 +316,14 @@ def test_trials_table_has_a_row_each_and_marks_the_best_and_the_default():
     head, *rows = page_of(study_of(TRIALS, final=FINAL)).table("trials")
     assert head == ["", "trial", "outcome", "ms", "p20–p80", "seconds", *SPACE, "message"]
     assert [row[:4] for row in rows] == [
-        ["default", "0", "ok", "1.000"], ["", "1", "compile", "–"], ["", "2", "ok", "2.000"],
-        ["", "3", "slow", "9.000"], ["best", "4", "ok", "0.5000"], ["", "5", "wrong", "–"],
+        ["default", "0", "ok", "1.000"],
+        ["", "1", "compile", "–"],
+        ["", "2", "ok", "2.000"],
+        ["", "3", "slow", "9.000"],
+        ["best", "4", "ok", "0.5000"],
+        ["", "5", "wrong", "–"],
         ["", "6", "ok", "0.6000"],
-    ]  # fmt: skip
+    ]
     assert rows[4][4:] == ["0.4500–0.5500", "2.0", "256", "4", "False", ""]
     assert rows[1][-1] == HOSTILE.split("\n")[0]
 
@@ -288,9 +331,16 @@ def test_trials_table_has_a_row_each_and_marks_the_best_and_the_default():
 def test_hostile_texts_stay_texts():
     line = " ".join(HOSTILE.split())
     study = study_of(
-        [trial("crash", message=HOSTILE), *TRIALS], name=HOSTILE, op=line, kernel=line,
-        problem={"m": line}, device={"name": line}, source=line, strategy=line, final=FINAL,
-    )  # fmt: skip
+        [trial("crash", message=HOSTILE), *TRIALS],
+        name=HOSTILE,
+        op=line,
+        kernel=line,
+        problem={"m": line},
+        device={"name": line},
+        source=line,
+        strategy=line,
+        final=FINAL,
+    )
     plain, hostile = page_of(study_of(TRIALS)), page_of(study, study)
     elements = ("script", "a", "table")
     counts = {tag: sum(t == tag for t, _ in hostile.tags) for tag in elements}
@@ -331,8 +381,10 @@ def test_several_studies_have_an_index_and_a_mean():
     head, *rows = page.table("index")
     assert head[-3:] == ["default ms", "best ms", "gain"]
     assert [row[-3:] for row in rows] == [
-        ["1.040", "0.5200", "2.000×"], ["4.160", "0.5200", "8.000×"], ["–", "–", "–"],
-    ]  # fmt: skip
+        ["1.040", "0.5200", "2.000×"],
+        ["4.160", "0.5200", "8.000×"],
+        ["–", "–", "–"],
+    ]
     assert "4.000× over 2 of 3 studies" in page.words
     links = [a["href"] for t, a in page.tags if t == "a"]
     sections = ["#" + a["id"] for t, a in page.tags if a.get("class") == "study"]
@@ -368,8 +420,10 @@ def test_all_failed():
     assert list(page.figures) == ["study-0-history"]
     figure = page.figures["study-0-history"]
     assert {name: t["x"] for name, t in traces(figure).items()} == {
-        "illegal": [0], "timeout": [1], "crash": [2],
-    }  # fmt: skip
+        "illegal": [0],
+        "timeout": [1],
+        "crash": [2],
+    }
     assert figure["layout"]["yaxis"]["visible"] is False
     assert "none: no config was measured to the end" in page.words
 
@@ -418,10 +472,11 @@ def test_energy_objective_is_told_in_joules():
 def test_both_objectives_have_their_front():
     points = [(1.0, 0.5), (2.0, 0.2), (3.0, 0.3), (1.5, 0.4), (0.9, 0.9)]
     trials = [
-        trial(ms=ms, joules=joules, objective="both", tile_m=(64, 128, 256)[i % 3],
-              stages=3 + i // 3)
+        trial(
+            ms=ms, joules=joules, objective="both", tile_m=(64, 128, 256)[i % 3], stages=3 + i // 3
+        )
         for i, (ms, joules) in enumerate(points)
-    ]  # fmt: skip
+    ]
     page = page_of(study_of(trials, objective="both"))
     figure = page.figures["study-0-time"]
     front = traces(figure)["Pareto front"]
@@ -519,8 +574,13 @@ def test_log_axes_have_round_ticks(low, high, expected):
 
 def test_number_has_four_digits():
     assert [significant(v, 4) for v in (0.012345, 1, 1234.5, 0, 1e-7, 14399.137)] == [
-        "0.01235", "1.000", "1234", "0", "0.0000001000", "14400"
-    ]  # fmt: skip
+        "0.01235",
+        "1.000",
+        "1234",
+        "0",
+        "0.0000001000",
+        "14400",
+    ]
 
 
 def test_value_that_equals_another_is_another_when_its_type_is():

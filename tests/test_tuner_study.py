@@ -44,10 +44,18 @@ def owned(owner, age=0.0):
     """A trial under way for some seconds."""
     began = datetime.datetime.now() - datetime.timedelta(seconds=age)
     return optuna.trial.FrozenTrial(
-        number=0, state=optuna.trial.TrialState.RUNNING, value=None, datetime_start=began,
-        datetime_complete=None, params={}, distributions={}, user_attrs={"owner": owner},
-        system_attrs={}, intermediate_values={}, trial_id=0,
-    )  # fmt: skip
+        number=0,
+        state=optuna.trial.TrialState.RUNNING,
+        value=None,
+        datetime_start=began,
+        datetime_complete=None,
+        params={},
+        distributions={},
+        user_attrs={"owner": owner},
+        system_attrs={},
+        intermediate_values={},
+        trial_id=0,
+    )
 
 
 def is_dead(owner, age=0.0, local=True):

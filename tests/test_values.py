@@ -137,9 +137,12 @@ def test_overflow_may_show_where_sums_can_reach_it_and_nowhere_else():
     c = expected["c"].float()
     assert op.check(problem, {"c": c}, expected).ok
     for at, value, ok in (
-        ((3, 4), math.nan, True), ((3, 4), -math.inf, True), ((3, 40), math.nan, False),
-        ((40, 3), math.inf, False), ((3, 4), 1e30, False),
-    ):  # fmt: skip
+        ((3, 4), math.nan, True),
+        ((3, 4), -math.inf, True),
+        ((3, 40), math.nan, False),
+        ((40, 3), math.inf, False),
+        ((3, 4), 1e30, False),
+    ):
         other = c.clone()
         other[at] = value
         assert op.check(problem, {"c": other}, expected).ok == ok, (at, value)
@@ -250,8 +253,12 @@ def test_products_are_rounded_to_nearest(out):
     none = torch.zeros(2, 3, dtype=torch.float64)
     give = spread(none + 2.0**-30, 32, 64, 96)
     names = ("systematic", "total", "largest")
-    expected = {"c": c, **dict.fromkeys(names, none), "evaluation": none + 2.0**-30,
-                "over": none > 0}  # fmt: skip
+    expected = {
+        "c": c,
+        **dict.fromkeys(names, none),
+        "evaluation": none + 2.0**-30,
+        "over": none > 0,
+    }
     for sign in (-1, 0, 1):
         evaluated = (c + sign * give).float()
         evaluated = torch.where((evaluated - c).abs() <= give, evaluated, c.float())
@@ -281,8 +288,9 @@ def test_a_whole_product_rounded_toward_zero_is_seen(out):
     nearest = expected["c"].to(dtype)
     toward = torch.where(
         nearest.double().abs() > expected["c"].abs(),
-        nearest.nextafter(torch.zeros((), dtype=dtype)), nearest,
-    )  # fmt: skip
+        nearest.nextafter(torch.zeros((), dtype=dtype)),
+        nearest,
+    )
     assert op.check(problem, {"c": nearest}, expected).ok
     assert "relative error" in op.check(problem, {"c": toward}, expected).message
 

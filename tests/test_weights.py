@@ -25,9 +25,15 @@ def transformers():
 def theirs(transformers):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, n_positions=24, vocab_size=70, initializer_range=0.3,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        n_positions=24,
+        vocab_size=70,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():  # biases too, which begin at 0
         torch.nn.init.normal_(parameter, std=0.3)

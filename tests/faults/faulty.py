@@ -18,9 +18,20 @@ from jetfire.core.tensors import Tensors, poison
 from jetfire.reference.transpose import transpose
 
 Fault = Literal[
-    "none", "hang", "segfault", "exit", "raise", "compile", "memory", "oom", "wrong", "illegal",
-    "compiler_raises", "compiler_hangs", "compiler_dies",
-]  # fmt: skip
+    "none",
+    "hang",
+    "segfault",
+    "exit",
+    "raise",
+    "compile",
+    "memory",
+    "oom",
+    "wrong",
+    "illegal",
+    "compiler_raises",
+    "compiler_hangs",
+    "compiler_dies",
+]
 
 
 @dataclass(frozen=True)
@@ -185,10 +196,16 @@ class FaultyCuda(Kernel):
         blocks = -(-problem.m * problem.n // config.threads)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             _cuda_function()(
-                (blocks,), (config.threads,),
-                (cupy.int32(fault), *(cupy.uint64(t.data_ptr()) for t in pointers),
-                 cupy.int32(problem.m), cupy.int32(problem.n), cupy.int32(problem.block)),
-            )  # fmt: skip
+                (blocks,),
+                (config.threads,),
+                (
+                    cupy.int32(fault),
+                    *(cupy.uint64(t.data_ptr()) for t in pointers),
+                    cupy.int32(problem.m),
+                    cupy.int32(problem.n),
+                    cupy.int32(problem.block),
+                ),
+            )
 
 
 KERNEL_CUDA = FaultyCuda()

@@ -74,9 +74,25 @@ class Storm:
         return self.folder / "studies" / f"{self.size}.journal"
 
     def words(self) -> list[str]:
-        return ["transpose", "--kernel", "faulty", "--m", str(self.size), "--block", "32",
-                "--device", "cpu", "--peer", "none", "--space=fault=none", "--space=ms=1",
-                "--trials", str(TRIALS), "--storage", str(self.journal)]  # fmt: skip
+        return [
+            "transpose",
+            "--kernel",
+            "faulty",
+            "--m",
+            str(self.size),
+            "--block",
+            "32",
+            "--device",
+            "cpu",
+            "--peer",
+            "none",
+            "--space=fault=none",
+            "--space=ms=1",
+            "--trials",
+            str(TRIALS),
+            "--storage",
+            str(self.journal),
+        ]
 
     def start(self) -> int:
         """A tuner in a process of its own."""
@@ -138,8 +154,11 @@ class Storm:
         return storage.get_all_trials(studies[0]._study_id) if studies else []
 
     def outcomes(self) -> dict[str, str]:
-        found = [(json.dumps(t.params), t.user_attrs["outcome"]) for t in self.trials()
-                 if "outcome" in t.user_attrs]  # fmt: skip
+        found = [
+            (json.dumps(t.params), t.user_attrs["outcome"])
+            for t in self.trials()
+            if "outcome" in t.user_attrs
+        ]
         assert max(Counter(params for params, _ in found).values(), default=1) == 1
         return dict(found)
 
@@ -156,8 +175,9 @@ class Storm:
 def main() -> None:
     """Run as the module says."""
     folder, (seed, kills, pairs) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    os.environ.update(JETFIRE_PROFILES=str(folder / "profiles"),
-                      JETFIRE_STUDIES=str(folder / "studies"))  # fmt: skip
+    os.environ.update(
+        JETFIRE_PROFILES=str(folder / "profiles"), JETFIRE_STUDIES=str(folder / "studies")
+    )
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     faulty.register()
     session.DeviceRunner = Runner  # type: ignore[assignment,misc]

@@ -24,8 +24,10 @@ import torch
 from jetfire.cli import execute
 from jetfire.gpt2 import checkpoint, data, log
 
-SETTINGS = ("layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=5,"
-            "evaluate_batches=1,checkpoint_every=1,keep=2")  # fmt: skip
+SETTINGS = (
+    "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=5,"
+    "evaluate_batches=1,checkpoint_every=1,keep=2"
+)
 STEPS = 12
 # What one of two at once may be told.
 REFUSED = ("another process is training there", "holds a run: --resume goes on with it")
@@ -153,8 +155,18 @@ class Trainers(Storm):
         where = ["-o", str(self.run), "--device", "cpu"]
         if (self.run / "settings.json").exists():
             return ["--resume", *where]
-        return ["tiny", "--data", str(self.home / "text.txt"), "--steps", str(STEPS),
-                "--recipe", self.recipe, "--set", SETTINGS, *where]  # fmt: skip
+        return [
+            "tiny",
+            "--data",
+            str(self.home / "text.txt"),
+            "--steps",
+            str(STEPS),
+            "--recipe",
+            self.recipe,
+            "--set",
+            SETTINGS,
+            *where,
+        ]
 
     def outcome(self) -> tuple[list[tuple[int, float, float]], dict[str, bytes]]:
         """Losses and norms of the steps, and the last checkpoint's files."""
@@ -247,9 +259,21 @@ class Exports(Storm):
         (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
         os.environ["JETFIRE_CACHE"] = str(home / "cache")
         for steps in (1, 2):
-            words = ["tiny", "--data", str(home / "text.txt"), "--steps", str(steps), "--set",
-                     f"{SETTINGS},width={32 * steps}", "-o", str(home / f"run-{steps}"),
-                     "--recipe", self.recipe, "--device", "cpu"]  # fmt: skip
+            words = [
+                "tiny",
+                "--data",
+                str(home / "text.txt"),
+                "--steps",
+                str(steps),
+                "--set",
+                f"{SETTINGS},width={32 * steps}",
+                "-o",
+                str(home / f"run-{steps}"),
+                "--recipe",
+                self.recipe,
+                "--device",
+                "cpu",
+            ]
             child = Child(words, home.parent / "runs.said")
             assert child.end() == 0, child.said.read_text()
         self.out, self.turn = home / "weights", 0
@@ -287,8 +311,10 @@ class Exports(Storm):
 
 
 KINDS: dict[str, Callable[[Path, random.Random, str], Storm]] = {
-    "trainers": Trainers, "preparations": Preparations, "exports": Exports,
-}  # fmt: skip
+    "trainers": Trainers,
+    "preparations": Preparations,
+    "exports": Exports,
+}
 
 
 def storm(name: str, folder: Path, kills: int, pairs: int, seed: int, recipe: str) -> str:

@@ -41,8 +41,20 @@ def run(name: str, *words: str) -> None:
 
 
 def begin(name: str, how: str, recipe: str, more: str = "accumulate=2") -> None:
-    run(name, "tiny", "--recipe", recipe, "--data", str(HOME / "text.txt"), "--set", SHARED,
-        "--set", f"parallel={how}", "--set", more)  # fmt: skip
+    run(
+        name,
+        "tiny",
+        "--recipe",
+        recipe,
+        "--data",
+        str(HOME / "text.txt"),
+        "--set",
+        SHARED,
+        "--set",
+        f"parallel={how}",
+        "--set",
+        more,
+    )
 
 
 def resume(name: str, of: str, how: str) -> None:
