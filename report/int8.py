@@ -26,7 +26,6 @@ from jetfire.report.text import (
 
 BLOCKS = (32, 64, 128)
 LARGE = ((8192, 4096), (8192, 16384))
-STATISTICS = ", statistics given (the peer computes them)"
 
 
 def timed(results: Results, op: str | None = None) -> list[Row]:
