@@ -15,9 +15,9 @@ from transformers.activations import (
     GELUTanh,
     NewGELUActivation,
 )
+from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt2.modeling_gpt2 import (
     ALL_ATTENTION_FUNCTIONS,
-    GPT2Block,
     eager_attention_forward,
 )
 
@@ -34,8 +34,10 @@ _FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
 }
 
 
-class Int8GPT2Block(GPT2Block):
+class GPT2Block(modeling_gpt2.GPT2Block):
     """A GPT-2 block whose linear layers are `Int8Conv1D`, with INT8 between them too.
+
+    It is named as the class whose place it takes: FSDP's wrapping policies go by names.
 
     It calls its layers as it did before where there is no BF16 autocast, with cross attention, and
     where a layer was replaced since or parameters are no longer fp32.
@@ -109,6 +111,9 @@ class Int8GPT2Block(GPT2Block):
         after = flowed(stream, setting, norms, linears, attention, self.training)
         return _as_hidden(after, hidden_states.shape)
 
+    def extra_repr(self) -> str:
+        return f"int8, flow={self.flow}"
+
 
 def _in_bf16(kind: str) -> bool:
     """Return whether what runs now on a kind of device is autocast to bf16."""
@@ -141,7 +146,7 @@ def _stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
     return Stream.of(x, flow)
 
 
-def _linears(block: GPT2Block) -> tuple[Any, ...]:
+def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
     return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
 
 
@@ -156,7 +161,7 @@ def _layers_allow(block: GPT2Block) -> bool:
 
 def why_not(block: nn.Module) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
-    assert isinstance(block, GPT2Block)
+    assert isinstance(block, modeling_gpt2.GPT2Block)
     if not all(type(layer) is Int8Conv1D for layer in _linears(block)):
         return "not all of its linear layers are in INT8"
     if hasattr(block, "crossattention"):
@@ -172,5 +177,5 @@ def why_not(block: nn.Module) -> str | None:
 
 def fuse(block: nn.Module, flow: Block) -> None:
     """Make a GPT-2 block one of this kind, in place: whoever holds it holds it still."""
-    block.__class__ = Int8GPT2Block
+    block.__class__ = GPT2Block
     block.flow = flow  # type: ignore[assignment]

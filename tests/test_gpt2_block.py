@@ -11,7 +11,7 @@ from jetfire.nn import convert
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from jetfire.nn.gpt2_block import Int8GPT2Block  # noqa: E402
+from jetfire.nn.gpt2_block import GPT2Block  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,9 +210,16 @@ def test_state_copies_and_pickles(tmp_path):
     assert made.state_dict().keys() == model().state_dict().keys()
     made.save_pretrained(tmp_path)
     plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert not any(isinstance(module, Int8GPT2Block) for module in plain.modules())
+    assert not any(isinstance(module, GPT2Block) for module in plain.modules())
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert step(other)[0] == step(made)[0]
+
+
+def test_policies_that_go_by_the_name_of_a_class_find_it():
+    made = fused()
+    assert isinstance(made.transformer.h[0], GPT2Block)
+    assert type(made.transformer.h[0]).__name__ in made._no_split_modules
+    assert "int8, flow=32" in repr(made)
 
 
 def test_again_changes_nothing():
