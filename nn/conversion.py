@@ -43,7 +43,10 @@ class Report:
         lines = [f"converted {len(self.converted)} linear layers"]
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
         lines += [f"fused {len(self.fused)} blocks"] if self.fused else []
-        lines += [f"not fused {name}: {reason}" for name, reason in self.single.items()]
+        for reason in dict.fromkeys(self.single.values()):
+            first, *others = (name for name, why in self.single.items() if why == reason)
+            more = f" and {len(others)} more" if others else ""
+            lines.append(f"not fused {first}{more}: {reason}")
         return "\n".join(lines)
 
 

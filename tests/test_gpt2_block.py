@@ -247,7 +247,7 @@ def test_again_changes_nothing():
 def test_blocks_that_cannot_be(options, how, reason):
     report = convert(model(**options), fused=True, **how)
     assert report.single == dict.fromkeys(("transformer.h.0", "transformer.h.1"), reason)
-    assert f"not fused transformer.h.0: {reason}" in str(report)
+    assert f"not fused transformer.h.0 and 1 more: {reason}" in str(report)
 
 
 def test_blocks_of_other_models_are_named():
