@@ -1527,9 +1527,9 @@ def test_lines_where_there_is_no_terminal(capsys):
     text = display_module.config_text
     assert errors.splitlines() == [
         "jetfire: [1/2] gemm/triton m=1",
-        f"jetfire: trial 1: 2 ms (1.00× the first) {text(C)}",
+        f"jetfire: trial 1: 2.000 ms (1.00× the first) {text(C)}",
         f"jetfire: crash: {text(B)}: first line",
-        f"jetfire: trial 5: 1 ms (2.00× the first) {text(E)}",
+        f"jetfire: trial 5: 1.000 ms (2.00× the first) {text(E)}",
         "jetfire: [2/2] gemm/wgmma m=1, 1 trials known",
         f"jetfire: wrong: {text(B)}:",
         "jetfire: [bold]as it is[/bold]",
@@ -1562,7 +1562,7 @@ def test_the_table_of_a_search(clock):
     ):
         display.trial(config, found)
     text = rendered(display)
-    assert "2.5 ms (1.60× the first)" in text
+    assert "2.500 ms (1.60× the first)" in text
     assert display_module.config_text(C) in text
     assert "6 of 10: ok 3 · slow 1 · timeout 1 · wrong 1" in text
     assert "at most 0:20" in text  # 5 s each, 4 to go
@@ -1578,8 +1578,8 @@ def test_the_table_of_other_objectives(objective, unit):
     display.begin("gemm/triton", 10, 600.0, [(A, Measurement("ok", 4.0))])  # without an energy
     assert "best so far" not in rendered(display)
     display.trial(B, Measurement("ok", 2.0, joules=0.5))
-    value = {"energy": 0.5, "both": 1.0}[objective]
-    assert f"{value:g} {unit} (1.00× the first)" in rendered(display)
+    value = {"energy": "0.5000", "both": "1.000"}[objective]
+    assert f"{value} {unit} (1.00× the first)" in rendered(display)
 
 
 def test_a_terminal_gets_the_table_and_lines_above_it():
@@ -1594,7 +1594,7 @@ def test_a_terminal_gets_the_table_and_lines_above_it():
         display._live.refresh()
     text = file.getvalue()
     assert "jetfire: a [1/2] line" in text
-    assert "2.5 ms (1.00× the first)" in text
+    assert "2.500 ms (1.00× the first)" in text
     assert "ok 1 · crash 1" in text
     assert "only counted" not in text
 
