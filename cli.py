@@ -88,7 +88,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Say in a line what went wrong, and return the exit code that README.md documents for it."""
+    """Say in a line what went wrong, and return the exit code that docs/commands.md has for it."""
     if not isinstance(error, JetfireError):
         error = broken.explained(error) or error
     if isinstance(error, JetfireError):

@@ -64,7 +64,7 @@ def plain(ax: Axes) -> None:
 
 
 def readable(axis: MplAxis) -> None:
-    """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
+    """Put plain numbers at 1, 2 and 5 of each decade of a log axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -80,7 +80,7 @@ def legend(where: Any, axes: Axes) -> None:
 
 
 def save(fig: Figure, path: Path, description: str) -> None:
-    """To a .png, .svg (which keeps the description) or .pdf file, equal bytes for equal figures."""
+    """Write a .png, .svg (which keeps the description) or .pdf: equal bytes for equal figures."""
     import matplotlib
 
     metadata: dict[str, Any] = {}

@@ -36,7 +36,10 @@ def grouped(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
 
 
 def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
-    """(problem fields that all rows share, names of those that differ); sizes are in neither."""
+    """Return the problem fields that all rows share, and the names of those that differ.
+
+    Sizes are in neither.
+    """
     names = dict.fromkeys(name for row in rows for name in row.problem)
     values = {
         name: {str(row.problem.get(name)) for row in rows}

@@ -84,7 +84,7 @@ class FinishedRun:
 
     @property
     def how(self) -> str:
-        """In what way its steps were run."""
+        """The way in which its steps were run."""
         if self.setting("graph"):
             return "CUDA graph"
         return "torch.compile" if self.setting("compile") else "eager"
@@ -225,7 +225,7 @@ def presets(runs: Iterable[FinishedRun]) -> list[Preset]:
 
 
 def _order(recipe: str) -> tuple[int, str]:
-    """As recipes are listed, BF16 first; those of earlier versions last."""
+    """Return a key that sorts recipes as they are listed, BF16 first, unknown ones last."""
     known = list(RECIPES)
     return known.index(recipe) if recipe in known else len(known), recipe
 

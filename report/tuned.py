@@ -136,7 +136,7 @@ def records(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[An
 
 
 def gains(entries: Iterable[ShippedEntry]) -> list[float]:
-    """Of those whose default did not fail."""
+    """The gains over defaults that did not fail."""
     return [one.gain for one in entries if one.gain is not None]
 
 
@@ -147,7 +147,7 @@ def mean_gain(entries: Iterable[ShippedEntry], digits: int = 2) -> str:
 
 
 def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
-    """Of each problem the fastest kernel's, which is the one that a model runs."""
+    """Return each problem's entry of the fastest kernel, which is the one that a model runs."""
     best: dict[str, ShippedEntry] = {}
     for one in entries:
         key = json.dumps([one.op, one.entry.problem], sort_keys=True)

@@ -297,7 +297,7 @@ def importance(digest: Digest) -> go.Figure | None:
 
 
 def _shade(share: float) -> str:
-    """From the fastest's blue (0) to the slowest's orange (1), by way of grey."""
+    """Return a colour from the fastest's blue (0) to the slowest's orange (1), by way of grey."""
     middle = (150, 150, 150)
     ends = (FAST, middle) if share < 0.5 else (middle, SLOW)
     part = share * 2 if share < 0.5 else share * 2 - 1
@@ -507,7 +507,7 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
 
 
 def front(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Those that no other beats in both time and energy, fastest first."""
+    """Return those that no other beats in both time and energy, fastest first."""
     found: list[Attempt] = []
     for attempt in sorted(attempts, key=lambda a: (a.ms or 0.0, a.joules or 0.0, a.number)):
         if not found or (attempt.joules or 0.0) < (found[-1].joules or 0.0):
