@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 400  # of a smoothed curve; more are finer than a line is wide
+OFF_THE_SCALE = 20.0  # % of a last validation loss over the first run's
 
 Series = tuple[list[int], list[float]]  # steps, and a value at each
 
@@ -102,11 +103,22 @@ def apart(base: Curve, other: Curve) -> Series:
     return [s for s, _ in both], [100 * (v / known[s] - 1) for s, v in both]
 
 
+def _near(base: Curve, group: CurveGroup) -> bool:
+    """Return whether a group ends near the base; one that diverged would flatten the others."""
+    last = apart(base, group.mean)[1][-1:]
+    return not last or last[0] <= OFF_THE_SCALE
+
+
 def _limits(groups: Sequence[CurveGroup]) -> tuple[float, float]:
-    """Losses to show: all but the first steps' fall, which would flatten the rest."""
+    """Return losses to show: all but the first steps' fall, which would flatten the rest."""
     curves = [curve for group in groups for curve in group.runs]
-    shown = [loss for c in curves for loss in c.smooth()[len(c.losses) // 20 :] + c.validation]
-    low, high = min(shown), max(shown)
+    return _around(
+        [loss for c in curves for loss in c.smooth()[len(c.losses) // 20 :] + c.validation]
+    )
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
     return low - 0.03 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3
 
 
@@ -128,16 +140,20 @@ def image(
     axes = fig.subplots(
         2 if below else 1, 1, squeeze=False, sharex=True, height_ratios=[2, 1] if below else [1]
     )[:, 0]
+    near = [group for group in groups if _near(base, group)]
     for index, group in enumerate(groups):
         colour = KERNEL_COLOURS[index % len(KERNEL_COLOURS)]
         marker = MARKERS[index % len(MARKERS)]
-        _losses(axes[0], group, colour, marker, raw=len(groups) <= 2)
+        away = "" if group in near else " (below: off the scale)"
+        _losses(axes[0], group, colour, marker, raw=len(groups) <= 2, away=away)
         if below:
             _differences(axes[1], base, group, colour, marker)
-    axes[0].set_ylim(*_limits(groups))
+    axes[0].set_ylim(*_limits(near))
     axes[0].set_ylabel("loss, nats a token; dashed: validation")
     axes[0].legend(frameon=False, fontsize=9)
     if below:
+        differences = (apart(base, run)[1] for group in near for run in group.runs)
+        axes[1].set_ylim(*_around([0.0, *(value for run in differences for value in run)]))
         axes[1].set_ylabel(f"validation loss over\n{first}'s, %")
     for ax in axes:
         plain(ax)
@@ -145,8 +161,8 @@ def image(
     save(fig, output, description)
 
 
-def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) -> None:
-    """The mean's training loss, smoothed, and validation loss; of several runs each one's too."""
+def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool, away: str) -> None:
+    """Draw the mean's training loss, smoothed, and validation loss; of several runs each too."""
     mean = group.mean
     if len(group.runs) > 1:
         for run in group.runs:
@@ -154,7 +170,7 @@ def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) ->
         _band(ax, [(run.evaluated, run.validation) for run in group.runs], colour)
     elif raw:
         ax.plot(mean.steps, mean.losses, color=colour, linewidth=0.6, alpha=0.25)
-    ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=mean.label)
+    ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=mean.label + away)
     ax.plot(
         mean.evaluated,
         mean.validation,

@@ -94,19 +94,21 @@ def _points(
     return sorted(at), [median(at[x]) for x in sorted(at)]
 
 
-def _style(index: int, peers_before: int, series: Series) -> dict[str, Any]:
-    if series.role == "kernel":
-        return {
-            "color": KERNEL_COLOURS[index % len(KERNEL_COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "markersize": 6,
-            "linewidth": 2,
-            "zorder": 3,
-        }
+def _kernel_style(colour: int, marker: int) -> dict[str, Any]:
     return {
-        "color": PEER_COLOURS[peers_before % len(PEER_COLOURS)],
+        "color": KERNEL_COLOURS[colour % len(KERNEL_COLOURS)],
+        "marker": MARKERS[marker % len(MARKERS)],
+        "markersize": 6,
+        "linewidth": 2,
+        "zorder": 3,
+    }
+
+
+def _peer_style(index: int) -> dict[str, Any]:
+    return {
+        "color": PEER_COLOURS[index % len(PEER_COLOURS)],
         "linestyle": "--",
-        "marker": MARKERS[peers_before % len(MARKERS)],
+        "marker": MARKERS[index % len(MARKERS)],
         "markersize": 4,
         "markerfacecolor": "white",
         "linewidth": 1.2,
@@ -115,8 +117,18 @@ def _style(index: int, peers_before: int, series: Series) -> dict[str, Any]:
 
 
 def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
-    kernels = sum(s.role == "kernel" for s in series)
-    return [_style(i, i - kernels, s) for i, s in enumerate(series)]
+    """Return each series' style: kernels first, then peers.
+
+    Of several kernels with several blocks (or roundings, …) each, a colour stands for what the
+    kernels have in common and a marker for the kernel.
+    """
+    parted = [one.label.partition(", ")[::2] for one in series if one.role == "kernel"]
+    kernels, variants = (list(dict.fromkeys(pair[i] for pair in parted)) for i in range(2))
+    if len(kernels) > 1 and len(variants) > 1:
+        styles = [_kernel_style(variants.index(v), kernels.index(k)) for k, v in parted]
+    else:
+        styles = [_kernel_style(i, i) for i in range(len(parted))]
+    return [*styles, *map(_peer_style, range(len(series) - len(parted)))]
 
 
 def _draw(

@@ -31,9 +31,9 @@ def plot(
     path: Path,
     description: str = "",
 ) -> None:
-    """Draw a column for each op, its problems sorted; beside it the same of the lookups, if any."""
-    fig = canvas(17 if found else 9, 4.8, f"Tuned configs\n{where(device)}")
-    axes = fig.subplots(1, 2 if found else 1, squeeze=False)[0]
+    """Draw a column for each op, its problems sorted; below it the same of the lookups, if any."""
+    fig = canvas(10, 8.4 if found else 4.4, f"Tuned configs\n{where(device)}")
+    axes = fig.subplots(2 if found else 1, 1, squeeze=False)[:, 0]
     _strips(
         axes[0],
         [one for one in in_use(entries) if one.gain is not None],
@@ -41,7 +41,9 @@ def plot(
         _block,
         mean_gain,
     )
-    axes[0].set_title("default / tuned, each problem; below, the geometric mean", fontsize=10)
+    axes[0].set_title(
+        "default / tuned, each problem; beside the op, the geometric mean", fontsize=10
+    )
     axes[0].set_ylabel("gain over the default")
     if found:
         _strips(
@@ -53,7 +55,8 @@ def plot(
         )
         axes[1].axhline(NEAR, color="#999999", linewidth=1, linestyle=":", zorder=1)
         axes[1].set_title(
-            f"lookup / tuned, each shape without a profile; below, those within {NEAR - 1:.0%}",
+            f"lookup / tuned, each shape without a profile; beside the op, those within "
+            f"{NEAR - 1:.0%}",
             fontsize=10,
         )
         axes[1].set_ylabel("time over the tuned config's")
@@ -90,13 +93,13 @@ def _strips(
             color=KERNEL_COLOURS[i],
             label=name,
         )
-    names = [f"{op}\n{summary(part)}" for op, part in columns.items()]
-    ax.set_xticks(range(len(columns)), names, fontsize=8)
+    names = [f"{op}  {summary(part)}" for op, part in columns.items()]
+    ax.set_xticks(
+        range(len(columns)), names, fontsize=8, rotation=40, ha="right", rotation_mode="anchor"
+    )
     ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
     ax.yaxis.set_major_formatter(lambda y, _: times(y))
     plain(ax)
     ax.grid(False, axis="x")
     if points:
-        ax.legend(
-            frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11)
-        )
+        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))

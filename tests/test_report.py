@@ -8,7 +8,8 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.files import write
 from jetfire.measure.results import Results, Row
-from jetfire.report import documents, int8
+from jetfire.report import curves, documents, int8, plot
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS
 from jetfire.report.documents import BEGIN, END
 
 DEVICE = {
@@ -215,3 +216,25 @@ def test_the_readme_above_docs_results_is_found(tmp_path):
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
     assert execute("report", [str(file)]) == 0
     assert "GEMM 8192³" in (tmp_path / "README.md").read_text()
+
+
+def test_a_colour_is_a_block_and_a_marker_a_kernel():
+    labels = [f"{kernel}, block {block}" for block in (32, 128) for kernel in ("wgmma", "triton")]
+    series = [plot.Series(label, "kernel", ()) for label in labels]
+    *styles, peer = plot._styles([*series, plot.Series("cublas_bf16", "peer", ())])
+    colours, markers = ([style[name] for style in styles] for name in ("color", "marker"))
+    assert colours == [KERNEL_COLOURS[i] for i in (0, 0, 1, 1)]
+    assert markers == [MARKERS[i] for i in (0, 1, 0, 1)]
+    assert peer["color"] not in colours
+    # Where only one of the two varies, the colour does.
+    assert len({style["color"] for style in plot._styles(series[:2])}) == 2
+    assert plot._styles([]) == []
+
+
+def test_a_run_that_diverged_does_not_flatten_the_others():
+    def group(name, last):
+        curve = curves.Curve(name, [1, 2, 3], [6.0, 5.0, 4.0], [1, 3], [6.0, last])
+        return curves.CurveGroup.of(name, [curve])
+
+    base, near, far = group("bf16", 4.0), group("int8", 4.1), group("naive", 6.5)
+    assert [curves._near(base.mean, one) for one in (base, near, far)] == [True, True, False]
