@@ -183,7 +183,7 @@ OUTPUTS = (
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},
 )
 DEFAULT_OUTPUTS = (OUTPUTS[0], OUTPUTS[-1])
-# Configs of each block and output. One costs a second of one core.
+# Configs of each block, output and schedule. One costs a second of one core.
 PER_KIND = 1
 
 
@@ -191,9 +191,8 @@ def sample():
     """Problems, configs and paths to memory, dealt from the legal space so that each tile comes."""
     kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     draw = random.Random(0)
-    kinds = list(itertools.product((32, 64, 128), OUTPUTS))
-    for at, (block, output) in enumerate(kinds):
-        schedule = ("exact", "telescoped")[at % 2]  # each with every block and every output
+    kinds = list(itertools.product((32, 64, 128), OUTPUTS, ("exact", "telescoped")))
+    for at, (block, output, schedule) in enumerate(kinds):
         problem = op.Problem(4096, 4096, 4096, block=block, **output)
         space = kernel.space(problem, HOPPER)
         tiles = list(itertools.product(space["groups"], space["rows"], space["tile_n"]))

@@ -55,12 +55,9 @@ def audited(form, which, problem, config, access=None):
 
 
 @pytest.mark.parametrize("out_block", BLOCKS)
-def test_nothing_spills(form, out_block):
-    """Of codes in boxes and words, and of any address and size, with as many blocks as fit.
-
-    Forms and blocks have 8 and 16 warps in turn: a compilation takes a second.
-    """
-    warps = (8, 16)[([*FORMS].index(form) + BLOCKS.index(out_block)) % 2]
+@pytest.mark.parametrize("warps", [8, 16])
+def test_nothing_spills(form, warps, out_block):
+    """Of codes in boxes and words, and of any address and size, with as many blocks as fit."""
     problem = problem_of(form, out_block=out_block, layout="both", rounding="stochastic")
     config = kernel_of(form).default(problem, SM_90)
     if warps == 16:

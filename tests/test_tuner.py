@@ -156,9 +156,9 @@ def recorded(name):
 
 @cache
 def gaps(name, strategy):
-    """How far above the optimum 10 searches of 15% of the space end; they know no default."""
+    """How far above the optimum 20 searches of 15% of the space end; they know no default."""
     recording, found = recorded(name), []
-    for seed in range(10):
+    for seed in range(20):
         space = recording.space()
         identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
         sampler = strategy_of(strategy, space, seed, ())

@@ -579,7 +579,7 @@ def test_kill_9_at_any_instant(tmp_path, journal):
     rng = random.Random(4)
     arguments = (*GOOD, "--space=ms=30", "--trials", 20, "--storage", journal)
     finished = {}
-    for i in range(4):
+    for i in range(6):
         process = start(*arguments)
         if i % 3:  # else at any time from its start on
             more = measured(journal) + i % 3

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from jetfire.nn import convert
 
 VOCABULARY, LENGTH, WIDTH = 96, 16, 32
-STEPS, SAVED, KILLED = 80, 30, 50
+STEPS, SAVED, KILLED = 200, 80, 130
 END = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -120,7 +120,7 @@ class Killer(TrainerCallback):
 
 
 def long_run(folder: Path) -> Trainer:
-    """Return the run that is killed: 80 steps with dropout, a checkpoint every 30."""
+    """Return the run that is killed: 200 steps with dropout, a checkpoint every 80."""
     saved = {"save_strategy": "steps", "save_steps": SAVED}
     options = {"dropout": 0.1, "per_device_train_batch_size": 4, **saved}
     return trainer(folder, "gpt2", "int8", STEPS, **options)
