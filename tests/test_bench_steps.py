@@ -89,26 +89,13 @@ def test_a_gradient_in_4_bits_may_be_noisy_but_not_wrong(name, factor):
     assert wrong.startswith(f"{name}: relative error along")
 
 
-@pytest.mark.parametrize(
-    ("name", "scale", "noise", "right"),
-    [
-        ("qkv.weight", 1.0, 0.3, True),
-        ("expand.weight", 1.0, 0.3, False),
-        ("qkv.weight", 1.0, 0.6, False),
-        ("qkv.weight", 0.9, 0.3, False),
-        ("qkv.weight", 0.5, 0.0, False),
-        ("qkv.weight", math.nan, 0.0, False),
-    ],
-)
-def test_a_gradient_through_attention_may_be_off_by_noise_alone(name, scale, noise, right):
-    exact = {name: torch.ones(64, 64), "loss": torch.tensor(4.0)}
+@pytest.mark.parametrize(("scale", "noise", "along"), [(1.0, 0.3, "0.00"), (0.7, 0.0, "0.30")])
+def test_a_wrong_gradient_is_told_as_noise_or_as_a_part_that_is_missing(scale, noise, along):
+    exact = {"qkv.weight": torch.ones(64, 64), "loss": torch.tensor(4.0)}
     across = torch.ones(64, 64)
     across[::2] = -1
-    ours = {**exact, name: scale * exact[name] + noise * across}
-    found = bench.compared(ours, exact)
-    assert (found.wrong == "") == right
-    if right:
-        assert found.error == pytest.approx(noise)
+    found = bench.compared({**exact, "qkv.weight": scale + noise * across}, exact)
+    assert f"relative error 0.3 ({along} along it) against BF16 eager's" in found.wrong
 
 
 def test_work_is_counted_as_documented():
