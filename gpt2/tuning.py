@@ -60,11 +60,15 @@ def planned(
         step()
     found: dict[str, list[Case]] = {}
     for op, problem, called in calls.planned():
-        others = registry.kernels(op.name)
-        named = [others[name] for name in kernels if name in others] if kernels else [called]
-        for kernel in named:
-            if kernel.legal(problem, kernel.default(problem, device), device) is None:
-                found.setdefault(kernel.name, []).append(Case(op, problem))
+        others = registry.kernels(op.name).values()
+        named = [
+            kernel
+            for kernel in others
+            if kernel.name in kernels
+            and kernel.legal(problem, kernel.default(problem, device), device) is None
+        ]
+        for kernel in named if kernels else [called]:
+            found.setdefault(kernel.name, []).append(Case(op, problem))
     return found
 
 
@@ -130,8 +134,8 @@ def tune(
         for kernel, problems in found.items():
             wanted.setdefault(kernel, {}).update(dict.fromkeys(problems))
     if not wanted:
-        names = ", ".join(asked.kernels) or "none"
-        raise UsageError(f"--kernel {names}: no op of these steps has a kernel of this name")
+        names = ",".join(asked.kernels)
+        raise UsageError(f"--kernel {names}: takes no problem of these steps")
     gc.collect()
     torch.cuda.empty_cache()  # the tuner measures in processes of its own
     _tune_all(asked, {kernel: list(problems) for kernel, problems in wanted.items()})

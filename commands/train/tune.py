@@ -33,7 +33,12 @@ def run(
     ] = None,
     kernels: Annotated[
         o.Texts,
-        o.listed("--kernel", "NAME", "Instead of those that the step calls, these of its ops."),
+        o.listed(
+            "--kernel",
+            "NAME",
+            "Instead of those that the step calls, these of its ops.",
+            complete=o.complete_kernel,
+        ),
     ] = None,
     budget: o.Budget = "10m",
     trials: o.Trials = None,
@@ -62,6 +67,7 @@ def run(
         shard=o.shard(shard),
     )
     options.check(asked)
+    plan.check_kernels(["all"], asked.kernels)
     if sources.named_here(case):
         if corpus is not None:
             raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
