@@ -388,14 +388,14 @@ def test_an_adapter_on_a_conv1d_keeps_its_layout(peft, transformers):
 
 @pytest.mark.gpu
 def test_peak_of_adapters_on_a_frozen_base(peft, transformers):
-    """Of 7B's layer shapes: at most 0.55 of what the same takes on a BF16 base."""
+    """Of 7B's layers, all 32: at most 0.55 of what the same takes on a BF16 base, 13 GB."""
 
     def peak(frozen):
         config = transformers.LlamaConfig(
             vocab_size=256,
             hidden_size=4096,
             intermediate_size=11008,
-            num_hidden_layers=16,
+            num_hidden_layers=32,
             num_attention_heads=32,
             num_key_value_heads=32,
         )
