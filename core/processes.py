@@ -101,7 +101,6 @@ class _Python:
         if self._folder is None:
             yield
             return
-        resource_tracker.ensure_running()  # else the first child would start it with the script
         usual = spawn.get_executable()
         spawn.set_executable(str(self._script))
         try:
@@ -142,6 +141,8 @@ class Worker:
             args=(theirs, self._output, starter, target, arguments),
             daemon=not parent,
         )
+        # Else the first child starts the tracker: with the script, and it unblocks the signals.
+        resource_tracker.ensure_running()
         # Ctrl-C reaches the whole process group. A child interrupted before its `ignore` would
         # print a traceback where the user sees it.
         with interrupts.deferred(), interrupts.blocked(), self._python.used():

@@ -39,14 +39,13 @@ from jetfire.tuner import device as device_module  # noqa: E402
 from jetfire.tuner import session as session_module  # noqa: E402
 from jetfire.tuner import worker as workers_module  # noqa: E402
 from jetfire.tuner.device import DeviceRunner  # noqa: E402
-from jetfire.tuner.final import decide  # noqa: E402
-from jetfire.tuner.measure import Job  # noqa: E402
-from jetfire.tuner.runner import ReplayRunner, RunnerError  # noqa: E402
-from jetfire.tuner.search import Limits, search  # noqa: E402
+from jetfire.tuner.recording import ReplayRunner  # noqa: E402
+from jetfire.tuner.search import Limits, decide, search  # noqa: E402
 from jetfire.tuner.space import Space  # noqa: E402
 from jetfire.tuner.strategies import strategy_of  # noqa: E402
 from jetfire.tuner.study import Identity, StorageError, Study  # noqa: E402
-from jetfire.tuner.trial import Measurement  # noqa: E402
+from jetfire.tuner.trial import Measurement, RunnerError  # noqa: E402
+from jetfire.tuner.worker import Job  # noqa: E402
 
 OP = registry.get("transpose")
 PROBLEM = OP.Problem(m=32, n=32, block=32)
@@ -686,6 +685,28 @@ def test_an_interrupt_while_the_first_worker_starts(journal):
     code, errors = end(process)
     assert code == 130, errors[-3:]
     assert not journal.exists() or running(journal) == []
+
+
+def test_the_first_worker_starts_with_its_signals_blocked(tmp_path):
+    """The interpreter of each child gets a SIGINT before it runs any Python."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nkill -INT $$\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing.spawn, operator, sys\n"
+        "from jetfire.core.processes import Worker\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.spawn.set_executable(sys.argv[1])\n"
+        "    for _ in range(2):\n"
+        "        worker = Worker(operator.methodcaller('send', 'started'))\n"
+        "        print(worker.answer())\n"
+        "        worker.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, python], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "started\nstarted\n"), done.stderr
 
 
 def test_a_budget_ends_what_hangs(journal):
