@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import dataclass
@@ -51,6 +52,26 @@ class Device:
     @property
     def label(self) -> str:
         return f"{self.name} (CPU)" if self.kind == "cpu" else self.name
+
+    def alike(self) -> list[Device]:
+        """Return all devices of this one's model."""
+        if self.kind == "cpu":
+            return [self]
+        import torch
+
+        found = [_cuda(i) for i in range(torch.cuda.device_count())]
+        return [device for device in found if device.name == self.name]
+
+    def works(self) -> bool:
+        """Return whether it can be used still: every call after an illegal address, say, fails."""
+        if self.kind == "cuda":
+            import torch
+
+            with contextlib.suppress(Exception):
+                torch.cuda.synchronize(self.index)
+                return True
+            return False
+        return True
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Device:

@@ -357,12 +357,13 @@ def add(file: io.FileIO, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = False, busy: str = "") -> Iterator[None]:
     """Hold a lock file, which exists only meanwhile; a process that dies releases it.
 
     Args:
         path: the lock file.
         wait: wait for another process that holds it, rather than fail.
+        busy: what is said where one does.
 
     Raises:
         Busy: another process holds it, and `wait` is False.
@@ -371,7 +372,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     try:
         handle = _lock(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise Busy(f"{path}: another process holds it") from None
+        raise Busy(busy or f"{path}: another process holds it") from None
     except OSError as error:
         raise Unwritable(path, error) from None
     try:

@@ -7,7 +7,8 @@ two bodies run in Python and show the operators that they call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -98,13 +99,27 @@ def _define(schema: str, body: Body) -> None:
     define(schema, replay.Served(run, run, ()), body)
 
 
+_in_sight = 0
+
+
+@contextmanager
+def bodies_in_python() -> Iterator[None]:
+    """Have every call run its bodies in Python, where they can be watched."""
+    global _in_sight
+    _in_sight += 1
+    try:
+        yield
+    finally:
+        _in_sight -= 1
+
+
 def _in_cpp(leaves: Sequence[Maybe]) -> bool:
     """Return whether C++ takes a call of these leaves: the first is a plain tensor on a GPU.
 
     The others may be of any kind, as they are only told their gradients.
     """
     x = leaves[0]
-    if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if _in_sight or x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return x.is_cuda and replay.extension() is not None
 

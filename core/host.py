@@ -46,6 +46,8 @@ class Host(ABC):
     """The launch of one CUDA kernel.
 
     Attributes:
+        kernel: it has `programs`, a launch's functions.
+        threads: threads per block of a launch of one function, in the source's constants.
         template: the host code's, under kernels_cuda.
         notes: the meaning of each constant of its `config.cuh`.
         reasons: by size, why it must be the multiple that `multiples` says.
@@ -55,6 +57,8 @@ class Host(ABC):
         zeros: a workspace must be zeros before its first use; else it may hold anything.
     """
 
+    kernel: ClassVar[Any]
+    threads: ClassVar[str] = "THREADS"
     template: ClassVar[str]
     notes: ClassVar[Mapping[str, str]]
     reasons: ClassVar[Mapping[str, str]]
@@ -66,9 +70,17 @@ class Host(ABC):
         """Return nvcc's name of an architecture, such as ``90``."""
         return f"{capability[0]}{capability[1]}"
 
-    @abstractmethod
+    def threads_named(self, problem: Any, config: Any) -> tuple[str, ...]:
+        """Return the threads per block of each function, in the source's constants."""
+        return (self.threads,)
+
     def codes(self, problem: Any, config: Any) -> tuple[Code, ...]:
         """Return a launch's kernels in order, for contiguous tensors at multiples of 16."""
+        names = self.threads_named(problem, config)
+        return tuple(
+            Code(x.function, x.source, x.header, x.shared_bytes, 32 * x.warps, named)
+            for x, named in zip(self.kernel.programs(problem, config), names, strict=True)
+        )
 
     @abstractmethod
     def multiples(self, problem: Any, config: Any) -> dict[str, int]:

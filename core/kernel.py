@@ -43,12 +43,14 @@ class Kernel(ABC):
     Attributes:
         candidate: it is not tuned yet for all problems that profiles are shipped for, so it runs
             where no other kernel takes the problem, or where a profile has it as the fastest.
+        choices: the values that a tuner may try for each config field.
     """
 
     op: ClassVar[str]
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     candidate: ClassVar[bool] = False
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     @abstractmethod
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:
@@ -61,9 +63,16 @@ class Kernel(ABC):
     def default(self, problem: Any, device: Device) -> Any:
         """Return the config to use where no profile has a better one."""
 
-    @abstractmethod
     def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        """Return the values that a tuner may try for each config field."""
+        """Return the values that a tuner may try for each config field, of a problem."""
+        return dict(self.choices)
+
+    def outside(self, config: Any) -> str | None:
+        """Return which field of a config has a value that `choices` has not, or None."""
+        for name, values in self.choices.items():
+            if getattr(config, name) not in values:
+                return f"{name}={getattr(config, name)}: expected one of {values}"
+        return None
 
     def schedules(self, problem: Any, device: Device) -> list[Any]:
         """Return the best known config of each ``schedule`` in `space`; empty without schedules."""

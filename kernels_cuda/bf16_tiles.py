@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_cuda import tiles
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, Program, TilesKernel
+from jetfire.kernels_cuda.program import Program
+from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, TilesKernel
 
 
 class Bf16Tiles(TilesKernel):

@@ -1,19 +1,20 @@
-"""Host code that GEMMs in mma.sync share: how a tile is cut and fed, and whether that fits."""
+"""GEMMs in mma.sync: how a tile is cut and fed, whether that fits, and the launch."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.tensors import ceil_div
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin
+from jetfire.kernels_cuda.compile import header
+from jetfire.kernels_cuda.program import CudaKernel, Program
 
 if TYPE_CHECKING:
     import torch
@@ -74,31 +75,22 @@ class TileConfig(Config):
         return ceil_div(m, self.tile_m) * ceil_div(n, self.tile_n)
 
 
-SPACE: dict[str, Sequence[Any]] = {
-    "tile_m": (32, 64, 128, 256),
-    "tile_n": (32, 64, 128, 256),
-    "warps_m": (1, 2, 4),
-    "warps_n": (1, 2, 4),
-    "stages": (2, 3, 4, 5, 6),
-    "blocks": (1, 2, 3),
-    "raster": (1, 2, 4, 8, 16, 32),
-}
-
-
 # --- alignment -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TileAccess:
+class Access:
     """Choices that the tensors' alignment decides.
 
     Attributes:
         copy_bytes: bytes that one copy of A or B moves: 16, 8, 4, or 1 for any alignment.
-        out: the output is written in 16 bytes.
+        out: the output, or its codes, are written in 16 bytes.
+        qt: the transposed codes are.
     """
 
     copy_bytes: int = 16
     out: bool = True
+    qt: bool = False
 
 
 def places(x: torch.Tensor) -> tuple[int, int]:
@@ -118,21 +110,6 @@ def aligned(x: torch.Tensor | None) -> bool:
 
 
 # --- legality ------------------------------------------------------------------------------------
-
-
-def unsupported(device: Device) -> str | None:
-    """Return why the device cannot run any config."""
-    if device.kind != "cuda" or device.capability is None or device.capability < (8, 0):
-        return "needs a GPU of sm_80 or later: it is written in mma.sync and cp.async"
-    return driver.missing()
-
-
-def outside(config: TileConfig, space: Mapping[str, Sequence[Any]]) -> str | None:
-    """Return which field has a value that is not in the space."""
-    for name, values in space.items():
-        if getattr(config, name) not in values:
-            return f"{name}={getattr(config, name)}: expected one of {values}"
-    return None
 
 
 def misfit(config: TileConfig) -> str | None:
@@ -157,46 +134,113 @@ def spilling(config: TileConfig, needed: int) -> str | None:
     return None
 
 
-def too_large(m: int, n: int, config: TileConfig, shared_bytes: int, device: Device) -> str | None:
-    """Return why blocks of so much shared memory do not fit an SM, or m×n the grid."""
-    needed = shared_bytes + (config.blocks - 1) * (shared_bytes + RESERVED_BYTES)
-    if needed > device.shared_bytes:
-        return (
-            f"{needed} bytes of shared memory for blocks={config.blocks}: {device.label} has "
-            f"{device.shared_bytes}"
-        )
-    return "more than 2^30 tiles" if config.tiles(m, n) >= 2**30 else None
+# --- the kernel ----------------------------------------------------------------------------------
 
 
-# --- code ----------------------------------------------------------------------------------------
+class MmaKernel(CudaKernel):
+    """A GEMM in mma.sync: one block for each tile of the output.
 
+    Attributes:
+        source: its `.cu`, whose function has the op's name.
+    """
 
-def tile_constants(config: TileConfig, access: TileAccess) -> dict[str, bool | int]:
-    """Return the constants of `mma_tiles.cuh`, and how the output is written."""
-    return {
-        "COPY_BYTES": access.copy_bytes,
-        "VECTOR_OUT": access.out,
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "WARPS_M": config.warps_m,
-        "WARPS_N": config.warps_n,
-        "STAGES": config.stages,
-        # Bytes that lie anywhere take registers to put in place.
-        "MIN_BLOCKS": config.blocks if access.copy_bytes > 1 else 1,
-        "RASTER": config.raster,
+    name = "mma"
+    needs = "needs a GPU of sm_80 or later: it is written in mma.sync and cp.async"
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "tile_m": (32, 64, 128, 256),
+        "tile_n": (32, 64, 128, 256),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 5, 6),
+        "blocks": (1, 2, 3),
+        "raster": (1, 2, 4, 8, 16, 32),
     }
+    source: ClassVar[Path]
 
+    @abstractmethod
+    def row_bytes(self, problem: Any) -> int:
+        """Return the bytes of a row of A or B."""
 
-def compiled(source: Path, header: str, capability: tuple[int, int]) -> bytes:
-    major, minor = capability
-    return compile_cubin(source, header, f"sm_{major}{minor}")
+    @abstractmethod
+    def shared_bytes(self, problem: Any, config: Any, access: Access) -> int:
+        """Return a block's shared memory; the source asserts that it counts the same."""
 
+    @abstractmethod
+    def needed_registers(self, problem: Any, config: Any) -> int:
+        """Return the registers that a thread needs so that nothing spills."""
 
-@lru_cache(maxsize=2048)
-def loaded(
-    source: Path, name: str, header: str, shared_bytes: int, device: Device
-) -> driver.Function:
-    """Load the kernel once for all shapes that have the same code."""
-    assert device.capability is not None
-    code = compiled(source, header, device.capability)
-    return driver.Function(code, name, device.index, shared_bytes)
+    @abstractmethod
+    def constants(self, problem: Any, config: Any, access: Access) -> dict[str, bool | int]:
+        """Return the constants of the source that `mma_tiles.cuh` has not."""
+
+    @abstractmethod
+    def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors) -> bytes:
+        """Make the struct that the function takes."""
+
+    def refused(self, problem: Any, config: Any) -> str | None:
+        """Return why a tile does not suit a problem."""
+        return None
+
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        return (
+            self.unfit(device)
+            or self.outside(config)
+            or misfit(config)
+            or self.refused(problem, config)
+            or spilling(config, self.needed_registers(problem, config))
+            or self._too_large(problem, config, device)
+        )
+
+    def _too_large(self, problem: Any, config: Any, device: Device) -> str | None:
+        """Return why blocks of so much shared memory do not fit an SM, or the output the grid."""
+        shared = self.shared_bytes(problem, config, Access(qt=True))
+        needed = shared + (config.blocks - 1) * (shared + RESERVED_BYTES)
+        if needed > device.shared_bytes:
+            return (
+                f"{needed} bytes of shared memory for blocks={config.blocks}: {device.label} has "
+                f"{device.shared_bytes}"
+            )
+        return "more than 2^30 tiles" if config.tiles(problem.m, problem.n) >= 2**30 else None
+
+    def access(
+        self, problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None
+    ) -> Access:
+        """Return a launch's access; without tensors that of contiguous ones at multiples of 16."""
+        if inputs is None or outputs is None:
+            layout = getattr(problem, "layout", "q")
+            whole = problem.n * driver.ELEMENT_BYTES[problem.out] % 16 == 0
+            copied = copy_bytes(self.row_bytes(problem))
+            return Access(copied, layout != "qt" and whole, layout != "q" and problem.m % 16 == 0)
+        return Access(
+            copy_bytes(*places(inputs["a"]), *places(inputs["b"])),
+            aligned(outputs.get("c", outputs.get("q"))),
+            aligned(outputs.get("qt")),
+        )
+
+    def program(self, problem: Any, config: Any, access: Access) -> Program:
+        """Return the function for tensors of some alignment."""
+        shared = self.shared_bytes(problem, config, access)
+        constants = {
+            **self.constants(problem, config, access),
+            "COPY_BYTES": access.copy_bytes,
+            "VECTOR_OUT": access.out,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "WARPS_M": config.warps_m,
+            "WARPS_N": config.warps_n,
+            "STAGES": config.stages,
+            # Bytes that lie anywhere take registers to put in place.
+            "MIN_BLOCKS": config.blocks if access.copy_bytes > 1 else 1,
+            "RASTER": config.raster,
+            "EXPECTED_SHARED_BYTES": shared,
+        }
+        return Program(self.source, header(constants), shared, config.warps, self.op)
+
+    def programs(self, problem: Any, config: Any) -> list[Program]:
+        return [self.program(problem, config, self.access(problem))]
+
+    def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
+        device, access = Device.of(inputs["a"]), self.access(problem, inputs, outputs)
+        content = self.arguments(problem, inputs, outputs)
+        blocks = config.tiles(problem.m, problem.n)
+        self.run(problem, config, access, device, blocks, content)

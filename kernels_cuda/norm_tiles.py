@@ -12,19 +12,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Kernel
-from jetfire.core.machine_code import Cubin
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver, tiles
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, Program
+from jetfire.kernels_cuda.program import Program
+from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, TmaKernel
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +46,6 @@ class NormTilesConfig(PartsConfig):
     sums_resident: int = 2
 
 
-SPACE: dict[str, Sequence[Any]] = {
-    "warps": (8, 16),
-    "stages": (2, 3, 4),
-    "resident": (1, 2, 3),
-    "sums_stages": (2, 3, 4),
-    "sums_resident": (1, 2, 3),
-}
 WORDS = Access(tma=True, q=8, qt=4, stream=16)
 
 
@@ -126,7 +117,7 @@ def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | Non
     return Access(tiles.in_boxes(places), *tiles.write_access(m, n, outputs), stream)
 
 
-class NormTiles(Kernel):
+class NormTiles(TmaKernel):
     """A norm's gradient, for blocks of the grid that go over tiles of 128×128 codes, twice.
 
     Attributes:
@@ -134,18 +125,23 @@ class NormTiles(Kernel):
         sums: the op's outputs that are sums over rows.
     """
 
-    name = "tiles"
     Config = NormTilesConfig
-    candidate = True
+    choices: ClassVar = {
+        "warps": (8, 16),
+        "stages": (2, 3, 4),
+        "resident": (1, 2, 3),
+        "sums_stages": (2, 3, 4),
+        "sums_resident": (1, 2, 3),
+    }
     sources: ClassVar[tuple[Path, Path]]
     sums: ClassVar[tuple[str, ...]]
 
     def legal(self, problem: Any, config: NormTilesConfig, device: Device) -> str | None:
-        if (reason := tiles.device_reason(device, "the tensor memory accelerator")) is not None:
+        if (reason := self.unfit(device)) is not None:
             return reason
         if problem.mode != "bwd":
             return "mode=fwd: expected bwd"
-        if (reason := tiles.config_reason(problem, config, SPACE)) is not None:
+        if (reason := self.outside(config) or tiles.oversized(problem)) is not None:
             return reason
         for launch, prefix in PREFIXES.items():
             each = registers(launch, problem, config)
@@ -165,36 +161,17 @@ class NormTiles(Kernel):
             sums_resident=min(3, tiles.fitting(config.warps, each["sums"])),
         )
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE
+    def programs(self, problem: Any, config: NormTilesConfig) -> list[Program]:
+        return list(self.by_launch(problem, config, accesses(problem)).values())
 
-    def cubin(
-        self,
-        launch: Launch,
-        problem: Any,
-        config: NormTilesConfig,
-        capability: tuple[int, int],
-        access: Access,
-    ) -> Cubin:
-        """Return the machine code of a launch for tensors of some alignment."""
-        return self.programs(problem, config, access)[launch].cubin(capability)
-
-    def cubins(
-        self, problem: Any, config: NormTilesConfig, capability: tuple[int, int]
-    ) -> list[Cubin]:
-        access = accesses(problem)
-        return [self.cubin(each, problem, config, capability, access) for each in PREFIXES]
-
-    def programs(
+    def by_launch(
         self, problem: Any, config: NormTilesConfig, access: Access
     ) -> dict[Launch, Program]:
-        """Return each launch's kernel function."""
-        given = problem, config, access, len(self.sums)
-        texts = sums_header(*given), gradient_header(*given)
+        """Return each launch's function for tensors of some alignment."""
+        sums = len(self.sums)
+        texts = (write(problem, config, access, sums) for write in (sums_header, gradient_header))
         return {
-            launch: Program(
-                source, text, shared_bytes(launch, config, len(self.sums)), config.warps
-            )
+            launch: Program(source, text, shared_bytes(launch, config, sums), config.warps)
             for launch, source, text in zip(PREFIXES, self.sources, texts, strict=True)
         }
 
@@ -213,9 +190,16 @@ class NormTiles(Kernel):
         column_parts = empty((each, problem.n, sums))
         content = arguments(problem, inputs, outputs, access, row_parts, column_parts)
         blocks = each * strips, min(strips * down, config.resident * processors)
-        programs = self.programs(problem, config, access).values()
+        programs = _programs(self, problem, config, access)
         for count, program in zip(blocks, programs, strict=True):
             program.launch(device, count, content)
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs(
+    kernel: NormTiles, problem: Any, config: NormTilesConfig, access: Access
+) -> list[Program]:
+    return list(kernel.by_launch(problem, config, access).values())
 
 
 def blocks_per_strip(problem: Any, config: NormTilesConfig, processors: int) -> int:

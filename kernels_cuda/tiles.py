@@ -7,17 +7,15 @@ import struct
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Config, Kernel
-from jetfire.core.machine_code import Cubin
+from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
+from jetfire.kernels_cuda.program import CudaKernel, Program
 
 if TYPE_CHECKING:
     import torch
@@ -60,54 +58,13 @@ class Access:
     stream: int = 16
 
 
-@dataclass(frozen=True)
-class Program:
-    """A kernel function: its source, the `config.cuh` of it, and what a launch gives a block."""
-
-    source: Path
-    header: str
-    shared_bytes: int
-    warps: int
-
-    def cubin(self, capability: tuple[int, int]) -> Cubin:
-        """Return its machine code."""
-        major, minor = capability
-        code = compile_cubin(self.source, self.header, f"sm_{major}{minor}")
-        return Cubin(self.source.stem, code, self.shared_bytes, self.warps)
-
-    def launch(self, device: Device, blocks: int, content: bytes) -> None:
-        """Launch it with the struct that it takes, on the device's current stream."""
-        argument = driver.struct_argument(content, len(content))
-        _function(self, device)(blocks, 32 * self.warps, (argument,))
-
-
-@cache
-def _function(program: Program, device: Device) -> driver.Function:
-    """Load a program; it is kept for ever, since graphs hold it."""
-    assert device.capability is not None
-    code = program.cubin(device.capability).code
-    return driver.Function(code, program.source.stem, device.index, program.shared_bytes)
-
-
 # --- legality ------------------------------------------------------------------------------------
 
 
-def device_reason(device: Device, wanted: str) -> str | None:
-    """Return why a device does not run these kernels, which need sm_90 for what is wanted."""
-    if device.kind != "cuda" or (device.capability or (0, 0)) < (9, 0):
-        return f"needs sm_90 or newer, for {wanted}"
-    return driver.missing()
-
-
-def config_reason(problem: Any, config: Config, space: Mapping[str, Sequence[Any]]) -> str | None:
-    """Return why a config is not of a space, or a problem's size counts as too much."""
-    for name, values in space.items():
-        if getattr(config, name) not in values:
-            return f"{name}={getattr(config, name)}: expected one of {values}"
-    for name in ("m", "n"):
-        if getattr(problem, name) > 2**30:
-            return f"{name}={getattr(problem, name)}: expected at most 2^30"
-    return None
+def oversized(problem: Any) -> str | None:
+    """Return which of a problem's sizes counts as too much."""
+    sizes = (name for name in ("m", "n") if getattr(problem, name) > 2**30)
+    return next((f"{x}={getattr(problem, x)}: expected at most 2^30" for x in sizes), None)
 
 
 def room_reason(
@@ -198,22 +155,22 @@ def aligned(content: bytes) -> bytes:
     return content + bytes(-len(content) % 64)
 
 
-# --- a kernel of one launch ----------------------------------------------------------------------
+# --- kernels -------------------------------------------------------------------------------------
 
 
-class TilesKernel(Kernel):
-    """One launch of blocks of the grid that go over tiles.
-
-    Attributes:
-        wanted: what it needs sm_90 for.
-        choices: the values of a config's fields.
-    """
+class TmaKernel(CudaKernel):
+    """A kernel whose blocks go over tiles that TMA fetches, for sm_90 and later."""
 
     name = "tiles"
-    Config: ClassVar[type[Any]] = PartsConfig
     candidate = True
-    wanted: ClassVar[str] = "the tensor memory accelerator"
-    choices: ClassVar[Mapping[str, Sequence[Any]]]
+    least = (9, 0)
+    needs = "needs sm_90 or newer, for the tensor memory accelerator"
+
+
+class TilesKernel(TmaKernel):
+    """One launch of blocks of the grid that go over tiles."""
+
+    Config: ClassVar[type[Any]] = PartsConfig
 
     @abstractmethod
     def registers(self, problem: Any, config: Any) -> int:
@@ -247,9 +204,10 @@ class TilesKernel(Kernel):
 
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:
         return (
-            device_reason(device, self.wanted)
+            self.unfit(device)
             or self.refused(problem)
-            or config_reason(problem, config, self.choices)
+            or self.outside(config)
+            or oversized(problem)
             or room_reason(
                 config,
                 config.warps,
@@ -267,15 +225,12 @@ class TilesKernel(Kernel):
         by_memory = (device.shared_bytes + KEPT) // shared
         return dataclasses.replace(config, resident=min(by_registers, by_memory))
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return dict(self.choices)
-
-    def cubins(self, problem: Any, config: Any, capability: tuple[int, int]) -> list[Cubin]:
-        return [self.program(problem, config, self.accesses(problem)).cubin(capability)]
+    def programs(self, problem: Any, config: Any) -> list[Program]:
+        return [self.program(problem, config, self.accesses(problem))]
 
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
         device = Device.of(next(iter(inputs.values())))
         access = self.accesses(problem, inputs, outputs)
         blocks = self.blocks(problem, config, driver.processors(device.index))
         content = self.arguments(problem, inputs, outputs, access)
-        self.program(problem, config, access).launch(device, blocks, content)
+        self.run(problem, config, access, device, blocks, content)

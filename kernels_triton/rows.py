@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from jetfire.core.tensors import ceil_div
 from jetfire.kernels_triton.common import spread
-from jetfire.kernels_triton.tiles import load_tile
+from jetfire.kernels_triton.kernel import Launch
+from jetfire.kernels_triton.tiles import TileConfig, load_tile
 
 
 @triton.jit
@@ -53,3 +57,17 @@ def column_sums_kernel(part_ptr, out_ptr, parts, N, C: tl.constexpr):
         total += tl.load(at, mask=cols < N, other=0.0)
         at += N
     tl.store(out_ptr + cols, total, mask=cols < N)
+
+
+def column_sums(problem: Any, config: TileConfig, name: str) -> Launch:
+    """Return the launch that adds up an output's parts, one from each row of tiles."""
+    return Launch(
+        column_sums_kernel,
+        (ceil_div(problem.n, 128),),
+        problem,
+        config,
+        {"part_ptr": f"{name}_parts", "out_ptr": name},
+        parts=ceil_div(problem.m, config.tile_m),
+        C=128,
+        num_warps=4,
+    )

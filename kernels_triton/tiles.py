@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.core.problem import written_block
+from jetfire.core.tensors import ceil_div
+from jetfire.kernels_triton.kernel import TritonKernel
 
 
 @dataclass(frozen=True)
@@ -51,24 +54,67 @@ def device_reason(device: Device) -> str | None:
     return None
 
 
+def power_reason(
+    config: Config,
+    *names: str,
+    expected: str = "a power of two",
+    least: int = 1,
+    most: float = math.inf,
+    multiple: int = 1,
+) -> str | None:
+    """Return which field of a config is no power of two, or is out of bounds, or None."""
+    for name in names:
+        size = getattr(config, name)
+        if size % multiple or size & (size - 1) or not least <= size <= most:
+            return f"{name}={size}: expected {expected}"
+    return None
+
+
+def warps_reason(config: Any, most: int = 16) -> str | None:
+    """Return why a config's warps are no power of two of at most so many, or None."""
+    *others, last = (str(warps) for warps in WARPS if warps <= most)
+    expected = f"{', '.join(others)} or {last}"
+    return power_reason(config, "warps", expected=expected, most=most)
+
+
+def share_reason(
+    count: int, config: Any, least: int, most: int, of: str = "elements"
+) -> str | None:
+    """Return why so many elements, shared by a config's threads, are too few or too many each."""
+    each = count // (32 * config.warps)
+    return None if least <= each <= most else f"{each} {of} per thread: expected {least} to {most}"
+
+
+def grid_reason(count: int, expected: str = "larger tiles", of: str = "tiles") -> str | None:
+    """Return why a launch of so many programs is illegal, or None."""
+    return f"more than 2^31 {of}: expected {expected}" if count >= 2**31 else None
+
+
+def register_reason(config: TileConfig) -> str | None:
+    """Return why a config's register limit, where it has one, is illegal."""
+    if not isinstance(config, RegisterConfig):
+        return None
+    # ptxas takes 24 at the least; 255 is the most that a thread can have.
+    if not 24 <= config.registers <= 255:
+        return f"registers={config.registers}: expected 24 to 255"
+    if config.registers < 255 and config.registers * 32 * config.warps > 65536:
+        return f"registers={config.registers} warps={config.warps}: an SM has 65536 registers"
+    return None
+
+
 def tile_reason(
     m: int, n: int, block: int, config: TileConfig, device: Device, most: int = 64
 ) -> str | None:
     """Return why a tile of at most `most` elements per thread is illegal for m×n, or None."""
-    if (reason := device_reason(device)) is not None:
-        return reason
-    for name in ("tile_m", "tile_n"):
-        size = getattr(config, name)
-        if size % block or size & (size - 1):
-            return f"{name}={size}: expected a power of two that is a multiple of {block}"
-    if config.warps not in WARPS:
-        return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
-    per_thread = config.tile_m * config.tile_n // (32 * config.warps)
-    if not 1 <= per_thread <= most:
-        return f"{per_thread} elements per thread: expected 1 to {most}"
-    if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**31:
-        return "more than 2^31 tiles: expected larger tiles"
-    return None
+    expected = f"a power of two that is a multiple of {block}"
+    return (
+        register_reason(config)
+        or device_reason(device)
+        or power_reason(config, "tile_m", "tile_n", expected=expected, multiple=block)
+        or warps_reason(config, 32)
+        or share_reason(config.tile_m * config.tile_n, config, 1, most)
+        or grid_reason(tile_count(m, n, config))
+    )
 
 
 def register_limit(config: RegisterConfig) -> dict[str, int]:
@@ -76,16 +122,23 @@ def register_limit(config: RegisterConfig) -> dict[str, int]:
     return {"maxnreg": config.registers} if config.registers < 255 else {}
 
 
-def register_reason(
-    m: int, n: int, block: int, config: RegisterConfig, device: Device
-) -> str | None:
-    """Return `tile_reason`, or why the register limit is illegal."""
-    # ptxas takes 24 at the least; 255 is the most that a thread can have.
-    if not 24 <= config.registers <= 255:
-        return f"registers={config.registers}: expected 24 to 255"
-    if config.registers < 255 and config.registers * 32 * config.warps > 65536:
-        return f"registers={config.registers} warps={config.warps}: an SM has 65536 registers"
-    return tile_reason(m, n, block, config, device)
+class TileKernel(TritonKernel):
+    """A kernel whose programs each write a tile."""
+
+    Config: ClassVar[type[Any]] = TileConfig
+    choices = TILE_SPACE
+
+    def side(self, problem: Any) -> int:
+        """Return the side of the blocks of which tiles are made: the larger of those of codes."""
+        return max(problem.block, written_block(problem))
+
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        return tile_reason(problem.m, problem.n, self.side(problem), config, device)
+
+
+def tile_count(m: int, n: int, config: Any) -> int:
+    """Count the tiles of an m×n matrix."""
+    return ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n)
 
 
 @triton.jit
@@ -130,11 +183,6 @@ def store_tile(ptr, tile, row0, col0, M, N, stride):
     cols = col0 + tl.arange(0, tile.shape[1])
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     tl.store(ptr + offsets, tile, mask=(rows < M)[:, None] & (cols < N)[None, :])
-
-
-def quantised(outputs: Tensors) -> list[Any]:
-    """Return codes, scales and their transposes for `store_quantised`, None for those not asked."""
-    return [outputs.get(name) for name in ("q", "scale", "qt", "scale_t")]
 
 
 @triton.jit

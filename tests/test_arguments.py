@@ -20,6 +20,7 @@ from jetfire.nn import (
     Int8GELU,
     Int8LayerNorm,
     Int8Linear,
+    Int8LlamaBlock,
     convert,
     linear_cross_entropy,
     quantised_weights,
@@ -101,6 +102,20 @@ CONSTRUCTORS = {
     Int8LayerNorm: {"width": 64, "eps": 1e-5, "block": 32, "device": None, "dtype": None},
     Int8GELU: {"approximate": "tanh", "block": 32},
     Int8Block: {"width": 64, "heads": 2, "dropout": 0.1, "block": 32, "device": None},
+    Int8LlamaBlock: {
+        "width": 64,
+        "heads": 2,
+        "kv_heads": 1,
+        "hidden": 96,
+        "dropout": 0.1,
+        "bias": True,
+        "window": 8,
+        "eps": 1e-5,
+        "theta": 10000.0,
+        "block": 32,
+        "flow": 32,
+        "device": None,
+    },
     Int8Conv1D: {
         "weight": nn.Parameter(torch.ones(64, 32)),
         "bias": nn.Parameter(torch.ones(32)),
@@ -135,7 +150,9 @@ def test_constructors(kind):
 
             def build(keywords=keywords):
                 layer = kind(**keywords)
-                if isinstance(layer, nn.Module) and not isinstance(layer, Int8Block):
+                if isinstance(layer, nn.Module) and not isinstance(
+                    layer, Int8Block | Int8LlamaBlock
+                ):
                     layer(x[:, : getattr(layer, "in_features", 64)])
 
             message = told(build, {}, allowed=(RuntimeError,))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jetfire.core import environment, files
-from jetfire.gpt2 import prepared
+from jetfire.gpt2.data import prepared
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.measure import peaks
 

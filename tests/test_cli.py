@@ -53,7 +53,7 @@ def test_scripts_are_the_subcommands(monkeypatch):
 
 USAGE = [
     (["--m", "64"], "which op? expected one of"),
-    (["nope"], "no op 'nope': expected one of"),
+    (["zzz"], "no op 'zzz': expected one of"),
     (["gemm", "--m", "-5"], "--m -5: expected a size of at least 1"),
     (["gemm", "--m", "x"], "--m x: expected a size"),
     (["gemm", "--m", "1:2"], "--m 1:2: expected a size"),

@@ -13,7 +13,7 @@ from jetfire.bench import audit, progress
 from jetfire.cli import execute
 from jetfire.core import registry, terminal
 from jetfire.core.device import target_device
-from jetfire.gpt2.display import TrainingDisplay as Training
+from jetfire.gpt2.training.display import TrainingDisplay as Training
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
@@ -111,10 +111,13 @@ def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
         provenance={"date": EVIL, "gpu": EVIL},
     )
     profile = profiles.Profile(tmp_path, "user", EVIL, "gemm", [entry])
-    text = printed(profiles._table(profile), capsys)
-    assert text.count(SEEN) == 4
-    terminal.console().print(*profiles._heading(profile), soft_wrap=True, sep="")
-    assert SEEN in capsys.readouterr().out
+    monkeypatch.setattr(profiles, "found", lambda *_: [profile])
+    wide = terminal.console(width=400)
+    monkeypatch.setattr(terminal, "console", lambda width: wide)
+    profiles.show([], None)
+    heading, table = capsys.readouterr().out.split("\n", 1)
+    assert SEEN in heading
+    assert table.count(SEEN) == 4
 
 
 @pytest.mark.parametrize(

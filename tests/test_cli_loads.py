@@ -202,8 +202,8 @@ FILLED = {
     "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce interpreter debug version"),
     "export": ([BENCH, "export.options.ExportOptions"], "arch version"),
     "advise": (["models.options.AdviseOptions"], ""),
-    "train.run": (["gpt2.options.TrainOptions"], "strict_profile debug version"),
-    "train.study": (["gpt2.study.StudyOptions"], "debug"),
+    "train.run": (["gpt2.training.options.TrainOptions"], "strict_profile debug version"),
+    "train.study": (["gpt2.training.study.StudyOptions"], "debug"),
     "train.bench": ([BENCH], "case recipes strict_profile"),
     "train.tune": ([TUNE], "case recipes settings corpus budget debug"),
 }

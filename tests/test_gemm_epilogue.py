@@ -61,7 +61,7 @@ def built(folder, problem, config, path):
     for name in ("ptx.cuh", "ptx_sm80.cuh"):
         shutil.copy(FAKES / "cuda.cuh", folder / name)
     shutil.copy(FAKES / "epilogue.cu", folder)
-    text = wgmma.config_header(problem, config, path)
+    text = wgmma.program(problem, config, path).header
     constants = text[: text.index("__device__")]
     (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
     done = subprocess.run(

@@ -13,8 +13,8 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda.gemm import mma
-from jetfire.kernels_cuda.gemm.mma import Access, MmaConfig, shared_bytes
+from jetfire.kernels_cuda.gemm.mma import MmaConfig
+from jetfire.kernels_cuda.mma_tiles import Access
 from jetfire.reference.gemm import gemm
 from jetfire.reference.quantize import quantize
 
@@ -56,13 +56,13 @@ SHAPES = (
     (17, 9, 5),
 )
 KERNEL, OP = registry.get_kernel("gemm", "mma"), registry.get("gemm")
+ALIGNED = Access(qt=True)
 
 
-def compiled(problem, config, capability, access=mma.ALIGNED):
+def compiled(problem, config, capability, access=ALIGNED):
     """Its audit, or skip where it cannot be compiled or read."""
     try:
-        code = mma.cubin(problem, config, capability, access)
-        return audit(mma.Cubin("gemm", code, shared_bytes(problem, config, access), config.warps))
+        return audit(KERNEL.program(problem, config, access).cubin(capability))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -91,7 +91,7 @@ def test_machine_code(capability, block):
 @pytest.mark.parametrize(
     ("fields", "access"),
     [
-        (STOCHASTIC, mma.ALIGNED),
+        (STOCHASTIC, ALIGNED),
         (STOCHASTIC, Access(1, False, False)),
         ({"out": "fp32", "accumulate": True, "bias": True}, Access(4, True, False)),
     ],
@@ -127,7 +127,7 @@ def test_what_a_launch_runs_can_be_audited():
         (cubin,) = KERNEL.cubins(problem, config, (8, 9))
     except UsageError as error:
         pytest.skip(str(error))
-    assert cubin.shared_bytes == shared_bytes(problem, config, Access(4, False, False))
+    assert cubin.shared_bytes == KERNEL.shared_bytes(problem, config, Access(4, False, False))
     assert cubin.warps == 4
     assert cubin.code.startswith(b"\x7fELF")
 
@@ -166,13 +166,16 @@ def test_shared_memory_follows_from_the_layout():
     """By hand: a ring, its scales, and at the end what outgrows the ring, and a maximum a block."""
     fp32 = OP.Problem(128, 128, 128, block=32, out="fp32")
     config = MmaConfig(64, 128, 2, 2, stages=3)
-    assert shared_bytes(fp32, config) == 3 * (192 * 128 + 4 * (2 + 4) * 4)
+    assert KERNEL.shared_bytes(fp32, config, ALIGNED) == 3 * (192 * 128 + 4 * (2 + 4) * 4)
     both = OP.Problem(128, 128, 128, block=64, out="int8", layout="both")
-    assert shared_bytes(both, config) == 3 * (192 * 128 + 2 * (1 + 2) * 4) + 2 * 4
+    assert KERNEL.shared_bytes(both, config, ALIGNED) == 3 * (192 * 128 + 2 * (1 + 2) * 4) + 2 * 4
     other = dataclasses.replace(both, out_block=32)
-    assert shared_bytes(other, config) == shared_bytes(both, config) + (2 * 4 - 2) * 4
+    assert (
+        KERNEL.shared_bytes(other, config, ALIGNED)
+        == KERNEL.shared_bytes(both, config, ALIGNED) + (2 * 4 - 2) * 4
+    )
     narrow = dataclasses.replace(config, tile_m=32, tile_n=32, stages=2)  # 16x16 a warp
-    assert shared_bytes(fp32, narrow) == 2 * (64 * 128 + 4 * 2 * 4)
+    assert KERNEL.shared_bytes(fp32, narrow, ALIGNED) == 2 * (64 * 128 + 4 * 2 * 4)
 
 
 def test_every_problem_has_a_legal_default():

@@ -19,7 +19,6 @@ from jetfire.kernels_cuda.gemm import cost, wgmma
 from jetfire.kernels_cuda.gemm.config import (
     PARTS_A_TILE,
     WgmmaConfig,
-    cluster_tiles,
     clusters,
     whole_tiles,
 )
@@ -106,7 +105,7 @@ def schedule(tmp_path_factory):
 
     def parts(problem, config, processors):
         blocks = clusters(problem, config, processors) * config.cluster
-        room = (c_int * (5 * (cluster_tiles(problem, config) + 3)))()
+        room = (c_int * (5 * (config.cluster_tiles(problem.m, problem.n) + 3)))()
         sizes = problem.m, problem.n, problem.k
         found = []
         for block in range(blocks):
@@ -149,7 +148,7 @@ def test_every_step_is_dealt_once_and_who_begins_a_tile_finds_the_rest(
     problem, config = OP.Problem(*sizes), WgmmaConfig(stream=True, **fields)
     found = schedule(problem, config, processors)
     steps, cluster = -(-problem.k // hopper.TILE_K), config.cluster
-    workers, tiles = len(found) // cluster, cluster_tiles(problem, config)
+    workers, tiles = len(found) // cluster, config.cluster_tiles(problem.m, problem.n)
     covered, most = {}, 0
     for block, parts in enumerate(found):
         assert parts
@@ -214,7 +213,7 @@ def test_every_output_can_be_streamed(block, options):
     options = {"out_block": block} | options if options["out"] == "int8" else options
     problem = OP.Problem(256, 512, 4096, block=block, **options)
     config = WgmmaConfig(groups=2, stages=3, stream=True)
-    if (reason := hopper.unfit(HOPPER)) is not None:
+    if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
     assert KERNEL.legal(problem, config, HOPPER) is None
     assert KERNEL.space(problem, HOPPER)["stream"] == (False, True)
@@ -319,7 +318,7 @@ def streams(m, n, k, **options):
 
 
 def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_idle():
-    if (reason := hopper.unfit(HOPPER)) is not None:
+    if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
     for block, (out, accumulate) in itertools.product(
         (32, 128), (("bf16", False), ("fp32", False), ("fp16", True), ("fp32", True))

@@ -248,7 +248,7 @@ def compiled(problem, config, capability, matrices=None):
     """Its audit, or skip where it cannot be compiled or read."""
     matrices = matrices or rows.contiguous(problem, config)
     try:
-        return audit(rows.cubin(problem, config, capability, matrices))
+        return audit(rows.program(problem, config, matrices).cubin(capability))
     except UsageError as error:
         pytest.skip(str(error))
 

@@ -13,8 +13,8 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda.int4_gemm import mma
-from jetfire.kernels_cuda.int4_gemm.mma import Access, MmaConfig, shared_bytes
+from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
+from jetfire.kernels_cuda.mma_tiles import Access
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 CAPABILITIES = (AMPERE, (8, 6), ADA, HOPPER)
@@ -49,13 +49,13 @@ SHAPES = (
     (17, 9, 6),
 )
 KERNEL, OP = registry.get_kernel("int4_gemm", "mma"), registry.get("int4_gemm")
+ALIGNED = Access()
 
 
-def compiled(problem, config, capability, access=mma.ALIGNED):
+def compiled(problem, config, capability, access=ALIGNED):
     """Its audit, or skip where it cannot be compiled or read."""
     try:
-        code = mma.cubin(problem, config, capability, access)
-        return audit(mma.Cubin("int4_gemm", code, shared_bytes(problem, config), config.warps))
+        return audit(KERNEL.program(problem, config, access).cubin(capability))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -112,7 +112,7 @@ def test_what_a_launch_runs_can_be_audited():
         (cubin,) = KERNEL.cubins(problem, config, ADA)
     except UsageError as error:
         pytest.skip(str(error))
-    assert cubin.shared_bytes == shared_bytes(problem, config)
+    assert cubin.shared_bytes == KERNEL.shared_bytes(problem, config, ALIGNED)
     assert cubin.warps == 4
     assert cubin.code.startswith(b"\x7fELF")
 
@@ -128,11 +128,11 @@ def test_alignment_is_that_of_the_rows_in_bytes():
     ):
         problem = OP.Problem(40, 24, k, operands=operands)
         inputs = OP.inputs(problem, torch.device("cpu"))
-        found = Access.of_contiguous(problem)
+        found = KERNEL.access(problem)
         assert found == Access(size, out=True)
-        assert Access.of(inputs, OP.outputs(problem, inputs)).copy_bytes >= size
-    assert not Access.of_contiguous(OP.Problem(40, 23, 32)).out
-    assert Access.of_contiguous(OP.Problem(40, 20, 32, out="fp32")).out
+        assert KERNEL.access(problem, inputs, OP.outputs(problem, inputs)).copy_bytes >= size
+    assert not KERNEL.access(OP.Problem(40, 23, 32)).out
+    assert KERNEL.access(OP.Problem(40, 20, 32, out="fp32")).out
 
 
 def test_legality_has_reasons():
@@ -174,10 +174,10 @@ def test_shared_memory_follows_from_the_layout():
     """By hand: a ring, or at the end sixteen rows a warp."""
     fp32 = OP.Problem(128, 128, 128, out="fp32")
     config = MmaConfig(64, 128, 2, 2, stages=3)
-    assert shared_bytes(fp32, config) == 3 * 192 * 128
+    assert KERNEL.shared_bytes(fp32, config, ALIGNED) == 3 * 192 * 128
     wide = MmaConfig(32, 256, 1, 4, stages=2)
-    assert shared_bytes(fp32, dataclasses.replace(wide, tile_n=32)) == 2 * 64 * 128
-    assert shared_bytes(fp32, wide) == 2 * 288 * 128
+    assert KERNEL.shared_bytes(fp32, dataclasses.replace(wide, tile_n=32), ALIGNED) == 2 * 64 * 128
+    assert KERNEL.shared_bytes(fp32, wide, ALIGNED) == 2 * 288 * 128
 
 
 def test_every_problem_has_a_legal_default():

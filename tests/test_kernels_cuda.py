@@ -16,7 +16,7 @@ from jetfire.bench import audit as audit_command
 from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import Cubin, audit
+from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda.compile import CompileError, compile_cubin, header
 from jetfire.kernels_cuda.gemm import wgmma
@@ -215,9 +215,7 @@ def sample():
 
 def machine_code(case):
     problem, config, path = case
-    code = wgmma.cubin(problem, config, path)
-    shared = wgmma.shared_bytes(problem, config)
-    return audit(Cubin("gemm", code, shared, 4 * (config.groups + 1)))
+    return audit(wgmma.program(problem, config, path).cubin((9, 0)))
 
 
 def defaults():
@@ -311,7 +309,7 @@ def test_shared_memory_that_is_counted_otherwise_does_not_compile(cache, monkeyp
     counted = wgmma.shared_bytes(problem, config)
     monkeypatch.setattr(wgmma, "shared_bytes", lambda *_: counted + 16)
     with pytest.raises(CompileError, match="counts shared memory otherwise"):
-        wgmma.cubin(problem, config)
+        registry.get_kernel("gemm", "wgmma").cubins(problem, config, (9, 0))
 
 
 def test_audit_shows_cuda_kernels(capsys):

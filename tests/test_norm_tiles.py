@@ -49,7 +49,7 @@ def problem_of(form, m=8192, n=1024, **fields):
 def audited(form, which, problem, config, access=None):
     access = access or accesses(problem)
     try:
-        return audit(kernel_of(form).cubin(which, problem, config, (9, 0), access))
+        return audit(kernel_of(form).by_launch(problem, config, access)[which].cubin((9, 0)))
     except UsageError as error:
         pytest.skip(str(error))
 

@@ -22,14 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetfire import cli
-from jetfire.commands import problems
+from jetfire.commands import options
 from jetfire.core import launch, profiles, registry, schema, workloads
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import choose, command_for
 from jetfire.core.profiles import Entry, find
-from jetfire.measure import provenance, runner
+from jetfire.measure import plan, provenance, runner
 from jetfire.measure.plan import Case
 from jetfire.tuner.show import show
 
@@ -683,8 +683,8 @@ def test_the_command_tunes_just_the_problem(problem):
     assert script == "jetfire-tune"
     command = typer.main.get_command(cli.app).commands["tune"].commands["run"]
     given = command.make_context("tune", words).params
-    request = problems.request(given, mode=[given["mode"]])
-    assert problems.cases(request, 4096) == [Case(op, problem)]
+    request = options.request(given, mode=[given["mode"]])
+    assert plan.cases(request.sized(4096), print) == [Case(op, problem)]
 
 
 def test_the_bench_says_where_a_config_comes_from(toy):

@@ -46,6 +46,7 @@ FIELDS = {
         {"mode": "bwd", "residual": True},
     ],
     "quantize": [{"dtype": "fp32"}, {"rounding": "stochastic", "layout": "both"}],
+    "rope": [{"head": 2}, {"head": 2, "inverse": True, "dtype": "fp32"}],
     "sample_rows": [{}, {"product": "wgrad"}],
 }
 

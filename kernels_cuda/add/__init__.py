@@ -20,7 +20,8 @@ from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import tiles
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.tiles import TILE, Access, Program, TilesKernel
+from jetfire.kernels_cuda.program import Program
+from jetfire.kernels_cuda.tiles import TILE, Access, TilesKernel
 
 SOURCE = Path(__file__).parent / "strips.cu"
 SIDE = 32  # rows of a band, and rows and columns of the blocks that are written

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_cuda import tiles
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, Program, TilesKernel
+from jetfire.kernels_cuda.program import Program
+from jetfire.kernels_cuda.tiles import PARTS, TILE, Access, PartsConfig, TilesKernel
 
 SOURCE = Path(__file__).parent / "tiles.cu"
 ARGUMENT_BYTES = 384  # of a struct that is aligned to 64
@@ -65,7 +66,7 @@ class GeluTiles(TilesKernel):
     """Both directions."""
 
     op = "gelu"
-    wanted = "the maximum of two half words"
+    needs = "needs sm_90 or newer, for the maximum of two half words"
     choices: ClassVar[dict[str, Sequence[Any]]] = {
         "warps": (8, 16),
         "stages": (2, 3, 4),

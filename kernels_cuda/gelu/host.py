@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.host import Code, Host
+from jetfire.core.host import Host
 from jetfire.kernels_cuda import gelu
 from jetfire.kernels_cuda.tiles import TILE, PartsConfig
 
@@ -33,6 +33,7 @@ NOTES = {
 class TilesHost(Host):
     """Host code for sm_90 and later: blocks that go over tiles of 128×128 codes."""
 
+    kernel = gelu.GeluTiles()
     template = "gelu/tiles.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
     reasons: ClassVar[Mapping[str, str]] = {
@@ -41,11 +42,6 @@ class TilesHost(Host):
     }
     aligned = ("x", "dy", "q", "qt")
     tensor_maps = True
-
-    def codes(self, problem: GeluProblem, config: PartsConfig) -> tuple[Code, ...]:
-        found = gelu.program(problem, config, gelu.accesses(problem))
-        name, threads = found.source.stem, 32 * found.warps
-        return (Code(name, found.source, found.header, found.shared_bytes, threads, "THREADS"),)
 
     def multiples(self, problem: GeluProblem, config: PartsConfig) -> dict[str, int]:
         access = gelu.accesses(problem)

@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Kernel
 from jetfire.core.tensors import ceil_div
-from jetfire.kernels_cuda.gemm.config import WgmmaConfig, cluster_tiles, clusters, whole_tiles
-from jetfire.kernels_cuda.hopper import TILE_K
+from jetfire.kernels_cuda import hopper
+from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
+from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
@@ -42,16 +42,14 @@ STREAM_GAIN = 1.03
 
 
 @lru_cache(maxsize=4096)
-def fastest(kernel: Kernel, problem: GemmProblem, device: Device) -> WgmmaConfig:
+def fastest(kernel: WgmmaKernel, problem: GemmProblem, device: Device) -> WgmmaConfig:
     """Return the candidate that should be fastest; every call of a model asks."""
-    legal = [c for c in _candidates(problem) if kernel.legal(problem, c, device) is None]
-    if not legal:
-        return WgmmaConfig()
 
     def price(config: WgmmaConfig) -> float:
         return _microseconds(problem, config, device) * (STREAM_GAIN if config.stream else 1)
 
-    return min(legal, key=price)
+    found: WgmmaConfig = hopper.fastest(kernel, problem, device, _candidates(problem), price)
+    return found
 
 
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
@@ -91,7 +89,7 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     """Estimate microseconds by waves of tiles, or by an even share of all steps."""
     slow, fast = STEP_US[config.groups, config.tile_n]
     step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
-    steps, tiles = ceil_div(problem.k, TILE_K), cluster_tiles(problem, config)
+    steps, tiles = ceil_div(problem.k, TILE_K), config.cluster_tiles(problem.m, problem.n)
     workers = device.sms // config.cluster
     if not config.stream or whole_tiles(tiles, workers) == tiles:
         return ceil_div(tiles, workers) * (steps * step_us + TILE_US)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.host import Code, Host, size_for_16_bytes
+from jetfire.core.host import Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.gemm import mma, wgmma
 from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig
+from jetfire.kernels_cuda.gemm.mma import MmaConfig
 from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def _output_multiples(problem: GemmProblem, out: bool, qt: bool) -> dict[str, in
 class WgmmaHost(Host):
     """Host code for sm_90a: tensor maps, persistent blocks, flags and sums for stream-K."""
 
+    kernel = wgmma.WgmmaGemm()
+    threads = "128 * (GROUPS + 1)"
     template = "gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     reasons: ClassVar[Mapping[str, str]] = REASONS
@@ -88,35 +90,16 @@ class WgmmaHost(Host):
     def architecture(self, capability: tuple[int, int]) -> str:
         return "90a"
 
-    def _path(self, problem: GemmProblem) -> TmaOutputs:
-        """Return what contiguous outputs at multiples of 16 bytes would have."""
-        return TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
-
-    def codes(self, problem: GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
-        header = wgmma.config_header(problem, config, self._path(problem))
-        return (
-            Code(
-                "gemm",
-                wgmma.SOURCE,
-                header,
-                wgmma.shared_bytes(problem, config),
-                128 * (config.groups + 1),
-                "128 * (GROUPS + 1)",
-            ),
-        )
-
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
-        path = self._path(problem)
+        path = TmaOutputs.contiguous(problem)
         return {**_output_multiples(problem, path.out, path.qt), "k": 16}
 
     def workspace(self, problem: GemmProblem, config: WgmmaConfig) -> bool:
         return config.stream
 
     def values(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, Any]:
-        path = self._path(problem)
+        path = TmaOutputs.contiguous(problem)
         element = driver.ELEMENT_BYTES[problem.out]
-        row = config.tile_n * element
-        panel = next(width for width in (128, 64, 32) if row % width == 0)
         return {
             "path": path,
             "parts": PARTS_A_TILE,
@@ -131,7 +114,10 @@ class WgmmaHost(Host):
                 "CLUSTER_N": (config.cluster_n, "and a"),
                 "CLUSTER": (config.cluster, "both"),
                 "ELEMENT_BYTES": (element, "of an output"),
-                "PANEL_COLUMNS": (panel // element, "of what TMA writes at a time"),
+                "PANEL_COLUMNS": (
+                    hopper.panel_bytes(config, element) // element,
+                    "of what TMA writes at a time",
+                ),
             },
         }
 
@@ -139,40 +125,18 @@ class WgmmaHost(Host):
 class MmaHost(Host):
     """Host code for sm_80 and later: one block per tile."""
 
+    kernel = mma.MmaGemm()
     template = "gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
     reasons: ClassVar[Mapping[str, str]] = REASONS
     aligned = MATRICES
 
-    def _access(self, problem: GemmProblem) -> mma.Access:
-        """Return what a launch with contiguous tensors at multiples of 16 bytes would have."""
-        access = mma.Access.of_contiguous(problem)
-        return replace(
-            access,
-            out=access.out and problem.layout != "qt",
-            qt=access.qt and problem.layout != "q",
-        )
-
-    def codes(self, problem: GemmProblem, config: mma.MmaConfig) -> tuple[Code, ...]:
-        access = self._access(problem)
-        header = mma.config_header(problem, config, access)
-        return (
-            Code(
-                "gemm",
-                mma.SOURCE,
-                header,
-                mma.shared_bytes(problem, config, access),
-                32 * config.warps,
-                "THREADS",
-            ),
-        )
-
-    def multiples(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, int]:
-        access = self._access(problem)
+    def multiples(self, problem: GemmProblem, config: MmaConfig) -> dict[str, int]:
+        access = self.kernel.access(problem)
         k = {"k": access.copy_bytes} if access.copy_bytes > 1 else {}
         return {**_output_multiples(problem, access.out, access.qt), **k}
 
-    def values(self, problem: GemmProblem, config: mma.MmaConfig) -> dict[str, Any]:
+    def values(self, problem: GemmProblem, config: MmaConfig) -> dict[str, Any]:
         return {
             "constants": {
                 "TILE_M": (config.tile_m, "rows and"),

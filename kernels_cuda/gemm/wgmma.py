@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Kernel
-from jetfire.core.machine_code import Cubin
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm import cost
 from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import cut_noise, telescoped_noise
-from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
+from jetfire.kernels_cuda.hopper import (
+    TILE_K,
+    WgmmaKernel,
+    operand_map,
+    output_map,
+    readable,
+    tile_constants,
+    wgmma_wrapper,
+)
+from jetfire.kernels_cuda.program import Program, loaded
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +57,11 @@ class TmaOutputs:
             out=bool(out) and not (out % 16 or pitch % 16),
             qt=bool(qt) and not (qt % 16 or problem.m % 16),
         )
+
+    @classmethod
+    def contiguous(cls, problem: GemmProblem) -> TmaOutputs:
+        """Return which of contiguous outputs at multiples of 16 bytes TMA can write."""
+        return cls.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
 
 
 def _factors(problem: GemmProblem, config: WgmmaConfig) -> tuple[int, int]:
@@ -90,72 +101,50 @@ def accumulators(config: WgmmaConfig) -> int:
     return (config.rows + products) * config.tile_n // 2
 
 
-def config_header(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> str:
-    """Write the kernel's constants as a header."""
+def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Program:
+    """Return the function for outputs of some alignment."""
     consumer, producer = REGISTERS[config.groups]
+    shared = shared_bytes(problem, config)
     constants: dict[str, bool | int] = {
         **problem_constants(problem),
         "TMA_OUT": path.out,
         "TMA_QT": path.qt,
-        "GROUPS": config.groups,
-        "ROWS": config.rows,
-        "TILE_N": config.tile_n,
-        "STAGES": config.stages,
-        "BUFFERS": config.buffers,
-        "CLUSTER_M": config.cluster_m,
-        "CLUSTER_N": config.cluster_n,
-        "RASTER": config.raster,
+        **tile_constants(config),
         "IN_FLIGHT": config.in_flight,
         "STREAM": config.stream,
         "TELESCOPED": config.telescoped,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
-        "EXPECTED_SHARED_BYTES": shared_bytes(problem, config),
+        "EXPECTED_SHARED_BYTES": shared,
     }
-    return header(constants, wgmma_wrapper(config.tile_n))
+    text = header(constants, wgmma_wrapper(config.tile_n))
+    return Program(SOURCE, text, shared, config.warps, "gemm", "a")
 
 
-def cubin(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs | None = None) -> bytes:
-    """Return the machine code that a launch of this problem and config runs."""
-    if path is None:
-        path = TmaOutputs.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
-    return compile_cubin(SOURCE, config_header(problem, config, path), "sm_90a")
-
-
-@cache
-def _function(text: str, shared: int, device: int) -> driver.Function:
-    """Load the kernel with this `config.cuh`, which says all that the code depends on.
-
-    It is kept for ever, since graphs hold it.
-    """
-    return driver.Function(compile_cubin(SOURCE, text, "sm_90a"), "gemm", device, shared)
-
-
-SPACE: dict[str, Sequence[Any]] = {
-    "groups": (1, 2, 3, 4),
-    "rows": (1, 2),
-    "tile_n": (32, 64, 96, 128, 192),
-    "stages": (3, 4, 5, 6, 7, 8),
-    "buffers": (1, 2),
-    "cluster_m": (1, 2),
-    "cluster_n": (1, 2),
-    "raster": (1, 2, 4, 8, 16, 32),
-    "in_flight": (0, 1, 2),
-    "stream": (False, True),
-    "schedule": ("exact", "telescoped"),
-}
+PAD = Program(SOURCE.with_name("pad.cu"), header({}), 0, 8, features="a")
 # Beside the sums, what a thread that multiplies needs for each 64 rows, so that nothing spills.
 OTHER_REGISTERS = 24
 
 
-class WgmmaGemm(Kernel):
+class WgmmaGemm(WgmmaKernel):
     op = "gemm"
-    name = "wgmma"
     Config = WgmmaConfig
+    choices: ClassVar = {
+        "groups": (1, 2, 3, 4),
+        "rows": (1, 2),
+        "tile_n": (32, 64, 96, 128, 192),
+        "stages": (3, 4, 5, 6, 7, 8),
+        "buffers": (1, 2),
+        "cluster_m": (1, 2),
+        "cluster_n": (1, 2),
+        "raster": (1, 2, 4, 8, 16, 32),
+        "in_flight": (0, 1, 2),
+        "stream": (False, True),
+        "schedule": ("exact", "telescoped"),
+    }
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        reason = unfit(device) or outside(config, SPACE)
-        if reason := reason or _misfit(problem, config):
+        if reason := self.unfit(device) or self.outside(config) or _misfit(problem, config):
             return reason
         limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
         if accumulators(config) > limit:
@@ -177,9 +166,6 @@ class WgmmaGemm(Kernel):
     def estimate(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
         return cost.estimate(problem, config, device)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE
-
     def noise(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors
     ) -> torch.Tensor | None:
@@ -188,11 +174,8 @@ class WgmmaGemm(Kernel):
             return telescoped_noise(inputs, problem.block, parts)
         return cut_noise(inputs) if config.stream else None
 
-    def cubins(
-        self, problem: GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
-    ) -> list[Cubin]:
-        warps = 4 * (config.groups + 1)
-        return [Cubin("gemm", cubin(problem, config), shared_bytes(problem, config), warps)]
+    def programs(self, problem: GemmProblem, config: WgmmaConfig) -> list[Program]:
+        return [program(problem, config, TmaOutputs.contiguous(problem))]
 
     def launch(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors
@@ -200,10 +183,10 @@ class WgmmaGemm(Kernel):
         a, b = _readable(inputs["a"]), _readable(inputs["b"])
         out, qt = outputs.get("c", outputs.get("q")), outputs.get("qt")
         flags, sums = _workspace(problem, config, a.device)
-        function, blocks, threads, arguments = _prepare(
+        function, blocks, content = _prepare(
             problem,
             config,
-            a.device.index,
+            Device.of(a),
             a.data_ptr(),
             a.stride(0),
             b.data_ptr(),
@@ -219,33 +202,19 @@ class WgmmaGemm(Kernel):
             address(flags),
             address(sums),
         )
-        function(blocks, threads, arguments)
+        function(blocks, 32 * config.warps, (content,))
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy that TMA can read: aligned rows, apart, of a multiple of 16 bytes."""
-    rows, columns = x.shape
-    if not (x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
+    if readable(x):
         return x
+    rows, columns = x.shape
     padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
-    _pad(x.device.index)(
-        rows,
-        256,
-        (
-            np.uint64(padded.data_ptr()),
-            np.uint64(x.data_ptr()),
-            np.int32(rows),
-            np.int32(columns),
-            np.int64(x.stride(0)),
-        ),
-    )
+    addresses = np.uint64(padded.data_ptr()), np.uint64(x.data_ptr())
+    sizes = np.int32(rows), np.int32(columns), np.int64(x.stride(0))
+    PAD.launch(Device.of(x), rows, *addresses, *sizes)
     return padded
-
-
-@lru_cache(maxsize=64)
-def _pad(device: int) -> driver.Function:
-    code = compile_cubin(SOURCE.with_name("pad.cu"), header({}), "sm_90a")
-    return driver.Function(code, "pad", device, 0)
 
 
 def _workspace(
@@ -274,7 +243,7 @@ def workspace_sizes(problem: GemmProblem, config: WgmmaConfig, processors: int) 
 def _prepare(
     problem: GemmProblem,
     config: WgmmaConfig,
-    device: int,
+    device: Device,
     a: int,
     a_pitch: int,
     b: int,
@@ -289,19 +258,17 @@ def _prepare(
     scale_t: int,
     flags: int,
     sums: int,
-) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
-    """Return kernel, blocks, threads and arguments of a launch: the same for the same addresses."""
+) -> tuple[driver.Function, int, np.ndarray]:
+    """Return function, blocks and argument of a launch: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, qt)
-    tile_m, tile_n = config.tile_m, config.tile_n
     int8 = problem.out == "int8"
     maps = (
-        driver.tensor_map(
-            a, "int8", problem.m, problem.k, a_pitch, tile_m // config.cluster_n, TILE_K
-        ),
-        driver.tensor_map(
-            b, "int8", problem.n, problem.k, b_pitch, tile_n // config.cluster_m, TILE_K
-        ),
-        *_output_maps(problem, config, path, out, qt),
+        operand_map(a, problem.m, problem.k, a_pitch, config.tile_m, config.cluster_n),
+        operand_map(b, problem.n, problem.k, b_pitch, config.tile_n, config.cluster_m),
+        output_map(config, out, problem.out, problem.m, problem.n) if path.out else driver.NO_MAP,
+        driver.tensor_map(qt, "int8", problem.n, problem.m, problem.m, config.tile_n, 64)
+        if path.qt
+        else driver.NO_MAP,
     )
     content = struct.pack(
         "<128s128s128s128s9Q3i4x2Q",
@@ -321,10 +288,9 @@ def _prepare(
         flags,
         sums,
     )
-    blocks = clusters(problem, config, driver.processors(device)) * config.cluster
-    text = config_header(problem, config, path)
-    function = _function(text, shared_bytes(problem, config), device)
-    return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 640),)
+    blocks = clusters(problem, config, driver.processors(device.index)) * config.cluster
+    function = loaded(program(problem, config, path), device)
+    return function, blocks, driver.struct_argument(content, 640)
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
@@ -341,18 +307,3 @@ def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     if problem.out == "int8" and block == 128 and config.rows == 1 and config.groups % 2:
         return f"groups={config.groups}: expected an even number to requantise blocks of 128"
     return None
-
-
-def _output_maps(
-    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, out: int, qt: int
-) -> tuple[bytes, bytes]:
-    out_map = qt_map = driver.NO_MAP
-    if path.out:
-        element = driver.ELEMENT_BYTES[problem.out]
-        width = next(w for w in (128, 64, 32) if config.tile_n * element % w == 0)
-        out_map = driver.tensor_map(
-            out, problem.out, problem.m, problem.n, problem.n * element, 64, width // element
-        )
-    if path.qt:
-        qt_map = driver.tensor_map(qt, "int8", problem.n, problem.m, problem.m, config.tile_n, 64)
-    return out_map, qt_map

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.host import Code, Host
+from jetfire.core.host import Host
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
 
@@ -40,14 +40,11 @@ NOTES = {
 class RowsHost(Host):
     """Host code for sm_80 and later: a few threads per row."""
 
+    kernel = rows.RowsHadamardQuantize()
+    threads = "32 * WARPS"
     template = "hadamard_quantize/rows.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
     aligned = ("x", "q", "wide", "dx_hat", "dx")
-
-    def codes(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> tuple[Code, ...]:
-        source = rows._source(problem)
-        header = rows.config_header(problem, config, rows.contiguous(problem, config))
-        return (Code(source.stem, source, header, 0, 32 * config.warps, "32 * WARPS"),)
 
     def multiples(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> dict[str, int]:
         """Return the least n that the code is made for; n may be any multiple of it."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Config, Kernel
-from jetfire.core.machine_code import Cubin
+from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.compile import header
+from jetfire.kernels_cuda.program import CudaKernel, Program
 
 if TYPE_CHECKING:
     import torch
@@ -60,16 +58,6 @@ class RowsConfig(Config):
     def rows(self) -> int:
         """Rows of a block."""
         return 32 * self.warps // self.lanes
-
-
-SPACE: dict[str, Sequence[Any]] = {
-    "elements": (8, 16, 32),
-    "chunks": (1, 2, 4),
-    "lanes": (4, 8, 16, 32),
-    "warps": (1, 2, 4, 8, 16),
-    "blocks": (1, 2, 3, 4, 6, 8, 12, 16),
-    "prefetch": (False, True),
-}
 
 
 @dataclass(frozen=True)
@@ -141,8 +129,8 @@ def _names(problem: HadamardQuantizeProblem) -> list[str]:
     return ["x", *codes[problem.layout]]
 
 
-def config_header(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices) -> str:
-    """Write the kernel's constants as a header."""
+def program(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices) -> Program:
+    """Return the function for matrices of some alignment; all shapes may have the same."""
     factor = np.float32(problem.group**-0.5).view(np.int32)
     constants: dict[str, bool | int] = {
         "GROUP": problem.group,
@@ -161,61 +149,26 @@ def config_header(problem: HadamardQuantizeProblem, config: RowsConfig, matrices
     constants |= {"X_TYPE": TYPES[x.kind]}
     if problem.mode == "bwd":
         given = found["x" if problem.given == "x" else "q"]
-        return header(
-            constants
-            | {
-                "GIVEN_X": problem.given == "x",
-                "GIVEN_BYTES": given.access,
-                "GATHERED": problem.gathered,
-                "G_TYPE": TYPES[found["dx_hat"].kind],
-                "G_BYTES": found["dx_hat"].access,
-                "DX_TYPE": TYPES[found["dx"].kind],
-                "DX_BYTES": found["dx"].access,
-            }
-        )
-    return header(
-        constants
-        | {
+        source = BACKWARD
+        constants |= {
+            "GIVEN_X": problem.given == "x",
+            "GIVEN_BYTES": given.access,
+            "GATHERED": problem.gathered,
+            "G_TYPE": TYPES[found["dx_hat"].kind],
+            "G_BYTES": found["dx_hat"].access,
+            "DX_TYPE": TYPES[found["dx"].kind],
+            "DX_BYTES": found["dx"].access,
+        }
+    else:
+        source = FORWARD
+        constants |= {
             "X_BYTES": x.access,
             "PACKED": "q" in found,
             "PACKED_BYTES": found.get("q", none).access,
             "WIDE": "wide" in found,
             "WIDE_BYTES": found.get("wide", none).access,
         }
-    )
-
-
-def _source(problem: HadamardQuantizeProblem) -> Path:
-    return BACKWARD if problem.mode == "bwd" else FORWARD
-
-
-def cubin(
-    problem: HadamardQuantizeProblem,
-    config: RowsConfig,
-    capability: tuple[int, int],
-    matrices: Matrices,
-) -> Cubin:
-    """Return the machine code that a launch runs."""
-    major, minor = capability
-    source = _source(problem)
-    code = compile_cubin(source, config_header(problem, config, matrices), f"sm_{major}{minor}")
-    return Cubin(source.stem, code, 0, config.warps)
-
-
-@lru_cache(maxsize=1024)
-def _loaded(source: Path, header: str, architecture: str, device: int) -> driver.Function:
-    return driver.Function(compile_cubin(source, header, architecture), source.stem, device, 0)
-
-
-@lru_cache(maxsize=4096)
-def _function(
-    problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices, device: Device
-) -> driver.Function:
-    """Load the kernel once for all shapes that have the same code."""
-    assert device.capability is not None
-    major, minor = device.capability
-    constants = config_header(problem, config, matrices)
-    return _loaded(_source(problem), constants, f"sm_{major}{minor}", device.index)
+    return Program(source, header(constants), 0, config.warps)
 
 
 def registers(config: RowsConfig) -> int:
@@ -248,21 +201,25 @@ def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
     return -problem.n % config.tile
 
 
-class RowsHadamardQuantize(Kernel):
+class RowsHadamardQuantize(CudaKernel):
     op = "hadamard_quantize"
     name = "rows"
     Config = RowsConfig
+    needs = "needs a GPU of sm_80 or later: it is compiled for that"
+    choices: ClassVar = {
+        "elements": (8, 16, 32),
+        "chunks": (1, 2, 4),
+        "lanes": (4, 8, 16, 32),
+        "warps": (1, 2, 4, 8, 16),
+        "blocks": (1, 2, 3, 4, 6, 8, 12, 16),
+        "prefetch": (False, True),
+    }
 
     def legal(
         self, problem: HadamardQuantizeProblem, config: RowsConfig, device: Device
     ) -> str | None:
-        if device.kind != "cuda" or device.capability is None or device.capability < (8, 0):
-            return "needs a GPU of sm_80 or later: it is compiled for that"
-        if (reason := driver.missing()) is not None:
+        if reason := self.unfit(device) or self.outside(config):
             return reason
-        for name, values in SPACE.items():
-            if getattr(config, name) not in values:
-                return f"{name}={getattr(config, name)}: expected one of {values}"
         if problem.n > MOST_COLUMNS:
             return f"n={problem.n}: expected at most {MOST_COLUMNS}"
         if (held := config.elements * config.chunks) > MOST_ELEMENTS:
@@ -304,13 +261,13 @@ class RowsHadamardQuantize(Kernel):
         )
         return next(x for x in fitting if needed_registers(problem, x) <= registers(x))
 
-    def space(self, problem: HadamardQuantizeProblem, device: Device) -> dict[str, Sequence[Any]]:
-        return dict(SPACE)
+    def program(
+        self, problem: HadamardQuantizeProblem, config: RowsConfig, access: Matrices
+    ) -> Program:
+        return program(problem, config, access)
 
-    def cubins(
-        self, problem: HadamardQuantizeProblem, config: RowsConfig, capability: tuple[int, int]
-    ) -> list[Cubin]:
-        return [cubin(problem, config, capability, contiguous(problem, config))]
+    def programs(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> list[Program]:
+        return [program(problem, config, contiguous(problem, config))]
 
     def launch(
         self,
@@ -321,11 +278,10 @@ class RowsHadamardQuantize(Kernel):
     ) -> None:
         first = inputs["dx_hat" if problem.mode == "bwd" else "x"]
         matrices = matrices_of(problem, config, inputs, outputs)
-        function = _function(problem, config, matrices, Device.of(first))
         pack = _backward_arguments if problem.mode == "bwd" else _forward_arguments
+        blocks = ceil_div(problem.m, config.rows)
         content = pack(problem, inputs, outputs)
-        argument = driver.struct_argument(content, len(content))
-        function(ceil_div(problem.m, config.rows), 32 * config.warps, (argument,))
+        self.run(problem, config, matrices, Device.of(first), blocks, content)
 
 
 def _pitch(x: torch.Tensor) -> int:

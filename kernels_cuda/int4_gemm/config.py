@@ -6,45 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.kernel import Config
-from jetfire.core.tensors import ceil_div
+from jetfire.kernels_cuda.hopper import TileConfig
 
 if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
 
 
 @dataclass(frozen=True)
-class WgmmaConfig(Config):
+class WgmmaConfig(TileConfig):
     """Choices of how a block's tile is cut and fed.
 
     Attributes:
-        groups: warp groups that multiply, one below the other.
-        rows: 64s of rows of each group, in a tile of 64·rows·groups rows.
-        tile_n: columns of a tile.
-        stages: buffers of 128 of K in shared memory.
-        buffers: output buffers per group, of 8 KiB.
-        cluster_m, cluster_n: blocks that fetch B, or A, together.
-        raster: rows of (cluster) tiles that are walked column by column.
         split: parts of K with blocks of their own, whose raw sums a second kernel adds.
     """
 
-    groups: int = 2
-    rows: int = 1
     tile_n: int = 256
-    stages: int = 4
-    buffers: int = 1
     cluster_m: int = 2
-    cluster_n: int = 1
-    raster: int = 8
     split: int = 1
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.rows * self.groups
-
-    @property
-    def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
 
 
 SPACE: dict[str, Sequence[Any]] = {
@@ -62,5 +40,4 @@ SPACE: dict[str, Sequence[Any]] = {
 
 def cluster_tiles(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
     """Count (cluster) tiles, each as often as its K is split."""
-    down = ceil_div(problem.m, config.tile_m * config.cluster_m)
-    return down * ceil_div(problem.n, config.tile_n * config.cluster_n) * config.split
+    return config.cluster_tiles(problem.m, problem.n) * config.split

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Kernel
 from jetfire.core.tensors import ceil_div
-from jetfire.kernels_cuda.hopper import TILE_K
+from jetfire.kernels_cuda import hopper
+from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 from jetfire.kernels_cuda.int4_gemm.config import SPACE, WgmmaConfig, cluster_tiles
 
 if TYPE_CHECKING:
@@ -38,12 +39,11 @@ SHARED_WAVES = 4
 
 
 @lru_cache(maxsize=4096)
-def fastest(kernel: Kernel, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
+def fastest(kernel: WgmmaKernel, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
     """Return the candidate that should be fastest; every call of a model asks."""
-    legal = [c for c in _candidates(device) if kernel.legal(problem, c, device) is None]
-    if not legal:
-        return WgmmaConfig()
-    return min(legal, key=lambda config: estimate(problem, config, device))
+    price = functools.partial(estimate, problem, device=device)
+    found: WgmmaConfig = hopper.fastest(kernel, problem, device, _candidates(device), price)
+    return found
 
 
 @lru_cache(maxsize=8)

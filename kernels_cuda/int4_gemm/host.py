@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.host import Code, Host, size_for_16_bytes
+from jetfire.core.host import Host, size_for_16_bytes
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
@@ -93,6 +93,7 @@ class Int4GemmHost(Host):
 class WgmmaHost(Int4GemmHost):
     """Host code for sm_90a: packed codes are unpacked before, raw sums of a split added after."""
 
+    kernel = wgmma.WgmmaInt4Gemm()
     template = "int4_gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
     aligned = ("a", "b", "c", "workspace")
@@ -102,18 +103,11 @@ class WgmmaHost(Int4GemmHost):
     def architecture(self, capability: tuple[int, int]) -> str:
         return "90a"
 
-    def codes(self, problem: Int4GemmProblem, config: WgmmaConfig) -> tuple[Code, ...]:
-        header = wgmma.config_header(problem, config, self._tma_out(problem))
-        shared, threads = wgmma.shared_bytes(config), 128 * (config.groups + 1)
+    def threads_named(self, problem: Int4GemmProblem, config: WgmmaConfig) -> tuple[str, ...]:
         groups = "gemm_kernel::GROUPS" if self.workspace(problem, config) else "GROUPS"
-        found = [Code("gemm", wgmma.SOURCE, header, shared, threads, f"128 * ({groups} + 1)")]
-        small = 0, SMALL_THREADS, str(SMALL_THREADS)
-        if problem.operands == "packed":
-            found.insert(0, Code("unpack", wgmma.UNPACK, wgmma._unpack_header(True), *small))
-        if config.split > 1:
-            header = wgmma._reduce_header(problem, config)
-            found.append(Code("reduce", wgmma.REDUCE, header, *small))
-        return tuple(found)
+        small = str(SMALL_THREADS)
+        before = (small,) if problem.operands == "packed" else ()
+        return (*before, f"128 * ({groups} + 1)", *((small,) if config.split > 1 else ()))
 
     def multiples(self, problem: Int4GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         """Return the multiple that k must be of, since TMA reads rows where they are not copied."""
@@ -133,7 +127,6 @@ class WgmmaHost(Int4GemmHost):
     def values(self, problem: Int4GemmProblem, config: WgmmaConfig) -> dict[str, Any]:
         split = config.split > 1
         element = 4 if split else driver.ELEMENT_BYTES[problem.out]
-        panel = 128 if config.tile_n * element % 128 == 0 else 64
         return {
             "packed": problem.operands == "packed",
             "split": split,
@@ -149,7 +142,10 @@ class WgmmaHost(Int4GemmHost):
                 "CLUSTER": (config.cluster, "both"),
                 "SPLIT": (config.split, "parts of k with blocks of their own"),
                 "ELEMENT_BYTES": (element, "of what is written"),
-                "PANEL_COLUMNS": (panel // element, "of what TMA writes at a time"),
+                "PANEL_COLUMNS": (
+                    hopper.panel_bytes(config, element) // element,
+                    "of what TMA writes at a time",
+                ),
             },
         }
 
@@ -161,35 +157,19 @@ class WgmmaHost(Int4GemmHost):
 class MmaHost(Int4GemmHost):
     """Host code for sm_80 and later: one block per tile."""
 
+    kernel = mma.MmaInt4Gemm()
     template = "int4_gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
     aligned = ("a", "b", "c")
 
-    def _access(self, problem: Int4GemmProblem) -> mma.Access:
-        """Return what a launch with contiguous tensors at multiples of 16 bytes would have."""
-        return mma.Access.of_contiguous(problem)
-
-    def codes(self, problem: Int4GemmProblem, config: MmaConfig) -> tuple[Code, ...]:
-        header = mma.config_header(problem, config, self._access(problem))
-        return (
-            Code(
-                "int4_gemm",
-                mma.SOURCE,
-                header,
-                mma.shared_bytes(problem, config),
-                32 * config.warps,
-                "THREADS",
-            ),
-        )
-
     def multiples(self, problem: Int4GemmProblem, config: MmaConfig) -> dict[str, int]:
-        access = self._access(problem)
+        access = self.kernel.access(problem)
         n = {"n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if access.out else {}
         codes = 2 if problem.operands == "packed" else 1
         return {**n, "k": max(2, codes * access.copy_bytes)}
 
     def reason(self, problem: Int4GemmProblem, config: MmaConfig, dim: str) -> str:
-        if dim == "k" and (copied := self._access(problem).copy_bytes) < 16:
+        if dim == "k" and (copied := self.kernel.access(problem).copy_bytes) < 16:
             return (
                 "an even number" if copied == 1 else f"rows of a and b are read in {copied} bytes"
             )

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Kernel
-from jetfire.core.machine_code import Cubin
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin, header
+from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.hopper import TILE_K, outside, unfit, wgmma_wrapper
+from jetfire.kernels_cuda.hopper import (
+    TILE_K,
+    WgmmaKernel,
+    operand_map,
+    output_map,
+    readable,
+    tile_constants,
+    wgmma_wrapper,
+)
 from jetfire.kernels_cuda.int4_gemm import cost
 from jetfire.kernels_cuda.int4_gemm.config import SPACE, WgmmaConfig, cluster_tiles
 from jetfire.kernels_cuda.int4_gemm.constants import problem_constants
+from jetfire.kernels_cuda.program import Program, loaded
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
-UNPACK, REDUCE = SOURCE.with_name("unpack.cu"), SOURCE.with_name("reduce.cu")
 STAGING_BYTES = 8192
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
@@ -51,26 +56,38 @@ def _constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
     return {**problem_constants(problem), "SHIFTED": problem.product != "wgrad"}
 
 
-def config_header(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) -> str:
-    """Write the kernel's constants as a header."""
+def program(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) -> Program:
+    """Return the function of the product, for a C that TMA can write or not."""
     consumer, producer = REGISTERS[config.groups]
     constants: dict[str, bool | int] = {
         **_constants(problem),
         "TMA_OUT": tma_out,
-        "GROUPS": config.groups,
-        "ROWS": config.rows,
-        "TILE_N": config.tile_n,
-        "STAGES": config.stages,
-        "BUFFERS": config.buffers,
-        "CLUSTER_M": config.cluster_m,
-        "CLUSTER_N": config.cluster_n,
-        "RASTER": config.raster,
+        **tile_constants(config),
         "SPLIT": config.split,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "EXPECTED_SHARED_BYTES": shared_bytes(config),
     }
-    return header(constants, wgmma_wrapper(config.tile_n))
+    text = header(constants, wgmma_wrapper(config.tile_n))
+    return Program(SOURCE, text, shared_bytes(config), config.warps, "gemm", "a")
+
+
+def _small(source: Path, constants: dict[str, bool | int]) -> Program:
+    """Return one of the functions beside the product."""
+    return Program(source, header(constants), 0, 8, features="a")
+
+
+# By whether codes are packed; else rows are copied as they are.
+UNPACK = {
+    packed: _small(SOURCE.with_name("unpack.cu"), {"PACKED": packed}) for packed in (True, False)
+}
+
+
+@cache
+def _reduce(problem: Int4GemmProblem, config: WgmmaConfig) -> Program:
+    """Return what adds up the raw sums of a split product."""
+    constants = {**_constants(problem), "SPLIT": config.split}
+    return _small(SOURCE.with_name("reduce.cu"), constants)
 
 
 def _tma_out(problem: Int4GemmProblem, out: int) -> bool:
@@ -78,13 +95,13 @@ def _tma_out(problem: Int4GemmProblem, out: int) -> bool:
     return not (out % 16 or problem.n * driver.ELEMENT_BYTES[problem.out] % 16)
 
 
-class WgmmaInt4Gemm(Kernel):
+class WgmmaInt4Gemm(WgmmaKernel):
     op = "int4_gemm"
-    name = "wgmma"
     Config = WgmmaConfig
+    choices = SPACE
 
     def legal(self, problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        if reason := unfit(device) or outside(config, SPACE):
+        if reason := self.unfit(device) or self.outside(config):
             return reason
         sums = config.rows * config.tile_n // 2
         if sums > (most := MOST_SUMS[config.groups]):
@@ -111,18 +128,12 @@ class WgmmaInt4Gemm(Kernel):
     def estimate(self, problem: Int4GemmProblem, config: WgmmaConfig, device: Device) -> float:
         return cost.estimate(problem, config, device)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE
-
-    def cubins(
-        self, problem: Int4GemmProblem, config: WgmmaConfig, capability: tuple[int, int]
-    ) -> list[Cubin]:
-        text = config_header(problem, config, _tma_out(problem, 16))
-        found = [Cubin("gemm", _cubin(SOURCE, text), shared_bytes(config), 4 * (config.groups + 1))]
+    def programs(self, problem: Int4GemmProblem, config: WgmmaConfig) -> list[Program]:
+        found = [program(problem, config, _tma_out(problem, 16))]
         if problem.operands == "packed":
-            found.insert(0, Cubin("unpack", _cubin(UNPACK, _unpack_header(True)), 0, 8))
+            found.insert(0, UNPACK[True])
         if config.split > 1:
-            found.append(Cubin("reduce", _cubin(REDUCE, _reduce_header(problem, config)), 0, 8))
+            found.append(_reduce(problem, config))
         return found
 
     def launch(
@@ -130,11 +141,11 @@ class WgmmaInt4Gemm(Kernel):
     ) -> None:
         packed = problem.operands == "packed"
         a, b = _readable(inputs["a"], packed), _readable(inputs["b"], packed)
-        raw = _raw(problem, config, a.device)
-        function, blocks, threads, arguments = _prepare(
+        raw, device = _raw(problem, config, a.device), Device.of(a)
+        function, blocks, content = _prepare(
             problem,
             config,
-            a.device.index,
+            device,
             a.data_ptr(),
             a.stride(0),
             b.data_ptr(),
@@ -143,18 +154,15 @@ class WgmmaInt4Gemm(Kernel):
             *_epilogue_pointers(inputs, outputs),
             address(raw),
         )
-        function(blocks, threads, arguments)
+        function(blocks, 32 * config.warps, (content,))
         if raw is not None:
-            epilogue = _epilogue(problem, *_epilogue_pointers(inputs, outputs))
-            _small(REDUCE, _reduce_header(problem, config), a.device.index)(
-                16 * driver.processors(a.device.index),
-                256,
-                (
-                    np.uint64(raw.data_ptr()),
-                    np.int32(raw.stride(0)),
-                    np.int32(_slab(problem, config)),
-                    driver.struct_argument(epilogue, len(epilogue)),
-                ),
+            _reduce(problem, config).launch(
+                device,
+                16 * driver.processors(device.index),
+                np.uint64(raw.data_ptr()),
+                np.int32(raw.stride(0)),
+                np.int32(_slab(problem, config)),
+                _epilogue(problem, *_epilogue_pointers(inputs, outputs)),
             )
 
 
@@ -188,53 +196,22 @@ def _raw(
 
 def _readable(x: torch.Tensor, packed: bool) -> torch.Tensor:
     """Return codes in bytes, in aligned rows, apart, of a multiple of 16: x itself or a copy."""
-    rows, columns = x.shape
-    if not (packed or x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(0) < columns):
+    if not packed and readable(x):
         return x
+    rows, columns = x.shape
     copy = x.new_empty((rows, ceil_div(columns, 8 if packed else 16) * 16))
-    _small(UNPACK, _unpack_header(packed), x.device.index)(
-        16 * driver.processors(x.device.index),
-        256,
-        (
-            np.uint64(copy.data_ptr()),
-            np.uint64(x.data_ptr()),
-            np.int32(rows),
-            np.int32(columns),
-            np.int64(x.stride(0)),
-        ),
-    )
+    addresses = np.uint64(copy.data_ptr()), np.uint64(x.data_ptr())
+    sizes = np.int32(rows), np.int32(columns), np.int64(x.stride(0))
+    device = Device.of(x)
+    UNPACK[packed].launch(device, 16 * driver.processors(device.index), *addresses, *sizes)
     return copy
-
-
-def _unpack_header(packed: bool) -> str:
-    return header({"PACKED": packed})
-
-
-def _reduce_header(problem: Int4GemmProblem, config: WgmmaConfig) -> str:
-    return header({**_constants(problem), "SPLIT": config.split})
-
-
-def _cubin(source: Path, text: str) -> bytes:
-    return compile_cubin(source, text, "sm_90a")
-
-
-@cache
-def _small(source: Path, text: str, device: int) -> driver.Function:
-    """Load one of the kernels beside the product, kept for ever, since graphs hold it."""
-    return driver.Function(_cubin(source, text), source.stem, device, 0)
-
-
-@cache
-def _function(text: str, shared: int, device: int) -> driver.Function:
-    """Load the kernel with this `config.cuh`, all that the code depends on; it is kept for ever."""
-    return driver.Function(_cubin(SOURCE, text), "gemm", device, shared)
 
 
 @lru_cache(maxsize=16384)
 def _prepare(
     problem: Int4GemmProblem,
     config: WgmmaConfig,
-    device: int,
+    device: Device,
     a: int,
     a_pitch: int,
     b: int,
@@ -247,41 +224,31 @@ def _prepare(
     counts: int,
     out: int,
     raw: int,
-) -> tuple[driver.Function, int, int, tuple[Any, ...]]:
-    """Return kernel, blocks, threads and arguments of a launch: the same for the same addresses.
+) -> tuple[driver.Function, int, np.ndarray]:
+    """Return function, blocks and argument of a launch: the same for the same addresses.
 
     Args:
         depth: bytes of a row of A and B: K, or what unpacking makes of it.
     """
     tma_out = _tma_out(problem, out)
     maps = (
-        driver.tensor_map(
-            a, "int8", problem.m, depth, a_pitch, config.tile_m // config.cluster_n, TILE_K
-        ),
-        driver.tensor_map(
-            b, "int8", problem.n, depth, b_pitch, config.tile_n // config.cluster_m, TILE_K
-        ),
+        operand_map(a, problem.m, depth, a_pitch, config.tile_m, config.cluster_n),
+        operand_map(b, problem.n, depth, b_pitch, config.tile_n, config.cluster_m),
         _output_map(problem, config, out if tma_out else 0, raw),
     )
     epilogue = _epilogue(problem, a_scale, b_scale, bias, weight, counts, out)
     content = struct.pack("<128s128s128s56s2i", *maps, epilogue, depth, _slab(problem, config))
-    blocks = config.cluster * min(
-        cluster_tiles(problem, config), driver.processors(device) // config.cluster
-    )
-    function = _function(config_header(problem, config, tma_out), shared_bytes(config), device)
-    return function, blocks, 128 * (config.groups + 1), (driver.struct_argument(content, 448),)
+    workers = driver.processors(device.index) // config.cluster
+    blocks = config.cluster * min(cluster_tiles(problem, config), workers)
+    function = loaded(program(problem, config, tma_out), device)
+    return function, blocks, driver.struct_argument(content, 448)
 
 
 def _output_map(problem: Int4GemmProblem, config: WgmmaConfig, out: int, raw: int) -> bytes:
     """Make the tensor map of C, or of the raw sums, as floats that nobody adds to."""
-    name = "fp32" if raw else problem.out
-    if not (out or raw):
-        return driver.NO_MAP
-    element = driver.ELEMENT_BYTES[name]
-    width = 128 if config.tile_n * element % 128 == 0 else 64
-    rows, columns = problem.m, problem.n
     if raw:
-        rows, columns = config.split * _slab(problem, config), ceil_div(columns, 4) * 4
-    return driver.tensor_map(
-        raw or out, name, rows, columns, columns * element, 64, width // element
-    )
+        rows, columns = config.split * _slab(problem, config), ceil_div(problem.n, 4) * 4
+        return output_map(config, raw, "fp32", rows, columns)
+    if out:
+        return output_map(config, out, problem.out, problem.m, problem.n)
+    return driver.NO_MAP

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_reduce_amax, block_scales, max_nan, tile_codes
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
+    TileKernel,
     grid_origin,
     load_tile,
-    quantised,
     register_limit,
-    register_reason,
     store_tile,
     tile_grid,
 )
@@ -251,7 +248,7 @@ def adamw_kernel(
         store_tile(scale_t_ptr, tl.trans(scale), col, row, blocks_n, blocks_m, blocks_m)
 
 
-def scalars(problem: Any) -> list[float]:
+def scalars(problem: Any) -> dict[str, float]:
     """Return the kernel's scalars: betas as the nearest fp32, their logarithms, eps and decay.
 
     The interpreter would not round the betas itself.
@@ -259,15 +256,17 @@ def scalars(problem: Any) -> list[float]:
     The moments' new shares 1 − beta follow in the kernel, exactly where beta is at least a half: so
     they and the bias corrections are of the same betas.
     """
-    betas = [float(np.float32(beta)) for beta in (problem.beta1, problem.beta2)]
-    logs = [math.log(beta) if beta else -math.inf for beta in betas]
-    return [*betas, *logs, float(problem.eps), float(problem.decay)]
+    found = {"eps": float(problem.eps), "decay": float(problem.decay)}
+    for name in ("beta1", "beta2"):
+        beta = float(np.float32(getattr(problem, name)))
+        found |= {name: beta, f"log_{name}": math.log(beta) if beta else -math.inf}
+    return found
 
 
-class TritonAdamw(TritonKernel):
+class TritonAdamw(TileKernel):
     op = "adamw"
-    name = "triton"
     Config = AdamwConfig
+    choices: ClassVar = {**REGISTER_SPACE, "slices": (1, 2, 4, 8)}
 
     def legal(self, problem: Any, config: AdamwConfig, device: Device) -> str | None:
         block, slices, rows = problem.block, config.slices, config.tile_m // config.slices
@@ -279,7 +278,7 @@ class TritonAdamw(TritonKernel):
         if rows * config.tile_n < 32 * config.warps:
             # Threads that share an element would read it before and after it is updated.
             return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element a thread"
-        return register_reason(problem.m, problem.n, block, config, device)
+        return super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:
         """Return a tile of eight elements per thread at once, of four fp32 each.
@@ -294,36 +293,11 @@ class TritonAdamw(TritonKernel):
             return AdamwConfig(128, 128, 16, 128, slices=2)
         return AdamwConfig(problem.block, 64, 8 * problem.block // 32, registers)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {**REGISTER_SPACE, "slices": (1, 2, 4, 8)}
-
-    def launch(self, problem: Any, config: AdamwConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """Step in place: `outputs` hold the parameter and its moments before it and after it."""
-        grad = inputs["grad"]
-        adamw_kernel[tile_grid(problem.m, problem.n, config)](
-            outputs["param"],
-            grad,
-            outputs["exp_avg"],
-            outputs["exp_avg_sq"],
-            *quantised(outputs),
-            inputs["rate"],
-            inputs["step"],
-            inputs.get("grad_scale"),
-            inputs.get("found_inf"),
-            problem.m,
-            problem.n,
-            grad.stride(0),
-            *scalars(problem),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            LAYOUT=problem.layout,
-            GUARDED=problem.guarded,
-            SLICES=config.slices,
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-            **register_limit(config),
-        )
+    def launches(self, problem: Any, config: AdamwConfig, device: Device) -> tuple[Launch, ...]:
+        """Step in place: outputs hold the parameter and its moments before it and after it."""
+        grid = tile_grid(problem.m, problem.n, config)
+        given = {**scalars(problem), **EXACT, **register_limit(config)}
+        return (Launch(adamw_kernel, grid, problem, config, {"stride": "grad"}, **given),)
 
 
 KERNELS = (TritonAdamw(),)

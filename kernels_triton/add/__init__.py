@@ -6,7 +6,7 @@ deviations, and the last tile of a band of rows to arrive combines them, in a fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,16 +23,15 @@ from jetfire.kernels_triton.common import (
     tile_codes,
 )
 from jetfire.kernels_triton.halves import halvings, narrow, tile_amax, widen
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
-    TILE_SPACE,
     TileConfig,
+    TileKernel,
     load_tile,
-    quantised,
     store_quantised,
     store_tile,
+    tile_count,
     tile_origin,
-    tile_reason,
 )
 
 
@@ -232,86 +231,47 @@ def add_backward_kernel(
     )
 
 
-class TritonAdd(TritonKernel):
+class TritonAdd(TileKernel):
     op = "add"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        larger = max(problem.block, problem.out_block)
-        return tile_reason(problem.m, problem.n, larger, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the fastest tile at 8192×4096 and 8192×16384 on an H200, of those measured.
 
         None was of unequal blocks: theirs is that of the larger.
         """
-        larger = max(problem.block, problem.out_block)
+        larger = self.side(problem)
         if larger == 128:
             return TileConfig(128, 128, 8)
         if larger == 64:
             return TileConfig(64, 128, 8) if problem.mode == "fwd" else TileConfig(64, 64, 4)
         return TileConfig(32, 256, 8)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
-
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        m, n = problem.m, problem.n
-        bands, across = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> tuple[Launch, ...]:
         # Three tiles of 8 warps fit an SM at 80, two at 128; 64 elements per thread need 128.
         each = config.tile_m * config.tile_n // (32 * config.warps)
-        registers = 80 if each <= 32 else 128
-        options = {
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "BLOCK": problem.block,
-            "OUT_BLOCK": problem.out_block,
-            "LAYOUT": problem.layout,
-            "STOCHASTIC": problem.rounding == "stochastic",
-            "HALVINGS": halvings(problem.out_block, config),
-            "num_warps": config.warps,
-            "enable_fp_fusion": False,
-            "maxnreg": registers,
-        }
-        if problem.mode == "bwd":
-            x, y, y_scale = (inputs[name] for name in ("dsum", "dq", "dq_scale"))
-            add_backward_kernel[(bands * across,)](
-                x,
-                y,
-                y_scale,
-                outputs["dx"],
-                *quantised(outputs),
-                inputs.get("seed"),
-                m,
-                n,
-                x.stride(0),
-                y.stride(0),
-                y_scale.stride(0),
-                **options,
-            )
-            return
-        x, y, y_scale = (inputs[name] for name in ("x", "y", "y_scale"))
-        partial = torch.empty((2, across, m), dtype=torch.float32, device=x.device)
-        add_forward_kernel[(bands * across,)](
-            x,
-            y,
-            y_scale,
-            outputs["sum"],
-            *quantised(outputs),
-            outputs["mean"],
-            outputs["rstd"],
-            partial,
-            counters(x.device, bands),
-            inputs.get("seed"),
-            m,
-            n,
-            x.stride(0),
-            y.stride(0),
-            y_scale.stride(0),
-            problem.eps,
-            **options,
+        return (
+            Launch(
+                add_backward_kernel if problem.mode == "bwd" else add_forward_kernel,
+                (tile_count(problem.m, problem.n, config),),
+                problem,
+                config,
+                {"scale_stride": "y_scale"},
+                HALVINGS=halvings(problem.out_block, config),
+                maxnreg=80 if each <= 32 else 128,
+                **EXACT,
+            ),
         )
+
+    def tensors(
+        self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        if problem.mode == "bwd":
+            read = {"x": inputs["dsum"], "y": inputs["dq"], "y_scale": inputs["dq_scale"]}
+            return {**inputs, **outputs, **read, "sum": outputs["dx"]}
+        device, m = inputs["x"].device, problem.m
+        bands, across = ceil_div(m, config.tile_m), ceil_div(problem.n, config.tile_n)
+        partial = torch.empty((2, across, m), dtype=torch.float32, device=device)
+        return {**inputs, **outputs, "partial": partial, "counter": counters(device, bands)}
 
 
 KERNELS = (TritonAdd(),)

@@ -8,9 +8,9 @@ has one program at a time, and every sum its order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -19,8 +19,8 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason
+from jetfire.kernels_triton.kernel import Launch, TritonKernel
+from jetfire.kernels_triton.tiles import device_reason, grid_reason, power_reason
 
 # Of the second launch: rows of `parts` at once, 16 to each of its warps, four columns a thread. The
 # most frequent of 16384 tokens may have a hundred programs of 32.
@@ -147,75 +147,51 @@ def add_parts_kernel(
 
 class TritonAddRows(TritonKernel):
     op = "add_rows"
-    name = "triton"
     Config = AddRowsConfig
+    choices: ClassVar = {
+        "rows": (8, 16, 32, 64, 128),
+        "tile_n": (64, 128, 256, 512, 1024),
+        "batch": (2, 4, 8, 16),
+        "warps": (1, 2, 4),
+    }
 
     def legal(self, problem: Any, config: AddRowsConfig, device: Device) -> str | None:
         if (reason := device_reason(device)) is not None:
             return reason
         for name, most in (("rows", 256), ("tile_n", 4096), ("batch", config.rows), ("warps", 16)):
-            size = getattr(config, name)
-            if size > most or size & (size - 1):
-                return f"{name}={size}: expected a power of two of at most {most}"
+            expected = f"a power of two of at most {most}"
+            if reason := power_reason(config, name, expected=expected, most=most):
+                return reason
         per_thread = config.tile_n // (32 * config.warps) * config.batch
         if not 1 <= per_thread <= 64:
             return f"{per_thread} sums per thread in a batch: expected 1 to 64"
         across = ceil_div(problem.n, min(PARTS_N, config.tile_n))
-        if ceil_div(problem.k, config.rows) * across >= 2**31:
-            return "more than 2^31 programs: expected more rows or a larger tile_n"
-        return None
+        programs = ceil_div(problem.k, config.rows) * across
+        return grid_reason(programs, "more rows or a larger tile_n", "programs")
 
     def default(self, problem: Any, device: Device) -> AddRowsConfig:
         """Return programs of one warp, whose threads load 16 bytes of a gradient's row at once."""
         most = 128 if problem.dtype == "fp32" else 256
         return AddRowsConfig(tile_n=min(most, max(32, triton.next_power_of_2(problem.n))))
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "rows": (8, 16, 32, 64, 128),
-            "tile_n": (64, 128, 256, 512, 1024),
-            "batch": (2, 4, 8, 16),
-            "warps": (1, 2, 4),
-        }
-
-    def launch(
-        self, problem: Any, config: AddRowsConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        n, k, table, gradient = problem.n, problem.k, outputs["table"], inputs["gradient"]
-        programs = ceil_div(k, config.rows)
-        parts = torch.empty((programs, n), dtype=torch.float32, device=table.device)
-        into, onward = torch.empty((2, programs), dtype=torch.int64, device=table.device)
-        add_runs_kernel[(programs * ceil_div(n, config.tile_n),)](
-            table,
-            inputs["ids"],
-            inputs["order"],
-            gradient,
-            parts,
-            into,
-            onward,
-            problem.m,
-            n,
-            k,
-            table.stride(0),
-            gradient.stride(0),
-            ROWS=config.rows,
-            TILE_N=config.tile_n,
-            BATCH=config.batch,
-            num_warps=config.warps,
+    def launches(self, problem: Any, config: AddRowsConfig, device: Device) -> tuple[Launch, ...]:
+        programs = ceil_div(problem.k, config.rows)
+        runs = (programs * ceil_div(problem.n, config.tile_n),)
+        parts = (programs * ceil_div(problem.n, PARTS_N),)
+        given = {"PROGRAMS": programs, "PARTS": PARTS, "TILE_N": PARTS_N, "num_warps": PARTS_WARPS}
+        found = (
+            Launch(add_runs_kernel, runs, problem, config, {"stride": "gradient"}),
+            Launch(add_parts_kernel, parts, problem, config, **given),
         )
-        if programs > 1:
-            add_parts_kernel[(programs * ceil_div(n, PARTS_N),)](
-                table,
-                parts,
-                into,
-                onward,
-                n,
-                programs,
-                table.stride(0),
-                PARTS=PARTS,
-                TILE_N=PARTS_N,
-                num_warps=PARTS_WARPS,
-            )
+        return found if programs > 1 else found[:1]
+
+    def tensors(
+        self, problem: Any, config: AddRowsConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        n, programs, device = problem.n, ceil_div(problem.k, config.rows), outputs["table"].device
+        parts = torch.empty((programs, n), dtype=torch.float32, device=device)
+        into, onward = torch.empty((2, programs), dtype=torch.int64, device=device)
+        return {**inputs, **outputs, "parts": parts, "into": into, "onward": onward}
 
 
 KERNELS = (TritonAddRows(),)

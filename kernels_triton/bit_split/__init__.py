@@ -6,9 +6,8 @@ them are still in the L2 cache from the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
@@ -19,8 +18,17 @@ from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.common import INTERPRETED, STREAM_ROUNDING, TINY, random_words
 from jetfire.kernels_triton.halves import widen
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, load_tile, store_tile
+from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
+from jetfire.kernels_triton.tiles import (
+    device_reason,
+    grid_reason,
+    load_tile,
+    power_reason,
+    share_reason,
+    store_tile,
+    tile_count,
+    warps_reason,
+)
 from jetfire.reference.bit_split import MOST
 
 _FOURTEENTH = tl.constexpr(0.0714285746216774)  # 1/14 in fp32
@@ -298,26 +306,25 @@ def split_kernel(
 
 class TritonBitSplit(TritonKernel):
     op = "bit_split"
-    name = "triton"
     Config = BitSplitConfig
+    choices: ClassVar = {
+        "tile_m": (1, 2, 4, 8, 16, 32),
+        "tile_n": (128, 256, 512, 1024, 2048),
+        "warps": (1, 2, 4, 8, 16),
+        "waves": (2, 4, 8, 16),
+    }
 
     def legal(self, problem: Any, config: BitSplitConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
-            return reason
-        for name, least in (("tile_m", 1), ("tile_n", 32)):
-            size = getattr(config, name)
-            if size < least or size & (size - 1):
-                return f"{name}={size}: expected a power of two of at least {least}"
-        if config.warps not in (1, 2, 4, 8, 16):
-            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
-        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
-        if not 8 <= per_thread <= 64:
-            return f"{per_thread} elements per thread: expected 8 to 64"
-        if not 1 <= config.waves <= 64:
+        reason = (
+            device_reason(device)
+            or power_reason(config, "tile_m", expected="a power of two of at least 1")
+            or power_reason(config, "tile_n", expected="a power of two of at least 32", least=32)
+            or warps_reason(config)
+            or share_reason(config.tile_m * config.tile_n, config, 8, 64)
+        )
+        if reason is None and not 1 <= config.waves <= 64:
             return f"waves={config.waves}: expected 1 to 64"
-        if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
-            return "more than 2^31 tiles: expected larger tiles"
-        return None
+        return reason or grid_reason(tile_count(problem.m, problem.n, config))
 
     def default(self, problem: Any, device: Device) -> BitSplitConfig:
         """Return the widest tile of which at most an eighth of the columns is idle."""
@@ -325,51 +332,26 @@ class TritonBitSplit(TritonKernel):
         tile_n = next(widths, 128)
         return BitSplitConfig(2048 // tile_n, tile_n)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "tile_m": (1, 2, 4, 8, 16, 32),
-            "tile_n": (128, 256, 512, 1024, 2048),
-            "warps": (1, 2, 4, 8, 16),
-            "waves": (2, 4, 8, 16),
-        }
+    def launches(self, problem: Any, config: BitSplitConfig, device: Device) -> tuple[Launch, ...]:
+        count = tile_count(problem.m, problem.n, config)
+        programs = min(count, config.waves * device.sms)
+        given = {"most": float(MOST[problem.bits]), "tiles": count, "programs": programs}
+        bands = (ceil_div(problem.m, config.tile_m),)
+        return (
+            Launch(largest_kernel, (programs,), problem, config, **given),
+            Launch(split_kernel, bands, problem, config, **EXACT),
+        )
 
     def launch(
         self, problem: Any, config: BitSplitConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
-        m, n, x, unit = problem.m, problem.n, inputs["x"], outputs["unit"]
-        tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "num_warps": config.warps}
-        bands = ceil_div(m, config.tile_m)
-        count = bands * ceil_div(n, config.tile_n)
-        programs = min(count, config.waves * Device.of(x).sms)
-        largest_kernel[(programs,)](
-            x,
-            unit,
-            counters(x.device, 2),
-            m,
-            n,
-            x.stride(0),
-            float(MOST[problem.bits]),
-            count,
-            programs,
-            **tiles,
-        )
+        x = inputs["x"]
+        tensors = {**inputs, **outputs, "counter": counters(x.device, 2)}
+        largest, split = self.prepared(problem, config, inputs)
+        largest(tensors)
         together = x.stride(0) % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0
-        vectors = (n | x.stride(0) | x.data_ptr()) % 16 == 0
-        split_kernel[(bands,)](
-            x,
-            inputs.get("seed"),
-            unit,
-            outputs["q"],
-            outputs["squares"],
-            m,
-            n,
-            x.stride(0),
-            BITS=problem.bits,
-            TOGETHER=together,
-            VECTORS=vectors,
-            enable_fp_fusion=False,
-            **tiles,
-        )
+        vectors = (problem.n | x.stride(0) | x.data_ptr()) % 16 == 0
+        split(tensors, TOGETHER=together, VECTORS=vectors)
 
 
 KERNELS = (TritonBitSplit(),)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
@@ -13,8 +12,15 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, load_tile
+from jetfire.kernels_triton.kernel import Launch, TritonKernel
+from jetfire.kernels_triton.tiles import (
+    device_reason,
+    grid_reason,
+    load_tile,
+    power_reason,
+    share_reason,
+    warps_reason,
+)
 
 # The sum of four codes, in the first of four places.
 _SUM4 = tl.constexpr("""{
@@ -87,25 +93,27 @@ def column_sum_kernel(
 
 class TritonColumnSum(TritonKernel):
     op = "column_sum"
-    name = "triton"
     Config = ColumnSumConfig
+    choices: ClassVar = {
+        "tile_m": (512, 1024, 2048, 4096, 8192),
+        "tile_n": (1, 2, 4, 8, 16, 32),
+        "warps": (1, 2, 4, 8, 16),
+    }
 
     def legal(self, problem: Any, config: ColumnSumConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
-            return reason
         block = problem.block
-        if config.tile_m % block or config.tile_m & (config.tile_m - 1):
-            return f"tile_m={config.tile_m}: expected a power of two, a multiple of block={block}"
-        if block % config.tile_n:
+        expected = f"a power of two, a multiple of block={block}"
+        reason = device_reason(device) or power_reason(
+            config, "tile_m", expected=expected, multiple=block
+        )
+        if reason is None and block % config.tile_n:
             return f"tile_n={config.tile_n}: expected a divisor of block={block}"
-        if config.warps not in (1, 2, 4, 8, 16):
-            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
-        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
-        if not 1 <= per_thread <= 128:
-            return f"{per_thread} codes per thread: expected 1 to 128"
-        if ceil_div(problem.n, config.tile_n) >= 2**31:
-            return "more than 2^31 programs: expected a larger tile_n"
-        return None
+        return (
+            reason
+            or warps_reason(config)
+            or share_reason(config.tile_m * config.tile_n, config, 1, 128, "codes")
+            or grid_reason(ceil_div(problem.n, config.tile_n), "a larger tile_n", "programs")
+        )
 
     def default(self, problem: Any, device: Device) -> ColumnSumConfig:
         """Return a tile that makes 512 programs or more, where n allows.
@@ -118,33 +126,18 @@ class TritonColumnSum(TritonKernel):
         tile_n = next((rows for rows in choices if problem.n >= 512 * rows), 1)
         return ColumnSumConfig(tile_m, tile_n, max(1, min(4, tile_m // 512)))
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "tile_m": (512, 1024, 2048, 4096, 8192),
-            "tile_n": (1, 2, 4, 8, 16, 32),
-            "warps": (1, 2, 4, 8, 16),
-        }
+    def launches(self, problem: Any, config: ColumnSumConfig, device: Device) -> tuple[Launch, ...]:
+        grid, rows_of = (ceil_div(problem.n, config.tile_n),), {"scale_stride": "scale_t"}
+        return (Launch(column_sum_kernel, grid, problem, config, rows_of),)
 
     def launch(
         self, problem: Any, config: ColumnSumConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
-        qt, scale_t = inputs["qt"], inputs["scale_t"]
+        qt = inputs["qt"]
         per_thread = config.tile_m * config.tile_n // (32 * config.warps)
         aligned = (problem.m | qt.stride(0) | qt.data_ptr()) % 16 == 0
-        column_sum_kernel[(ceil_div(problem.n, config.tile_n),)](
-            qt,
-            scale_t,
-            outputs["sums"],
-            problem.m,
-            problem.n,
-            qt.stride(0),
-            scale_t.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            VECTORS=aligned and per_thread >= 16,
-            num_warps=config.warps,
-        )
+        (launch,) = self.prepared(problem, config, inputs)
+        launch({**inputs, **outputs}, VECTORS=aligned and per_thread >= 16)
 
 
 KERNELS = (TritonColumnSum(),)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.tensors import Tensors, ceil_div, dtype_of
+from jetfire.core.tensors import ceil_div, dtype_of
 from jetfire.kernels_triton.common import INTERPRETED, to_float
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason
+from jetfire.kernels_triton.kernel import Launch, TritonKernel
+from jetfire.kernels_triton.tiles import (
+    device_reason,
+    grid_reason,
+    power_reason,
+    share_reason,
+    warps_reason,
+)
 
 IGNORED = tl.constexpr(-100)  # as jetfire.reference.cross_entropy
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -130,62 +135,37 @@ def vector(problem: Any) -> int:
 
 class TritonCrossEntropy(TritonKernel):
     op = "cross_entropy"
-    name = "triton"
     Config = CrossEntropyConfig
+    choices: ClassVar = {
+        "tile_n": (512, 1024, 2048, 4096, 8192, 16384),
+        "warps": (1, 2, 4, 8, 16, 32),
+    }
 
     def legal(self, problem: Any, config: CrossEntropyConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
-            return reason
-        if config.warps not in (1, 2, 4, 8, 16, 32):
-            return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
         # Below 512 columns at a time a row's sums are too long for the op's tolerance.
-        if config.tile_n < 512 or config.tile_n & (config.tile_n - 1):
-            return f"tile_n={config.tile_n}: expected a power of two of at least 512"
-        per_thread = config.tile_n // (32 * config.warps)
-        if not vector(problem) <= per_thread <= 64:
-            return f"{per_thread} columns per thread: expected {vector(problem)} to 64"
-        if problem.m * ceil_div(problem.n, config.tile_n) >= 2**31:
-            return "more than 2^31 tiles: expected a larger tile_n"
-        return None
+        expected = "a power of two of at least 512"
+        return (
+            device_reason(device)
+            or warps_reason(config, 32)
+            or power_reason(config, "tile_n", expected=expected, least=512)
+            or share_reason(config.tile_n, config, vector(problem), 64, "columns")
+            or grid_reason(problem.m * ceil_div(problem.n, config.tile_n), "a larger tile_n")
+        )
 
     def default(self, problem: Any, device: Device) -> CrossEntropyConfig:
         """Return sixteen BF16 columns per thread in both directions, or as few as the row has."""
         tile_n = max(512, min(2048, triton.next_power_of_2(problem.n)))
         return CrossEntropyConfig(tile_n, tile_n // 512)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {"tile_n": (512, 1024, 2048, 4096, 8192, 16384), "warps": (1, 2, 4, 8, 16, 32)}
-
-    def launch(
-        self, problem: Any, config: CrossEntropyConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        m, n, logits, targets = problem.m, problem.n, inputs["logits"], inputs["targets"]
-        sizes = n, problem.columns, logits.stride(0)
-        if problem.mode == "fwd":
-            forward_kernel[(m,)](
-                logits,
-                targets,
-                outputs["loss"],
-                outputs["lse"],
-                *sizes,
-                TILE_N=config.tile_n,
-                THREADS=32 * config.warps,
-                VECTOR=vector(problem),
-                num_warps=config.warps,
-            )
-            return
-        dlogits = outputs["dlogits"]
-        backward_kernel[(m * ceil_div(n, config.tile_n),)](
-            logits,
-            targets,
-            inputs["lse"],
-            inputs["dloss"],
-            dlogits,
-            *sizes,
-            dlogits.stride(0),
-            TILE_N=config.tile_n,
-            num_warps=config.warps,
-        )
+    def launches(
+        self, problem: Any, config: CrossEntropyConfig, device: Device
+    ) -> tuple[Launch, ...]:
+        m, given = problem.m, {"VALID": problem.columns}
+        if problem.mode == "bwd":
+            grid, rows_of = (m * ceil_div(problem.n, config.tile_n),), {"dstride": "dlogits"}
+            return (Launch(backward_kernel, grid, problem, config, rows_of, **given),)
+        given |= {"THREADS": 32 * config.warps, "VECTOR": vector(problem)}
+        return (Launch(forward_kernel, (m,), problem, config, **given),)
 
 
 KERNELS = (TritonCrossEntropy(),)

@@ -5,7 +5,7 @@ Codes to be written in other blocks than they are read in are quantised anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -22,15 +22,14 @@ from jetfire.kernels_triton.common import (
     random_words,
     spread,
 )
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
+    TileKernel,
     grid_origin,
     load_tile,
-    quantised,
     register_limit,
-    register_reason,
     store_quantised,
     tile_grid,
 )
@@ -128,14 +127,10 @@ def dropout_kernel(
     )
 
 
-class TritonDropout(TritonKernel):
+class TritonDropout(TileKernel):
     op = "dropout"
-    name = "triton"
     Config = RegisterConfig
-
-    def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        larger = max(problem.block, problem.out_block)
-        return register_reason(problem.m, problem.n, larger, config, device)
+    choices = REGISTER_SPACE
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return the best tile measured on an H200 at 8192×4096 and 8192×16384.
@@ -151,32 +146,16 @@ class TritonDropout(TritonKernel):
             return RegisterConfig(32, 256, 8)
         return RegisterConfig(64, 256, 8)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return REGISTER_SPACE
+    def launches(self, problem: Any, config: RegisterConfig, device: Device) -> tuple[Launch, ...]:
+        grid = tile_grid(problem.m, problem.n, config)
+        given = {"threshold": drop_threshold(problem.p), **EXACT, **register_limit(config)}
+        return (Launch(dropout_kernel, grid, problem, config, **given),)
 
-    def launch(
+    def tensors(
         self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        q, scale = inputs["q"], inputs["scale"]
-        dropout_kernel[tile_grid(problem.m, problem.n, config)](
-            q,
-            scale,
-            *quantised(outputs),
-            inputs["seed"],
-            drop_threshold(problem.p),
-            problem.m,
-            problem.n,
-            q.stride(0),
-            scale.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            OUT_BLOCK=problem.out_block,
-            LAYOUT=problem.layout,
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-            **register_limit(config),
-        )
+    ) -> Mapping[str, Any]:
+        written = {"q_out": outputs.get("q"), "scale_out": outputs.get("scale")}
+        return {**outputs, **inputs, **written}
 
 
 KERNELS = (TritonDropout(),)

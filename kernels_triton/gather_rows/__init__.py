@@ -6,21 +6,26 @@ Where the output is transposed, words of four rows become words of four codes, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import INTERPRETED
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import Launch, TritonKernel
 from jetfire.kernels_triton.tiles import (
     TileConfig,
     device_reason,
     grid_origin,
+    grid_reason,
+    power_reason,
+    share_reason,
     store_tile,
+    tile_count,
     tile_grid,
+    warps_reason,
 )
 
 
@@ -278,68 +283,42 @@ def gather_transposed_kernel(
 
 class TritonGatherRows(TritonKernel):
     op = "gather_rows"
-    name = "triton"
     Config = TileConfig
+    choices: ClassVar = {
+        "tile_m": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "tile_n": (64, 128, 256, 512, 1024, 2048),
+        "warps": (1, 2, 4, 8, 16),
+    }
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
-            return reason
-        for name, least in (("tile_m", 4 if problem.transpose else 1), ("tile_n", 32)):
-            size = getattr(config, name)
-            if size < least or size & (size - 1):
-                return f"{name}={size}: expected a power of two of at least {least}"
-        if config.warps not in (1, 2, 4, 8, 16):
-            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
-        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
-        least = 32 if problem.transpose else 8
-        if not least <= per_thread <= 256:
-            return f"{per_thread} codes per thread: expected {least} to 256"
-        if ceil_div(problem.height, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
-            return "more than 2^31 tiles: expected larger tiles"
-        return None
+        rows, codes = (4, 32) if problem.transpose else (1, 8)
+        expected = "a power of two of at least {}"
+        return (
+            device_reason(device)
+            or power_reason(config, "tile_m", expected=expected.format(rows), least=rows)
+            or power_reason(config, "tile_n", expected=expected.format(32), least=32)
+            or warps_reason(config)
+            or share_reason(config.tile_m * config.tile_n, config, codes, 256, "codes")
+            or grid_reason(tile_count(problem.height, problem.n, config))
+        )
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         return TileConfig(128, 256, 8) if problem.transpose else TileConfig(16, 512, 4)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "tile_m": (1, 2, 4, 8, 16, 32, 64, 128, 256),
-            "tile_n": (64, 128, 256, 512, 1024, 2048),
-            "warps": (1, 2, 4, 8, 16),
-        }
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> tuple[Launch, ...]:
+        kernel = gather_transposed_kernel if problem.transpose else gather_kernel
+        grid = tile_grid(problem.height, problem.n, config)
+        given = {"PAIRS": problem.n // 2}
+        if problem.transpose:
+            given |= {"ROWS": problem.height, "FOURS": problem.height % 4 == 0}
+        return (Launch(kernel, grid, problem, config, {"out_ptr": "codes"}, **given),)
 
     def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        m, pairs, rows, q = problem.m, problem.n // 2, problem.height, inputs["q"]
-        grid = tile_grid(rows, problem.n, config)
-        tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "num_warps": config.warps}
-        listed = inputs.get("rows"), inputs.get("counts"), inputs.get("repeat")
-        parts = pairs | q.stride(0) | q.data_ptr()
-        if problem.transpose:
-            gather_transposed_kernel[grid](
-                q,
-                *listed,
-                outputs["codes"],
-                m,
-                pairs,
-                rows,
-                q.stride(0),
-                WIDE=problem.wide,
-                WORDS=parts % 4 == 0,
-                FOURS=rows % 4 == 0,
-                **tiles,
-            )
-        else:
-            gather_kernel[grid](
-                q,
-                *listed,
-                outputs["codes"],
-                m,
-                pairs,
-                q.stride(0),
-                WIDE=problem.wide,
-                VECTORS=parts % 16 == 0,
-                **tiles,
-            )
+        q = inputs["q"]
+        parts = problem.n // 2 | q.stride(0) | q.data_ptr()
+        aligned = {"WORDS": parts % 4 == 0} if problem.transpose else {"VECTORS": parts % 16 == 0}
+        (launch,) = self.prepared(problem, config, inputs)
+        launch({**inputs, **outputs}, **aligned)
 
 
 KERNELS = (TritonGatherRows(),)

@@ -8,14 +8,13 @@ that issues sixteen per clock. Measured at 8192×4096 on an H200, stochastic bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.core.problem import written_block
 from jetfire.kernels_triton.blocked import (
     LOG2E,
     UNIT,
@@ -43,14 +42,14 @@ from jetfire.kernels_triton.codes import (
     reciprocal_fast,
 )
 from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
-    quantised,
+    TileKernel,
     store_tile,
+    tile_count,
     tile_origin,
-    tile_reason,
 )
 
 # z = 2·√(2/π)·(x + 0.044715·x³): gelu(x) = x·σ(z).
@@ -209,13 +208,11 @@ def registers(problem: Any, config: TileConfig) -> dict[str, int]:
     return {"maxnreg": 128} if unequal and problem.rounding == "stochastic" else {}
 
 
-class TritonGelu(TritonKernel):
+class TritonGelu(TileKernel):
     op = "gelu"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.out_block, config, device)
+    # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
+    choices: ClassVar = {**TILE_SPACE, "warps": (2, 4, 8, 16)}
+    side = staticmethod(written_block)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the best of ten tiles for each block on an H200 at 8192×4096.
@@ -229,41 +226,15 @@ class TritonGelu(TritonKernel):
             return TileConfig(block, 8192 // block, 4)
         return TileConfig(block, 4096 // block, 2)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
-        return {**TILE_SPACE, "warps": (2, 4, 8, 16)}
-
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        x, x_scale = inputs["x"], inputs["x_scale"]
-        backward = problem.mode == "bwd"
-        dy, dy_scale = inputs.get("dy"), inputs.get("dy_scale")
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        gelu_kernel[(tiles,)](
-            x,
-            x_scale,
-            dy,
-            dy_scale,
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            x.stride(0),
-            x_scale.stride(0),
-            0 if dy is None else dy.stride(0),
-            0 if dy_scale is None else dy_scale.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            OUT_BLOCK=problem.out_block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            BACKWARD=backward,
-            ERF=problem.approximate == "erf",
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> tuple[Launch, ...]:
+        given = {
+            "ERF": problem.approximate == "erf",
             **deal(problem.out_block, config),
-            num_warps=config.warps,
-            enable_fp_fusion=False,
+            **EXACT,
             **registers(problem, config),
-        )
+        }
+        grid = (tile_count(problem.m, problem.n, config),)
+        return (Launch(gelu_kernel, grid, problem, config, **given),)
 
 
 KERNELS = (TritonGelu(),)

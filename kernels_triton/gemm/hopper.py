@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -14,8 +14,8 @@ from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, quantised
+from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
+from jetfire.kernels_triton.tiles import device_reason
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +40,6 @@ class HopperConfig(Config):
     registers: int = 240
 
 
-SPACE: dict[str, Sequence[Any]] = {
-    "chunk": (64, 128),
-    "stages": (2, 3, 4),
-    "group": (4, 8, 16),
-    "registers": (232, 240),
-}
-
-
 def shared_bytes(problem: Any, config: HopperConfig) -> int:
     """Count shared bytes: each stage's operands, scales, barriers, and what requantising needs."""
     count = 128 // problem.block
@@ -64,6 +56,12 @@ class GluonGemm(TritonKernel):
     op = "gemm"
     name = "gluon"
     Config = HopperConfig
+    choices: ClassVar = {
+        "chunk": (64, 128),
+        "stages": (2, 3, 4),
+        "group": (4, 8, 16),
+        "registers": (232, 240),
+    }
 
     def legal(self, problem: Any, config: HopperConfig, device: Device) -> str | None:
         if (reason := device_reason(device)) is not None:
@@ -72,9 +70,8 @@ class GluonGemm(TritonKernel):
             return "needs sm_90: it is written in warp-group instructions"
         if problem.k % 16:
             return f"k={problem.k}: TMA wants rows of a multiple of 16 bytes"
-        for name, values in SPACE.items():
-            if getattr(config, name) not in values:
-                return f"{name}={getattr(config, name)}: expected one of {values}"
+        if (reason := self.outside(config)) is not None:
+            return reason
         if problem.out == "int8" and problem.block == 32:
             # The spills cost what the kernel gains: 402 TOPS at 8192³, 398 of the portable one.
             return "out=int8 block=32: requantising blocks of 32 spills registers"
@@ -100,41 +97,22 @@ class GluonGemm(TritonKernel):
         # With bf16 and fp32 outputs, blocks of 32 spill at 232 and those of 64 at 240.
         return HopperConfig(registers=240 if problem.block == 32 else 232)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return SPACE
+    def launches(self, problem: Any, config: HopperConfig, device: Device) -> tuple[Launch, ...]:
+        tiles = ceil_div(problem.m, TILE_M) * ceil_div(problem.n, TILE_N)
+        given = {"INT8": problem.out == "int8", "num_warps": 4, **EXACT}
+        return (Launch(gemm_kernel, (min(tiles, device.sms),), problem, config, **given),)
+
+    def tensors(
+        self, problem: Any, config: HopperConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        described = {name: _descriptor(inputs[name]) for name in ("a", "b")}
+        return {**inputs, **outputs, **described}
 
     def launch(self, problem: Any, config: HopperConfig, inputs: Tensors, outputs: Tensors) -> None:
         a, b = inputs["a"], inputs["b"]
-        device = Device.of(a)
         if any(x.data_ptr() % 16 or x.stride(0) % 16 for x in (a, b)):
             # TMA cannot address such views; any other load can.
             portable = TritonGemm()
-            portable.launch(problem, portable.default(problem, device), inputs, outputs)
+            portable.launch(problem, portable.default(problem, Device.of(a)), inputs, outputs)
             return
-        tiles = ceil_div(problem.m, TILE_M) * ceil_div(problem.n, TILE_N)
-        gemm_kernel[(min(tiles, device.sms),)](
-            _descriptor(a),
-            _descriptor(b),
-            inputs["a_scale"],
-            inputs["b_scale"],
-            inputs.get("bias"),
-            outputs.get("c"),
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            problem.k,
-            STAGES=config.stages,
-            GROUP=config.group,
-            BLOCK=problem.block,
-            OUT_BLOCK=problem.out_block,
-            CHUNK=config.chunk,
-            REGISTERS=config.registers,
-            BIAS=problem.bias,
-            ACCUMULATE=problem.accumulate,
-            INT8=problem.out == "int8",
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        super().launch(problem, config, inputs, outputs)

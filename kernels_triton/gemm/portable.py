@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile, to_float
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, quantised, store_quantised, store_tile
+from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
+from jetfire.kernels_triton.tiles import (
+    device_reason,
+    grid_reason,
+    power_reason,
+    share_reason,
+    store_quantised,
+    store_tile,
+    tile_count,
+    warps_reason,
+)
 
 
 @dataclass(frozen=True)
@@ -162,31 +169,33 @@ def finish(
 
 class TritonGemm(TritonKernel):
     op = "gemm"
-    name = "triton"
     Config = PortableConfig
+    choices: ClassVar = {
+        "tile_m": (32, 64, 128, 256),
+        "tile_n": (32, 64, 128, 256),
+        "warps": (2, 4, 8, 16),
+        "stages": (2, 3, 4, 5),
+        "group": (1, 4, 8, 16),
+    }
 
     def legal(self, problem: Any, config: PortableConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
+        block, size = max(problem.block, problem.out_block), config.tile_m * config.tile_n
+        expected = f"a power of two that is a multiple of {block}"
+        reason = (
+            device_reason(device)
+            or power_reason(config, "tile_m", "tile_n", expected=expected, multiple=block)
+            or warps_reason(config)
+            or share_reason(size, config, 1, 128, "sums")
+        )
+        if reason is not None:
             return reason
-        block = max(problem.block, problem.out_block)
-        for name in ("tile_m", "tile_n"):
-            size = getattr(config, name)
-            if size % block or size & (size - 1):
-                return f"{name}={size}: expected a power of two that is a multiple of {block}"
-        if config.warps not in (1, 2, 4, 8, 16):
-            return f"warps={config.warps}: expected 1, 2, 4, 8 or 16"
-        per_thread = config.tile_m * config.tile_n // (32 * config.warps)
-        if not 1 <= per_thread <= 128:
-            return f"{per_thread} sums per thread: expected 1 to 128"
-        if config.tile_m * config.tile_n > 32768:
+        if size > 32768:
             # The epilogue transposes the fp32 tile in shared memory: 256 KiB at 256×256.
             return f"tile_m={config.tile_m} tile_n={config.tile_n}: expected at most 32768 sums"
         shared = config.stages * (config.tile_m + config.tile_n) * problem.block
         if device.kind == "cuda" and shared > device.shared_bytes:
             return f"{shared} bytes of shared memory: {device.label} has {device.shared_bytes}"
-        if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**31:
-            return "more than 2^31 tiles: expected larger tiles"
-        return None
+        return grid_reason(tile_count(problem.m, problem.n, config))
 
     def default(self, problem: Any, device: Device) -> PortableConfig:
         # On an H200 at 8192³ in TOPS, 64×128 by 4 warps, several to an SM, against 128×128 by 8:
@@ -197,46 +206,17 @@ class TritonGemm(TritonKernel):
             stages = min(4, device.shared_bytes // ((tile_m + 128) * problem.block))
         return PortableConfig(tile_m, 128, warps, stages)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "tile_m": (32, 64, 128, 256),
-            "tile_n": (32, 64, 128, 256),
-            "warps": (2, 4, 8, 16),
-            "stages": (2, 3, 4, 5),
-            "group": (1, 4, 8, 16),
-        }
-
-    def launch(
-        self, problem: Any, config: PortableConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        a, b = inputs["a"], inputs["b"]
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        gemm_kernel[(tiles,)](
-            a,
-            inputs["a_scale"],
-            b,
-            inputs["b_scale"],
-            inputs.get("bias"),
-            outputs.get("c"),
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            problem.k,
-            a.stride(0),
-            b.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            OUT_BLOCK=problem.out_block,
-            GROUP=config.group,
-            EVEN_K=problem.k % problem.block == 0,
-            BIAS=problem.bias,
-            ACCUMULATE=problem.accumulate,
-            INT8=problem.out == "int8",
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            num_warps=config.warps,
-            num_stages=config.stages,
-            enable_fp_fusion=False,
+    def launches(self, problem: Any, config: PortableConfig, device: Device) -> tuple[Launch, ...]:
+        return (
+            Launch(
+                gemm_kernel,
+                (tile_count(problem.m, problem.n, config),),
+                problem,
+                config,
+                {"stride_a": "a", "stride_b": "b"},
+                EVEN_K=problem.k % problem.block == 0,
+                INT8=problem.out == "int8",
+                num_stages=config.stages,
+                **EXACT,
+            ),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,16 @@ from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
 from jetfire.kernels_triton.halves import narrow, widen
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector
+from jetfire.kernels_triton.kernel import EXACT, Launch
+from jetfire.kernels_triton.rows import column_sums, load_values, load_vector
 from jetfire.kernels_triton.tiles import (
-    TILE_SPACE,
     TileConfig,
+    TileKernel,
     load_tile,
-    quantised,
     store_quantised,
     store_tile,
+    tile_count,
     tile_origin,
-    tile_reason,
 )
 
 ROWS = 8  # whole rows that a program reduces
@@ -212,92 +211,40 @@ def gradient_kernel(
     )
 
 
-class TritonLayerNorm(TritonKernel):
+class TritonLayerNorm(TileKernel):
     op = "layernorm"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        block = max(problem.block, problem.out_block)
-        return tile_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
-        tile = max(problem.block, problem.out_block, 64)
+        tile = max(self.side(problem), 64)
         return TileConfig(tile, tile, 4 if tile == 64 else 16)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> Sequence[Launch]:
+        m, n = problem.m, problem.n
+        whole = {"R": ROWS, "C": 512, "num_warps": 4}
+        rows, tiles = (ceil_div(m, ROWS),), (tile_count(m, n, config),)
+        of = {"scale_stride": "x_scale", "total_ptr": "dx"}
+        if problem.mode == "fwd":
+            found = (
+                Launch(statistics_kernel, rows, problem, config, of, **whole),
+                Launch(normalise_kernel, tiles, problem, config, of, **EXACT),
+            )
+            return found if problem.stats == "row" else found[1:]
+        of |= {"dweight_ptr": "dweight_parts", "dbias_ptr": "dbias_parts"}
+        stride = {} if problem.residual else {"dsum_stride": None}
+        sums = [column_sums(problem, config, name) for name in ("dweight", "dbias")]
+        return (
+            Launch(row_sums_kernel, rows, problem, config, **whole),
+            Launch(gradient_kernel, tiles, problem, config, of, **stride, **EXACT),
+            *sums,
+        )
 
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        (_backward if problem.mode == "bwd" else _forward)(problem, config, inputs, outputs)
-
-
-def _by_tile(problem: Any, config: TileConfig) -> tuple[tuple[int], dict[str, Any]]:
-    """Return grid and options of a kernel that writes tiles."""
-    tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-    return (tiles,), {
-        "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
-        "BLOCK": problem.block,
-        "OUT_BLOCK": problem.out_block,
-        "LAYOUT": problem.layout,
-        "STOCHASTIC": problem.rounding == "stochastic",
-        "num_warps": config.warps,
-        "enable_fp_fusion": False,
-    }
-
-
-def _by_rows(problem: Any) -> tuple[tuple[int], dict[str, Any]]:
-    """Return grid and options of a kernel that reduces whole rows."""
-    return (ceil_div(problem.m, ROWS),), {"R": ROWS, "C": 512, "BLOCK": problem.block}
-
-
-def _forward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-    x, x_scale = inputs["x"], inputs["x_scale"]
-    sizes = (problem.m, problem.n, x.stride(0), x_scale.stride(0))
-    statistics = inputs if problem.stats == "given" else outputs
-    mean, rstd = statistics["mean"], statistics["rstd"]
-    if problem.stats == "row":
-        grid, options = _by_rows(problem)
-        statistics_kernel[grid](x, x_scale, mean, rstd, *sizes, problem.eps, **options)
-    grid, options = _by_tile(problem, config)
-    normalise_kernel[grid](
-        x,
-        x_scale,
-        inputs["weight"],
-        inputs["bias"],
-        mean,
-        rstd,
-        inputs.get("seed"),
-        *quantised(outputs),
-        *sizes,
-        **options,
-    )
-
-
-def _backward(problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-    x, x_scale, dy, dy_scale = (inputs[name] for name in ("x", "x_scale", "dy", "dy_scale"))
-    m, n = problem.m, problem.n
-    given = (x, x_scale, dy, dy_scale, inputs["weight"], inputs["mean"], inputs["rstd"])
-    sizes = (m, n, x.stride(0), x_scale.stride(0), dy.stride(0), dy_scale.stride(0))
-    means = torch.empty((2, m), dtype=torch.float32, device=x.device)
-    parts = torch.empty((2, ceil_div(m, config.tile_m), n), dtype=torch.float32, device=x.device)
-    grid, options = _by_rows(problem)
-    row_sums_kernel[grid](*given, *means, *sizes, **options)
-    grid, options = _by_tile(problem, config)
-    dsum = inputs.get("dsum")
-    gradient_kernel[grid](
-        *given,
-        *means,
-        dsum,
-        inputs.get("seed"),
-        outputs.get("dx"),
-        *quantised(outputs),
-        *parts,
-        *sizes,
-        None if dsum is None else dsum.stride(0),
-        RESIDUAL=problem.residual,
-        **options,
-    )
-    for part, name in zip(parts, ("dweight", "dbias"), strict=True):
-        column_sums_kernel[(ceil_div(n, 128),)](part, outputs[name], part.shape[0], n, C=128)
+    def tensors(
+        self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        if problem.mode == "fwd":
+            return {**inputs, **outputs}
+        m, n, device = problem.m, problem.n, inputs["x"].device
+        plain, along = torch.empty((2, m), dtype=torch.float32, device=device)
+        parts = torch.empty((2, ceil_div(m, config.tile_m), n), dtype=torch.float32, device=device)
+        sums = {"plain": plain, "along": along, "dweight_parts": parts[0], "dbias_parts": parts[1]}
+        return {**inputs, **outputs, **sums}

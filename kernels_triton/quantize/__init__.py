@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_scales, tile_codes
 from jetfire.kernels_triton.halves import halvings, tile_amax, widen
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     REGISTER_SPACE,
     RegisterConfig,
+    TileKernel,
     grid_origin,
     load_tile,
-    quantised,
     register_limit,
-    register_reason,
     store_quantised,
     tile_grid,
 )
@@ -54,13 +51,10 @@ def quantize_kernel(
     )
 
 
-class TritonQuantize(TritonKernel):
+class TritonQuantize(TileKernel):
     op = "quantize"
-    name = "triton"
     Config = RegisterConfig
-
-    def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        return register_reason(problem.m, problem.n, problem.block, config, device)
+    choices = REGISTER_SPACE
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return the best tile measured on an H200 at 8192×4096 and 8192×16384."""
@@ -80,30 +74,10 @@ class TritonQuantize(TritonKernel):
             return RegisterConfig(32, 128, 2) if block == 32 else RegisterConfig(64, 64, 2, 72)
         return RegisterConfig(64, 64, 4)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return REGISTER_SPACE
-
-    def launch(
-        self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        x = inputs["x"]
-        quantize_kernel[tile_grid(problem.m, problem.n, config)](
-            x,
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            x.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            HALVINGS=halvings(problem.block, config),
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-            **register_limit(config),
-        )
+    def launches(self, problem: Any, config: RegisterConfig, device: Device) -> tuple[Launch, ...]:
+        grid = tile_grid(problem.m, problem.n, config)
+        given = {"HALVINGS": halvings(problem.block, config), **EXACT, **register_limit(config)}
+        return (Launch(quantize_kernel, grid, problem, config, **given),)
 
 
 KERNELS = (TritonQuantize(),)

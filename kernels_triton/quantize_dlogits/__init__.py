@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.codes import codes_nearest, codes_stochastic, draws_128
 from jetfire.kernels_triton.common import (
     INTERPRETED,
@@ -27,11 +26,11 @@ from jetfire.kernels_triton.common import (
 )
 from jetfire.kernels_triton.cross_entropy import IGNORED, exp
 from jetfire.kernels_triton.halves import VECTOR, row_max, widen
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.quantize import TritonQuantize
 from jetfire.kernels_triton.tiles import (
     RegisterConfig,
     grid_origin,
-    quantised,
     register_limit,
     store_tile,
     tile_grid,
@@ -376,29 +375,11 @@ class TritonQuantizeDlogits(TritonQuantize):
         side, warps = (128, 8) if block == 128 else (64, 4)
         return RegisterConfig(side, 128, warps, registers)
 
-    def launch(
-        self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        logits = inputs["logits"]
-        quantize_dlogits_kernel[tile_grid(problem.m, problem.n, config)](
-            logits,
-            *(inputs[name] for name in ("targets", "lse", "dloss")),
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            problem.columns,
-            logits.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            DEPTH=depth(config),
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-            **register_limit(config),
-        )
+    def launches(self, problem: Any, config: RegisterConfig, device: Device) -> tuple[Launch, ...]:
+        grid = tile_grid(problem.m, problem.n, config)
+        given = {"VALID": problem.columns, "DEPTH": depth(config)}
+        given |= {**EXACT, **register_limit(config)}
+        return (Launch(quantize_dlogits_kernel, grid, problem, config, **given),)
 
 
 KERNELS = (TritonQuantizeDlogits(),)

@@ -9,19 +9,18 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import block_scales, tile_codes
 from jetfire.kernels_triton.halves import halvings, tile_amax, widen
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.quantize import TritonQuantize
 from jetfire.kernels_triton.tiles import (
     RegisterConfig,
     grid_origin,
     load_tile,
-    quantised,
     register_limit,
-    register_reason,
     store_quantised,
     tile_grid,
+    tile_reason,
 )
 
 
@@ -130,36 +129,24 @@ class TritonQuantizeQkv(TritonQuantize):
     op = "quantize_qkv"
 
     def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        return register_reason(problem.m, 3 * problem.n, problem.block, config, device)
+        return tile_reason(problem.m, 3 * problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return `quantize`'s default, with registers for three pointers where it sets a limit."""
         config = super().default(problem, device)
         return replace(config, registers=_REGISTERS.get(config.registers, config.registers))
 
-    def launch(
-        self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        parts = [inputs[name] for name in ("query", "key", "value")]
+    def launches(self, problem: Any, config: RegisterConfig, device: Device) -> tuple[Launch, ...]:
         width = problem.n
-        quantize_qkv_kernel[tile_grid(problem.m, 3 * width, config)](
-            *parts,
-            *quantised(outputs),
-            inputs.get("seed"),
-            problem.m,
-            width,
-            *(part.stride(0) for part in parts),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            HALVINGS=halvings(problem.block, config),
-            WITHIN=width % config.tile_n == 0,
-            num_warps=config.warps,
-            enable_fp_fusion=False,
+        given = {
+            "WIDTH": width,
+            "WITHIN": width % config.tile_n == 0,
+            "HALVINGS": halvings(problem.block, config),
+            **EXACT,
             **register_limit(config),
-        )
+        }
+        grid = tile_grid(problem.m, 3 * width, config)
+        return (Launch(quantize_qkv_kernel, grid, problem, config, **given),)
 
 
 KERNELS = (TritonQuantizeQkv(),)

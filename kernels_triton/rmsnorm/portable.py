@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,12 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.rows import column_sums_kernel, load_values, load_vector
+from jetfire.kernels_triton.kernel import EXACT, Launch
+from jetfire.kernels_triton.rows import column_sums, load_values, load_vector
 from jetfire.kernels_triton.tiles import (
-    TILE_SPACE,
     TileConfig,
-    quantised,
+    TileKernel,
     store_quantised,
-    tile_reason,
 )
 
 
@@ -157,52 +155,33 @@ def backward_kernel(
         )
 
 
-class TritonRmsNorm(TritonKernel):
+class TritonRmsNorm(TileKernel):
     op = "rmsnorm"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        block = max(problem.block, problem.out_block)
-        return tile_reason(problem.m, problem.n, block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return 32 elements per thread; 64 in blocks of 128.
 
         Threads of 16 warps would have too few registers.
         """
-        block = max(problem.block, problem.out_block)
+        block = self.side(problem)
         tile_n = max(block, 64)
         return TileConfig(block, tile_n, min(8, block * tile_n // 1024))
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
-
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        m, n, x = problem.m, problem.n, inputs["x"]
-        backward = problem.mode == "bwd"
-        down = ceil_div(m, config.tile_m)
-        given = [inputs[name] for name in ("x", "x_scale", "dy", "dy_scale") if name in inputs]
-        sizes = (m, n, *(tensor.stride(0) for tensor in given))
-        options = {
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "BLOCK": problem.block,
-            "OUT_BLOCK": problem.out_block,
-            "LAYOUT": problem.layout,
-            "STOCHASTIC": problem.rounding == "stochastic",
-            "num_warps": config.warps,
-            "enable_fp_fusion": False,
-        }
-        weight, seed = inputs["weight"], inputs.get("seed")
-        if not backward:
-            rstd = outputs["rstd"]
-            forward_kernel[(down,)](
-                *given, weight, seed, *quantised(outputs), rstd, *sizes, problem.eps, **options
-            )
-            return
-        parts = torch.empty((down, n), dtype=torch.float32, device=x.device)
-        backward_kernel[(down,)](
-            *given, weight, inputs["rstd"], seed, *quantised(outputs), parts, *sizes, **options
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> Sequence[Launch]:
+        grid = (ceil_div(problem.m, config.tile_m),)
+        if problem.mode == "fwd":
+            return (Launch(forward_kernel, grid, problem, config, **EXACT),)
+        of = {"part_ptr": "dweight_parts"}
+        return (
+            Launch(backward_kernel, grid, problem, config, of, **EXACT),
+            column_sums(problem, config, "dweight"),
         )
-        column_sums_kernel[(ceil_div(n, 128),)](parts, outputs["dweight"], down, n, C=128)
+
+    def tensors(
+        self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        if problem.mode == "fwd":
+            return {**inputs, **outputs}
+        shape = ceil_div(problem.m, config.tile_m), problem.n
+        parts = torch.empty(shape, dtype=torch.float32, device=inputs["x"].device)
+        return {**inputs, **outputs, "dweight_parts": parts}

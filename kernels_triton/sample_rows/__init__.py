@@ -8,9 +8,9 @@ another program. What costs instructions (roots, divisions, a prefix sum) it doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -20,8 +20,9 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED, philox_words, random_u16
-from jetfire.kernels_triton.kernel import TritonKernel
-from jetfire.kernels_triton.tiles import device_reason
+from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
+from jetfire.kernels_triton.tiles import device_reason, power_reason, warps_reason
+from jetfire.ops.sample_rows import capacity
 
 # As in jetfire.reference: philox's stream, and sample_rows's constants.
 STREAM_SAMPLING = tl.constexpr(2)
@@ -261,18 +262,22 @@ def draw_kernel(
 
 class TritonSampleRows(TritonKernel):
     op = "sample_rows"
-    name = "triton"
     Config = SampleRowsConfig
+    choices: ClassVar = {
+        "tile": (1024, 4096, 8192, 16384),
+        "rows": (256, 512, 1024, 2048),
+        "warps": (4, 8, 16, 32),
+    }
 
     def legal(self, problem: Any, config: SampleRowsConfig, device: Device) -> str | None:
-        if (reason := device_reason(device)) is not None:
+        expected, most = f"a power of two, 128 to {MOST_HELD}", MOST_HELD
+        reason = (
+            device_reason(device)
+            or power_reason(config, "tile", "rows", expected=expected, least=128, most=most)
+            or warps_reason(config, 32)
+        )
+        if reason is not None:
             return reason
-        for name in ("tile", "rows"):
-            size = getattr(config, name)
-            if not 128 <= size <= MOST_HELD or size & (size - 1):
-                return f"{name}={size}: expected a power of two, 128 to {MOST_HELD}"
-        if config.warps not in (1, 2, 4, 8, 16, 32):
-            return f"warps={config.warps}: expected 1, 2, 4, 8, 16 or 32"
         most = max(config.tile, config.rows) // (32 * config.warps)
         if most > 64:
             return f"{most} rows per thread: expected at most 64"
@@ -290,49 +295,36 @@ class TritonSampleRows(TritonKernel):
         warps = 16 if total > tile else max(4, min(8, tile // 1024))
         return SampleRowsConfig(tile, min(tile, max(512, rows)), warps)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {
-            "tile": (1024, 4096, 8192, 16384),
-            "rows": (256, 512, 1024, 2048),
-            "warps": (4, 8, 16, 32),
+    def launches(
+        self, problem: Any, config: SampleRowsConfig, device: Device
+    ) -> tuple[Launch, ...]:
+        total, sampled = problem.parts * problem.m, _sampled(problem)
+        given = {"TOTAL": total, "WGRAD": problem.product == "wgrad", **EXACT}
+        drawn = {
+            "ROOM": capacity(problem.m, problem.parts, problem.product, problem.keep),
+            "SAMPLED": sampled,
+            "LEAST": LEAST[problem.product],
+            "HELD": total <= config.tile,
         }
-
-    def launch(
-        self, problem: Any, config: SampleRowsConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        squares, x_squares, rows = inputs["squares"], inputs.get("x_squares"), outputs["rows"]
-        m, total = problem.m, problem.parts * problem.m
         grid = (ceil_div(total, config.rows),)
-        sampled = problem.keep == "half" and problem.parts == 2
-        options = {
-            "PARTS": problem.parts,
-            "WGRAD": problem.product == "wgrad",
-            "TILE": config.tile,
-            "ROWS": config.rows,
-            "num_warps": config.warps,
-            "enable_fp_fusion": False,
-        }
-        w = squares
-        if sampled:
-            w = torch.empty(total, dtype=torch.int32, device=squares.device)
-            weigh_kernel[grid](squares, x_squares, w, m, total, **options)
-        draw_kernel[grid](
-            w,
-            x_squares,
-            inputs["seed"],
-            rows,
-            outputs["counts"],
-            outputs.get("weight"),
-            outputs.get("slots"),
-            outputs.get("repeat"),
-            m,
-            total,
-            rows.shape[0],
-            SAMPLED=sampled,
-            LEAST=LEAST[problem.product],
-            HELD=total <= config.tile,
-            **options,
+        found = (
+            Launch(weigh_kernel, grid, problem, config, **given),
+            Launch(draw_kernel, grid, problem, config, **given, **drawn),
         )
+        return found if sampled else found[1:]
+
+    def tensors(
+        self, problem: Any, config: SampleRowsConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        w = squares = inputs["squares"]
+        if _sampled(problem):
+            w = torch.empty(problem.parts * problem.m, dtype=torch.int32, device=squares.device)
+        return {**inputs, **outputs, "w": w}
+
+
+def _sampled(problem: Any) -> bool:
+    """Return whether rows are drawn by their weights; else all are kept."""
+    return bool(problem.keep == "half" and problem.parts == 2)
 
 
 KERNELS = (TritonSampleRows(),)

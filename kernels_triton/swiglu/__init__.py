@@ -6,14 +6,13 @@ looked up: silu(s·q)/s, and for the gradients silu'(s·q) beside it, one LDS of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.core.problem import written_block
 from jetfire.kernels_triton.blocked import (
     LOG2E,
     UNIT,
@@ -41,13 +40,14 @@ from jetfire.kernels_triton.codes import (
     reciprocal_fast,
 )
 from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     RegisterConfig,
+    TileKernel,
     register_limit,
-    register_reason,
     store_tile,
+    tile_count,
     tile_origin,
 )
 
@@ -344,13 +344,16 @@ def backward_kernel(
     )
 
 
-class TritonSwiglu(TritonKernel):
+class TritonSwiglu(TileKernel):
     op = "swiglu"
-    name = "triton"
     Config = RegisterConfig
-
-    def legal(self, problem: Any, config: RegisterConfig, device: Device) -> str | None:
-        return register_reason(problem.m, problem.n, problem.out_block, config, device)
+    # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
+    choices: ClassVar = {
+        **TILE_SPACE,
+        "warps": (2, 4, 8, 16, 32),
+        "registers": (64, 80, 96, 128, 255),
+    }
+    side = staticmethod(written_block)
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return gelu's tile; both gradients of 64 elements per thread would take 246 registers.
@@ -366,40 +369,11 @@ class TritonSwiglu(TritonKernel):
             limit = 96 if problem.rounding == "stochastic" else 88
         return RegisterConfig(block, tile_n, 8 if block == 128 else 2, limit)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        # One warp alone makes Triton look a table up by eight shuffles in place of one LDS.
-        return {**TILE_SPACE, "warps": (2, 4, 8, 16, 32), "registers": (64, 80, 96, 128, 255)}
-
-    def launch(
-        self, problem: Any, config: RegisterConfig, inputs: Tensors, outputs: Tensors
-    ) -> None:
-        backward = problem.mode == "bwd"
-        names = ("gate", "up", "dy") if backward else ("gate", "up")
-        given = [inputs[f"{name}{part}"] for name in names for part in ("", "_scale")]
-        kernel, written = forward_kernel, ["q", "scale", "qt", "scale_t"]
-        if backward:
-            parts = ("", "_scale", "_t", "_scale_t")
-            kernel = backward_kernel
-            written = [f"{name}{part}" for name in ("dgate", "dup") for part in parts]
-        tiles = ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
-        kernel[(tiles,)](
-            *given,
-            *map(outputs.get, written),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            *(tensor.stride(0) for tensor in given),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            OUT_BLOCK=problem.out_block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            **deal(problem.out_block, config),
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-            **register_limit(config),
-        )
+    def launches(self, problem: Any, config: RegisterConfig, device: Device) -> tuple[Launch, ...]:
+        kernel = backward_kernel if problem.mode == "bwd" else forward_kernel
+        given = {**deal(problem.out_block, config), **EXACT, **register_limit(config)}
+        grid = (tile_count(problem.m, problem.n, config),)
+        return (Launch(kernel, grid, problem, config, **given),)
 
 
 KERNELS = (TritonSwiglu(),)

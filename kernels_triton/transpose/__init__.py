@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import Launch
 from jetfire.kernels_triton.tiles import (
-    TILE_SPACE,
     TileConfig,
+    TileKernel,
     grid_origin,
     load_tile,
     store_quantised,
     tile_grid,
-    tile_reason,
 )
 
 
@@ -51,13 +48,8 @@ def transpose_kernel(
     store_quantised(q, scale, None, None, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, "qt")
 
 
-class TritonTranspose(TritonKernel):
+class TritonTranspose(TileKernel):
     op = "transpose"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return the best tile on an H200: it writes rows of 256 bytes where tiles are many."""
@@ -65,25 +57,9 @@ class TritonTranspose(TritonKernel):
             return TileConfig(256, 128, 16)
         return TileConfig(128, 128, 8) if problem.block == 128 else TileConfig(64, 128, 4)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
-
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        q, scale = inputs["q"], inputs["scale"]
-        transpose_kernel[tile_grid(problem.m, problem.n, config)](
-            q,
-            scale,
-            outputs["qt"],
-            outputs["scale_t"],
-            problem.m,
-            problem.n,
-            q.stride(0),
-            scale.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            num_warps=config.warps,
-        )
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> tuple[Launch, ...]:
+        grid = tile_grid(problem.m, problem.n, config)
+        return (Launch(transpose_kernel, grid, problem, config),)
 
 
 KERNELS = (TritonTranspose(),)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.tensors import Tensors
 from jetfire.kernels_triton.common import quantize_tile, spread
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
-    TILE_SPACE,
     TileConfig,
+    TileKernel,
     grid_origin,
     load_tile,
     store_quantised,
     tile_grid,
-    tile_reason,
 )
 
 
@@ -105,48 +102,15 @@ def softsign_kernel(
     )
 
 
-class TritonSoftsign(TritonKernel):
+class TritonSoftsign(TileKernel):
     op = "softsign"
-    name = "triton"
-    Config = TileConfig
-
-    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        return tile_reason(problem.m, problem.n, problem.block, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         return TileConfig(problem.block, 128, problem.block // 8)
 
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return TILE_SPACE
-
-    def launch(self, problem: Any, config: TileConfig, inputs: Tensors, outputs: Tensors) -> None:
-        x, x_scale = inputs["x"], inputs["x_scale"]
-        dy, dy_scale = inputs.get("dy"), inputs.get("dy_scale")
-        softsign_kernel[tile_grid(problem.m, problem.n, config)](
-            x,
-            x_scale,
-            dy,
-            dy_scale,
-            outputs.get("q"),
-            outputs.get("scale"),
-            outputs.get("qt"),
-            outputs.get("scale_t"),
-            inputs.get("seed"),
-            problem.m,
-            problem.n,
-            x.stride(0),
-            x_scale.stride(0),
-            0 if dy is None else dy.stride(0),
-            0 if dy_scale is None else dy_scale.stride(0),
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            BLOCK=problem.block,
-            LAYOUT=problem.layout,
-            STOCHASTIC=problem.rounding == "stochastic",
-            BACKWARD=problem.mode == "bwd",
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-        )
+    def launches(self, problem: Any, config: TileConfig, device: Device) -> tuple[Launch, ...]:
+        grid = tile_grid(problem.m, problem.n, config)
+        return (Launch(softsign_kernel, grid, problem, config, **EXACT),)
 
 
 KERNELS = (TritonSoftsign(),)
