@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated
 
 from jetfire.commands import options as o
-from jetfire.commands import problems
+from jetfire.core import terminal
 from jetfire.core.errors import UsageError
 
 EPILOG = "Example: jetfire export gemm --m 4096 -o out"
@@ -62,8 +62,8 @@ def run(
     options.check(asked)
     if block is None and "block" in chosen[0].Problem.__dataclass_fields__:
         block = ["32"]
-    request = problems.request(locals(), mode=[mode], kernels=[kernel] if kernel else [])
-    cases = problems.cases(request, 4096)
+    request = o.request(locals(), mode=[mode], kernels=[kernel] if kernel else [])
+    cases = plan.cases(request.sized(4096), terminal.note)
     from jetfire.export import command
 
     command.run(dataclasses.replace(asked, cases=cases))

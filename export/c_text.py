@@ -20,42 +20,26 @@ def fields(values: Mapping[str, object]) -> str:
     )
 
 
-def hang(
-    start: str, items: Sequence[str], end: str, indent: int = 0, joint: str = ", "
-) -> list[str]:
-    """A list between `start` and `end`, further lines hanging below the first item.
-
-    Args:
-        indent: that all lines will be given.
-        joint: between items; a line may end after it.
-    """
-    lines = [start]
-    for i, item in enumerate(items):
-        piece = item + (end if i + 1 == len(items) else joint)
-        if indent + len(lines[-1]) + len(piece.rstrip()) > WIDTH and i:
-            lines[-1] = lines[-1].rstrip()
-            lines.append(" " * len(start))
-        lines[-1] += piece
-    return lines
+def hang(start: str, items: Sequence[str], end: str) -> str:
+    """A list between `start` and `end`, further lines hanging below the first item."""
+    lines = textwrap.wrap(
+        ", ".join(item.replace(" ", "\0") for item in items) + end,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
-def unless(
-    start: str, items: Sequence[str], end: str, result: str, indent: int, joint: str = ", "
-) -> list[str]:
-    """Write ``if (…) return result;`` of a condition that is a list as `hang` has it."""
-    line = f"if ({start}{joint.join(items)}{end}) return {result};"
-    if indent + len(line) <= WIDTH:
-        return [line]
-    return [*hang(f"if ({start}", items, f"{end}) {{", indent, joint), f"  return {result};", "}"]
-
-
-def comment(text: str, further: str = "") -> list[str]:
-    """Lines of a comment; `further` begins all but the first."""
-    return textwrap.wrap(
+def comment(text: str) -> str:
+    """Prose as a comment."""
+    return textwrap.fill(
         text,
         WIDTH,
         initial_indent="// ",
-        subsequent_indent=f"// {further}",
+        subsequent_indent="// ",
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from jetfire.core import broken
 from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
-from jetfire.export.check import runs_here
 from jetfire.export.folder import default_target, export
 from jetfire.export.options import ExportOptions, check
 from jetfire.export.plan import make
@@ -37,7 +36,7 @@ def run(asked: ExportOptions) -> None:
     if asked.check:
         architecture = f"sm_{plan.capability[0]}{plan.capability[1]}"
         not_run = f"built; not run: no GPU of {architecture} here"
-        done = "built; self-test passed" if runs_here(plan) else not_run
+        done = "built; self-test passed" if plan.runs_here else not_run
     note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
     for row in rows:
         note(_speed(row))

@@ -5,10 +5,9 @@ To add a kernel:
 * a `Host` in `HOSTS` of the module ``host`` in its folder (core/host.py): which sources and
   `config.cuh` a config has, what its constants mean, what sizes and addresses must be;
 * a template beside it: the C function, of the common subset of C and C++, for `.cu` and
-  for the C file of `embedded` alike. It sees `plan`, `variant` (export.host.CompiledVariant),
-  `names` of the function's tensors, `codes` (what error codes begin with), `prototype`,
-  `check_alignment`, `several`, `takes_workspace`, `language` and what `Host.values` gives; what it
-  may call is said in
+  for the C file of compiled code alike. It sees `plan`, `variant` (`CompiledVariant`),
+  `names` of the function's tensors, `codes` (what error codes begin with), `prototype`, `aligned`,
+  `several`, `takes_workspace`, `language` and what `Host.values` gives; what it may call is said in
   kernels_cuda/gemm/wgmma.j2. In a `.cu` the kernel's source has declared its constants and argument
   structs; for C the template does.
 
@@ -17,19 +16,18 @@ A launch of several kernels has a namespace for each, ``<name>_kernel``, in whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
 from jetfire.core.host import Code, Host, hosts
 from jetfire.core.kernel import Kernel
-from jetfire.export import compiled, flatten
-from jetfire.export.c_text import capital, comment, fields, hang, unless
-from jetfire.export.compiled import Compiled
+from jetfire.export import flatten
+from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.foreign import Foreign
-from jetfire.export.host import CompiledVariant, aligned, contract, variants
-from jetfire.export.library import Library, header, parameters
+from jetfire.export.library import Compiled, Library, code_files, dims, header, prototype
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
@@ -50,37 +48,60 @@ def host_of(kernel: Kernel) -> Host:
     return hosts(kernel.op)[kernel.name]
 
 
-# --- C declarations ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class CompiledVariant:
+    """One config as it is compiled, for all problems of a plan that have the same code.
+
+    Attributes:
+        symbol: the C function that launches it.
+        tuned: those problems; at least one.
+    """
+
+    symbol: str
+    host: Host
+    tuned: tuple[TunedProblem, ...]
+    codes: tuple[Code, ...]
+
+    @property
+    def problem(self) -> Any:
+        return self.tuned[0].problem
+
+    @property
+    def config(self) -> Any:
+        return self.tuned[0].config
+
+    @property
+    def multiples(self) -> dict[str, int]:
+        return self.host.multiples(self.problem, self.config)
+
+    def reason(self, dim: str) -> str:
+        return self.host.reason(self.problem, self.config, dim)
 
 
-def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
-    """Return the exported function's prototype, under any name."""
-    items = parameters(plan, workspace=workspace)
-    return "\n".join(hang(f"{before}int {symbol}(", items, f"){end}"))
+def _variants(plan: ExportPlan, host: Host) -> tuple[CompiledVariant, ...]:
+    """Return a variant for each different code, in the order of the plan's problems.
 
+    Raises:
+        UsageError: a problem of the plan does not keep to what its own code asks of sizes.
+    """
+    alike: dict[tuple[Code, ...], list[TunedProblem]] = {}
+    for tuned in plan.tuned:
+        for dim, multiple in host.multiples(tuned.problem, tuned.config).items():
+            if (size := getattr(tuned.problem, dim)) % multiple:
+                raise UsageError(
+                    f"{plan.op.name}/{plan.kernel.name}: {dim}={size}: an exported one takes "
+                    f"multiples of {multiple}"
+                )
+        alike.setdefault(host.codes(tuned.problem, tuned.config), []).append(tuned)
 
-def _call(plan: ExportPlan, function: str, workspace: bool) -> str:
-    """The end of one such function that calls another."""
-    names = [*(p.name for p in plan.signature.parameters), *plan.signature.dims]
-    names += ["workspace"] if workspace else []
-    lines = hang(f"return {function}(", [*names, "stream"], ");", 2)
-    return "\n".join(f"  {line}" for line in lines)
+    def symbol(first: TunedProblem) -> str:
+        sizes = "x".join(map(str, plan.sizes(first.problem).values()))
+        return plan.name if len(alike) == 1 else f"{plan.name}_{sizes}"
 
-
-def _alignment(plan: ExportPlan, host: Host, workspace: bool) -> str:
-    """Return an error code unless all addresses are multiples of 16."""
-    bits = [f"(uintptr_t){name}" for name in aligned(plan, host, workspace)]
-    result = f"{plan.name.upper()}_BAD_ALIGNMENT"
-    lines = unless("(", bits, ") % 16 != 0", result, 2, " | ")
-    return "\n".join(f"  {line}" for line in lines)
-
-
-def dims(plan: ExportPlan) -> str:
-    """The sizes as parameters."""
-    return ", ".join(f"int {dim}" for dim in plan.signature.dims)
-
-
-# --- one config ----------------------------------------------------------------------------------
+    return tuple(
+        CompiledVariant(symbol(group[0]), host, tuple(group), codes)
+        for codes, group in alike.items()
+    )
 
 
 def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
@@ -93,24 +114,8 @@ def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
     )
 
 
-def _head(plan: ExportPlan, variant: CompiledVariant, build: str, what: str) -> str:
-    """Say what a file is, where its constants come from and how it is built."""
-    paragraphs = [
-        f"{capital(plan.op.summary)}; {fields(plan.fixed)}.",
-        "",
-        f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
-        *(_where_from(plan, tuned) for tuned in variant.tuned),
-        "",
-        f"Build: {build}",
-        "",
-        what,
-    ]
-    lines = [line for text in paragraphs for line in comment(text) or ["//"]]
-    return "\n".join(lines)
-
-
 def _shown(variant: CompiledVariant, code: Code) -> dict[str, object]:
-    """Return what the template shows of one kernel."""
+    """Return what the template of a `.cu` shows of one kernel."""
     source = flatten.read(code.source)
     defined = (f"constexpr int {name} = {value};" for name, value in source.defined.items())
     namespace = f"{code.name}_kernel" if len(variant.codes) > 1 else ""
@@ -128,113 +133,177 @@ def _shown(variant: CompiledVariant, code: Code) -> dict[str, object]:
     }
 
 
-def host_values(
-    plan: ExportPlan, variant: CompiledVariant, *, several: bool, workspace: bool
-) -> dict[str, object]:
-    """Return what the template of a launch sees of a config, but for `language`."""
-    return {
-        **variant.values,
-        "plan": plan,
-        "variant": variant,
-        "names": [p.name for p in plan.signature.parameters],
-        "aligned": aligned(plan, variant.host),
-        "codes": plan.name.upper(),
-        "prototype": prototype(plan, variant.symbol, workspace, " {"),
-        "check_alignment": _alignment(plan, variant.host, workspace),
-        "several": several,
-        "takes_workspace": workspace,
-    }
+@dataclass(frozen=True)
+class _Export:
+    """A plan's function in one language, ``cuda`` or ``c``."""
 
+    plan: ExportPlan
+    language: str
 
-def _include(plan: ExportPlan, several: bool) -> str:
-    return f"{plan.name}_configs.h" if several else f"{plan.name}.h"
+    @cached_property
+    def host(self) -> Host:
+        return host_of(self.plan.kernel)
 
+    @cached_property
+    def variants(self) -> tuple[CompiledVariant, ...]:
+        return _variants(self.plan, self.host)
 
-def _source(plan: ExportPlan, variant: CompiledVariant, *, several: bool, workspace: bool) -> bytes:
-    """A config's `.cu`."""
-    architecture = variant.host.architecture(plan.capability)
-    build = (
-        f"nvcc -std=c++17 -O3 -gencode arch=compute_{architecture},code=sm_{architecture} "
-        f"-c {variant.symbol}.cu"
-    )
-    what = "In order: the constants, what the kernel is made of, the kernel, its launch."
-    return render(
-        "cuda/kernel.cu.j2",
-        head=_head(plan, variant, build, what),
-        kernels=[_shown(variant, code) for code in variant.codes],
-        include=_include(plan, several),
-        language="cuda",
-        **host_values(plan, variant, several=several, workspace=workspace),
-    )
+    @property
+    def ending(self) -> str:
+        return "cu" if self.language == "cuda" else "c"
 
+    @property
+    def architecture(self) -> str:
+        return self.host.architecture(self.plan.capability)
 
-def _compiled(plan: ExportPlan, variant: CompiledVariant, several: bool) -> list[Compiled]:
-    """A config's kernels, in the order of `Host.codes`."""
-    end = variant.symbol.removeprefix(plan.name) if several else ""
-    architecture = f"sm_{variant.host.architecture(plan.capability)}"
-    return [
-        Compiled(
-            name=f"{code.name}{end}",
-            function=code.name,
-            code=compile_cubin(code.source, code.header, architecture),
-            threads=code.threads,
-            shared_bytes=code.shared_bytes,
-            about=f"Tuned for {fields(plan.sizes(variant.problem))}.",
+    @cached_property
+    def workspace(self) -> bool:
+        return any(self.host.workspace(v.problem, v.config) for v in self.variants)
+
+    @property
+    def aligned(self) -> tuple[str, ...]:
+        """Which of the function's pointers must lie at multiples of 16."""
+        names = [p.name for p in self.plan.signature.parameters] + ["workspace"] * self.workspace
+        return tuple(name for name in names if name in self.host.aligned)
+
+    @cached_property
+    def contract(self) -> tuple[str, ...]:
+        """What callers must keep to, in sentences."""
+        multiples: dict[str, int] = {}
+        for variant in self.variants:
+            for dim, multiple in variant.multiples.items():
+                multiples[dim] = max(multiple, multiples.get(dim, 1))
+        most = self.host.most(self.plan.problem)
+        asked = [
+            f"{dim} "
+            + " and ".join(
+                [f"a multiple of {multiples[dim]}"] * (dim in multiples)
+                + [f"at most {most.get(dim)}"] * (dim in most)
+            )
+            for dim in dict.fromkeys([*multiples, *most])
+        ]
+        loose = any(variant.multiples != multiples for variant in self.variants)
+        beside = " (but for the sizes that were tuned)" if loose else ""
+        *first, last = self.aligned
+        return (
+            f"The addresses of {', '.join(first)} and {last} are multiples of 16.",
+            f"Sizes: up to 2^30, {', '.join(asked)}{beside}; any that keep to this will do."
+            if asked
+            else "Sizes: any up to 2^30.",
+            *self.host.sentences(self.plan.problem),
         )
-        for code in variant.codes
-    ]
 
+    def compiled(self, variant: CompiledVariant) -> list[Compiled]:
+        """A config's kernels, in the order of `Host.codes`."""
+        end = variant.symbol.removeprefix(self.plan.name)
+        about = f"Tuned for {fields(self.plan.sizes(variant.problem))}."
+        return [
+            Compiled(
+                f"{code.name}{end}",
+                code.name,
+                compile_cubin(code.source, code.header, f"sm_{self.architecture}"),
+                code.threads,
+                code.shared_bytes,
+                about,
+            )
+            for code in variant.codes
+        ]
 
-def _launcher(
-    plan: ExportPlan,
-    variant: CompiledVariant,
-    kernels: list[Compiled],
-    *,
-    several: bool,
-    workspace: bool,
-) -> bytes:
-    """A config's `.c`."""
-    build = f"cc -std=c11 -O2 -I $CUDA_HOME/include -c {variant.symbol}.c"
-    what = (
-        f"The machine code is in {plan.name}_code.c. It is launched by CUDA's driver, which the "
-        "first call opens: nothing of CUDA is linked."
-    )
-    return render(
-        "cuda/kernel.c.j2",
-        head=_head(plan, variant, build, what),
-        name=plan.name,
-        capability=plan.capability,
-        kernels=kernels,
-        tensor_maps=variant.host.tensor_maps,
-        launched=list(zip(variant.codes, kernels, strict=True)),
-        include=_include(plan, several),
-        language="c",
-        **host_values(plan, variant, several=several, workspace=workspace),
-    )
+    def head(self, variant: CompiledVariant) -> str:
+        """Say what a file is, where its constants come from and how it is built."""
+        plan = self.plan
+        if self.language == "cuda":
+            target = f"arch=compute_{self.architecture},code=sm_{self.architecture}"
+            build = f"nvcc -std=c++17 -O3 -gencode {target}"
+            what = "In order: the constants, what the kernel is made of, the kernel, its launch."
+        else:
+            build = "cc -std=c11 -O2 -I $CUDA_HOME/include"
+            what = (
+                f"The machine code is in {plan.name}_code.c. It is launched by CUDA's driver, "
+                "which the first call opens: nothing of CUDA is linked."
+            )
+        paragraphs = [
+            f"{capital(plan.op.summary)}; {fields(plan.fixed)}.",
+            "",
+            f"This is kernel {plan.kernel.name} of Jetfire with the constants that were tuned for",
+            *(_where_from(plan, tuned) for tuned in variant.tuned),
+            "",
+            f"Build: {build} -c {variant.symbol}.{self.ending}",
+            "",
+            what,
+        ]
+        return "\n".join(comment(text) or "//" for text in paragraphs)
 
+    def source(self, variant: CompiledVariant, kernels: list[Any]) -> bytes:
+        """A config's `.cu` or `.c`; `kernels` as their template shows them."""
+        plan, several = self.plan, len(self.variants) > 1
+        return render(
+            f"cuda/kernel.{self.ending}.j2",
+            **self.host.values(variant.problem, variant.config),
+            plan=plan,
+            variant=variant,
+            head=self.head(variant),
+            kernels=kernels,
+            launched=list(zip(variant.codes, kernels, strict=True)),
+            language=self.language,
+            include=f"{plan.name}_configs.h" if several else f"{plan.name}.h",
+            names=[p.name for p in plan.signature.parameters],
+            aligned=self.aligned,
+            codes=plan.name.upper(),
+            prototype=prototype(plan, variant.symbol, self.workspace, " {"),
+            several=several,
+            takes_workspace=self.workspace,
+        )
 
-# --- all -----------------------------------------------------------------------------------------
+    def dispatch(self) -> dict[str, bytes]:
+        """Return several configs' prototypes in a header, and the function that chooses."""
+        plan, workspace = self.plan, self.workspace
+        passed = [*(p.name for p in plan.signature.parameters), *plan.signature.dims]
+        passed += [*(["workspace"] if workspace else []), "stream"]
+        nearest = f"  return nearest({', '.join(plan.signature.dims)})->launch("
+        values: dict[str, object] = {
+            "plan": plan,
+            "variants": self.variants,
+            "codes": plan.name.upper(),
+            "dims": dims(plan),
+            "prototype": prototype(plan, plan.name, workspace, " {"),
+            "prototypes": {
+                v.symbol: prototype(plan, v.symbol, workspace, ";") for v in self.variants
+            },
+            "call": hang(nearest, passed, ");"),
+            "launch_type": prototype(plan, "Launch", workspace, ";", "typedef "),
+            "takes_workspace": workspace,
+        }
+        return {
+            f"{plan.name}_configs.h": render("host/configs.h.j2", **values),
+            f"{plan.name}.{self.ending}": render("host/dispatch.j2", **values),
+        }
 
-
-def _dispatch(
-    plan: ExportPlan, found: tuple[CompiledVariant, ...], ending: str, *, workspace: bool
-) -> dict[str, bytes]:
-    """Return several configs' prototypes in a header, and the function that chooses."""
-    values: dict[str, object] = {
-        "plan": plan,
-        "variants": found,
-        "codes": plan.name.upper(),
-        "dims": dims(plan),
-        "prototype": prototype(plan, plan.name, workspace, " {"),
-        "prototypes": {v.symbol: prototype(plan, v.symbol, workspace, ";") for v in found},
-        "call": _call(plan, f"nearest({', '.join(plan.signature.dims)})->launch", workspace),
-        "launch_type": prototype(plan, "Launch", workspace, ";", "typedef "),
-        "takes_workspace": workspace,
-    }
-    return {
-        f"{plan.name}_configs.h": render("host/configs.h.j2", **values),
-        f"{plan.name}.{ending}": render("host/dispatch.j2", **values),
-    }
+    def library(self) -> Library:
+        plan, common = self.plan, {"workspace": self.workspace, "zeros": self.host.zeros}
+        runtime = self.language == "cuda"
+        head = header(plan, any_size=True, contract=self.contract, runtime=runtime, **common)
+        files = {f"{plan.name}.h": head, **(self.dispatch() if len(self.variants) > 1 else {})}
+        code: list[Compiled] = []
+        for variant in self.variants:
+            kernels: list[Any] = (
+                [_shown(variant, each) for each in variant.codes]
+                if runtime
+                else self.compiled(variant)
+            )
+            files[f"{variant.symbol}.{self.ending}"] = self.source(variant, kernels)
+            code += [] if runtime else kernels
+        files |= {} if runtime else code_files(plan, code)
+        sources = tuple(name for name in files if name.endswith(f".{self.ending}"))
+        return Library(
+            files=files,
+            cuda_sources=sources if runtime else (),
+            c_sources=() if runtime else sources,
+            architecture=self.architecture,
+            any_size=True,
+            contract=self.contract,
+            **common,
+        )
 
 
 def library(plan: ExportPlan) -> Library:
@@ -243,7 +312,7 @@ def library(plan: ExportPlan) -> Library:
     Raises:
         UsageError: there is no host code for the kernel, or not for such sizes.
     """
-    return _library(plan, "cu", lambda variant, **shared: _source(plan, variant, **shared))
+    return _Export(plan, "cuda").library()
 
 
 def compiled_library(plan: ExportPlan) -> Library:
@@ -252,49 +321,4 @@ def compiled_library(plan: ExportPlan) -> Library:
     Raises:
         UsageError: there is no host code for the kernel, not for such sizes, or no compiler.
     """
-    found = variants(plan, host_of(plan.kernel))
-    kernels = {variant.symbol: _compiled(plan, variant, len(found) > 1) for variant in found}
-    made = _library(
-        plan,
-        "c",
-        lambda variant, **shared: _launcher(plan, variant, kernels[variant.symbol], **shared),
-    )
-    code = compiled.files(
-        plan.name, plan.capability, [each for some in kernels.values() for each in some]
-    )
-    return replace(
-        made, files={**made.files, **code}, c_sources=(*made.c_sources, f"{plan.name}_code.c")
-    )
-
-
-def _library(plan: ExportPlan, ending: str, file: Callable[..., bytes]) -> Library:
-    host = host_of(plan.kernel)
-    found = variants(plan, host)
-    workspace = any(variant.workspace for variant in found)
-    said = contract(plan, found)
-    shared = {"several": len(found) > 1, "workspace": workspace}
-    files = {
-        f"{plan.name}.h": header(
-            plan,
-            workspace=workspace,
-            any_size=True,
-            contract=said,
-            zeros=host.zeros,
-            runtime=ending == "cu",
-        )
-    }
-    if len(found) > 1:
-        files |= _dispatch(plan, found, ending, workspace=workspace)
-    for variant in found:
-        files[f"{variant.symbol}.{ending}"] = file(variant, **shared)
-    sources = tuple(name for name in files if name.endswith(f".{ending}"))
-    return Library(
-        files=files,
-        cuda_sources=sources if ending == "cu" else (),
-        c_sources=sources if ending == "c" else (),
-        architecture=host.architecture(plan.capability),
-        workspace=workspace,
-        any_size=True,
-        contract=said,
-        zeros=host.zeros,
-    )
+    return _Export(plan, "c").library()

@@ -1,69 +1,68 @@
-"""Any kernel as compiled code: a C file with the cubins and a launcher of the driver API.
+"""A Triton kernel as compiled code: C files with the cubins and tables of what a call launches.
 
-A Triton kernel is compiled for each problem of a plan, and for the sample's: what its own `launch`
-would launch (`recording`) becomes C, as far as it is the same for all, and else a table by sizes.
+It is compiled for each problem of a plan, and for the sample's. What its own `launch`
+would launch (`recording`) is written as tables, which `files/c/launcher.h` reads.
 """
 
 from __future__ import annotations
 
+import struct
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jetfire.export import compiled, cuda, samples
-from jetfire.export.c_text import WIDTH, capital, comment, hang, unless
-from jetfire.export.compiled import Compiled
-from jetfire.export.launches import ProblemGroup, Writer, structure
-from jetfire.export.library import Library, header, parameters
+from jetfire.core.errors import UsageError
+from jetfire.export import samples
+from jetfire.export.c_text import WIDTH, capital, comment, hang
+from jetfire.export.library import Compiled, Library, code_files, dims, header, prototype
 from jetfire.export.plan import ExportPlan
-from jetfire.export.recording import Call, LaunchRecording, TensorMap, record
-from jetfire.export.render import render
-from jetfire.export.table import ProblemTable
-from jetfire.kernels_triton.kernel import TritonKernel
+from jetfire.export.recording import (
+    Address,
+    Argument,
+    Call,
+    LaunchRecording,
+    Scratch,
+    TensorMap,
+    record,
+)
+from jetfire.export.render import render, static
 
 _ALIGNMENT = 256  # of a piece of the workspace, in bytes
+_MAP_TYPES = {"int8": "UINT8", "bfloat16": "BFLOAT16", "float16": "FLOAT16", "float32": "FLOAT32"}
+_FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 
 
 def library(plan: ExportPlan) -> Library:
     """Compile every launch of every problem, and describe it in C.
 
     Raises:
-        UsageError: the kernel does more than launch kernels, or is a CUDA kernel without host code.
+        UsageError: the kernel does more than launch kernels.
     """
-    if not isinstance(plan.kernel, TritonKernel):
-        return cuda.compiled_library(plan)
     cases = {t.problem: t.config for t in plan.tuned}
     cases.setdefault(samples.small_problem(plan), plan.configs[0])
     names = plan.op.name, plan.kernel.name, plan.capability
     recordings = record([(*names, problem, config) for problem, config in cases.items()])
-    kernels, kernel_of = _compiled(plan, list(cases), recordings)
-    places, sizes = _workspace(recordings)
+    kernels = _compiled(plan, list(cases), recordings)
     contract = (
         "All addresses are multiples of 16.",
         f"The sizes are among those that {plan.name}.c was compiled for, which it lists.",
         "The driver is CUDA 12.0's or newer; the first call opens it.",
     )
-    workspace = any(sizes)
+    workspace = any(recording.scratch for recording in recordings)
     zeros = any(scratch.zeroed for recording in recordings for scratch in recording.scratch)
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, recording in enumerate(recordings):
-        groups.setdefault(structure(recording), []).append(i)
-    grouped = [
-        ProblemGroup(rows, [recordings[i] for i in rows], [places[i] for i in rows])
-        for rows in groups.values()
-    ]
-    launcher = _launcher(plan, cases, grouped, kernels, kernel_of, sizes)
+    files = {
+        f"{plan.name}.h": header(
+            plan, workspace=workspace, any_size=False, contract=contract, zeros=zeros
+        ),
+        f"{plan.name}.c": _launcher(plan, cases, recordings, kernels, workspace),
+        "launcher.h": static("c/launcher.h"),
+        **code_files(plan, list(kernels.values())),
+    }
     return Library(
-        files={
-            f"{plan.name}.h": header(
-                plan, workspace=workspace, any_size=False, contract=contract, zeros=zeros
-            ),
-            f"{plan.name}.c": launcher,
-            **compiled.files(plan.name, plan.capability, kernels),
-        },
+        files=files,
         cuda_sources=(),
         c_sources=(f"{plan.name}.c", f"{plan.name}_code.c"),
-        architecture=f"{plan.capability[0]}{plan.capability[1]}",
+        architecture="{}{}".format(*plan.capability),
         workspace=workspace,
         any_size=False,
         contract=contract,
@@ -71,128 +70,131 @@ def library(plan: ExportPlan) -> Library:
     )
 
 
-def _compiled(
-    plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
-) -> tuple[list[Compiled], dict[Call, str]]:
-    """Return each different code once, and each call's by its name in the launcher."""
-    users: dict[tuple[str, bytes, int, int], list[str]] = {}
-    for problem, recording in zip(problems, recordings, strict=True):
-        shown = "×".join(map(str, plan.sizes(problem).values()))
-        for call in recording.calls:
-            sizes = users.setdefault(_identity(call), [])
-            if shown not in sizes:
-                sizes.append(shown)
-    found: dict[tuple[str, bytes, int, int], Compiled] = {}
-    for (function, code, threads, shared), sizes in users.items():
-        before = sum(kernel.function == function for kernel in found.values())
-        found[function, code, threads, shared] = Compiled(
-            name=f"{function}_{before + 1}" if before else function,
-            function=function,
-            code=code,
-            threads=threads,
-            shared_bytes=shared,
-            about=textwrap.shorten(f"Of {', '.join(sizes)}.", WIDTH - 3, placeholder=" …"),
-        )
-    names = {
-        call: found[_identity(call)].name.upper() for each in recordings for call in each.calls
-    }
-    return list(found.values()), names
-
-
 def _identity(call: Call) -> tuple[str, bytes, int, int]:
     return call.function, call.code, call.threads, call.shared_bytes
 
 
-def _workspace(recordings: Sequence[LaunchRecording]) -> tuple[list[list[int]], list[int]]:
-    """Return where each recording's scratch memory lies, and how much there is, in bytes.
+def _compiled(
+    plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
+) -> dict[tuple[str, bytes, int, int], Compiled]:
+    """Return each different code once."""
+    users: dict[tuple[str, bytes, int, int], dict[str, None]] = {}
+    for problem, recording in zip(problems, recordings, strict=True):
+        shown = "×".join(map(str, plan.sizes(problem).values()))
+        for call in recording.calls:
+            users.setdefault(_identity(call), {})[shown] = None
+    found: dict[tuple[str, bytes, int, int], Compiled] = {}
+    for identity, sizes in users.items():
+        function = identity[0]
+        before = sum(kernel.function == function for kernel in found.values())
+        name = f"{function}_{before + 1}" if before else function
+        about = textwrap.shorten(f"Of {', '.join(sizes)}.", WIDTH - 3, placeholder=" …")
+        found[identity] = Compiled(name, *identity, about)
+    return found
 
-    What must be zero comes first, as much for all sizes, so that nothing that a call leaves there
-    is another size's counter.
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(scratch: Sequence[Scratch], zeroed: int) -> tuple[list[int], int]:
+    """Return where a launch's scratch memory lies in the workspace, and how much there is.
+
+    What must be zero comes first, as much for all sizes (`zeroed`), so that nothing that a call
+    leaves there is another size's counter.
     """
-
-    def aligned(size: int) -> int:
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    zeroed = max(sum(aligned(s.nbytes) for s in r.scratch if s.zeroed) for r in recordings)
-    places, sizes = [], []
-    for recording in recordings:
-        ends = {True: 0, False: zeroed}
-        found = []
-        for scratch in recording.scratch:
-            found.append(ends[scratch.zeroed])
-            ends[scratch.zeroed] += aligned(scratch.nbytes)
-        places.append(found)
-        sizes.append(ends[False])
-    return places, sizes
+    ends = {True: 0, False: zeroed}
+    found = []
+    for piece in scratch:
+        found.append(ends[piece.zeroed])
+        ends[piece.zeroed] += _aligned(piece.nbytes)
+    return found, ends[False]
 
 
 def _launcher(
     plan: ExportPlan,
     cases: dict[Any, Any],
-    groups: Sequence[ProblemGroup],
-    kernels: Sequence[Compiled],
-    kernel_of: dict[Call, str],
-    workspace: Sequence[int],
+    recordings: Sequence[LaunchRecording],
+    kernels: dict[tuple[str, bytes, int, int], Compiled],
+    workspace: bool,
 ) -> bytes:
     """Return the text of `<name>.c`."""
-    codes = plan.name.upper()
-    everywhere = range(len(cases))
-    table = ProblemTable([plan.sizes(problem) for problem in cases])
-    pointers = [p.name for p in plan.signature.parameters]
-    if any(workspace):
-        pointers.append("workspace")
-    several = len(groups) > 1
-    which = {row: str(n) for n, group in enumerate(groups) for row in group.rows}
-    table.choice(
-        "launches", "int", everywhere, [which[i] for i in everywhere], "which of those below"
-    )
-    writers = [
-        Writer(
-            table,
-            group,
-            kernel_of,
-            (*pointers, *plan.signature.dims),
-            f"{codes}_CUDA_ERROR",
-            4 if several else 2,
+    zeroed = max(sum(_aligned(s.nbytes) for s in r.scratch if s.zeroed) for r in recordings)
+    tensors = [p.name for p in plan.signature.parameters]
+    problems, tables = [], 0
+    for (problem, config), recording in zip(cases.items(), recordings, strict=True):
+        places, size = _places(recording.scratch, zeroed)
+        launches, matrices = [], []
+        for call in recording.calls:
+            tables += 1
+            maps = [a.value for a in call.arguments if isinstance(a.value, TensorMap)]
+            names = iter(f"{tables}_{i}" for i in range(len(maps)))
+            matrices += [_matrix(m, f"{tables}_{i}") for i, m in enumerate(maps)]
+            launches.append(
+                {
+                    "number": tables,
+                    "kernel": kernels[_identity(call)].name.upper(),
+                    "grid": call.grid,
+                    "arguments": [
+                        {"name": a.name, "fields": _fields(a, tensors, places, names)}
+                        for a in call.arguments
+                    ],
+                }
+            )
+        problems.append(
+            {
+                "about": _about(plan.sizes(problem), config),
+                "sizes": plan.sizes(problem).values(),
+                "workspace": size,
+                "matrices": matrices,
+                "launches": launches,
+            }
         )
-        for group in groups
-    ]
-    launches = [writer.launches() for writer in writers]
-    workspace_bytes = table.number("workspace_bytes", "size_t", everywhere, workspace)
+    calls = [call for recording in recordings for call in recording.calls]
+    mapped = [sum(isinstance(a.value, TensorMap) for a in call.arguments) for call in calls]
     return render(
-        "embedded/launcher.c.j2",
+        "c/launcher.c.j2",
         plan=plan,
-        codes=codes,
+        codes=plan.name.upper(),
         about=comment(
             f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}`, compiled for "
-            "sm_{}{}, for these sizes with these configs:".format(*plan.capability)
+            "sm_{}{}, for the sizes in PROBLEMS.".format(*plan.capability)
         ),
-        kernels=kernels,
-        tensor_maps=any(
-            isinstance(argument.value, TensorMap)
-            for call in kernel_of
-            for argument in call.arguments
-        ),
-        cases=[_shown(table.sizes[i], config) for i, config in enumerate(cases.values())],
-        fields=list(table.fields),
-        rows=[table.row(i) for i in everywhere],
-        groups=launches,
-        dims=", ".join(f"int {dim}" for dim in plan.signature.dims),
-        prototype=hang(f"int {plan.name}(", parameters(plan, workspace=any(workspace)), ") {"),
-        alignment=unless(
-            "(",
-            [f"(uintptr_t){pointer}" for pointer in pointers],
-            ") % 16 != 0",
-            f"{codes}_BAD_ALIGNMENT",
-            2,
-            joint=" | ",
-        ),
-        workspace_bytes=workspace_bytes if any(workspace) else None,
+        kernels=list(kernels.values()),
+        problems=problems,
+        most_arguments=max(len(call.arguments) for call in calls) + 1,
+        most_matrices=max(1, *mapped),
+        dims=dims(plan),
+        tensors=hang("  const void* const tensors[] = {", tensors, "};"),
+        prototype=prototype(plan, plan.name, workspace, " {"),
+        workspace=workspace,
     )
 
 
-def _shown(sizes: dict[str, int], config: Any) -> list[str]:
+def _matrix(found: TensorMap, number: str) -> dict[str, Any]:
+    if len(found.sizes) != 2 or found.address.offset:
+        raise UsageError("a parameter is a map of no whole matrix: cannot export")
+    return {"number": number, "type": _MAP_TYPES[found.dtype], "map": found}
+
+
+def _fields(
+    argument: Argument, tensors: Sequence[str], places: Sequence[int], matrices: Iterator[str]
+) -> str:
+    """Write an argument as C initialises one."""
+    value = argument.value
+    if isinstance(value, TensorMap):
+        of = tensors.index(str(value.address.of))
+        return f".kind = TENSOR, .tensor = {of}, .matrix = &MATRIX_{next(matrices)}"
+    if isinstance(value, Address) and isinstance(value.of, int):
+        return f".kind = WORKSPACE, .value = {places[value.of] + value.offset}"
+    if isinstance(value, Address):
+        return f".kind = TENSOR, .tensor = {tensors.index(value.of)}, .value = {value.offset}"
+    content = struct.pack(_FORMATS[argument.type], value)
+    return f".kind = NUMBER, .value = {int.from_bytes(content, 'little', signed=True)}"
+
+
+def _about(sizes: dict[str, int], config: Any) -> str:
     """A problem and its config in lines of a comment."""
     at = " ".join(f"{dim}={size}" for dim, size in sizes.items())
     tuned = " ".join(f"{name}={value}" for name, value in config.as_dict().items())
-    return comment(f"  {at}: {tuned}", "    ")
+    return comment(f"{at}: {tuned}")

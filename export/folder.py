@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.library import Library
 from jetfire.export.options import check_new
 from jetfire.export.plan import ExportPlan
+from jetfire.export.render import stamped
 from jetfire.export.target import ExportTarget, require
+from jetfire.kernels_triton.kernel import TritonKernel
 
 if TYPE_CHECKING:
     from jetfire.measure.results import Row
@@ -36,7 +37,9 @@ def implement(plan: ExportPlan, target_name: str) -> Library:
         )
     if target_name != "cubin" and cuda.takes(plan.kernel):
         return cuda.library(plan)
-    return embedded.library(plan)
+    if isinstance(plan.kernel, TritonKernel):
+        return embedded.library(plan)
+    return cuda.compiled_library(plan)
 
 
 def default_target(plan: ExportPlan) -> str:
@@ -56,10 +59,8 @@ def contents(plan: ExportPlan, target_name: str, *, check: bool = True) -> dict[
     library = implement(plan, target_name)
     if check:
         require(target.tools(library))
-    return {
-        **target.files(plan, library, samples.record(plan)),
-        "profile.json": (json.dumps(plan.provenance(), indent=1) + "\n").encode(),
-    }
+    files = target.files(plan, library, samples.record(plan))
+    return stamped({**files, "profile.json": plan.profile()})
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
@@ -109,11 +110,10 @@ def export(plan: ExportPlan, target_name: str, folder: Path, *, check: bool = Tr
 
 def _check(plan: ExportPlan, target_name: str, built: Path) -> list[Row]:
     from jetfire.export import measure
-    from jetfire.export.check import runs_here
 
     target = targets.get(target_name)
     target.build(plan, built)
-    if not runs_here(plan):
+    if not plan.runs_here:
         return []
     target.selftest(plan, built)
     return measure.measure(plan, target_name, built)

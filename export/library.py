@@ -6,10 +6,12 @@ A CUDA kernel becomes readable CUDA C++ (`cuda`), any kernel compiled code in a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.plan import ExportPlan
+from jetfire.export.render import render, static
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,40 @@ class Library:
     contract: tuple[str, ...]
     zeros: bool = True
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return *self.cuda_sources, *self.c_sources
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel function's machine code, and what all launches of it have in common.
+
+    Attributes:
+        name: in the C files: lower case, an identifier, the file's own.
+        function: in the ELF file.
+        code: the ELF file.
+        threads: of a block.
+        shared_bytes: of a block, given at launch.
+        about: what it is, in a line of a comment.
+    """
+
+    name: str
+    function: str
+    code: bytes = field(repr=False)
+    threads: int
+    shared_bytes: int
+    about: str
+
+
+def code_files(plan: ExportPlan, kernels: Sequence[Compiled]) -> dict[str, bytes]:
+    """Return ``<name>_code.c`` and ``<name>_code.h``, and what loads and launches the code."""
+    found = {
+        f"{plan.name}_code.{ending}": render(f"c/code.{ending}.j2", plan=plan, kernels=kernels)
+        for ending in ("c", "h")
+    }
+    return {**found, "driver.h": static("c/driver.h")}
+
 
 def parameters(plan: ExportPlan, *, workspace: bool) -> list[str]:
     """Return the function's parameters, with their types."""
@@ -47,6 +83,16 @@ def parameters(plan: ExportPlan, *, workspace: bool) -> list[str]:
         *(["void* workspace"] if workspace else []),
         "struct CUstream_st* stream",
     ]
+
+
+def dims(plan: ExportPlan) -> str:
+    """The sizes as parameters."""
+    return ", ".join(f"int {dim}" for dim in plan.signature.dims)
+
+
+def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
+    """Return the exported function's prototype, under any name."""
+    return hang(f"{before}int {symbol}(", parameters(plan, workspace=workspace), f"){end}")
 
 
 def header(
@@ -63,9 +109,11 @@ def header(
     Args:
         runtime: CUDA's runtime launches it, and not the driver.
     """
-    from jetfire.export.render import render
-
-    fixed = fields(plan.fixed)
+    done = "tuned" if any_size else "compiled"
+    about = (
+        f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}` of Jetfire, {done} for "
+        "sm_{}{}.".format(*plan.capability)
+    )
     return render(
         "library.h.j2",
         plan=plan,
@@ -73,11 +121,9 @@ def header(
         zeros=zeros,
         any_size=any_size,
         runtime=runtime,
-        about=comment(
-            f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}` of Jetfire, "
-            f"{'tuned' if any_size else 'compiled'} for sm_{''.join(map(str, plan.capability))}."
-        ),
-        fixed=comment(f"Fixed: {fixed}.") if fixed else [],
-        contract=[line for sentence in contract for line in comment(sentence)],
-        prototype=hang(f"int {plan.name}(", parameters(plan, workspace=workspace), ");"),
+        about=comment(about),
+        fixed=comment(f"Fixed: {fields(plan.fixed)}.") if plan.fixed else "",
+        contract=map(comment, contract),
+        dims=dims(plan),
+        prototype=prototype(plan, plan.name, workspace, ";"),
     )

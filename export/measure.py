@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,8 @@ def _answer(
 def _rows(
     plan: ExportPlan, target_name: str, folder: Path, peaks: Mapping[str, Any] | None
 ) -> list[Row]:
-    device = Device.parse("cuda")
     call = targets.get(target_name).call(plan, folder)
-    return [_row(plan, tuned, target_name, call, device, peaks) for tuned in plan.tuned]
+    return [_row(plan, tuned, target_name, call, peaks) for tuned in plan.tuned]
 
 
 def _row(
@@ -112,15 +112,17 @@ def _row(
     tuned: TunedProblem,
     target_name: str,
     call: Call,
-    device: Device,
     peaks: Mapping[str, Any] | None,
 ) -> Row:
+    device = Device.parse("cuda")
     case, where = Case(plan.op, tuned.problem), device.torch_device
     inputs = [plan.op.inputs(tuned.problem, where, seed) for seed in range(sets_of(case, device))]
-    calls: dict[str, Call] = {
-        LAUNCH: lambda problem, i, o: _launched(plan, tuned, i, o),
-        target_name: call,
-    }
+
+    def launch(problem: Any, inputs: Tensors, outputs: Tensors) -> Tensors:
+        plan.kernel.launch(problem, tuned.config, inputs, outputs)
+        return outputs
+
+    calls: dict[str, Call] = {LAUNCH: launch, target_name: call}
     expected = plan.op.reference(tuned.problem, inputs[0])
     row = row_of(plan, tuned, target_name)
     for name, function in calls.items():
@@ -128,9 +130,9 @@ def _row(
         if not check.ok:
             raise WrongResultError(f"{case} as {name}: {check.message}")
         row = replace(row, ok=True, rel_err=check.rel_err)
-    outputs = [plan.op.outputs(tuned.problem, tensors) for tensors in inputs]
-    variants = {
-        name: [_bound(function, tuned.problem, i, o) for i, o in zip(inputs, outputs, strict=True)]
+    sets = [(tensors, plan.op.outputs(tuned.problem, tensors)) for tensors in inputs]
+    variants: dict[str, Sequence[Callable[[], object]]] = {
+        name: [partial(function, tuned.problem, *tensors) for tensors in sets]
         for name, function in calls.items()
     }
     timings = timer.time_calls(
@@ -138,15 +140,6 @@ def _row(
     )
     row = timed(case, row, timings[target_name], peaks)
     return replace(row, vs_peer={LAUNCH: timings[LAUNCH].ms / timings[target_name].ms})
-
-
-def _launched(plan: ExportPlan, tuned: TunedProblem, inputs: Tensors, outputs: Tensors) -> Tensors:
-    plan.kernel.launch(tuned.problem, tuned.config, inputs, outputs)
-    return outputs
-
-
-def _bound(call: Call, problem: Any, inputs: Tensors, outputs: Tensors) -> Callable[[], object]:
-    return lambda: call(problem, inputs, outputs)
 
 
 def _checked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +121,17 @@ class ExportPlan:
                 for t in self.tuned
             ],
         }
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the current GPU, on which exports are run, is of its architecture."""
+        import torch
+
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() == self.capability
+
+    def profile(self) -> bytes:
+        """Return `profile.json`."""
+        return (json.dumps(self.provenance(), indent=1) + "\n").encode()
 
 
 def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:

@@ -119,6 +119,29 @@ class Signature:
         """Parameters that are written, updated tensors included."""
         return tuple(p for p in self.parameters if p.role != "input")
 
+    @property
+    def allocated(self) -> tuple[Parameter, ...]:
+        """What an operator returns: written, and not given."""
+        return tuple(p for p in self.parameters if p.role == "output")
+
+    @property
+    def numbers(self) -> list[str]:
+        """The sizes that are an operator's arguments, as no input's shape shows them."""
+        return [dim for dim in self.dims if self.dim_from(dim) is None]
+
+    @property
+    def schema(self) -> str:
+        """An operator's type as `torch.library` writes it, without its name."""
+        aliases = iter("abcdefghijklmnopqrstuvwxyz")
+        taken = [
+            f"Tensor({next(aliases)}!) {p.name}" if p.role == "updated" else f"Tensor {p.name}"
+            for p in self.inputs
+        ]
+        taken += [f"SymInt {dim}" for dim in self.numbers]
+        given = ["Tensor"] * len(self.allocated)
+        returned = given[0] if len(given) == 1 else f"({', '.join(given)})"
+        return f"({', '.join(taken)}) -> {returned}"
+
     def tensors(self, inputs: Tensors, outputs: Tensors) -> Tensors:
         """Return what to pass of an op's inputs and outputs, by the parameters' names."""
         return {p.name: (inputs if p.role == "input" else outputs)[p.key] for p in self.parameters}

@@ -152,14 +152,6 @@ def suite(asked: command.BenchOptions) -> None:
     with prepared(wanted) as found:
         for done, _ in found.values():
             done.exception()  # waits: nothing else is to run while one is timed
-        command.collect(
-            asked,
-            wanted,
-            lambda export: rows(export, *found[export], peaks),
-            str,
-            record,
-            existing,
-            kind,
-            "jetfire bench --suite export",
-            load,
-        )
+        again = "jetfire bench --suite export"
+        output = command.Output(asked, record, existing, kind, again, load)
+        output.collect(wanted, lambda export: rows(export, *found[export], peaks))

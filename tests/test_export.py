@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,9 +21,8 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.profiles import Entry
 from jetfire.export import command, measure, samples, suite, targets
-from jetfire.export.library import Library, header
+from jetfire.export.library import Library, header, parameters
 from jetfire.export.plan import ExportPlan, TunedProblem, make
-from jetfire.export.table import ProblemTable
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
 from jetfire.measure import nvml, peaks, provenance, timer
@@ -183,6 +183,68 @@ def test_compiled_code_is_built_by_make_and_loaded(tmp_path):
     found = codes(folder, "jetfire_quantize", 3, [8192, 4096], [4096, 4096], tmp_path)
     assert [code for code, _ in found] == ["1", "1", "2", "4"]
     assert len({text for _, text in found}) == 3
+
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.24)
+project(both C)
+enable_testing()
+if(INSTALLED)
+  find_package(one REQUIRED)
+  find_package(other REQUIRED)
+else()
+  add_subdirectory(one)
+  add_subdirectory(other)
+endif()
+file(WRITE ${CMAKE_BINARY_DIR}/both.c "#include <one.h>\\n#include <other.h>\\n"
+  "int main(void) { return one(0, 0, 0, 0, 0, 0) + other(0, 0, 0, 0, 0, 0) - 2; }")
+add_executable(both ${CMAKE_BINARY_DIR}/both.c)
+target_link_libraries(both PRIVATE one::one other::other)
+"""
+
+
+def failing(name):
+    """A compiled library that takes no sizes."""
+    op = registry.get("dequantize")
+    problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
+    plan = make([Case(op, problem)], "triton", (9, 0), name)
+    arguments = ", ".join(parameters(plan, workspace=False))
+    code = f'#include "{name}.h"\nint {name}({arguments}) {{ return {name.upper()}_BAD_SIZE; }}\n'
+    code += f'const char* {name}_error(int code) {{ return code ? "bad" : "good"; }}\n'
+    head = header(plan, workspace=False, any_size=True, contract=())
+    files = {f"{name}.h": head, f"{name}.c": code.encode()}
+    library = Library(files, (), (f"{name}.c",), "90", False, True, ())
+    return c_library.TARGET.files(plan, library, samples.record(plan))
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_two_exports_are_parts_of_one_cmake_project_and_installed_beside_each_other(tmp_path):
+    for name in ("one", "other"):
+        suite.write(tmp_path / name, failing(name))
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
+
+    def cmake(*words):
+        command = ["cmake", *map(str, words)]
+        environment = bare(tmp_path, "nvcc", "cmake")
+        subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
+
+    cmake("-B", "build", f"-DCMAKE_INSTALL_PREFIX={tmp_path / 'installed'}")
+    cmake("--build", "build", "-j2")
+    cmake("--install", "build")
+    listed = subprocess.run(
+        ["ctest", "-N"], cwd=tmp_path / "build", capture_output=True, text=True, check=True
+    )
+    assert re.findall(r": (\w+_selftest)$", listed.stdout, re.MULTILINE) == [
+        "one_selftest",
+        "other_selftest",
+    ]
+    cmake("-B", "again", "-DINSTALLED=ON", f"-DCMAKE_PREFIX_PATH={tmp_path / 'installed'}")
+    cmake("--build", "again")
+    for folder in ("build", "again"):
+        assert subprocess.run([tmp_path / folder / "both"], check=False).returncode == 0
 
 
 # The self-test's own judgement, on a CPU: CUDA's runtime is a header of malloc and memcpy.
@@ -363,19 +425,6 @@ def test_a_faster_kernel_that_has_no_form_is_left_out(forms, taken, monkeypatch)
     op = registry.get("gelu")
     monkeypatch.setattr("jetfire.export.plan.hosts", lambda op: forms)
     assert make([Case(op, op.Problem(8192, 4096))], None, (9, 0), None).kernel.name == taken
-
-
-def test_a_number_of_some_problems_is_told_by_the_sizes_of_just_these():
-    table = ProblemTable([{"m": 64}, {"m": 128}, {"m": 256}])
-    assert table.number("rows", "int", [1, 2], [128, 256]) == "m"
-    assert table.number("half", "int", [1, 2], [64, 128]) == "(m + 1) / 2"
-    assert table.number("odd", "int", [0, 2], [5, 9]) == "problem->odd"
-    assert table.number("odd", "int", [1], [7]) == "7"
-    assert [table.row(i) for i in range(3)] == [
-        ["{.m = 64, .odd = 5},"],
-        ["{.m = 128},"],
-        ["{.m = 256, .odd = 9},"],
-    ]
 
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):

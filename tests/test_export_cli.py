@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import jetfire
 from jetfire.cli import execute
 from jetfire.core import files
-from jetfire.core.errors import WrongResultError
-from jetfire.export import check, cuda, embedded, measure, targets
+from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.export import cuda, embedded, measure, naming, render, targets
 from jetfire.export.library import Library, header
+from jetfire.export.plan import ExportPlan
 from jetfire.export.target import ExportTarget, run
 from jetfire.measure.results import Row
 
@@ -192,7 +194,7 @@ def test_the_nearest_size_s_time_is_not_taken_for_its_own(shipped, tmp_path):
     text = (tmp_path / "out" / "README.md").read_text()
     (row,) = (line for line in text.splitlines() if line.startswith("| 4352×4096×4096 |"))
     assert "| – | – | for 4096×4096×4096, on NVIDIA H200" in row
-    assert "{{4352, 4096, 4096}, 0}," in (tmp_path / "out" / "benchmark.c").read_text()
+    assert "{{4352, 4096, 4096}, 0}," in (tmp_path / "out" / "manifest.h").read_text()
 
 
 def test_every_shape_of_a_workload_is_exported(shipped, tmp_path):
@@ -380,8 +382,7 @@ def test_on_a_gpu_it_is_tested_and_its_speed_told(fake, tmp_path, capsys, monkey
             )
         ]
 
-    monkeypatch.setattr(check, "runs_here", lambda plan: True)
-    monkeypatch.setattr("jetfire.export.command.runs_here", lambda plan: True)
+    monkeypatch.setattr(ExportPlan, "runs_here", True)
     monkeypatch.setattr(measure, "measure", row)
     assert export(tmp_path / "out", *GEMM) == code
     assert (tmp_path / "out" / "README.md").is_file()
@@ -426,3 +427,35 @@ def test_the_suite_lists_every_target_of_the_gemm(capsys):
         assert any(
             t.startswith(f"gemm/wgmma {problem}") and t.endswith(f" as {name}") for t in listed
         )
+
+
+@pytest.mark.parametrize("target", ["cuda", "torch", "wheel", "hf"])
+def test_every_source_says_its_licence_and_the_commit_that_wrote_it(
+    shipped, tmp_path, monkeypatch, target
+):
+    monkeypatch.setattr(render, "commit", lambda: "c0ffee")
+    assert export(tmp_path / "out", *GEMM, "--no-check", "--target", target) == 0
+    for file in (path for path in (tmp_path / "out").rglob("*") if path.is_file()):
+        if file.suffix in (".bin", ".json", ".md") or file.name == "LICENSE":
+            continue
+        sign = "//" if file.suffix in (".c", ".cpp", ".cu", ".h") else "#"
+        assert file.read_text().splitlines()[:2] == [
+            f"{sign} SPDX-License-Identifier: MIT",
+            f"{sign} Written by jetfire {jetfire.__version__}, commit c0ffee.",
+        ], file
+
+
+DEFINED = re.compile(
+    r"^(?: {2})?(?:static |inline )*[\w:<>*& ]*?\b(\w+)\([^;]*?\) \{$", re.MULTILINE
+)
+
+
+def test_no_export_is_called_as_what_its_own_files_define():
+    folder = Path(naming.__file__).parent / "files"
+    sources = [file for file in folder.rglob("*") if file.suffix in (".c", ".h")]
+    names = {name for file in sources for name in DEFINED.findall(file.read_text())}
+    names -= {"main", "if", "for", "while", "switch"}
+    assert {"allocate", "extent_of", "prepare", "sizes_of", "call_function", "usage"} <= names
+    for name in (*names, "call", "workspace_bytes", "error_text"):
+        with pytest.raises(UsageError, match=f"--name {name}: "):
+            naming.check(name)

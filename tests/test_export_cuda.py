@@ -20,7 +20,7 @@ from jetfire.export import cuda, flatten
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.kernels_cuda import compile as compiler
-from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda import driver, mma_tiles, program
 from jetfire.kernels_cuda.gemm import host, mma, wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
@@ -116,7 +116,7 @@ def test_a_source_stands_alone_and_reads_well(case):
 
 
 def test_what_is_not_used_is_left_out():
-    source = flatten.read(mma.SOURCE)
+    source = flatten.read(mma.MmaGemm.source)
     kept = dict(flatten.used(source.headers, source.body))
     ptx = next(text for title, text in kept.items() if "PTX instructions that" in title)
     assert not re.search(r"mbarrier|tma_load|--- clusters", ptx)
@@ -443,27 +443,25 @@ def launched_by_python(kernel, problem, config, tensors, workspace, monkeypatch)
     (code,) = cuda.host_of(registry.get_kernel("gemm", kernel)).codes(problem, config)
     found = []
 
-    def function(header, shared_bytes):
-        assert header == code.header
+    def loaded(program, device):
+        assert program.header == code.header
 
         def launch(blocks, threads, arguments):
-            found.append([[blocks, threads, shared_bytes], arguments[0].tobytes().hex()])
+            content = arguments[0].tobytes().hex()
+            found.append([[blocks, threads, program.shared_bytes], content])
 
         return launch
-
-    def mma_function(problem, config, access, device):
-        return function(
-            mma.config_header(problem, config, access), mma.shared_bytes(problem, config, access)
-        )
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "processors", lambda device: 132)
         patch.setattr(driver, "tensor_map", driver.tensor_map.__wrapped__)
-        patch.setattr(wgmma, "_function", lambda text, shared, device: function(text, shared))
+        patch.setattr(program, "_loaded", program._loaded.__wrapped__)
+        for module in (program, wgmma):
+            patch.setattr(module, "loaded", loaded)
         patch.setattr(wgmma, "_workspace", lambda *_: workspace)
         patch.setattr(wgmma, "_prepare", wgmma._prepare.__wrapped__)
-        patch.setattr(mma, "_function", mma_function)
-        patch.setattr(mma, "Device", SimpleNamespace(of=lambda x: None))
+        for module in (mma_tiles, wgmma):
+            patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         written = ("c", "q", "qt", "scale", "scale_t")
         registry.get_kernel("gemm", kernel).launch(
             problem,

@@ -248,7 +248,7 @@ def test_what_is_not_escaped_is_not_printed():
         with pytest.raises(TypeError):
             wrong(found)
     with pytest.raises(TypeError, match="without being escaped"):
-        render("hf/flake.nix.j2", summary=found)
+        render("build.toml.j2", hub_name=found)
 
 
 @pytest.mark.parametrize("name", ["", "1x", "a-b", "a b", "a\n", "x;", "é"])

@@ -24,10 +24,10 @@ from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
-from jetfire.kernels_cuda import driver, tiles
+from jetfire.kernels_cuda import driver, mma_tiles, program, tiles
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
-from jetfire.kernels_cuda.int4_gemm import mma, wgmma
+from jetfire.kernels_cuda.int4_gemm import wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
 from jetfire.kernels_cuda.tiles import PartsConfig
@@ -272,15 +272,16 @@ def test_a_self_test_compares_what_must_be_written(tmp_path):
     for name, content in files.items():
         if "/" not in name:
             (tmp_path / name).write_bytes(content)
-    assert f".row = 336, .rows = {end}, .columns = 336" in files["selftest.c"].decode()
+    assert f"{{{end}, 336, 0}},  // c\n" in files["manifest.h"].decode()
     subprocess.run(
         [*CC[:-2], "-fsyntax-only", f"-I{cuda_home()}/include", "selftest.c"],
         cwd=tmp_path,
         check=True,
     )
     whole = plan_for(CASES[4])
-    text = TARGET.files(whole, cuda.library(whole), samples.record(whole))["selftest.c"].decode()
-    assert "is_wanted" not in text
+    sample = samples.record(whole)
+    text = TARGET.files(whole, cuda.library(whole), sample)["manifest.h"].decode()
+    assert f"{{{sample.problem.m}, {sample.problem.n}, " in text
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -526,18 +527,12 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
         patch.setattr(driver, "processors", lambda device: 132)
         patch.setattr(driver, "tensor_map", tensor_map)
         patch.setattr(torch, "empty", empty)
-        patch.setattr(wgmma, "_function", lambda text, shared, device: function(text))
-        patch.setattr(wgmma, "_small", lambda source, text, device: function(text))
         patch.setattr(wgmma, "_prepare", wgmma._prepare.__wrapped__)
-        patch.setattr(
-            mma, "_function", lambda p, c, access, d: function(mma.config_header(p, c, access))
-        )
-        patch.setattr(
-            rows, "_function", lambda p, c, found, d: function(rows.config_header(p, c, found))
-        )
+        patch.setattr(program, "_loaded", program._loaded.__wrapped__)
+        for module in (program, wgmma):
+            patch.setattr(module, "loaded", lambda program, device: function(program.header))
         patch.setattr(rows, "counters", lambda device, count: memory.take((count, 1), torch.int32))
-        patch.setattr(tiles, "_function", lambda program, device: function(program.header))
-        for module in (mma, rows, tiles):
+        for module in (mma_tiles, rows, tiles, wgmma):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(

@@ -16,15 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils.cpp_extension import include_paths
 
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
-from jetfire.export import operator, samples, targets
 from jetfire.export import plan as plans
+from jetfire.export import samples, targets
 from jetfire.export.folder import implement
 from jetfire.export.library import Library, header, parameters
+from jetfire.export.manifest import version
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home, run
+from jetfire.export.targets import operators
 from jetfire.measure.plan import Case
 
 SM90 = (9, 0)
@@ -109,14 +112,14 @@ def write(folder, files):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_operators_take_inputs_in_order_and_return_what_they_allocate(name):
     op = registry.get(name)
-    assert operator.schema(signature_of(op, op.Problem(**PROBLEMS[name]))) == SCHEMAS[name]
+    assert signature_of(op, op.Problem(**PROBLEMS[name])).schema == SCHEMAS[name]
 
 
 def test_a_size_that_no_shape_shows_is_an_argument():
     op = registry.get("int4_gemm")
     signature = signature_of(op, op.Problem(m=768, n=768, k=4096))
     assert signature.dim_from("k") is None
-    assert operator.schema(signature).endswith(", SymInt k) -> Tensor")
+    assert signature.schema.endswith(", SymInt k) -> Tensor")
 
 
 @pytest.mark.parametrize("target", ["torch", "wheel", "hf"])
@@ -188,6 +191,10 @@ def test_torch_is_built_and_traced(shipped, tmp_path, monkeypatch):
     assert (q.shape, q.dtype) == ((100, 200), torch.int8)
     assert (scale.shape, scale.dtype) == ((4, 7), torch.float32)
 
+    with FakeTensorMode():
+        found = module.quantize_torch(torch.empty(0, 200, dtype=torch.bfloat16))
+    assert [tuple(t.shape) for t in found] == [(0, 200), (0, 7)]
+
     x = torch.zeros(96, 160, dtype=torch.bfloat16)
     rows = torch.export.Dim("rows", min=64)
     node = traced(module.quantize_torch, x, given=({0: rows},))
@@ -219,6 +226,75 @@ def test_torch_is_built_and_traced(shipped, tmp_path, monkeypatch):
             development.quantize_torch(*given)
 
 
+# Shapes of what a call returns, and how often the C function was called by then.
+EMPTY = """
+#include <cstdio>
+#include "operator.cpp"
+
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+extern "C" AOTITorchError torch_cuda_stream_synchronize(void*, int32_t) { return 0; }
+
+static int calls;
+extern "C" const char* NAME_error(int) { return "an error"; }
+extern "C" int NAME(const uint16_t*, int8_t*, float*, int, int, CUstream_st*) {
+  calls++;
+  return 0;
+}
+
+int main() {
+  for (const int64_t rows : {0, 64})
+    for (const int64_t columns : {96, 0}) {
+      const auto [q, scale] = Kernel::run(Tensor{{rows, columns}, ScalarType::BFloat16});
+      printf("%s %s %d\\n", text_of(q.shape).c_str(), text_of(scale.shape).c_str(), calls);
+    }
+}
+"""
+
+
+@needs_compilers
+def test_an_empty_batch_gives_an_empty_result_without_a_launch(shipped, tmp_path):
+    """In C++ as in the fake: with shapes in place of tensors, since there is no GPU."""
+    plan = plan_of("quantize", "empty")
+    write(tmp_path, targets.get("torch").files(plan, hand_made(plan), samples.record(plan)))
+    fake = tmp_path / "fake" / "torch" / "csrc" / "stable"
+    fake.mkdir(parents=True)
+    stable = Path(__file__).parent / "fakes" / "stable.h"
+    for name in ("accelerator", "library", "ops", "tensor"):
+        (fake / f"{name}.h").write_text(f'#include "{stable}"\n')
+    (tmp_path / "csrc" / "empty.cpp").write_text(re.sub(r"NAME(?=[(_])", "empty", EMPTY))
+    includes = [f"-I{folder}" for folder in (tmp_path / "fake", *include_paths())]
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+    command = ["c++", "-std=c++17", *warnings, *includes, "empty.cpp", "-o", "run", "-ldl"]
+    subprocess.run(command, cwd=tmp_path / "csrc", check=True)
+    found = subprocess.run([tmp_path / "csrc" / "run"], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        "(0, 96) (0, 3) 0",
+        "(0, 0) (0, 0) 0",
+        "(64, 96) (2, 3) 1",
+        "(64, 0) (2, 0) 1",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
+def test_exports_of_other_configs_have_other_versions(shipped):
+    found = {}
+    for k in (4096, 1024):
+        plan = plan_of("gemm", m=4096, n=4096, k=k, block=128)
+        library, sample = implement(plan, "wheel"), samples.record(plan)
+        for name in ("torch", "wheel", "hf"):
+            files = targets.get(name).files(plan, library, sample)
+            (manifest,) = (json.loads(files[f]) for f in files if f.endswith("manifest.json"))
+            found.setdefault(plan.configs, set()).add(manifest["version"])
+        project = targets.get("wheel").files(plan, library, sample)["pyproject.toml"].decode()
+        found[plan.configs].add(tomllib.loads(project)["project"]["version"])
+    one, other = found.values()
+    assert len(one) == len(other) == 1
+    assert one != other
+
+
 BARE_MODULE = """\
 #include <Python.h>
 
@@ -239,10 +315,9 @@ def test_torch_is_built_of_cuda_sources(shipped, tmp_path):
     library = hand_made(plan, cuda=True, workspace=True)
     write(tmp_path, target.files(plan, library, samples.record(plan)))
     (tmp_path / "csrc" / "pybind.cpp").write_text(BARE_MODULE)
-    run([sys.executable, "setup.py", "build_ext", "--inplace"], tmp_path, operator.environment())
+    run([sys.executable, "setup.py", "build_ext", "--inplace"], tmp_path, operators.environment())
     target.call(plan, tmp_path)
-    # setuptools names two more of PyTorch's.
-    check_dependencies(tmp_path / "gemm_torch" / "_C.so", {"libtorch", "libtorch_cpu", "libc10"})
+    check_dependencies(tmp_path / "gemm_torch" / "_C.so")
     schema = torch.ops.gemm_torch.gemm_torch.default._schema
     assert str(schema) == f"gemm_torch::gemm_torch{SCHEMAS['gemm']}"
 
@@ -280,7 +355,7 @@ def test_a_wheel_is_built_and_imported_away_from_its_sources(shipped, tmp_path):
     target.build(plan, tmp_path)
     (product,) = target.products(plan, tmp_path)
     system = f"linux_{platform.machine()}"
-    assert product == Path(f"dist/adamw_wheel-0.1.0-py3-none-{system}.whl")
+    assert str(product) == f"dist/adamw_wheel-{version(library)}-py3-none-{system}.whl"
     names = set(zipfile.ZipFile(tmp_path / product).namelist())
     assert {"__init__.py", "_C.so", "profile.json", "selftest.py", "benchmark.py"} <= {
         name.removeprefix("adamw_wheel/") for name in names
@@ -301,7 +376,7 @@ def test_a_wheel_is_built_and_imported_away_from_its_sources(shipped, tmp_path):
 def load_as_kernels_does(variant):
     """By the package's documented rules: `metadata.json` names a module that nothing else has."""
     name = json.loads((variant / "metadata.json").read_text())["id"]
-    return name, operator.imported(name, variant / "__init__.py")
+    return name, operators.imported(name, variant / "__init__.py")
 
 
 @needs_nvcc
@@ -332,7 +407,7 @@ def test_a_hugging_face_variant_is_built_and_loads(shipped, tmp_path):
     assert str(node.target) == f"{name}.Gemm_hub.default"
     assert (node.meta["val"].shape, node.meta["val"].dtype) == ((256, 128), torch.bfloat16)
     # Older versions of the package look one folder down.
-    older = operator.imported("older", variant / "gemm_hub" / "__init__.py")
+    older = operators.imported("older", variant / "gemm_hub" / "__init__.py")
     assert older.Gemm_hub is module.Gemm_hub
 
 
@@ -358,8 +433,8 @@ def check_build(build, folder):
     """The keys of kernel-builder's fifth edition, which refuses others."""
     assert build["general"].keys() == {"name", "version", "edition", "license", "backends"}
     assert (build["general"]["edition"], build["general"]["backends"]) == (5, ["cuda"])
-    assert build["torch"].keys() == {"src", "include", "stable-abi"}
-    assert build["torch"]["stable-abi"] == {"cuda": operator.TORCH}
+    assert build["torch"].keys() == {"src", "include", "pyext", "stable-abi"}
+    assert build["torch"]["stable-abi"] == {"cuda": operators.TORCH}
     (kernel,) = build["kernel"].values()
     assert kernel.keys() <= {
         "backend",
@@ -380,7 +455,7 @@ def check_build(build, folder):
     assert re.findall(r"register_fake\((.+?)\(", text) == ["add_op_namespace_prefix"]
 
 
-def check_dependencies(binary, of_torch=frozenset({"libtorch"})):
+def check_dependencies(binary):
     """Of libraries PyTorch's alone, and no symbol of CUDA's runtime for others to find."""
     listed = subprocess.run(["readelf", "-dW", binary], capture_output=True, text=True, check=True)
     needed = set(re.findall(r"NEEDED.*\[(.+?)\.so", listed.stdout))
@@ -394,7 +469,7 @@ def check_dependencies(binary, of_torch=frozenset({"libtorch"})):
         "libgcc_s",
         "ld-linux-x86-64",
     }
-    assert needed - system == of_torch
+    assert needed - system == {"libtorch"}
     symbols = subprocess.run(["nm", "-D", binary], capture_output=True, text=True, check=True)
     assert not re.search(r" \w cuda\w+$", symbols.stdout, re.MULTILINE)
     assert re.search(r" w aoti_torch_get_current_cuda_stream$", symbols.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The forms that an export takes, by name: each a module with a `TARGET`."""
+"""The forms that an export takes, by name: modules with their `TARGETS`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "cuda": "c_library",
     "cubin": "c_library",
-    "torch": "torch_extension",
-    "wheel": "wheel",
-    "hf": "hf",
+    "torch": "operators",
+    "wheel": "operators",
+    "hf": "operators",
 }
 NAMES = tuple(_MODULES)
 
@@ -31,5 +31,5 @@ def get(name: str) -> ExportTarget:
     if name not in _MODULES:
         raise unknown(f"--target {name}", name, NAMES)
     module = importlib.import_module(f"jetfire.export.targets.{_MODULES[name]}")
-    target: ExportTarget = module.TARGET
+    target: ExportTarget = module.TARGETS[name]
     return target

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,146 +12,19 @@ import torch
 
 from jetfire.core.errors import WrongResultError
 from jetfire.core.tensors import Tensors
-from jetfire.export.c_text import comment, fields
+from jetfire.export import manifest
 from jetfire.export.library import Library
-from jetfire.export.operator import Origin, origin, recorded
 from jetfire.export.plan import ExportPlan
-from jetfire.export.render import licence, render
-from jetfire.export.samples import UNWRITTEN, Sample, small_problem
-from jetfire.export.signature import Extent, Parameter
+from jetfire.export.readme import readme
+from jetfire.export.render import licence, static
+from jetfire.export.samples import Sample, small_problem
 from jetfire.export.target import ExportTarget, cuda_home, program, run
 
 if TYPE_CHECKING:
     from ctypes import CDLL
 
 BAD_SIZE = 1  # the code, as the header has it
-# C of a function that reads an element as a double, for the dtypes whose outputs may differ.
-_READERS = {
-    torch.int8: (
-        "int8",
-        """static double int8(const void* tensor, size_t index) {
-  return ((const int8_t*)tensor)[index];
-}
-""",
-    ),
-    torch.float32: (
-        "fp32",
-        """static double fp32(const void* tensor, size_t index) {
-  return ((const float*)tensor)[index];
-}
-""",
-    ),
-    torch.bfloat16: (
-        "bf16",
-        """static double bf16(const void* tensor, size_t index) {
-  uint32_t bits = (uint32_t)((const uint16_t*)tensor)[index] << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-""",
-    ),
-    torch.float16: (
-        "fp16",
-        """static double fp16(const void* tensor, size_t index) {
-  uint16_t bits = ((const uint16_t*)tensor)[index];
-  int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  double value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                 : exponent > 0 ? ldexp(1024 + fraction, exponent - 25)
-                                : ldexp(fraction, -24);
-  return bits >> 15 ? -value : value;
-}
-""",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A parameter as the self-test and the benchmark have it.
-
-    Attributes:
-        role: C flags.
-        count: elements in the sample.
-        size: bytes of an element.
-        reader: C name of what reads an element; None where bits must be equal.
-        tolerance: of the relative error, as C has it.
-        count_code: C of the number of elements at any sizes.
-        row: elements of a row in the sample.
-        rows, columns: of it, from its beginning on, that a call must write; all of what is read.
-    """
-
-    name: str
-    role: str
-    count: int
-    size: int
-    reader: str | None
-    tolerance: str
-    count_code: str
-    row: int
-    rows: int
-    columns: int
-
-    @property
-    def partial(self) -> bool:
-        return self.rows * self.columns < self.count
-
-
-_ROLES = {"input": "READ", "output": "WRITTEN", "updated": "READ | WRITTEN"}
-
-
-def _tensor(parameter: Parameter, sample: Sample, written: tuple[int, ...]) -> _Tensor:
-    """`written`: the shape of the part that a call must write."""
-    name = parameter.name
-    tensor = sample.inputs[name] if name in sample.inputs else sample.expected[name]
-    tolerance = sample.tolerance.get(name, 0.0)
-    return _Tensor(
-        name,
-        _ROLES[parameter.role],
-        tensor.numel(),
-        tensor.element_size(),
-        _READERS[parameter.dtype][0] if tolerance else None,
-        f"{tolerance:.9g}",
-        _count_code(parameter.shape),
-        tensor.shape[-1],
-        math.prod(written[:-1]),
-        written[-1],
-    )
-
-
-def _count_code(shape: Sequence[Extent]) -> str:
-    """C of a product of extents, which an int may not hold: ``(size_t)m * ((n + 31) / 32)``."""
-    factors = [f"({e.c()})" if e.divisor > 1 else e.c() for e in shape]
-    return "(size_t)" + " * ".join(factors or ["1"])
-
-
-def _flops_code(plan: ExportPlan) -> str | None:
-    """C of the multiply-add operations, where they are so many for each product of the sizes."""
-    if not plan.op.flops(plan.problem):
-        return None
-    factors = set()
-    for problem in (
-        *(t.problem for t in plan.tuned),
-        plan.with_sizes(**dict(zip(plan.op.dims, (3072, 6144, 9216), strict=False))),
-    ):
-        product = 1
-        for size in plan.sizes(problem).values():
-            product *= size
-        factors.add(plan.op.flops(problem) / product)
-    if len(factors) > 1:
-        return None
-    sizes = [f"size[{i}]" for i in range(len(plan.op.dims))]
-    return " * ".join([f"{factors.pop():.1f}", *sizes])
-
-
-def _about_tuned(plan: ExportPlan, tuned: Sequence[Origin]) -> list[str]:
-    """Lines of a comment on the benchmark's table of times."""
-    nearest = any(each.microseconds is None for each in tuned)
-    unknown = "; 0 where another size's config is used" if nearest else ""
-    return comment(
-        "Sizes that it was made for, and the microseconds that it took when it was tuned "
-        f"{plan.tuned[0].where.comment()}{unknown}."
-    )
+_FILES = ("CMakeLists.txt", "Makefile", "benchmark.c", "parameters.h", "program.h", "selftest.c")
 
 
 class CLibrary(ExportTarget):
@@ -166,45 +37,13 @@ class CLibrary(ExportTarget):
         return "make", program("CC", "cc")
 
     def files(self, plan: ExportPlan, library: Library, sample: Sample) -> dict[str, bytes]:
-        tensors = [
-            _tensor(p, sample, tensor.written)
-            for p, tensor in zip(plan.signature.parameters, recorded(plan, sample), strict=True)
-        ]
-        used = [
-            p.dtype for p, t in zip(plan.signature.parameters, tensors, strict=True) if t.reader
-        ]
-        sources = (*library.cuda_sources, *library.c_sources)
-        known = (*sources, f"{plan.name}.h")
-        written = [t for t in tensors if "WRITTEN" in t.role]
-        tuned = [origin(plan, t) for t in plan.tuned]
-        values = {
-            "plan": plan,
-            "library": library,
-            "workspace": library.workspace,
-            "zeros": library.zeros,
-            "sm": "{}{}".format(*plan.capability),
-            "sizes": plan.sizes(sample.problem),
-            "tensors": tensors,
-            "partial": any(t.partial for t in tensors),
-            "exact": any(t.reader is None for t in written),
-            "readers": list(dict.fromkeys(_READERS[d][0] for d in used)),
-            "reader_code": dict(_READERS.values()),
-            "unwritten": f"0x{UNWRITTEN:X}",
-            "fixed": fields(plan.fixed),
-            "tuned": tuned,
-            "flops": _flops_code(plan),
-            "rates": bool(plan.op.flops(plan.problem)),
-            "size_arguments": ", ".join(f"size[{i}]" for i in range(len(plan.op.dims))),
-            "about_tuned": _about_tuned(plan, tuned),
-            "sources": sources,
-            "objects": [f"{Path(file).stem}.o" for file in sources],
-            "others": sorted(set(library.files) - set(known)),
-        }
-        made = ("selftest.c", "benchmark.c", "Makefile", "CMakeLists.txt", "README.md")
         return {
             **library.files,
             **sample.files(),
-            **{name: render(f"c_library/{name}.j2", **values) for name in made},
+            **{name: static(f"c/{name}") for name in _FILES},
+            "manifest.h": manifest.header(plan, library, sample),
+            "manifest.mk": manifest.assignments(plan, library),
+            "README.md": readme("c", plan, library, sample),
             "LICENSE": licence(),
         }
 
@@ -221,10 +60,11 @@ class CLibrary(ExportTarget):
 
 
 def _home(folder: Path) -> list[str]:
-    """The argument that says where CUDA is, where the Makefile asks."""
-    asks = "CUDA_HOME" in (folder / "Makefile").read_text()
+    """The argument that says where CUDA is, where it is not nvcc that knows."""
+    if "ARCHITECTURE" in (folder / "manifest.mk").read_text():
+        return []
     # Make would expand a `$` in it.
-    return [f"CUDA_HOME={cuda_home()}".replace("$", "$$")] if asks else []
+    return [f"CUDA_HOME={cuda_home()}".replace("$", "$$")]
 
 
 class _Function:
@@ -298,3 +138,4 @@ class _Function:
 
 
 TARGET: ExportTarget = CLibrary()
+TARGETS = {"cuda": TARGET, "cubin": TARGET}
