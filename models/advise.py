@@ -18,9 +18,9 @@ from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
-from jetfire.gpt2 import data as tokens
-from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import COMPILE
+from jetfire.gpt2.bench.cases import COMPILE
+from jetfire.gpt2.data import tokens
+from jetfire.gpt2.training import settings
 from jetfire.measure import timer
 from jetfire.measure.runner import memory_free
 from jetfire.models import advice_text, sources, sqnr

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 from jetfire.bench import command
 from jetfire.core.device import Device
-from jetfire.gpt2 import bench as training
-from jetfire.gpt2 import settings
-from jetfire.gpt2.bench import LOSS_TOLERANCE, Deviation, TrainingBench, compared
-from jetfire.gpt2.cases import COMPILE, EAGER, TorchVariant
-from jetfire.gpt2.subjects import Subject, Tensors
+from jetfire.gpt2.bench import steps as training
+from jetfire.gpt2.bench.cases import COMPILE, EAGER, TorchVariant
+from jetfire.gpt2.bench.steps import LOSS_TOLERANCE, Deviation, TrainingBench, compared
+from jetfire.gpt2.bench.subjects import Subject, Tensors
+from jetfire.gpt2.training import settings
 from jetfire.models import cases, sources
 from jetfire.models.cases import PEERS, ModelCase, run_of
 from jetfire.models.layers import traced

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetfire.core.errors import unknown
-from jetfire.gpt2 import settings
-from jetfire.gpt2.cases import COMPILE, EAGER, INT8, MEASURED, TorchVariant, peers_of
+from jetfire.gpt2.bench.cases import COMPILE, EAGER, INT8, MEASURED, TorchVariant, peers_of
+from jetfire.gpt2.training import settings
 from jetfire.models import sources
 from jetfire.models.sources import ModelSource
 from jetfire.nn.recipes import Recipe

@@ -1,6 +1,6 @@
 """What a layer's products take, in BF16, FP8 and INT8: measured here, or of the shipped rows.
 
-A shipped row is one of `jetfire.bench.shipped_rows`, else a profile's, of exactly the problem's
+A shipped row is one of `jetfire.bench.shipped`, else a profile's, of exactly the problem's
 sizes and types; only its flags, whether a bias or the output's own value is added, may be others.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jetfire.bench import command, shipped_rows
+from jetfire.bench import command
+from jetfire.bench import shipped as records
 from jetfire.bench.progress import watch
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
@@ -62,7 +63,7 @@ class Times(Protocol):
 class Shipped:
     """The times that the package holds for a device, which need not be here."""
 
-    def __init__(self, rows: shipped_rows.ShippedRows) -> None:
+    def __init__(self, rows: records.ShippedRows) -> None:
         self.source = f"shipped rows of {rows.name}"
         self.device = replace(target_device(rows.capability), name=rows.name)
         self._rows = rows.by_problem()
@@ -187,4 +188,4 @@ def _sum(
 
 def shipped() -> Shipped:
     """Return the shipped times; of one device, the first that there are rows of."""
-    return Shipped(next(iter(shipped_rows.every().values())))
+    return Shipped(next(iter(records.rows().values())))

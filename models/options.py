@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jetfire.core import device as devices
 from jetfire.core.errors import UsageError, unknown
-from jetfire.gpt2 import settings
+from jetfire.gpt2.training import settings
 from jetfire.models import sources
 from jetfire.models.cases import run_of
 

@@ -23,9 +23,9 @@ from jetfire.core import schema
 from jetfire.core.errors import JetfireError, UsageError, nearest, unknown
 from jetfire.core.files import MIB
 from jetfire.core.schema import Name, Plain, also, most
-from jetfire.gpt2 import cases
-from jetfire.gpt2.cases import StepProblem
-from jetfire.gpt2.settings import PRESETS
+from jetfire.gpt2.bench import cases
+from jetfire.gpt2.bench.cases import StepProblem
+from jetfire.gpt2.training.settings import PRESETS
 
 if TYPE_CHECKING:
     import torch
@@ -320,7 +320,8 @@ class PresetSource(ModelSource):
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
         import torch
 
-        from jetfire.gpt2.model import GPT2, Shape
+        from jetfire.gpt2.model.gpt2 import GPT2
+        from jetfire.gpt2.model.shape import Shape
 
         p = self.problem
         with device:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.step import autocast
+from jetfire.gpt2.training.step import autocast
 from jetfire.models.sources import Batch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.subjects import RATE, Subject, Tensors, in_fp8
+from jetfire.gpt2.bench.subjects import RATE, Subject, Tensors, in_fp8
 from jetfire.measure.peers import COMPILES
 from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
@@ -39,14 +39,13 @@ class ModelSubject(Subject):
             _convert(self.model, name, case.source.name)
         if self.variant.fp8 is not None:
             with_linear_in_fp8(self.model, self.variant.fp8, case.layers)
-        self.optimizer = self._optimizer()
+        self.optimizer: torch.optim.AdamW = self._optimizer()
         self.forward: Callable[..., object] = self.model
         if self.variant.compiled:
             # Beyond its limit Dynamo runs eagerly, and says little: variants share their code.
             config = torch._dynamo.config
             config.recompile_limit = max(COMPILES, config.recompile_limit)
             self.forward = torch.compile(self.model, mode=self.variant.mode)
-        self.loss = 0.0
 
     def _optimizer(self) -> torch.optim.AdamW:
         """Fused; what is launched as it is has its weights' codes made in the update."""
@@ -79,26 +78,9 @@ class ModelSubject(Subject):
     def accumulate(self) -> object:
         return self._gradient()
 
-    def forget(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def standing(self) -> Iterable[torch.Tensor]:
-        for parameter in self.model.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
-            state = self.optimizer.state[parameter].values() if parameter.requires_grad else ()
-            yield from (value for value in state if isinstance(value, torch.Tensor))
-
-    def capture(self) -> Callable[[], object]:
-        raise NotImplementedError("a model's step is run as torch runs it")
-
     def fault(self) -> str:
         """Return what is wrong where the loss has not fallen; else nothing."""
-        loss = float(self.call())
-        if not loss < self.loss:
-            return f"the loss of the one batch went from {self.loss:.4f} to {loss:.4f}"
-        return ""
+        return self.risen(float(self.call()))
 
 
 def _convert(model: nn.Module, name: str, whose: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jetfire.core.device import Device
-from jetfire.gpt2 import tuning
-from jetfire.gpt2.cases import EAGER
+from jetfire.gpt2.bench import tuning
+from jetfire.gpt2.bench.cases import EAGER
 from jetfire.measure.plan import Case
 from jetfire.models.bench import case_of
 from jetfire.models.cases import ModelCase
@@ -24,7 +24,7 @@ def run(asked: TuneOptions, word: str, texts: Sequence[str], recipes: Sequence[s
         word: names the model, as for `jetfire train bench`; texts: of `--set`.
 
     Raises:
-        JetfireError: as `jetfire.gpt2.tuning.tune` does.
+        JetfireError: as `jetfire.gpt2.bench.tuning.tune` does.
     """
 
     def found(device: Device) -> Iterator[dict[str, list[Case]]]:
@@ -43,7 +43,7 @@ def cases(
     The step is run as it is, whatever `case` says: under torch.compile the problems are the same.
 
     Args:
-        kernels: as `jetfire.gpt2.tuning.planned` has them.
+        kernels: as `jetfire.gpt2.bench.tuning.planned` has them.
     """
     sizes = case.source.fields()
     few = case.source.sample(sizes.get("batch", 1), sizes.get("context", 1), _LAYERS)

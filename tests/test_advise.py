@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jetfire.bench import shipped_rows
+from jetfire.bench import shipped as records
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import prepare
+from jetfire.gpt2.data import prepare
 from jetfire.measure import peaks
 from jetfire.models import advise, costs, options, sources, sqnr
 from jetfire.models.advice import Advice, Advised, chosen, judged, pattern
@@ -76,7 +76,7 @@ def problem(**fields):
 
 def test_a_shipped_row_is_of_the_very_shape():
     times = costs.shipped()
-    rows = shipped_rows.every()["NVIDIA H200"].by_problem()
+    rows = records.rows()["NVIDIA H200"].by_problem()
     row = rows["gemm", problem()]
     found = times.time(GEMM, problem())
     assert (found.ms, found.bf16) == (row.ms, row.peers["cublas_bf16"])
@@ -89,7 +89,7 @@ def test_a_shipped_row_is_of_the_very_shape():
 
 def test_where_no_row_is_a_tuned_profile_tells(shipped):
     op = registry.get("column_sum")
-    rows, times = shipped_rows.every()["NVIDIA H200"].by_problem(), costs.shipped()
+    rows, times = records.rows()["NVIDIA H200"].by_problem(), costs.shipped()
     tuned = profiles.read(shipped / "nvidia-h200" / "column_sum.json")
     by_problem = {}
     for entry in tuned:

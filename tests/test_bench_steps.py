@@ -12,11 +12,19 @@ from jetfire.bench.compare import match
 from jetfire.cli import execute
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import bench, cases, subjects
-from jetfire.gpt2.bench import TrainingBench
-from jetfire.gpt2.cases import EAGER, BlockProblem, StepProblem, TrainingCase, problem_of
-from jetfire.gpt2.model import Shape, block_of
-from jetfire.gpt2.subjects import BlockSubject, StepSubject
+from jetfire.gpt2.bench import cases, subjects
+from jetfire.gpt2.bench import steps as bench
+from jetfire.gpt2.bench.cases import (
+    EAGER,
+    BlockProblem,
+    LlamaBlockProblem,
+    StepProblem,
+    TrainingCase,
+    problem_of,
+)
+from jetfire.gpt2.bench.steps import TrainingBench
+from jetfire.gpt2.bench.subjects import BlockSubject, StepSubject
+from jetfire.gpt2.model.gpt2 import Shape, block_of
 from jetfire.measure import peaks
 from jetfire.measure.results import Results, Row
 from jetfire.measure.timer import Timing
@@ -28,6 +36,7 @@ from jetfire.report import training as training_report
 CPU = Device.parse("cpu")
 STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)
 BLOCK = BlockProblem(width=32, heads=2, batch=2, context=16)
+LLAMA_BLOCK = LlamaBlockProblem(128, 2, 2, 16, kv_heads=2, hidden=256)
 SIZES = "layers=1,heads=2,width=32,batch=2,context=16,vocabulary=64"
 PEAKS = {"copy_gbps": 1.0, "int8_tops": 1.0, "bf16_tflops": 1.0}
 WORDS = ["bench", "tiny", "--set", SIZES, "--device", "cpu", "--rounds", "2"]
@@ -44,7 +53,10 @@ def measure(problem, recipes=("int8-block32",)) -> tuple[list[Row], list[str]]:
     return made.measure(TrainingCase(problem, recipes)), notes
 
 
-@pytest.mark.parametrize(("problem", "op"), [(STEP, "gpt2_step"), (BLOCK, "gpt2_block")])
+@pytest.mark.parametrize(
+    ("problem", "op"),
+    [(STEP, "gpt2_step"), (BLOCK, "gpt2_block"), (LLAMA_BLOCK, "llama_block")],
+)
 def test_a_right_recipe_is_timed_beside_eager(problem, op, tmp_path):
     (row, eager), notes = measure(problem)
     assert (row.op, row.kernel, row.role, row.ok) == (op, "int8-block32", "kernel", True)
@@ -102,6 +114,8 @@ def test_work_is_counted_as_documented():
     tokens, width, context = 2 * 16, 32, 16
     block = 6 * 12 * width**2 + 12 * width * context
     assert TrainingCase(BLOCK).flops == tokens * block
+    gated = 6 * LLAMA_BLOCK.weights + 12 * LLAMA_BLOCK.width * context
+    assert TrainingCase(LLAMA_BLOCK).flops == tokens * gated
     assert TrainingCase(STEP).flops == tokens * (block + 6 * width * 64)
     assert (
         TrainingCase(dataclasses.replace(STEP, accumulate=3)).flops == 3 * TrainingCase(STEP).flops
@@ -110,7 +124,7 @@ def test_work_is_counted_as_documented():
 
 def test_recipes_run_as_graphs_and_compile_as_it_is_faster():
     made = TrainingBench(CPU, print, rounds=2)
-    subject = StepSubject(STEP, EAGER, made._micros(STEP), torch.device("cpu"), seed=0)
+    subject = made._maker(TrainingCase(STEP))(EAGER)()
     subject.loss = torch.inf
     timings = {
         f"{name} {kind}": Timing(ms, ms, ms, 3)
@@ -207,27 +221,46 @@ def test_every_variant_begins_with_the_same_parameters():
         made = StepSubject(STEP, name, [], torch.device("cpu"), seed=3)
         found.append(made.model.state_dict())
         x = torch.zeros(2, 16, 32, dtype=torch.bfloat16)
-        found.append(BlockSubject(BLOCK, name, x, x, seed=3).module.state_dict())
-    for ours, theirs in ((found[0], found[2]), (found[1], found[3])):
+        found.append(BlockSubject(BLOCK, name, x, x, seed=3).model.state_dict())
+        y = torch.zeros(2, 16, 128, dtype=torch.bfloat16)
+        found.append(BlockSubject(LLAMA_BLOCK, name, y, y, seed=3).model.state_dict())
+    int8, bf16, int4 = found[:3], found[3:6], found[6:]
+    for ours, theirs in zip(int8, bf16, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    for ours, theirs in ((found[2], found[4]), (found[3], found[5])):
+    for ours, theirs in zip(bf16, int4, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert all(is_int4_state(key) for key in theirs.keys() - ours.keys())
 
 
-def test_cases_are_the_presets_and_two_more():
+def test_cases_are_the_presets_and_three_more():
     assert problem_of("wide") == StepProblem(4, 32, 4096, 4, 1024)
     assert problem_of("gpt2-350m") == StepProblem(24, 16, 1024, 8, 1024)
     assert problem_of("gpt2-124m") == StepProblem(12, 12, 768, 16, 1024)
     assert problem_of("block", {"batch": "1"}) == BlockProblem(4096, 32, 1, 2048)
+    llama = problem_of("llama-block", {"kv_heads": "8"})
+    assert llama == LlamaBlockProblem(4096, 32, 4, 2048, 8, 11008)
+    # Of query, key, value and projection, and of the MLP's three.
+    assert llama.weights == 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 11008
     assert {problem_of(name) for name in cases.SUITE} < {problem_of(n) for n in cases.names()}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["bench", "gpt9"], "no case 'gpt9': expected one of block, wide, tiny"),
+        (["bench", "gpt9"], "no case 'gpt9': expected one of block, llama-block, wide, tiny"),
+        (
+            ["bench", "llama-block", "--set", "kv_heads=3"],
+            "kv_heads=3: expected a divisor of heads=32",
+        ),
+        (
+            ["bench", "llama-block", "--set", "width=32"],
+            "width=32: expected heads=32 times an even number",
+        ),
+        (
+            ["bench", "llama-block", "--recipe", "int8-block32,int8", "--set", "hidden=96"],
+            "hidden of 96: expected a multiple of 128",
+        ),
         (["bench", "block", "--set", "layers=2"], "--set layers=2: expected one of width"),
         (["bench", "tiny", "--set", "batch=0"], "--set batch=0: expected an integer"),
         (["bench", "tiny", "--recipe", "bf16"], "--recipe bf16: expected one of int8, int8-"),
@@ -336,7 +369,8 @@ def test_the_report_has_them_and_other_tables_do_not():
     assert "tokens, int8 | 10.0 | 1.60× | 1.30× | 1.10× | 2.00 | 2.50× | 1.50× |" in readme
     assert not any(name in readme.split("\n", 2)[2] for name in ("eager |", "int8-block128"))
     assert training_report.readme(Results(device, [])).rows == []
-    assert (training_report.STEP, training_report.BLOCK) == (cases.STEP, cases.BLOCK)
+    ops = training_report.STEP, training_report.BLOCK, training_report.LLAMA_BLOCK
+    assert ops == (cases.STEP, cases.BLOCK, cases.LLAMA_BLOCK)
     assert {*training_report.NAMES} == {*cases.PEERS, *models.PEERS}
 
 
@@ -391,7 +425,11 @@ def test_no_chart(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
-    [StepProblem(2, 4, 256, 4, 256), BlockProblem(512, 4, 4, 256)],
+    [
+        StepProblem(2, 4, 256, 4, 256),
+        BlockProblem(512, 4, 4, 256),
+        LlamaBlockProblem(512, 4, 4, 256, kv_heads=2, hidden=1024),
+    ],
 )
 def test_the_whole_way_on_the_gpu(problem):
     notes: list[str] = []

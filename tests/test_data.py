@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import corpora, data, prepare, prepared
+from jetfire.gpt2.data import corpora, prepare, prepared
+from jetfire.gpt2.data import tokens as data
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +134,7 @@ def test_a_long_document_comes_in_pieces_that_tokenize_as_the_whole(
     tmp_path, gpt2_files, monkeypatch
 ):
     monkeypatch.setattr(corpora, "PIECE", 256)
-    from jetfire.gpt2.tokenizers import gpt2
+    from jetfire.gpt2.data.tokenizers import gpt2
 
     text = "".join(f"the thing é{i}\n" + "\n" * (i % 3) + " " * (i % 2) for i in range(200))
     path = tmp_path / "long.txt"

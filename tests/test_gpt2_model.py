@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
 from jetfire.nn import (
     RECIPES,
     Int4,

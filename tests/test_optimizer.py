@@ -10,9 +10,9 @@ import torch
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
-from jetfire.gpt2.model import GPT2, Shape
-from jetfire.gpt2.settings import make
-from jetfire.gpt2.step import Step
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.step import Step
 from jetfire.nn import AdamW, Int8Linear, products, quantised_weights, replaying
 from jetfire.ops import int8_quantize
 
@@ -334,7 +334,7 @@ def test_a_weight_of_another_shape_has_new_codes(device):
 
 @pytest.mark.gpu
 def test_a_graphed_step_trains_as_an_eager_one(device):
-    from jetfire.gpt2.graph import GraphedStep
+    from jetfire.gpt2.training.graph import GraphedStep
 
     settings = make(
         "tiny",

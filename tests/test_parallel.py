@@ -17,12 +17,14 @@ from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import command, data, log, parallel, prepared
-from jetfire.gpt2 import prepare as preparation
-from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.runs import TrainOptions, opened
-from jetfire.gpt2.settings import make
-from jetfire.gpt2.train import Training
+from jetfire.gpt2.data import prepare as preparation
+from jetfire.gpt2.data import prepared
+from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.training import command, log, parallel
+from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.parallel import Group
+from jetfire.gpt2.training.runs import TrainOptions, opened
+from jetfire.gpt2.training.settings import make
 
 SHARED = (
     "layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"

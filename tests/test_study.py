@@ -13,10 +13,10 @@ import pytest
 
 from jetfire.cli import execute
 from jetfire.core.errors import NoDeviceError, UsageError
-from jetfire.gpt2 import log, study, study_record
-from jetfire.gpt2.finished import addition
-from jetfire.gpt2.settings import make
-from jetfire.gpt2.study_record import StudyRun, difference, quantile
+from jetfire.gpt2.training import log, study, study_record
+from jetfire.gpt2.training.finished import addition
+from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.study_record import StudyRun, difference, quantile
 from jetfire.measure.results import Results
 from jetfire.report import documents
 from jetfire.report import study as texts
@@ -161,6 +161,86 @@ def test_a_record_pairs_runs_by_seed(tmp_path):
     assert apart["over"] == "steps"
     assert lone["validation_difference"]["low"] is None
     assert found["unfinished"] == ["int8-block32-seed0", "int8-block64-seed0"]
+
+
+def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
+    """Parts of a study, each with its own logs, make the record that all of them make."""
+    wanted = [(recipe, seed) for recipe in ("bf16", "int8") for seed in (0, 1, 2)]
+    wanted += [("int8-block32", 1), ("int8-block32", 2)]
+    for part, pairs in {
+        "whole": wanted,
+        "first": [("bf16", 0), ("bf16", 1), ("int8", 0), ("int8", 1), ("int8-block32", 1)],
+        "second": [("bf16", 2), ("int8", 2), ("int8-block32", 2)],
+    }.items():
+        for recipe, seed in pairs:
+            write(tmp_path / part, recipe, seed, 0.01 * (1 + seed) * (recipe != "bf16"))
+    whole, first, second = (made(tmp_path / part) for part in ("whole", "first", "second"))
+    file = tmp_path / "result.json"
+    found = study_record.added(second, first, file)
+    assert found == whole
+    assert study_record.added(found, first, file) == whole
+    # A lone seed keeps the interval over its steps.
+    lone = first["recipes"]["int8-block32"]["paired_difference"]
+    write(tmp_path / "third", "bf16", 7)
+    found = study_record.added(made(tmp_path / "third"), first, file)
+    assert found["recipes"]["int8-block32"]["paired_difference"] == lone
+    # Also where the base's log alone is gone; not where the base was run anew.
+    write(tmp_path / "fourth", "int8-block32", 1, 0.02)
+    found = study_record.added(made(tmp_path / "fourth"), first, file)
+    assert found["recipes"]["int8-block32"]["paired_difference"] == lone
+    write(tmp_path / "fifth", "bf16", 1, 0.5)
+    found = study_record.added(made(tmp_path / "fifth"), first, file)
+    anew = found["recipes"]["int8-block32"]["paired_difference"]
+    assert anew["mean"] == pytest.approx(lone["mean"] - 0.5 * 18.5)
+    assert anew["over"] is None
+    other = study_record.added(found, {**first, "device": "NVIDIA A100"}, file)
+    assert study_record.added(found, other, file)["device"] == other["device"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "says"),
+    [
+        ({"batch": 4}, (17, 20), "batch=8"),
+        ({"tokens": {"train": "4" * 64, "validation": "2" * 64}}, (17, 20), "data=111111111111"),
+        ({}, (16, 20), r"window=\(17, 20\)"),
+    ],
+)
+def test_a_record_of_another_study_is_kept(changes, window, says, tmp_path):
+    write(tmp_path / "one", batch=8)
+    write(tmp_path / "other", **{"batch": 8, **changes})
+    first, second = made(tmp_path / "one"), made(tmp_path / "other", window)
+    if "batch" in changes:  # which changes how many tokens are read
+        second["tokens"] = first["tokens"]
+    with pytest.raises(UsageError, match=f"result.json: holds a study with {says}"):
+        study_record.added(second, first, tmp_path / "result.json")
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "says"),
+    [
+        ('{"schema": 1}', [], "result.json: "),
+        (None, ["--set", "batch=4"], "result.json: holds a study with batch=8"),
+        (None, ["--window", "16:20"], "result.json: holds a study with window="),
+        (None, ["--base", "int8"], "result.json: holds a study with base=bf16"),
+    ],
+)
+def test_a_record_that_cannot_go_on_is_refused_before_anything_runs(
+    record, words, says, tmp_path, capsys
+):
+    file = tmp_path / "result.json"
+    if record is None:
+        write(tmp_path / "one", batch=8)
+        record = json.dumps(made(tmp_path / "one"))
+    file.write_text(record)
+    window = [] if "--window" in words else ["--window", "17:20"]
+    usual = ["--steps", "20", "--set", "batch=8", *window, "--record", str(file)]
+    folder = tmp_path / "new"
+    assert execute("train", ["study", "tiny", *usual, *words, "-o", str(folder)]) == 2
+    captured = capsys.readouterr().err
+    assert says in captured
+    assert captured.count("\n") == 1
+    assert not folder.exists()
+    assert file.read_text() == record
 
 
 def test_a_record_says_what_was_trained_on_what(tmp_path):

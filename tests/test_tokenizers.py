@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import tokenizers
+from jetfire.gpt2.data import tokenizers
 from jetfire.tests.hostile import errors_kept
 
 TEXT = "The thing, then: in an inn\n\n  on the re-re… café's 1234 \t<|endoftext|> 𝔘n\r\n "

@@ -18,12 +18,14 @@ from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
-from jetfire.gpt2 import checkpoint, command, data, faults, graph, log, utilisation
-from jetfire.gpt2 import prepare as preparation
-from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.settings import PRESETS, Settings, make, resumed
-from jetfire.gpt2.step import Step, seed_step
-from jetfire.gpt2.train import Training, build
+from jetfire.gpt2.data import prepare as preparation
+from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.training import checkpoint, command, faults, graph, log, utilisation
+from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.parallel import Group
+from jetfire.gpt2.training.settings import PRESETS, Settings, make, resumed
+from jetfire.gpt2.training.state import build
+from jetfire.gpt2.training.step import Step, seed_step
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import curves
 
@@ -214,7 +216,7 @@ def model_and_batch(rows=4, **changes):
 def test_a_step_is_clipped_adamw(monkeypatch):
     """In fp32 on any device: what bf16 rounds apart, AdamW would move by a part of the rate."""
     fp32 = partial(torch.autocast, enabled=False)
-    monkeypatch.setattr("jetfire.gpt2.step.autocast", lambda device: fp32(device.type))
+    monkeypatch.setattr("jetfire.gpt2.training.step.autocast", lambda device: fp32(device.type))
     one, model, micro = model_and_batch(clip=0.1)
     _, twin, _ = model_and_batch()
     step = Step(model, one, HERE.torch_device)
@@ -467,7 +469,7 @@ def test_utilisation_is_of_all_processes_devices(tokens):
 
 def test_flops_are_six_a_weight_and_attention():
     one = make("gpt2-124m", {})
-    assert utilisation.flops_per_token(one, 50304) == pytest.approx(
+    assert one.shape(50304).flops_per_token == pytest.approx(
         6 * (85e6 + 38.6e6) + 12 * 12 * 768 * 1024, rel=0.01
     )
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jetfire.cli import execute
-from jetfire.gpt2 import prepare
+from jetfire.gpt2.data import prepare
 from jetfire.tests.hostile import damaged, mutated
 
 pytestmark = pytest.mark.usefixtures("one_thread")

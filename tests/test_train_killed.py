@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import checkpoint, log
+from jetfire.gpt2.training import checkpoint, log
 
 # A machine may be busy: what does not end at all is what this is for.
 LIMIT_S = 3600

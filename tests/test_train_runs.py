@@ -11,10 +11,12 @@ import torch
 
 from jetfire.cli import execute
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import checkpoint, command, data, log, prepare, prepared
-from jetfire.gpt2.parallel import Group
-from jetfire.gpt2.runs import TrainOptions, opened
-from jetfire.gpt2.train import Training
+from jetfire.gpt2.data import prepare, prepared
+from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.training import checkpoint, command, log
+from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.parallel import Group
+from jetfire.gpt2.training.runs import TrainOptions, opened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,8 +7,9 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, UsageError, WrongResultError
-from jetfire.gpt2 import cases, prepare, tuning
-from jetfire.gpt2.settings import make
+from jetfire.gpt2.bench import cases, tuning
+from jetfire.gpt2.data import prepare
+from jetfire.gpt2.training.settings import make
 from jetfire.tuner.options import TuneOptions
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import curves, keep, log
-from jetfire.gpt2.finished import addition
+from jetfire.gpt2.training import curves, keep, log
+from jetfire.gpt2.training.finished import addition
 from jetfire.measure.results import Results
 from jetfire.report import documents
 from jetfire.report.curves import apart

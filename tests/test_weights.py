@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from jetfire.core.errors import JetfireError, UsageError
-from jetfire.gpt2 import sample, tokenizers, weights
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.data import tokenizers
+from jetfire.gpt2.model import sample, weights
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, context=24, vocabulary=70)
 
@@ -78,15 +79,14 @@ def test_transformers_reads_what_is_saved(transformers, tmp_path):
     model = GPT2(SHAPE).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    fields = dataclasses.asdict(SHAPE)
-    assert weights.save_transformers(tmp_path, fields, model.state_dict()) == tmp_path
+    assert weights.save_transformers(tmp_path, SHAPE, model.state_dict()) == tmp_path
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.no_grad():
         torch.testing.assert_close(model(_ids()), theirs(_ids()).logits, rtol=1e-4, atol=1e-4)
     again, state = weights.read_transformers(tmp_path)
-    assert again == fields
+    assert again == SHAPE
     for name, value in state.items():
         valid = 70 if name == "tokens.weight" else len(value)
         assert torch.equal(value[:valid], model.state_dict()[name][:valid])
@@ -95,7 +95,7 @@ def test_transformers_reads_what_is_saved(transformers, tmp_path):
 
 def test_a_shorter_context_takes_the_first_positions(tmp_path):
     model = GPT2(SHAPE)
-    weights.save_transformers(tmp_path, dataclasses.asdict(SHAPE), model.state_dict())
+    weights.save_transformers(tmp_path, SHAPE, model.state_dict())
     short = GPT2(dataclasses.replace(SHAPE, context=10))
     weights.load(short, tmp_path)
     assert torch.equal(short.positions.weight, model.positions.weight[:10])
@@ -124,7 +124,7 @@ def test_a_shorter_context_takes_the_first_positions(tmp_path):
     ],
 )
 def test_what_is_not_our_gpt2_is_refused(tmp_path, config, says):
-    weights.save_transformers(tmp_path, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    weights.save_transformers(tmp_path, SHAPE, GPT2(SHAPE).state_dict())
     held = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(held | config))
     with pytest.raises(UsageError, match=says):
@@ -135,7 +135,7 @@ def test_what_is_not_our_gpt2_is_refused(tmp_path, config, says):
 def saved(tmp_path):
     """A folder as transformers keeps a model."""
     folder = tmp_path / "saved"
-    weights.save_transformers(folder, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    weights.save_transformers(folder, SHAPE, GPT2(SHAPE).state_dict())
     return folder
 
 
@@ -222,7 +222,7 @@ def test_an_export_that_does_not_fit_the_disk_leaves_what_was_there(saved, befor
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         with pytest.raises(UsageError, match=r"cannot be written: .*File too large"):
-            weights.save_transformers(place, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+            weights.save_transformers(place, SHAPE, GPT2(SHAPE).state_dict())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {p.name for p in tmp_path.iterdir()} == {"saved", *(["theirs"] if before else [])}
@@ -232,7 +232,7 @@ def test_an_export_that_does_not_fit_the_disk_leaves_what_was_there(saved, befor
 
 def test_an_export_keeps_what_else_is_in_its_folder(saved):
     (saved / "README.md").write_text("mine")
-    weights.save_transformers(saved, dataclasses.asdict(SHAPE), GPT2(SHAPE).state_dict())
+    weights.save_transformers(saved, SHAPE, GPT2(SHAPE).state_dict())
     assert (saved / "README.md").read_text() == "mine"
     assert {p.name for p in saved.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 

@@ -57,8 +57,8 @@ def run(
     """Time training steps against BF16 eager and torch.compile; measure their memory."""
     from jetfire.bench import command
     from jetfire.core import device as devices
-    from jetfire.gpt2 import cases
-    from jetfire.gpt2.settings import split
+    from jetfire.gpt2.bench import cases
+    from jetfire.gpt2.training.settings import split
     from jetfire.models import cases as models
     from jetfire.models import sources
 
@@ -75,6 +75,6 @@ def run(
     cases.problem_of(case, split(asked.settings))
     cases.recipes_of(chosen)
     cases.peers_of(asked.peers)
-    from jetfire.gpt2 import bench as training
+    from jetfire.gpt2.bench import steps as training
 
     training.bench(asked, case, chosen)

@@ -16,10 +16,10 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Write a run's weights as transformers' GPT-2 reads them."""
-    from jetfire.gpt2.options import no_run
+    from jetfire.gpt2.training.options import no_run
 
     if not run.is_dir():
         raise no_run(run)
-    from jetfire.gpt2 import command
+    from jetfire.gpt2.training import command
 
     command.export(run, output)

@@ -16,6 +16,6 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Draw loss curves of runs over each other."""
-    from jetfire.gpt2 import curves
+    from jetfire.gpt2.training import curves
 
     curves.plot(runs, output)

@@ -41,6 +41,6 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Turn text into tokens that training maps into memory; prints their folder."""
-    from jetfire.gpt2 import prepare
+    from jetfire.gpt2.data import prepare
 
     prepare.run(names, tokenizer, vocabulary, source, output)

@@ -74,7 +74,7 @@ def run(
     version: o.Version = False,
 ) -> None:
     """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
-    from jetfire.gpt2 import options
+    from jetfire.gpt2.training import options
 
     asked = o.collect(options.TrainOptions, locals())
     try:
@@ -83,6 +83,6 @@ def run(
         if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first one says it
             raise typer.Exit(error.exit_code) from None
         raise
-    from jetfire.gpt2 import command
+    from jetfire.gpt2.training import command
 
     command.train(asked)

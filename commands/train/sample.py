@@ -25,12 +25,12 @@ def run(
 ) -> None:
     """Write text with a run's model."""
     from jetfire.core import device as devices
-    from jetfire.gpt2.options import no_run
+    from jetfire.gpt2.training.options import no_run
 
     devices.check_name(device)
     if not run.is_dir():
         raise no_run(run)
-    from jetfire.gpt2 import command
+    from jetfire.gpt2.training import command
 
     command.sample(
         run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, device=device

@@ -50,7 +50,7 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Train recipes × seeds; compare losses, paired by seed. The same command again goes on."""
-    from jetfire.gpt2 import study
+    from jetfire.gpt2.training import study
 
     numbers = list(map(o.parse_integer("--seed", 0), seeds)) if seeds else None
     asked = o.collect(study.StudyOptions, locals() | {"seeds": numbers})

@@ -52,8 +52,8 @@ def run(
 ) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
     from jetfire.core.errors import UsageError, unknown
-    from jetfire.gpt2.cases import OTHER_MODELS, runs_of
-    from jetfire.gpt2.settings import PRESETS
+    from jetfire.gpt2.bench.cases import OTHER_MODELS, runs_of
+    from jetfire.gpt2.training.settings import PRESETS
     from jetfire.measure import plan
     from jetfire.models import cases as models
     from jetfire.models import sources
@@ -79,6 +79,6 @@ def run(
     if case not in PRESETS:
         raise unknown(f"no preset {case!r}", case, PRESETS, OTHER_MODELS)
     runs = runs_of(case, recipes or (), settings or (), corpus)
-    from jetfire.gpt2 import tuning
+    from jetfire.gpt2.bench import tuning
 
     tuning.run(asked, runs)

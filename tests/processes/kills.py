@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from jetfire.cli import execute
-from jetfire.gpt2 import checkpoint, data, log
+from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.training import checkpoint, log
 
 SETTINGS = (
     "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=5,"

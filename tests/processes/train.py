@@ -18,8 +18,8 @@ import torch
 
 from jetfire.cli import execute
 from jetfire.core.errors import JetfireWarning, UsageError
-from jetfire.gpt2 import command, graph, parallel, train
-from jetfire.gpt2.train import Training
+from jetfire.gpt2.training import command, graph, parallel, state
+from jetfire.gpt2.training.loop import Training
 from jetfire.nn.products import own_part
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
@@ -69,11 +69,11 @@ def resume(name: str, of: str, how: str) -> None:
 @contextlib.contextmanager
 def graphs():
     """Without CUDA, `graph=true` has the step split as for two graphs, and its parts just run."""
-    kept = graph.used, train.GraphedStep
+    kept = graph.used, state.GraphedStep
     if DEVICE == "cpu":
-        graph.used, train.GraphedStep = lambda settings, device: True, lambda step: step
+        graph.used, state.GraphedStep = lambda settings, device: True, lambda step: step
     yield
-    graph.used, train.GraphedStep = kept
+    graph.used, state.GraphedStep = kept
 
 
 def fault(self: Training, step: int):

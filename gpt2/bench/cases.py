@@ -1,0 +1,258 @@
+"""What the training bench can measure: named problems, the presets' among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from jetfire.core.errors import UsageError, unknown
+from jetfire.gpt2.model.shape import check_heads
+from jetfire.gpt2.training import settings
+from jetfire.nn.recipes import RECIPES
+from jetfire.nn.sizes import check_llama
+
+STEP, BLOCK, LLAMA_BLOCK = "gpt2_step", "gpt2_block", "llama_block"
+
+
+@dataclass(frozen=True)
+class TorchVariant:
+    """What recipes are measured against: torch's own modules, under BF16 autocast.
+
+    Attributes:
+        name: as rows name it.
+        compiled: by torch.compile.
+        fp8: torchao's recipe of float8 training, for the blocks' linear layers.
+        mode: how torch.compile compiles; None as it does by default.
+        own_loss: the head and its loss are `jetfire.nn.linear_cross_entropy`, as recipes have them,
+            so that what INT8 gains shows by itself. Of a step alone.
+    """
+
+    name: str
+    compiled: bool = True
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    own_loss: bool = False
+    mode: Literal["reduce-overhead"] | None = None
+
+
+EAGER, COMPILE = "eager", "compile"
+PEERS = {
+    variant.name: variant
+    for variant in (
+        TorchVariant(EAGER, compiled=False),
+        TorchVariant(COMPILE),
+        TorchVariant("compile_own_loss", own_loss=True),
+        TorchVariant("fp8_tensorwise", fp8="tensorwise"),
+        TorchVariant("fp8_rowwise", fp8="rowwise"),
+    )
+}
+INT8 = tuple(recipe.name for recipe in RECIPES.values() if recipe.block is not None)
+# All but the one that the peers have.
+MEASURED = tuple(recipe.name for recipe in RECIPES.values() if not recipe.plain)
+SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """One optimizer step of a GPT-2: `accumulate` micro-batches of batch × context tokens.
+
+    50304 tokens fill whole rows of 64, so that no logit is padding that must be masked.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    batch: int
+    context: int
+    vocabulary: int = 50304
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """Forward and backward of one block over batch × context tokens."""
+
+    width: int
+    heads: int
+    batch: int
+    context: int
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+
+
+@dataclass(frozen=True)
+class LlamaBlockProblem(BlockProblem):
+    """The same of a block of Llama's, whose MLP is `hidden` wide."""
+
+    kv_heads: int
+    hidden: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_llama(*self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Width, heads of queries and of keys, and the MLP's width."""
+        return self.width, self.heads, self.kv_heads, self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Weights that multiply each token."""
+        of_kv = self.width // self.heads * self.kv_heads
+        return self.width * (2 * self.width + 2 * of_kv + 3 * self.hidden)
+
+
+Problem = StepProblem | BlockProblem
+
+
+class TrainingWork(Protocol):
+    """What a training bench measures.
+
+    Attributes:
+        recipes: what is measured of it.
+        op: of its rows.
+        tokens, flops: of a call.
+    """
+
+    @property
+    def recipes(self) -> Sequence[str]: ...
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def flops(self) -> float: ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a row's problem."""
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One problem, and the recipes to measure of it."""
+
+    problem: Problem
+    recipes: Sequence[str] = INT8
+
+    def __post_init__(self) -> None:
+        for recipe in map(RECIPES.__getitem__, self.recipes):
+            if isinstance(self.problem, LlamaBlockProblem) and recipe.block and recipe.flow:
+                check_llama(*self.problem.sizes, recipe.block, recipe.flow)
+
+    @property
+    def op(self) -> str:
+        if isinstance(self.problem, LlamaBlockProblem):
+            return LLAMA_BLOCK
+        return STEP if isinstance(self.problem, StepProblem) else BLOCK
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per call."""
+        return self.problem.batch * self.problem.context * self.as_dict().get("accumulate", 1)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations per call."""
+        one = self.problem
+        if isinstance(one, LlamaBlockProblem):
+            return self.tokens * (6.0 * one.weights + 12.0 * one.width * one.context)
+        sizes = {"layers": 1, "vocabulary": 0, **self.as_dict(), "batch": 1, "accumulate": 1}
+        vocabulary = sizes.pop("vocabulary")
+        shape = settings.make("gpt2-124m", sizes).shape(vocabulary)
+        return self.tokens * shape.flops_per_token
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.problem)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
+        return f"{self.op} {sizes}"
+
+
+# Beside the presets, whose micro-batches these replace in part.
+_SIZES: dict[str, dict[str, int]] = {
+    "wide": {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024},
+    "gpt2-124m": {"batch": 16},
+    "tiny": {"vocabulary": 256},
+}
+_USUAL = {"batch": 8, "context": 1024}
+# What `jetfire.models.sources` reads.
+OTHER_MODELS = ", hf:NAME, a config.json or MODULE:FUNCTION"
+_BLOCKS = {
+    "block": BlockProblem(width=4096, heads=32, batch=8, context=2048),
+    "llama-block": LlamaBlockProblem(4096, 32, 4, 2048, kv_heads=32, hidden=11008),
+}
+
+
+def names() -> list[str]:
+    """What can be measured."""
+    return [*_BLOCKS, "wide", *settings.PRESETS]
+
+
+def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
+    """A named problem with some of its sizes changed."""
+    if name not in names():
+        raise unknown(f"no case {name!r}", name, names(), OTHER_MODELS)
+    if name in _BLOCKS:
+        return replace(_BLOCKS[name], **_integers(_BLOCKS[name], changes or {}))
+    known = {field.name for field in dataclasses.fields(StepProblem)} - {"accumulate"}
+    preset = {size: n for size, n in settings.PRESETS.get(name, {}).items() if size in known}
+    found = StepProblem(**{**_USUAL, **preset, **_SIZES.get(name, {})})
+    return replace(found, **_integers(found, changes or {}))
+
+
+def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
+    known = [field.name for field in dataclasses.fields(problem)]
+    for name, text in changes.items():
+        if name not in known:
+            raise unknown(f"--set {name}={text}", name, known)
+        if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+            raise UsageError(
+                f"--set {name}={text}: expected an integer of at least 1, and of at most 18 digits"
+            )
+    return {name: int(text) for name, text in changes.items()}
+
+
+def peers_of(names: Sequence[str], known: Iterable[str] = PEERS) -> list[str]:
+    """Peers by name; all where none is given."""
+    for name in names:
+        if name not in known:
+            raise unknown(f"--peer {name}", name, known)
+    return list(names or known)
+
+
+def runs_of(
+    preset: str, recipes: Sequence[str], given: Sequence[str], data: str | None
+) -> list[settings.Settings]:
+    """The settings of a run with each recipe; with the preset's own where none is named.
+
+    Args:
+        given: further settings, ``key=value``.
+
+    Raises:
+        UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
+    """
+    values = settings.split(given)
+    if data is not None:
+        values["data"] = data
+    chosen = recipes_of(recipes or [settings.make(preset, values).recipe])
+    return [settings.make(preset, {**values, "recipe": recipe}) for recipe in chosen]
+
+
+def recipes_of(names: Sequence[str]) -> list[str]:
+    """Recipes by name; all that are INT8 where none is given."""
+    chosen = list(dict.fromkeys(names or INT8))
+    for name in chosen:
+        if name not in MEASURED:
+            raise unknown(f"--recipe {name}", name, MEASURED)
+    return chosen

@@ -1,0 +1,432 @@
+"""Training measured against torch's own: rows `gpt2_step`, `gpt2_block` and `llama_block`.
+
+A row's kernel is the recipe. A step is forward, backward and clipped fused AdamW; a block is
+forward and backward. Every variant is checked against BF16 eager in the same process, its memory is
+measured in eager calls, and then all are timed in turns: recipes as CUDA graphs, as one GPU trains
+them; a compiled step as torch launches it, a compiled block with and without a graph, of which the
+faster is the peer. Rows have these fields beside the usual ones:
+
+- peak_gib, activation_gib: as `jetfire.gpt2.bench.subjects.Probe` has them; peer_peak_gib and
+  peer_activation_gib the peers' {name: GiB}.
+- noise: of a recipe whose gradients are right on average alone, how far one call's gradient is from
+  BF16 eager's, relatively, at the most. `rel_err` is then how far its part along BF16 eager's is.
+- first_step_s: wall time of the variant's first call in the process, compiling included.
+- ms_graph, ms_launched: with and without a CUDA graph, where both were timed.
+
+`tflops` counts 6 for each weight and token, the head's included, and 12·layers·width·context a
+token for attention, whatever the recipe.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from jetfire.bench import command
+from jetfire.core import terminal
+from jetfire.core.device import Device
+from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.suites import STEADY_MS
+from jetfire.gpt2.bench.cases import (
+    EAGER,
+    PEERS,
+    SUITE,
+    StepProblem,
+    TorchVariant,
+    TrainingCase,
+    TrainingWork,
+    peers_of,
+    problem_of,
+    recipes_of,
+)
+from jetfire.gpt2.bench.subjects import BlockSubject, Probe, StepSubject, Subject, Tensors, probe
+from jetfire.gpt2.training import settings
+from jetfire.gpt2.training.step import Micro
+from jetfire.measure import timer
+from jetfire.measure.load import Load
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.peers import forget_compiled
+from jetfire.measure.plan import Note
+from jetfire.measure.results import Row
+from jetfire.measure.timer import Timing
+from jetfire.nn.recipes import RECIPES
+
+# Of the loss and of each gradient, against BF16 eager's. Models of 1 to 24 layers are off by 1e-4
+# and by 0.04 to 0.10; a kernel that leaves half of its output unwritten is off by 0.7.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
+# Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Most
+# of its error, of 0.3 to 1.8, is noise, which lies across. Models of 2 to 24 layers are off by up
+# to 0.16; but what came through attention alone, whose weights 4 bits change, by 0.55.
+ALONG_TOLERANCE, ATTENTION_TOLERANCE = 0.3, 0.7
+_ATTENTION = (
+    *(f"{name}.weight" for name in ("qkv", "query", "key", "value", "projection", "positions")),
+)
+CPU_FLOPS = 1e12  # of a call that a CPU is asked for: a minute of INT8 at most
+SAMPLE_MS = 100.0  # some steps, so that the host runs ahead of the GPU as it does in training
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a call is from BF16 eager's.
+
+    Attributes:
+        error: the largest relative error of a gradient; of noisy ones, of their part along it.
+        noise: the largest relative error of a noisy gradient; None of others.
+        wrong: what is wrong, in a line; empty if nothing is.
+    """
+
+    error: float
+    noise: float | None = None
+    wrong: str = ""
+
+
+def compared(
+    ours: Tensors,
+    theirs: Tensors,
+    noisy: bool = False,
+    attention: tuple[str, ...] = _ATTENTION,
+    loss_tolerance: float = LOSS_TOLERANCE,
+) -> Deviation:
+    """Compare a call's loss and gradients with those of BF16 eager.
+
+    Args:
+        noisy: whether gradients are right on average, not each time.
+        attention: what the names of those end with that may have come through attention alone.
+    """
+    errors, noises, wrong, far = [0.0], [0.0], "", 0.0
+    for name, its in theirs.items():
+        left, right = ours[name].double(), its.double()
+        error = float((left - right).norm() / right.norm())
+        if name == "loss":
+            if not abs(error) <= loss_tolerance:
+                what = f"loss {float(left):.4f}: BF16 eager's is {float(right):.4f}"
+                return Deviation(error, wrong=what)
+            continue
+        along = abs(float((left * right).sum() / right.square().sum()) - 1)
+        off, limit, what = error, GRADIENT_TOLERANCE, "relative error"
+        if noisy:
+            off, what = along, "relative error along it"
+            limit = ATTENTION_TOLERANCE if name.endswith(attention) else ALONG_TOLERANCE
+        errors.append(off)
+        noises.append(error)
+        if not off / limit <= max(far, 1.0):
+            # What lies across alone is the noise of stochastic rounding, not a part left out.
+            part = "" if noisy else f" ({along:.2f} along it)"
+            far, wrong = off / limit, f"{name}: {what} {off:.2g}{part} against BF16 eager's"
+            if math.isnan(off):
+                return Deviation(off, off if noisy else None, wrong)
+    return Deviation(max(errors), max(noises) if noisy else None, wrong)
+
+
+@dataclass
+class TrainingBench:
+    """Measures cases on one device.
+
+    Attributes:
+        variants: what recipes are measured against, by name.
+        chosen: those that are wanted beside eager; None for all.
+    """
+
+    device: Device
+    note: Note
+    rounds: int
+    seed: int = 0
+    power_ms: float = STEADY_MS
+    sample_ms: float = SAMPLE_MS
+    chosen: Collection[str] | None = None
+    debug: bool = False
+    variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
+
+    def __post_init__(self) -> None:
+        self.where = self.device.torch_device
+        self.monitor = Nvml.open(self.where)
+        self.cuda = self.device.kind == "cuda"
+        # Eager is what recipes are checked against; on the CPU compiling would need a compiler.
+        wanted = self.variants if self.chosen is None else self.chosen
+        self.peers = [n for n in self.variants if n == EAGER or (self.cuda and n in wanted)]
+
+    def measure(self, case: TrainingWork) -> list[Row]:
+        """Rows of the recipes, then of the peers; none where BF16 eager does not fit."""
+        try:
+            return self._measure(case)
+        except torch.OutOfMemoryError:
+            self.note(f"{case}: left out: out of memory")
+            return []
+        finally:
+            forget_compiled()
+            gc.collect()  # compiled models are cycles
+            if self.cuda:
+                torch.cuda.empty_cache()
+
+    def _measure(self, case: TrainingWork) -> list[Row]:
+        subjects, probes, rows = self._probed(case)
+        right = {
+            name: subject
+            for name, subject in subjects.items()
+            if name in self.variants or rows[name].ok
+        }
+        if any(name not in self.variants for name in right):
+            variants = self._variants(case, right)
+            timings = timer.time_calls(
+                {name: [call] for name, call in variants.items()},
+                self.where,
+                self.rounds,
+                self.sample_ms,
+                budget_s=60.0,
+                monitor=self.monitor,
+                power_ms=self.power_ms,
+                capture=False,
+                untimed=1,
+            )
+            for name, subject in right.items():
+                rows[name] = self._timed(case, rows[name], timings, subject)
+        peers = {name: rows[name] for name in self.variants if name in rows}
+        return [
+            _with_peers(row, peers, probes) if row.role == "kernel" else row
+            for row in rows.values()
+        ]
+
+    def _probed(
+        self, case: TrainingWork
+    ) -> tuple[dict[str, Subject], dict[str, Probe], dict[str, Row]]:
+        """Every variant that runs, what is known of it, and its row as yet without times."""
+        make = self._maker(case)
+        subjects: dict[str, Subject] = {}
+        probes: dict[str, Probe] = {}
+        rows: dict[str, Row] = {}
+        # Peers last: what a process does once counts for the first recipe's first step.
+        for name in (*case.recipes, *self._peers_of(case)):
+            role = "peer" if name in self.variants else "kernel"
+            row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
+            try:
+                subjects[name], probes[name] = probe(make(name), self.where)
+            except Exception as error:
+                if name == EAGER:
+                    raise
+                self._failed(case, name, error)
+                if role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
+                    rows[name] = replace(row, ok=False, error=_first_line(error))
+                continue
+            rows[name] = replace(row, extra=_memory(probes[name]))
+        for name in subjects:
+            if name not in self.variants:
+                found = self._compared(case, name, probes[name].outputs, probes[EAGER].outputs)
+                noise = {} if found.noise is None else {"noise": found.noise}
+                rows[name] = replace(
+                    rows[name],
+                    ok=not found.wrong,
+                    rel_err=found.error,
+                    error=found.wrong,
+                    extra={**rows[name].extra, **noise},
+                )
+                if found.wrong:
+                    self.note(f"{case}: {name} is wrong: {found.wrong}")
+        return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
+
+    def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
+        """Compare a recipe's first call with BF16 eager's."""
+        return compared(ours, theirs, RECIPES[name].int4 is not None)
+
+    def _peers_of(self, case: Any) -> list[str]:
+        """Return the peers that a case has: a block has no loss."""
+        step = isinstance(case.problem, StepProblem)
+        return [name for name in self.peers if step or not PEERS[name].own_loss]
+
+    def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
+        if self.debug:
+            traceback.print_exception(error)
+        self.note(f"{case}: {name} left out: {_first_line(error)}")
+
+    def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
+        """What makes a variant of a name; all have the same data."""
+        problem, where = case.problem, self.where
+        generator = torch.Generator(where).manual_seed(self.seed)
+        if isinstance(problem, StepProblem):
+            shape = (2, problem.accumulate, problem.batch, problem.context)
+            ids = torch.randint(problem.vocabulary, shape, device=where, generator=generator)
+            micros: list[Micro] = list(zip(*ids, strict=True))
+            return lambda name: partial(StepSubject, problem, name, micros, where, self.seed)
+        size = (2, problem.batch, problem.context, problem.width)
+        values = torch.randn(size, dtype=torch.float32, device=where, generator=generator)
+        x, dy = values.bfloat16()
+        return lambda name: partial(BlockSubject, problem, name, x, dy, self.seed)
+
+    def _variants(
+        self, case: TrainingWork, subjects: Mapping[str, Subject]
+    ) -> dict[str, Callable[[], object]]:
+        """The calls to time, by the variant's name and how it is run.
+
+        A CUDA graph of a step reads weights' codes where they were captured. After a launched step,
+        which makes others, its first replay copies them. That is not counted (`untimed`): training
+        replays alone. With it three steps of 350M took 121 ms, and without a pause 107 (H200).
+        """
+        found: dict[str, Callable[[], object]] = {
+            f"{name} launched": partial(_call, subject) for name, subject in subjects.items()
+        }
+        if not self.cuda:
+            return found
+        for name, subject in subjects.items():
+            if name == EAGER or not subject.captures:
+                continue
+            try:
+                if timer.synchronises(subject.call):
+                    raise RuntimeError("it waits for the device")
+                found[f"{name} graph"] = subject.capture()
+            except RuntimeError as error:
+                self._failed(case, f"{name} as a CUDA graph", error)
+        return found
+
+    def _timed(
+        self, case: TrainingWork, row: Row, timings: Mapping[str, Timing], subject: Subject
+    ) -> Row:
+        """Return the row with its times, unless the subject has come to be wrong."""
+        if row.role == "kernel" and (fault := subject.fault()):
+            self.note(f"{case}: {row.kernel} is wrong: {fault} after timing")
+            return replace(row, ok=False, error=f"{fault} after timing")
+        kinds = {
+            kind: timings[key]
+            for kind in ("graph", "launched")
+            if (key := f"{row.kernel} {kind}") in timings
+        }
+        kind = min(kinds, key=lambda kind: kinds[kind].ms)
+        if row.role == "kernel" and "graph" in kinds:
+            kind = "graph"
+        timing, more = kinds[kind], {}
+        if len(kinds) > 1:
+            more = {f"ms_{name}": one.ms for name, one in kinds.items()}
+        return replace(
+            row,
+            ms=timing.ms,
+            ms_p20=timing.ms_p20,
+            ms_p80=timing.ms_p80,
+            samples=timing.samples,
+            tflops=case.flops / timing.ms / 1e9,
+            sm_mhz=timing.sm_mhz,
+            watts=timing.watts,
+            joules=timing.joules,
+            graph=kind == "graph",
+            throttled=None if timing.throttled is None else list(timing.throttled),
+            extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
+        )
+
+
+def _call(subject: Subject) -> None:
+    """Call it and drop its gradients: of six variants of a model they are a fifth of the memory."""
+    subject.call()
+    subject.forget()
+
+
+def _memory(found: Probe) -> dict[str, Any]:
+    return {
+        "peak_gib": _gib(found.peak),
+        "activation_gib": _gib(found.activation),
+        "first_step_s": found.first_s,
+    }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _with_peers(row: Row, peers: Mapping[str, Row], probes: Mapping[str, Probe]) -> Row:
+    """A recipe's row beside its peers'."""
+    extra = {
+        **row.extra,
+        "peer_peak_gib": {name: _gib(probes[name].peak) for name in peers},
+        "peer_activation_gib": {name: _gib(probes[name].activation) for name in peers},
+    }
+    ratios = None
+    if row.ms is not None:
+        ratios = {name: peer.ms / row.ms for name, peer in peers.items() if peer.ms is not None}
+    return replace(row, vs_peer=ratios, extra=extra)
+
+
+def suite(asked: command.BenchOptions) -> None:
+    """`jetfire bench --suite training`.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong.
+    """
+    command.check_suite(asked, own_data=True)
+    cases = [TrainingCase(problem_of(name)) for name in SUITE]
+    run(asked, cases, "jetfire bench --suite training")
+
+
+def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> None:
+    """`jetfire train bench NAME`: one problem, the sizes in `asked.settings` changed.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong.
+    """
+    changes = settings.split(asked.settings)
+    case = TrainingCase(problem_of(name, changes), recipes_of(recipes))
+    run(asked, [case], replay(asked, name, case.recipes))
+
+
+def replay(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> str:
+    """Return the command line that measures the same."""
+    words = ["jetfire train bench", name, f"--recipe {','.join(recipes)}"]
+    words += [f"--set {key}={value}" for key, value in settings.split(asked.settings).items()]
+    words += [f"--peer {name}" for name in asked.peers]
+    words += [f"--device {asked.device}"] if asked.device != "auto" else []
+    words += [f"--rounds {asked.rounds}"] if asked.rounds else []
+    return " ".join([*words, f"--seed {asked.seed}"])
+
+
+def run(
+    asked: command.BenchOptions,
+    cases: Sequence[TrainingWork],
+    again: str,
+    kind_of_bench: type[TrainingBench] = TrainingBench,
+) -> None:
+    """Measure, show and save."""
+    if asked.plot is not None:
+        raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
+    peers = peers_of(asked.peers, kind_of_bench.variants)
+    kind, existing = command.file_format(asked), command.existing_rows(asked)
+    device = Device.parse(asked.device)
+    if asked.dry_run:
+        print("\n".join(f"{case}: {', '.join(case.recipes)}" for case in cases))
+        return
+    for case in cases if device.kind == "cpu" else ():
+        if case.flops > CPU_FLOPS:
+            raise NoDeviceError(
+                f"{case} is for a GPU: expected one, or a smaller case: jetfire "
+                "train bench tiny runs here"
+            )
+    command.note_cpu(device)
+    load = Load(device)
+    rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
+    # On the CPU a sample is one call.
+    sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
+    made = kind_of_bench(
+        device,
+        terminal.note,
+        rounds,
+        asked.seed,
+        sample_ms=sample_ms,
+        chosen=peers,
+        debug=asked.debug,
+    )
+    known = existing is not None and existing.device.get("name") == device.name
+    peaks = existing.device.get("peaks") if existing is not None and known else None
+    driver = made.monitor.driver() if made.monitor else None
+    if not peaks or "busy" in peaks:
+        from jetfire.measure.peaks import cached
+
+        peaks = cached(device, driver, asked.remeasure_peaks)
+    record = command.device_record(device, peaks, driver)
+    output = command.Output(asked, record, existing, kind, again, load)
+    output.collect(cases, made.measure)

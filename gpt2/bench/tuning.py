@@ -1,0 +1,151 @@
+"""`jetfire train tune PRESET`: tune every problem that a training step asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from jetfire.core import calls, profiles, registry
+from jetfire.core.device import Device
+from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
+from jetfire.gpt2.data import corpora, prepare, prepared, tokenizers
+from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.training.settings import Settings
+from jetfire.gpt2.training.step import Step
+from jetfire.measure.plan import Case
+from jetfire.tuner import command
+from jetfire.tuner.options import TuneOptions
+
+
+def vocabulary_of(settings: Settings) -> int:
+    """Tokens that a run's model knows; nothing is prepared or downloaded to find out."""
+    chosen: str = settings.tokenizer
+    if chosen == "auto":
+        chosen = corpora.TOKENIZERS.get(settings.data, "gpt2")
+    named = settings.data in corpora.NAMED
+    folder = prepare.default_folder([settings.data], chosen) if named else Path(settings.data)
+    if (folder / prepared.META).is_file():
+        return prepared.read_meta(folder)["vocabulary"]
+    known = {"byte": tokenizers.Bytes.vocabulary, "gpt2": tokenizers.GPT2_VOCABULARY}
+    if chosen not in known:
+        raise UsageError(
+            f"data {settings.data}: its vocabulary is not known before "
+            f"jetfire train prepare {settings.data} --tokenizer {chosen}"
+        )
+    return known[chosen]
+
+
+def planned(
+    step: Callable[[], object], device: Device, kernels: Sequence[str] = ()
+) -> dict[str, list[Case]]:
+    """Return the problems that a step gives each kernel, by its name, found by taking it.
+
+    Args:
+        kernels: instead of those that the step calls, these of the same ops that take the problem.
+    """
+    profiles.forget()  # and what was asked for before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
+        step()
+    found: dict[str, list[Case]] = {}
+    for op, problem, called in calls.planned():
+        others = registry.kernels(op.name).values()
+        named = [
+            kernel
+            for kernel in others
+            if kernel.name in kernels
+            and kernel.legal(problem, kernel.default(problem, device), device) is None
+        ]
+        for kernel in named if kernels else [called]:
+            found.setdefault(kernel.name, []).append(Case(op, problem))
+    return found
+
+
+def cases(
+    settings: Settings, vocabulary: int, device: Device, kernels: Sequence[str] = ()
+) -> dict[str, list[Case]]:
+    """Return the problems that one micro-batch's step gives each kernel, by its name.
+
+    Args:
+        vocabulary: tokens that the model knows.
+        kernels: as `planned` has them.
+    """
+    where = device.torch_device
+    # The first block reads no other's codes, and the last one's gradient comes without any.
+    alone = dataclasses.replace(
+        settings, layers=min(2, settings.layers), accumulate=1, compile=False, parallel="none"
+    )
+    with where:
+        model = GPT2(alone.shape(vocabulary), settings.precision())
+    step = Step(model, alone, where)
+    ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
+    return planned(lambda: step([(ids, ids)]), device, kernels)
+
+
+def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
+    """Tune what the steps of some settings ask for.
+
+    Raises:
+        JetfireError: as `tune` does.
+    """
+
+    def found(device: Device) -> Iterator[dict[str, list[Case]]]:
+        for settings in runs:
+            yield cases(settings, vocabulary_of(settings), device, asked.kernels)
+
+    tune(asked, found)
+
+
+def tune(
+    asked: TuneOptions, find: Callable[[Device], Iterable[Mapping[str, Sequence[Case]]]]
+) -> None:
+    """Tune what steps ask for, each kernel's problems in one search of many.
+
+    Args:
+        asked: the options of the tuner, whose cases are set here.
+        find: returns what each step asks for, as `planned` does.
+
+    Raises:
+        JetfireError: as `tuner.command.tune` does; the other kernels have been tuned all the same.
+    """
+    device = Device.parse(asked.device)
+    if device.kind == "cpu":
+        raise NoDeviceError(f"nothing to tune for training on {device.label}: expected a GPU")
+    os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
+    wanted: dict[str, dict[Case, None]] = {}
+    for found in find(device):
+        for kernel, problems in found.items():
+            wanted.setdefault(kernel, {}).update(dict.fromkeys(problems))
+    if not wanted:
+        names = ",".join(asked.kernels)
+        raise UsageError(f"--kernel {names}: takes no problem of these steps")
+    gc.collect()
+    torch.cuda.empty_cache()  # the tuner measures in processes of its own
+    _tune_all(asked, {kernel: list(problems) for kernel, problems in wanted.items()})
+
+
+def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
+    """Each kernel in its share of the time that is left, by how many problems it has."""
+    end = time.monotonic() + asked.budget_s
+    left = sum(map(len, wanted.values()))
+    failed: list[JetfireError] = []
+    for kernel, problems in wanted.items():
+        share = (end - time.monotonic()) * len(problems) / left
+        left -= len(problems)
+        try:
+            command.tune(
+                dataclasses.replace(asked, cases=problems, kernels=[kernel], budget_s=share)
+            )
+        except Interrupted:
+            raise
+        except JetfireError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]

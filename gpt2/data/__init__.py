@@ -1,0 +1,1 @@
+"""Text to tokens: corpora, tokenizers, prepared folders, and batches of what they hold."""

@@ -1,0 +1,131 @@
+"""Tensors in files, whose headers are read first, and tensors put into a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from jetfire.core import files
+from jetfire.core.errors import UsageError
+from jetfire.core.files import MIB, Unreadable, Unwritable
+from jetfire.nn import is_int4_state, weights_changed
+from jetfire.nn.products import is_dtensor
+
+# Bytes of a header: that of the largest preset's optimizer has 0.2 MB.
+HEADER = 16 * MIB
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,200}")
+
+
+class Kind(NamedTuple):
+    """A tensor's dtype as the format names it (``F32``), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'×'.join(map(str, self.shape)) or 'scalar'}"
+
+
+def header(file: Path) -> dict[str, Kind]:
+    """Return the kinds of a safetensors file's tensors by name.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it is no such file, or damaged.
+    """
+    with files.opened(file) as opened:
+        length = int.from_bytes(opened.read(8), "little")
+    if length > HEADER:
+        raise Unreadable(file, f"a header of {length} bytes: expected at most {HEADER}")
+    try:
+        with safe_open(file, "pt") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            found = {n: Kind(s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Unreadable(file, f"no whole safetensors file: {_line(error)}") from None
+    for name in found:
+        if not _NAME.fullmatch(name):
+            raise Unreadable(
+                file, f"a tensor {ascii(name)[:100]}: expected letters, digits and _./-"
+            )
+    return found
+
+
+def load(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, on the CPU.
+
+    Raises:
+        Missing, Unreadable: see `header`.
+    """
+    header(file)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Unreadable(file, f"no whole safetensors file: {_line(error)}") from None
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors to a file of a folder that is not in its place yet (`files.new_folder`)."""
+    try:
+        save_file(dict(tensors), file, metadata)
+    except (OSError, SafetensorError) as error:
+        raise Unwritable(file, OSError(0, _line(error))) from None
+
+
+def _line(error: Exception) -> str:
+    """An error of the library in a line, without what a hostile file may have it repeat."""
+    text = " ".join(str(error).split())
+    return "".join(char if char.isprintable() else "?" for char in text)[:200]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered, which all processes must ask for; any other as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    sharded: Any = tensor
+    gathered: torch.Tensor = sharded.full_tensor()
+    return gathered
+
+
+def as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that every process has whole, sharded as another is."""
+    if not is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    there = tensor.to(like.device)
+    return distribute_tensor(there, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def load_model(model: nn.Module, values: Mapping[str, torch.Tensor], where: Path) -> None:
+    """Put parameters back; every name and shape must agree.
+
+    But an INT4 recipe's steps may be absent on either side: another recipe has none, and where
+    there are none the next batch in training sets them.
+    """
+    own = model.state_dict()
+    given = {
+        name: value for name, value in values.items() if name in own or not is_int4_state(name)
+    }
+    steps = {name for name in own if is_int4_state(name)}
+    for name in [*own, *given]:
+        if name in steps and not steps & given.keys():
+            continue
+        there = tuple(given[name].shape) if name in given else "absent"
+        wanted = tuple(own[name].shape) if name in own else "absent"
+        if there != wanted:
+            raise UsageError(f"{where}: {name} is {there}: the model's is {wanted}")
+        if name.endswith(".calibration") and not bool(given[name].isfinite().all()):
+            raise UsageError(f"{where}: {name} holds NaN or Inf: expected steps and a group")
+    model.load_state_dict({name: as_sharded(value, own[name]) for name, value in given.items()})
+    weights_changed()  # of a sharded weight the layers see no change

@@ -1,0 +1,1 @@
+"""Training runs: `loop` is what happens in one, `command` begins it."""

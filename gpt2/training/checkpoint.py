@@ -1,0 +1,315 @@
+"""Checkpoints: a folder each, whole or absent whatever kills the process.
+
+RUN/checkpoints/step-00000100 holds `model.safetensors`, `optimizer.safetensors`, `state.json`
+(step, settings, shape, best evaluation) and `SHA256SUMS`, the digests of the three as sha256sum
+has them. It is written under another name, forced to the disk and renamed; random numbers and data
+are functions of the step, so nothing else is needed to go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NotRequired
+
+import torch
+from pydantic import Field, FiniteFloat
+from torch import nn
+from typing_extensions import TypedDict
+
+from jetfire.core import files, schema
+from jetfire.core.errors import JetfireWarning, UsageError
+from jetfire.core.files import MIB, Missing, Unreadable
+from jetfire.core.schema import Fields, Plain
+from jetfire.gpt2.data.vocabulary import Vocabulary
+from jetfire.gpt2.model import tensors
+from jetfire.gpt2.model.shape import Shape
+from jetfire.gpt2.model.tensors import as_sharded, whole
+from jetfire.gpt2.training.parallel import ALONE, Group
+from jetfire.gpt2.training.settings import StepNumber
+from jetfire.nn import is_int4_state
+
+FOLDER, PREFIX = "checkpoints", "step-"
+MODEL, OPTIMIZER, STATE, SUMS = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "SHA256SUMS",
+)
+# What AdamW keeps of a parameter: two tensors of its shape, and the count of its updates.
+MOMENTS, COUNT = ("exp_avg", "exp_avg_sq"), "step"
+
+
+class Best(TypedDict):
+    step: StepNumber
+    loss: FiniteFloat
+
+
+class State(TypedDict):
+    """What state.json holds.
+
+    Attributes:
+        processes: that trained together; tokens: as `TokenDigests`, or without digests.
+        best: the lowest evaluation so far.
+        sums: the file of digests beside it; earlier versions wrote none.
+    """
+
+    step: StepNumber
+    settings: Fields
+    vocabulary: Vocabulary
+    shape: Shape
+    processes: NotRequired[Annotated[int, Field(ge=1, le=1 << 16)]]
+    tokens: NotRequired[Plain]
+    best: NotRequired[Best | None]
+    sums: NotRequired[Literal["SHA256SUMS"]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One on disk, whose files are what was written."""
+
+    path: Path
+    state: State
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    @property
+    def shape(self) -> Shape:
+        return self.state["shape"]
+
+    def model(self) -> dict[str, torch.Tensor]:
+        return tensors.load(self.path / MODEL)
+
+    def optimizer(self) -> dict[str, torch.Tensor]:
+        return tensors.load(self.path / OPTIMIZER)
+
+
+def open_checkpoint(path: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
+    """The checkpoint in a folder of its own.
+
+    Args:
+        parts: the files of tensors that are wanted; others may be missing.
+
+    Raises:
+        Unreadable: there is none; it is not what was written, or not of one model.
+    """
+    saved = Checkpoint(path, schema.load(path / STATE, State))
+    _check_sums(saved, (STATE, *parts))
+    _check_state(saved)
+    for part in parts:
+        _check_tensors(saved, part)
+    return saved
+
+
+def _check_sums(saved: Checkpoint, names: Sequence[str]) -> None:
+    file = saved.path / SUMS
+    try:
+        text = files.read(file, MIB).decode(errors="replace")
+    except Missing:
+        if "sums" in saved.state:
+            raise
+        warnings.warn(
+            f"{saved.path}: has no {SUMS}, as earlier versions wrote none: its files are not "
+            "checked",
+            JetfireWarning,
+            stacklevel=2,
+        )
+        return
+    sums = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", text, re.M)}
+    for name in names:
+        if sums.get(name) != files.digest(saved.path / name):
+            raise Unreadable(saved.path / name, f"is damaged: its SHA-256 is not that in {SUMS}")
+
+
+def _check_state(saved: Checkpoint) -> None:
+    """See that the folder's name, settings and shape tell of one model at one step."""
+    file, state, shape = saved.path / STATE, saved.state, saved.shape
+    name = saved.path.name
+    if name.startswith(PREFIX) and name != f"{PREFIX}{saved.step:08d}":
+        raise Unreadable(file, f"is of step {saved.step}, not {name}'s")
+    told = {**state["settings"], "vocabulary": state["vocabulary"]}
+    for name in ("layers", "heads", "width", "context", "vocabulary"):
+        if told.get(name) != (size := getattr(shape, name)):
+            reason = f"{name} is {str(told.get(name))[:50]} in settings, {size} in shape"
+            raise Unreadable(file, reason)
+    if shape.width % shape.heads:
+        raise Unreadable(file, f"width={shape.width}: no multiple of heads")
+
+
+def _check_tensors(saved: Checkpoint, part: str) -> None:
+    """See that a file's tensors are those of the shape, before a model is built of it."""
+    sizes = saved.shape.parameters()
+    if part == OPTIMIZER:
+        kinds = (*MOMENTS, COUNT)
+        sizes = {f"{n}/{kind}": () if kind == COUNT else sizes[n] for n in sizes for kind in kinds}
+    wanted = {name: tensors.Kind("F32", size) for name, size in sizes.items()}
+    found = tensors.header(saved.path / part)
+    for name in sorted(wanted.keys() | found.keys()):
+        parameter = name if part == MODEL else name.rpartition("/")[0]
+        if found.get(name) != wanted.get(name) and not is_int4_state(parameter):
+            reason = f"{name} is {found.get(name, 'absent')}: expected {wanted.get(name, 'none')}"
+            raise Unreadable(saved.path / part, reason)
+
+
+def _is_step(name: str) -> bool:
+    return re.fullmatch(rf"{PREFIX}[0-9]{{8}}", name) is not None
+
+
+def listed(run: Path) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    return sorted(path for path in (run / FOLDER).glob(f"{PREFIX}*") if _is_step(path.name))
+
+
+def tidy(run: Path) -> None:
+    """Remove what killed processes left of checkpoints that they wrote or removed."""
+    left = {path.name.split(".")[1] for path in (run / FOLDER).glob(f".{PREFIX}*")}
+    for name in filter(_is_step, left):
+        files.tidy(run / FOLDER, name)
+
+
+def newest(
+    run: Path,
+    parts: Sequence[str] = (MODEL, OPTIMIZER),
+    check: Callable[[Checkpoint], None] = lambda saved: None,
+) -> tuple[Checkpoint | None, list[Path]]:
+    """The newest checkpoint of a run that can be used, and the newer ones, each told in a warning.
+
+    Args:
+        check: raises Unreadable for one that is not wanted.
+
+    Returns:
+        None, and no newer ones, for a run without a checkpoint.
+    """
+    errors: list[Unreadable] = []
+    paths = listed(run)
+    for path in reversed(paths):
+        try:
+            saved = open_checkpoint(path, parts)
+            check(saved)
+        except Unreadable as error:
+            errors.append(error)
+            continue
+        for passed in errors:
+            text = f"{passed}: taking {path.name}, an older checkpoint"
+            warnings.warn(text, JetfireWarning, stacklevel=2)
+        return saved, paths[paths.index(path) + 1 :]
+    if errors:
+        first = errors[0]
+        raise Unreadable(first.path, f"{first.reason}; no older checkpoint of {run} is whole")
+    return None, []
+
+
+def find(folder: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Checkpoint | None:
+    """The checkpoint that a folder is, or the newest whole one of the run that it is, if any.
+
+    Raises:
+        Unreadable: it cannot be used, or none of the run's can.
+    """
+    if (folder / STATE).is_file():
+        return open_checkpoint(folder, parts)
+    return newest(folder, parts)[0]
+
+
+def set_aside(paths: Sequence[Path]) -> None:
+    """Rename checkpoints that cannot be used, so that they are in nobody's way and not lost."""
+    for path in paths:
+        number, there = 1, path.with_name(f"{path.name}.damaged")
+        while there.exists():
+            number += 1
+            there = path.with_name(f"{path.name}.damaged-{number}")
+        with files.writing(path):
+            path.rename(there)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's moments and counts by parameter name, so that any recipe can go on with them."""
+    return {
+        f"{name}/{kind}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_state` gave, but an INT4 recipe's steps that the model lacks."""
+    parameters = dict(model.named_parameters())
+    for key, value in given.items():
+        name, _, kind = key.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None and is_int4_state(name):
+            continue
+        sizes = {} if parameter is None else dict.fromkeys(MOMENTS, parameter.shape) | {COUNT: ()}
+        if parameter is None or value.shape != sizes.get(kind):
+            raise UsageError(f"optimizer state {key}: the model has no such parameter")
+        # Where the update reads counts: on a GPU beside the parameter, as with moments.
+        value = value.to(parameter.device, copy=True)
+        if value.dim():
+            value = as_sharded(value, parameter).clone()
+        optimizer.state[parameter][kind] = value
+
+
+def _on_cpu(values: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """All of them whole in the first process, none in the others, which help to gather them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        gathered = whole(value.detach())
+        if group.leads:
+            found[name] = gathered.cpu().contiguous()
+    return found
+
+
+def save(
+    run: Path,
+    state: State,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group = ALONE,
+) -> Path:
+    """Write the checkpoint of `state["step"]`, then drop the run's older ones but `keep` and best.
+
+    It is the same whatever the processes: the first writes what all of them gather.
+
+    Raises:
+        Unwritable: the disk is full, or will not be written to.
+    """
+    path = run / FOLDER / f"{PREFIX}{state['step']:08d}"
+    parameters = _on_cpu(model.state_dict(), group)
+    moments = _on_cpu(optimizer_state(model, optimizer), group)
+
+    def keep() -> Path:
+        with files.new_folder(path, alone=True) as part:
+            _write(part, state, parameters, moments)
+        best = state.get("best")
+        prune(run, int(state["settings"]["keep"]), best["step"] if best else None)
+        return path
+
+    return group.once(keep)
+
+
+def _write(
+    part: Path, state: State, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
+) -> None:
+    tensors.save(model, part / MODEL)
+    tensors.save(optimizer, part / OPTIMIZER)
+    kept = {**state, "shape": dataclasses.asdict(state["shape"]), "sums": SUMS}
+    text = json.dumps(kept, indent=1) + "\n"
+    (part / STATE).write_text(text, encoding="utf-8")
+    sums = (f"{files.digest(part / name)}  {name}\n" for name in (MODEL, OPTIMIZER, STATE))
+    (part / SUMS).write_text("".join(sums), encoding="utf-8")
+
+
+def prune(run: Path, keep: int, best: int | None) -> None:
+    """Remove all but the newest `keep` and the best; a removal cut short leaves no half of one."""
+    for path in listed(run)[:-keep]:
+        if best is None or path.name != f"{PREFIX}{best:08d}":
+            with files.writing(path):
+                files.remove(path)

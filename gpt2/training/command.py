@@ -1,0 +1,295 @@
+"""`jetfire train` and its verbs on runs: from options to a run's folder, text and exit codes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from jetfire.core import terminal
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.terminal import note
+from jetfire.gpt2.data import corpora, prepare, tokenizers
+from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.data.prepared import META
+from jetfire.gpt2.model import sample as sampling
+from jetfire.gpt2.model import weights
+from jetfire.gpt2.model.gpt2 import GPT2, check_fits
+from jetfire.gpt2.model.sample import Sampling
+from jetfire.gpt2.model.tensors import load_model
+from jetfire.gpt2.training import checkpoint, graph, log, parallel
+from jetfire.gpt2.training.checkpoint import MODEL, Checkpoint
+from jetfire.gpt2.training.display import TrainingDisplay
+from jetfire.gpt2.training.header import header
+from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.options import TrainOptions, no_run
+from jetfire.gpt2.training.parallel import Group
+from jetfire.gpt2.training.runs import TOKENIZER, Run, opened
+from jetfire.gpt2.training.settings import Settings
+from jetfire.gpt2.training.step import autocast
+
+
+class Stop:
+    """Ctrl-C and SIGTERM stop a run after the step under way; a second one ends it at once."""
+
+    def __init__(self, silent: bool = False) -> None:
+        self.asked, self.silent = False, silent
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        if not self.silent:
+            note("stopping after this step; again to stop at once")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._ask) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
+def prepared_data(settings: Settings) -> Path:
+    """Where the run's tokens are; text is prepared on first use, into the cache.
+
+    Raises:
+        UsageError: there is no such data.
+    """
+    folder = Path(settings.data)
+    if not (folder / META).exists():
+        chosen = None if settings.tokenizer == "auto" else settings.tokenizer
+        output = None
+        if settings.data not in corpora.NAMED:
+            digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+            output = prepare.cache() / f"{folder.stem[:100]}-{digest}-{settings.tokenizer}"
+        folder = prepare.prepare(settings.data, chosen, output, show=True)
+    return folder
+
+
+def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:
+    """Map the tokens in every process; the first alone reads them all, to see if they are whole."""
+    tokens = data.open_tokens(folder, note, check=group.leads)
+    tokens.require(settings.context)
+    return tokens
+
+
+def _load(training: Training, run: Run, init: Path | None) -> None:
+    """Parameters, and all else where the run goes on."""
+    if run.saved is not None:
+        kept = run.saved.state.get("tokens")
+        if kept != training.tokens_seen:
+            raise UsageError(
+                f"data {run.settings.data}: {training.tokens_seen}: {run.folder} was begun with "
+                f"{kept}; --resume needs the same tokens"
+            )
+        training.restore(run.saved)
+    elif init is not None:
+        saved = checkpoint.find(init, (MODEL,))
+        if saved is not None:
+            load_model(training.model, saved.model(), saved.path)
+        else:
+            weights.load(training.model, init)
+        if training.group.leads:
+            note(f"initialised from {init if saved is None else saved.path}")
+
+
+def _announce(training: Training, run: Run, device: Device) -> None:
+    one = run.settings
+    million = sum(p.numel() for p in training.model.parameters()) / 1e6
+    going = f"from step {training.done} " if training.done else ""
+    where, how = device.label, list[str]()
+    if one.parallel != "none":
+        where, how = f"{training.group.world} × {where}", [one.parallel]
+    if device.kind == "cuda":
+        how.append("CUDA graph" if training.graphed else "no CUDA graph")
+    if how:
+        where += f" ({', '.join(how)})"
+    note(
+        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
+        f"{training.tokens_per_step} tokens a step, {going}to step {one.steps}; in {run.folder}"
+    )
+    if training.peak is not None:
+        note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
+
+
+def train(asked: TrainOptions) -> None:
+    """Train, and print what the run came to. With torchrun, in each of its processes.
+
+    Raises:
+        JetfireError: with the exit code of what went wrong; the last checkpoint stands.
+    """
+    with _enough_memory(), parallel.joined(asked.device) as (device, group):
+        with ExitStack() as stack:
+            run = group.once(lambda: stack.enter_context(opened(asked, group)))
+            with group.alike():
+                graph.used(run.settings, device.torch_device)  # or says now why it cannot be
+                check_fits(run.settings.shape(1), device)
+            _train(asked, run, device, group)
+        if asked.sample and group.leads:
+            sample(run.folder, "", asked.sample, device=asked.device)
+
+
+@contextmanager
+def algorithms(settings: Settings) -> Iterator[None]:
+    """Where asked for, only those that give the same bits again."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling every new tensor would cost a pass over it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raise a UsageError in place of what torch and NumPy raise where there is not."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacking and "DefaultCPUAllocator" not in str(error):
+            raise
+        said = " ".join(str(error).split())[:150]
+        wanted = "expected a smaller batch, context or model"
+        raise UsageError(f"out of memory ({said}): {wanted}") from None
+
+
+def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
+    begin = time.monotonic()
+    folder = group.once(lambda: prepared_data(run.settings))
+    tokens = group.each(lambda: _tokens(run.settings, folder, group))
+    with ExitStack() as stack:
+        stack.enter_context(algorithms(run.settings))
+        outcome = RunSummary()
+
+        def made() -> Training:
+            training = Training(run.settings, tokens, device, run.folder, outcome, group)
+            _load(training, run, asked.init)
+            return training
+
+        training = group.each(made)
+        group.once(lambda: _begin(training, run, device, outcome, stack))
+        stop = Stop(silent=not group.leads)
+        with stop.listening(), group.alike():
+            training.run(stop)
+        outcome(
+            {
+                "kind": "end",
+                "step": training.done,
+                "best": training.best,
+                "seconds": round(time.monotonic() - begin, 1),
+            }
+        )
+    if group.leads:
+        print(outcome.summary(run))
+
+
+def _begin(
+    training: Training, run: Run, device: Device, outcome: RunSummary, stack: ExitStack
+) -> None:
+    """Say what is trained, and have the outcome's records logged and shown."""
+    done = run.saved.step if run.saved else 0
+    run.begin(training.tokens, training.group.world)
+    _announce(training, run, device)
+    journal = stack.enter_context(closing(log.Log(run.folder)))
+    head = header("run" if journal.empty else "resume", training, device)
+    journal.write({**head, "cut": True} if journal.cut else head)
+    display = stack.enter_context(TrainingDisplay(done, run.settings.steps))
+    outcome.readers += [journal.write, display.show]
+
+
+class RunSummary:
+    """Passes a run's records on, and keeps what the summary needs of them."""
+
+    def __init__(self) -> None:
+        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        self.first: float | None = None
+        self.records: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "step" and self.first is None:
+            self.first = record["loss"]
+        self.records[record["kind"]] = record
+        for read in self.readers:
+            read(record)
+
+    def summary(self, run: Run) -> str:
+        one, end = run.settings, self.records["end"]
+        moved = ""
+        if "step" in self.records:
+            moved = f"loss {self.first:.4f} → {self.records['step']['loss']:.4f}, "
+        if end["best"] is not None:
+            best = end["best"]
+            moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
+        took = f"{end['step']} steps, {end['seconds']:.1f} s"
+        return f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
+
+
+def _trained(path: Path) -> Checkpoint:
+    """The newest checkpoint of a run, or the one in the folder."""
+    saved = checkpoint.find(path, (MODEL,))
+    if saved is None:
+        raise no_run(path)
+    return saved
+
+
+def sample(
+    path: Path,
+    prompt: str,
+    count: int,
+    *,
+    device: str = "auto",
+    **how: Unpack[Sampling],
+) -> None:
+    """Print the prompt and what a run's model writes after it, in BF16 whatever its recipe."""
+    saved, where = _trained(path), Device.parse(device)
+    kept = saved.path.parent.parent / TOKENIZER
+    tokenizer = tokenizers.kept(kept)
+    if tokenizer.vocabulary != saved.shape.vocabulary:
+        raise UsageError(
+            f"{kept}: {tokenizer.vocabulary} tokens: expected the model's, {saved.shape.vocabulary}"
+        )
+    check_fits(saved.shape, where)
+    with where.torch_device:
+        model = GPT2(saved.shape, "bf16")
+    load_model(model, saved.model(), saved.path)
+    with autocast(where.torch_device):
+        text = sampling.text(model, tokenizer, prompt, count, **how)
+    terminal.show(text)
+
+
+def export(path: Path, output: Path) -> None:
+    """Write a run's weights as `transformers` reads them, and print the folder.
+
+    Raises:
+        UsageError: there is no checkpoint, or the folder cannot be written.
+    """
+    saved = _trained(path)
+    print(weights.save_transformers(output, saved.shape, saved.model()))

@@ -1,0 +1,113 @@
+"""The options of a training run, and all of it that can be refused before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetfire.core import device as devices
+from jetfire.core.errors import UsageError, unknown
+from jetfire.gpt2.data import corpora
+from jetfire.gpt2.training.settings import PRESETS, Settings, checked, make, split
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of `jetfire train` as they were given; None where one was not."""
+
+    preset: str | None = None
+    recipe: str | None = None
+    settings: Sequence[str] = ()
+    steps: int | None = None
+    data: str | None = None
+    output: Path | None = None
+    resume: bool = False
+    init: Path | None = None
+    device: str = "auto"
+    seed: int | None = None
+    sample: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for, an option's before `--set`'s."""
+        found: dict[str, Any] = dict(split(self.settings))
+        if "preset" in found:
+            raise UsageError("--set preset=…: expected PRESET, as the first word")
+        own = {name: getattr(self, name) for name in ("preset", "recipe", "steps", "data", "seed")}
+        found.update({name: value for name, value in own.items() if value is not None})
+        if "data" in found and found["data"] not in corpora.NAMED:
+            found["data"] = str(Path(found["data"]).absolute())
+        return found
+
+    def resumed(self) -> Path:
+        """Return the folder of a run that goes on."""
+        if self.output is None or self.init is not None:
+            wanted = "-o RUN, the run to go on with" if self.output is None else "no --init"
+            raise UsageError(f"--resume: expected {wanted}")
+        if not self.output.is_dir():
+            raise UsageError(f"--resume: {self.output} holds no run")
+        return self.output
+
+    def begun(self) -> Settings:
+        """Return the settings of a run that begins."""
+        if self.preset is None:
+            raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
+        return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
+
+
+def check(asked: TrainOptions) -> None:
+    """Refuse what can be refused without a look into a run's folder."""
+    devices.check_name(asked.device)
+    if asked.resume:
+        values = checked(asked.given())
+        asked.resumed()
+    else:
+        begun = asked.begun()
+        check_processes(begun, int(os.environ["WORLD_SIZE"]) if torchrun() else 1, torchrun())
+        values = begun.as_dict()
+    if asked.output is not None and asked.output.exists() and not asked.output.is_dir():
+        raise UsageError(f"-o {asked.output}: expected a folder")
+    if asked.init is not None and not asked.init.is_dir():
+        raise UsageError(
+            f"--init {asked.init}: no such folder: expected a run's, a checkpoint's or one of "
+            "transformers' GPT-2"
+        )
+    data = values.get("data")
+    if data is not None and data not in corpora.NAMED and not Path(data).exists():
+        given = asked.data or dict(split(asked.settings)).get("data", data)
+        what = f"--data {given}: no such file, folder or corpus"
+        raise unknown(what, given, corpora.NAMED, ", or a path")
+
+
+def torchrun() -> bool:
+    """Return whether torchrun started this process, which it tells by the environment."""
+    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in told)
+
+
+def check_processes(settings: Settings, world: int, told: bool) -> None:
+    """Refuse settings with which so many processes cannot train.
+
+    Args:
+        told: whether torchrun started them.
+    """
+    how = settings.parallel
+    if how == "none" and world > 1:
+        raise UsageError(f"parallel=none: expected ddp or fsdp with {world} processes")
+    if how == "none":
+        return
+    if not told:
+        raise UsageError(
+            f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
+        )
+    if settings.graph == "true" and how == "fsdp":
+        raise UsageError("graph=true: expected parallel=none or ddp, not fsdp")
+    if settings.compile and how == "fsdp":
+        raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error for a path at which there is no checkpoint."""
+    return UsageError(f"{path}: expected a run with a checkpoint, or a checkpoint's folder")

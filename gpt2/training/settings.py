@@ -1,0 +1,286 @@
+"""What a training run is made of: presets, and one flat namespace for `--set key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import Field
+
+from jetfire.core import schema
+from jetfire.core.errors import UsageError, unknown
+from jetfire.core.files import Unreadable
+from jetfire.gpt2.model.shape import Context, Depth, Dropout, Shape, Width, check_heads
+from jetfire.nn import recipes
+
+# As `--set` has settings, which is what a preset stands for.
+_LONG = "accumulate=64,steps=20000,warmup=700,evaluate_every=500,evaluate_batches=40"
+_LONG += ",checkpoint_every=500"
+_PRESETS = {
+    # Bytes of text, for a CPU: 0.4 M parameters.
+    "tiny": "layers=2,heads=4,width=128,context=64,batch=16,steps=50,rate=2e-3,warmup=5,"
+    "evaluate_every=25,evaluate_batches=4,checkpoint_every=25,tokenizer=byte",
+    # As nanoGPT's train_shakespeare_char publishes it.
+    "shakespeare-char": "layers=6,heads=6,width=384,context=256,batch=64,dropout=0.2,steps=5000,"
+    "rate=1e-3,warmup=100,beta2=0.99,evaluate_every=250,evaluate_batches=20,"
+    "checkpoint_every=1000,data=shakespeare-char",
+    # Rates of Brown et al. (2020), table 2.1; half a million tokens a step.
+    "gpt2-124m": f"{_LONG},layers=12,heads=12,width=768",
+    "gpt2-350m": f"{_LONG},layers=24,heads=16,width=1024,rate=3e-4",
+    "gpt2-774m": f"{_LONG},layers=36,heads=20,width=1280,rate=2.5e-4",
+    "gpt2-1558m": f"{_LONG},layers=48,heads=25,width=1600,rate=2e-4,batch=4,accumulate=128",
+}
+
+# A run's file of them, and what that has beside them.
+SETTINGS, PROCESSES = "settings.json", "processes"
+# What --resume may change: the rest would make it another run.
+PRECISION = ("recipe", "group", "block", "flow")
+PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
+MANNER = ("compile", "graph", "deterministic", "parallel")
+CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
+
+
+MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
+# A checkpoint's folder has eight digits for its step.
+MOST_STEPS = 10**8 - 1
+# Types with bounds far above what anyone trains.
+Some = Annotated[int, Field(ge=1, le=1 << 16)]
+StepNumber = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Every = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Seed = Annotated[int, Field(ge=0, le=1 << 62)]
+Amount = Annotated[float, Field(ge=0, le=1e6)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, le=0.99999)]
+Group = Literal[
+    "recipe", "search", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024"
+]
+Side = Literal["recipe", "32", "64", "128"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. A step is `accumulate` micro-batches a process of `batch` sequences each.
+
+    Attributes:
+        recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        group: of an INT4 recipe's Hadamard transforms, in place of its own.
+        block, flow, head: of an INT8 recipe's products, of the flow between and of the output
+            head's products, in place of its own.
+        floor: the rate at the end of the cosine, as a fraction of `rate`.
+        warmup: steps in which the rate rises linearly.
+        decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
+        evaluate_every, checkpoint_every: steps between, 0 for only the end.
+        keep: checkpoints to keep beside the best.
+        order: windows of tokens drawn at random, any of them again, or all of them shuffled, each
+            once an epoch.
+        data: a data set's name, a folder of prepared tokens, or text to prepare.
+        tokenizer: what text is prepared with; auto is what that data usually gets.
+        compile: torch.compile the model.
+        graph: replay steps as CUDA graphs; auto does where it can, unless the model is compiled.
+        deterministic: only algorithms that give the same bits again, as resuming bit for bit needs
+            on a GPU, where attention's backward then takes longer: 40.3, not 29.3 ms at 124M.
+    """
+
+    preset: str
+    layers: Depth
+    heads: Depth
+    width: Width
+    recipe: str = "int8"
+    group: Group = "recipe"
+    block: Side = "recipe"
+    flow: Side = "recipe"
+    head: Literal["recipe", "bf16", "32", "64", "128"] = "recipe"
+    context: Context = 1024
+    dropout: Dropout = 0.0
+    batch: Some = 8
+    accumulate: Some = 1
+    steps: StepNumber = 1000
+    rate: Amount = 6e-4
+    floor: Share = 0.1
+    warmup: Every = 50
+    decay: Amount = 0.1
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    clip: Amount = 1.0
+    evaluate_every: Every = 250
+    evaluate_batches: Some = 20
+    checkpoint_every: Every = 250
+    keep: Some = 2
+    seed: Seed = 0
+    order: Literal["drawn", "shuffled"] = "drawn"
+    data: str = "python"
+    tokenizer: Literal["auto", "byte", "char", "gpt2"] = "auto"
+    compile: bool = False
+    graph: Literal["auto", "true", "false"] = "auto"
+    deterministic: bool = False
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+
+    def __post_init__(self) -> None:
+        for name, (_, bounds) in _types().items():
+            value = getattr(self, name)
+            if bounds and not bounds[0] <= value <= bounds[1]:
+                raise _wrong(name, value, _range(*bounds, value))
+        check_heads(self.width, self.heads)
+        if (parameters := 12 * self.layers * self.width**2) > MOST_PARAMETERS:
+            raise UsageError(
+                f"layers={self.layers} width={self.width}: {parameters:.2g} parameters: expected "
+                f"at most {MOST_PARAMETERS:.2g}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def shape(self, vocabulary: int) -> Shape:
+        """Return the sizes of the model."""
+        return Shape(self.layers, self.heads, self.width, self.context, vocabulary, self.dropout)
+
+    def precision(self) -> recipes.Recipe:
+        """Return the recipe, with the group and the blocks that were asked for.
+
+        Raises:
+            UsageError: there is no such recipe, or it has no groups, or no such one, or no blocks.
+        """
+        chosen: dict[str, Any] = {
+            name: int(value) if value.isdecimal() else value
+            for name in ("block", "flow", "head", "group")
+            if (value := getattr(self, name)) != "recipe"
+        }
+        return recipes.get(self.recipe, **chosen)
+
+    def rate_at(self, step: int) -> float:
+        """The rate of a step, counted from 1: linear warm-up, then a cosine down to the floor."""
+        if step <= self.warmup:
+            return self.rate * step / self.warmup
+        share = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        low = self.floor * self.rate
+        return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@cache
+def _types() -> dict[str, tuple[Any, tuple[float, float] | None]]:
+    """The settings' types, and of a number the least and the largest value."""
+    found = {}
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        bounds = None
+        if get_origin(hint) is Annotated:
+            hint, field = get_args(hint)
+            bounds = field.metadata[0].ge, field.metadata[1].le
+        found[name] = hint, bounds
+    return found
+
+
+def _range(low: float, high: float, value: float) -> str:
+    """Return the bounds as a text; the one that a value is beyond where the upper one is large."""
+    least, most = (f"{end:.19g}" if end == int(end) else f"{end:g}" for end in (low, high))
+    if high < 1e6:
+        return f"{least} to {most}"
+    return f"at least {least}" if value < low else f"at most {most}"
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number"}
+_TRUTHS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+def _value(name: str, annotation: Any, given: Any) -> Any:
+    """One setting from text, or from itself as JSON has it."""
+    # A word may be yes or no in JSON, as checkpoints had it once.
+    text = str(given).lower() if isinstance(given, bool) else str(given)
+    if get_origin(annotation) is Literal:
+        if text in get_args(annotation):
+            return text
+        raise unknown(f"{name}={_shown(given)}", text, get_args(annotation))
+    try:
+        if annotation is str:  # logs and checkpoints hold it
+            return schema.convert(given, schema.Line, Path(name))
+        if not text.isascii() or "_" in text:  # Python's int and float take them
+            raise ValueError
+        value = _TRUTHS[text.lower()] if annotation is bool else annotation(text)
+    except (ValueError, KeyError):
+        raise _wrong(name, given, _KINDS[annotation]) from None
+    except Unreadable:
+        raise _wrong(name, given, "a line of at most 2000 characters, all of them text") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(name, given, "a finite number")
+    return value
+
+
+def _wrong(name: str, given: Any, expected: str) -> UsageError:
+    return UsageError(f"{name}={_shown(given)}: expected {expected}")
+
+
+def _shown(given: Any) -> str:
+    text = str(given)
+    return text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
+
+
+def split(texts: Iterable[str]) -> dict[str, str]:
+    """``key=value`` texts, several to a text where commas part them."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for part in text.split(","):
+            key, equals, value = part.partition("=")
+            if not (key and equals and value):
+                raise UsageError(f"--set {part}: expected key=value")
+            found[key] = value
+    return found
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of their right types, by name; unknown names are usage errors."""
+    types = _types()
+    for name in values:
+        if name not in types:
+            raise unknown(f"no setting {name!r}", name, types)
+    return {name: _value(name, types[name][0], value) for name, value in values.items()}
+
+
+PRESETS = {name: checked(split([text])) for name, text in _PRESETS.items()}
+
+
+def make(preset: str, values: Mapping[str, Any]) -> Settings:
+    """A preset with some of its settings changed."""
+    if preset not in PRESETS:
+        raise unknown(f"no preset {preset!r}", preset, PRESETS)
+    fields = {"preset": preset, **PRESETS[preset], **checked(values)}
+    if "warmup" not in values and "steps" in values:  # a short run warms up for a twentieth of it
+        fields["warmup"] = min(fields["warmup"], max(1, fields["steps"] // 20))
+    return _settings(fields)
+
+
+def _settings(fields: Mapping[str, Any]) -> Settings:
+    for one in dataclasses.fields(Settings):
+        if one.default is dataclasses.MISSING and one.name not in fields:
+            raise UsageError(f"the setting {one.name} is missing")
+    settings = Settings(**fields)
+    precision = settings.precision()
+    if precision.int4 is not None:
+        reason = precision.int4.why_not(settings.width, settings.width)
+        if reason is not None:
+            raise UsageError(f"width={settings.width}: {reason}")
+    return settings
+
+
+def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:
+    """The settings of a run that goes on, with those changed that may be.
+
+    Args:
+        before: as the checkpoint holds them, without `head` where it was made when every head was
+            in BF16; given: what the user asked for now.
+    """
+    asked = checked(given)
+    before = {"head": "recipe" if before.get("recipe") != "int8" else "bf16", **before}
+    for name, value in asked.items():
+        if name not in CHANGEABLE and name in before and before[name] != value:
+            raise UsageError(
+                f"--resume {name}={value}: {run} was begun with {name}={before[name]}; "
+                f"leave it out, or begin another run with --init {run}"
+            )
+    return _settings({**checked(before), **asked})
