@@ -9,22 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetfire.nn.block import Int8Block, Stream
+    from jetfire.nn.block import Int8Block
     from jetfire.nn.conversion import Report, convert
     from jetfire.nn.embedding import TiedGradient, tied_embedding
+    from jetfire.nn.flow import Stream
     from jetfire.nn.frozen import FrozenInt8Linear
     from jetfire.nn.gelu import Int8GELU
     from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
     from jetfire.nn.layernorm import Int8LayerNorm
     from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
+    from jetfire.nn.llama import Int8LlamaBlock
     from jetfire.nn.loss import linear_cross_entropy
     from jetfire.nn.optimizer import AdamW, replaying
     from jetfire.nn.products import weights_changed
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
     from jetfire.nn.sharding import gather_codes
+    from jetfire.nn.watching import CodesQuality, Watched, watch
 
 _MODULES = {
     "AdamW": "optimizer",
+    "CodesQuality": "watching",
     "FrozenInt8Linear": "frozen",
     "Int4": "recipes",
     "Int4Conv1D": "int4",
@@ -33,12 +37,14 @@ _MODULES = {
     "Int8Conv1D": "linear",
     "Int8GELU": "gelu",
     "Int8LayerNorm": "layernorm",
+    "Int8LlamaBlock": "llama",
     "Int8Linear": "linear",
     "RECIPES": "recipes",
     "Recipe": "recipes",
     "Report": "conversion",
-    "Stream": "block",
+    "Stream": "flow",
     "TiedGradient": "embedding",
+    "Watched": "watching",
     "convert": "conversion",
     "gather_codes": "sharding",
     "is_int4_state": "int4",
@@ -46,11 +52,13 @@ _MODULES = {
     "quantised_weights": "linear",
     "replaying": "optimizer",
     "tied_embedding": "embedding",
+    "watch": "watching",
     "weights_changed": "products",
 }
 __all__ = [
     "RECIPES",
     "AdamW",
+    "CodesQuality",
     "FrozenInt8Linear",
     "Int4",
     "Int4Conv1D",
@@ -60,10 +68,12 @@ __all__ = [
     "Int8GELU",
     "Int8LayerNorm",
     "Int8Linear",
+    "Int8LlamaBlock",
     "Recipe",
     "Report",
     "Stream",
     "TiedGradient",
+    "Watched",
     "convert",
     "gather_codes",
     "is_int4_state",
@@ -71,6 +81,7 @@ __all__ = [
     "quantised_weights",
     "replaying",
     "tied_embedding",
+    "watch",
     "weights_changed",
 ]
 

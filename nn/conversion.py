@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -58,6 +61,7 @@ def convert(
     head: bool = False,
     frozen: bool = False,
     fused: bool = False,
+    keep: tuple[str, ...] | list[str] = (),
 ) -> Report:
     """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 
@@ -79,8 +83,11 @@ def convert(
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
             replaced, where nobody else holds it.
-        fused: whether the blocks of `transformers`' GPT-2 also have INT8 between their layers, as
-            `Int8Block` has: under BF16 autocast, of fp32 parameters.
+        fused: whether the blocks of `transformers`' GPT-2, Llama, Mistral, Qwen2 and Qwen3 also
+            have INT8 between their layers, as `Int8Block` has: under BF16 autocast, of fp32
+            parameters.
+        keep: modules to leave as `skip` does, by patterns of their names (``"*.down_proj"``), or
+            ``"first"`` and ``"last"``: the first and the last of the model's blocks.
 
     Raises:
         UsageError: there is no such recipe or module, or the model is itself a linear layer, or
@@ -97,10 +104,7 @@ def convert(
             f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
         )
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    for name in skip:
-        if name not in names:
-            raise UsageError(f"skip={name!r}: expected the name of a module")
-    skipped = {name for name in names if any(f"{name}.".startswith(f"{s}.") for s in skip)}
+    skipped = _skipped(model, names, skip, keep)
     heads = set() if head else _heads(model)
     others = _others(model, frozen)
     places = _places(model)
@@ -124,6 +128,36 @@ def convert(
     return Report(tuple(converted), left, *blocks)
 
 
+def _skipped(
+    model: nn.Module, names: Sequence[str], skip: Sequence[str], keep: Sequence[str]
+) -> set[str]:
+    """Return the names of the modules that are asked to be left, and of all that is in them."""
+    for name in skip:
+        if name not in names:
+            raise UsageError(f"skip={name!r}: expected the name of a module")
+    roots = set(skip)
+    ends = _ends(model)
+    for pattern in keep:
+        found = [ends[pattern]] if pattern in ends else fnmatch.filter(names, pattern)
+        if not found:
+            raise UsageError(f"keep={pattern!r}: expected a pattern of modules' names, first, last")
+        roots.update(found)
+    return {name for name in names if any(f"{name}.".startswith(f"{root}.") for root in roots)}
+
+
+def _ends(model: nn.Module) -> dict[str, str]:
+    """Return the names of the first and the last block, those of the longest list of modules."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():  # outer ones first: experts of a layer are no blocks
+        inner = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and not inner:
+            lists.append((name, module))
+    name, blocks = max(lists, key=lambda named: len(named[1]), default=("", ()))
+    if not len(blocks):
+        return {}
+    return {"first": f"{name}.0", "last": f"{name}.{len(blocks) - 1}"}
+
+
 def _fuse(
     model: nn.Module, recipe: Recipe, skipped: set[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -136,21 +170,29 @@ def _fuse(
             continue
         if name in skipped:
             single[name] = "asked to"
-        elif kind.__module__ != "transformers.models.gpt2.modeling_gpt2":
+        elif kind.__module__.startswith("jetfire."):
+            single[name] = "fused already"
+        elif (form := _form_of(kind)) is None:
             single[name] = f"{kind.__name__} has no such form"
-        elif (reason := _gpt2_block().why_not(module)) is not None:
+        elif (reason := form.why_not(module, recipe.flow)) is not None:
             single[name] = reason
         else:
-            _gpt2_block().fuse(module, recipe.flow)
+            form.fuse(module, recipe.flow)
             fused.append(name)
     return tuple(fused), single
 
 
-def _gpt2_block() -> Any:
-    """Return the module that has GPT-2's form; it imports `transformers`, as the model has."""
-    from jetfire.nn import gpt2_block
+def _form_of(kind: type) -> Any:
+    """Return the module that has the fused form of a block of `transformers`'; None if none has.
 
-    return gpt2_block
+    It imports `transformers`, as the model has.
+    """
+    from jetfire.nn.decoder_block import FAMILIES
+
+    name = FAMILIES.get(kind.__name__, "gpt2" if kind.__name__ == "GPT2Block" else None)
+    if name is None or kind.__module__ != f"transformers.models.{name}.modeling_{name}":
+        return None
+    return import_module(f"jetfire.nn.{'gpt2_block' if name == 'gpt2' else 'decoder_block'}")
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -22,11 +22,11 @@ from jetfire.nn.products import (
     keys_for_backward,
     quantised_gradient,
     quantised_weight,
+    times_weight,
 )
 from jetfire.ops import (
     int8_column_sum,
     int8_dequantize,
-    int8_gemm,
     int8_quantize,
     int8_transpose,
 )
@@ -37,7 +37,7 @@ def _forward(
 ) -> list[torch.Tensor]:
     """Return y = x·Wᵀ + b. Nothing of x is kept, as W has no gradient."""
     a, w = int8_quantize(x, block=block), Quantized(q, scale, block=block)
-    return [int8_gemm(a, w, out=FLOATS[x.dtype], bias=bias)]
+    return [times_weight(a, w, out=FLOATS[x.dtype], bias=bias)]
 
 
 def _backward(
@@ -54,7 +54,7 @@ def _backward(
     found = []
     if of_x:
         wt = int8_transpose(Quantized(q, scale, block=block))
-        found.append(int8_gemm(codes, wt, out=FLOATS[g.dtype]))
+        found.append(times_weight(codes, wt, out=FLOATS[g.dtype]))
     if of_bias:
         found.append(int8_column_sum(codes))
     return found

@@ -22,7 +22,8 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from jetfire.core.problem import Block
-from jetfire.nn.block import Setting, Stream, flowed
+from jetfire.nn.flow import Setting, flowed, product_of
+from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, stream_of
 from jetfire.nn.linear import Int8Conv1D
 
 # The forms of its activation functions.
@@ -62,7 +63,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states, batch×length×width, bf16."""
-        singly = encoder_hidden_states is not None or not _in_bf16(hidden_states.device.type)
+        singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
         if singly or not _layers_allow(self):
             found: torch.Tensor = super().forward(
                 hidden_states,  # type: ignore[arg-type]
@@ -75,14 +76,16 @@ class GPT2Block(modeling_gpt2.GPT2Block):
             )
             return found
 
-        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attention(*parts: torch.Tensor) -> torch.Tensor:
             own: Any = self.attn
+            shape = (*hidden_states.shape[:-1], -1, own.head_dim)
+            query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, own.layer_idx)
             interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                 own.config._attn_implementation, eager_attention_forward
             )
-            attended, _ = interface(
+            output = interface(
                 own,
                 query,
                 key,
@@ -92,58 +95,29 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 scaling=own.scaling,
                 **kwargs,
             )
-            result: torch.Tensor = attended
-            return result
+            called(own, hidden_states, output)
+            attended: torch.Tensor = output[0]
+            return attended
 
         mlp, own, linears = self.mlp, self.attn, _linears(self)
         setting = Setting(
             linears[0].block,
             self.flow,
-            hidden_states.shape[0],
-            own.num_heads,
             self.ln_1.eps,
             own.resid_dropout.p if self.training else 0.0,
             _FORMS[type(mlp.act)],
             adds=False,
             transposed=True,
         )
-        stream, norms = _stream_of(hidden_states, self.flow), (self.ln_1, self.ln_2)
-        after = flowed(stream, setting, norms, linears, attention, self.training)
-        return _as_hidden(after, hidden_states.shape)
+        stream = stream_of(hidden_states, self.flow)
+        norms = [(norm.weight, norm.bias) for norm in (self.ln_1, self.ln_2)]
+        products = [product_of([linear], linear.codes()) for linear in linears]
+        widths = (own.embed_dim,) * 3
+        after = flowed(stream, setting, norms, products, widths, attention, self.training)
+        return as_hidden(after, hidden_states.shape)
 
     def extra_repr(self) -> str:
         return f"int8, flow={self.flow}"
-
-
-def _in_bf16(kind: str) -> bool:
-    """Return whether what runs now on a kind of device is autocast to bf16."""
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-
-
-def _as_hidden(stream: Stream, shape: torch.Size) -> torch.Tensor:
-    """Return the stream as hidden states, which the next block knows as such."""
-    hidden = stream.x.view(shape)
-    # What is compiled traces no attribute of a tensor; in inference mode it has no version.
-    if not torch.compiler.is_compiling() and not hidden.is_inference():
-        hidden._int8_stream = (stream, hidden._version)  # type: ignore[attr-defined]
-    return hidden
-
-
-def _stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
-    """Return hidden states as a stream: the block's before, or a new one where they are others.
-
-    Reentrant checkpointing makes hidden states of a stream without gradients: such are others. So
-    that it gives the bits that there are without it, no statistics are taken over: LayerNorm's own,
-    of the codes, differ in the last digits.
-    """
-    known: tuple[Stream, int] | None = getattr(hidden, "_int8_stream", None)
-    if known is not None and not torch.compiler.is_compiling():
-        stream, version = known
-        learns = hidden.requires_grad == stream.x.requires_grad
-        if learns and version == hidden._version and stream.codes.block == flow:
-            return stream._replace(mean=None, rstd=None)
-    x = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
-    return Stream.of(x, flow)
 
 
 def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
@@ -153,24 +127,27 @@ def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
 def _layers_allow(block: GPT2Block) -> bool:
     """Return whether a fused block's layers and norms are still those that it was fused with."""
     linears = _linears(block)
-    if not all(type(layer) is Int8Conv1D for layer in linears):
-        return False
-    parameters = (layer.weight for layer in (*linears, block.ln_1, block.ln_2))
-    return all(parameter.dtype == torch.float32 for parameter in parameters)
+    converted = all(type(layer) is Int8Conv1D for layer in linears)
+    alike = converted and len({layer.block for layer in linears}) == 1
+    return alike and type(block.mlp.act) in _FORMS and in_fp32(*linears, block.ln_1, block.ln_2)
 
 
-def why_not(block: nn.Module) -> str | None:
+def why_not(block: nn.Module, flow: Block) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
     assert isinstance(block, modeling_gpt2.GPT2Block)
     if not all(type(layer) is Int8Conv1D for layer in _linears(block)):
         return "not all of its linear layers are in INT8"
+    if len({layer.block for layer in _linears(block)}) > 1:
+        return "its linear layers have blocks of different sides"
+    if "forward" in vars(block):
+        return "its forward was replaced"
     if hasattr(block, "crossattention"):
         return "cross attention"
     if (kind := type(block.mlp.act)) not in _FORMS:
         return f"its activation is {kind.__name__}: expected a GELU"
     if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
         return "reorder_and_upcast_attn"
-    if any(parameter.dtype != torch.float32 for parameter in block.parameters()):
+    if not in_fp32(*block.modules()):
         return "its parameters are not all float32"
     return None
 

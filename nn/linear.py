@@ -25,6 +25,7 @@ from jetfire.nn.products import (
     keys_for_backward,
     own_part,
     quantised_gradient,
+    times_weight,
 )
 from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
 
@@ -40,7 +41,7 @@ def _forward(
 ) -> list[torch.Tensor]:
     """Return y = x·Wᵀ + b, and the codes of xᵀ where the weight learns."""
     a = int8_quantize(x, block=block, layout="both" if learns else "q")
-    y = int8_gemm(a, Quantized(q, scale, block=block), out=FLOATS[x.dtype], bias=bias)
+    y = times_weight(a, Quantized(q, scale, block=block), out=FLOATS[x.dtype], bias=bias)
     return [y, *a.t.tensors[:2]] if learns else [y]
 
 
@@ -68,7 +69,7 @@ def _backward(
     codes = quantised_gradient(g, block, seed, "both" if both else "q")
     found = []
     if of_x:
-        found.append(int8_gemm(codes, Quantized(wt, wt_scale, block=block), out=FLOATS[g.dtype]))
+        found.append(times_weight(codes, Quantized(wt, wt_scale, block=block), out=FLOATS[g.dtype]))
     if of_weight:
         factors = (a, codes.t) if transposed else (codes.t, a)
         found.append(int8_gemm(*factors, out=dtype))

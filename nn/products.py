@@ -87,6 +87,17 @@ def alone(value: Quantized) -> Quantized:
     return Quantized(value.q, value.scale, block=value.block)
 
 
+# What sees the operands of every product with a layer's weight, or with its transpose.
+watchers: list[Callable[[Quantized, Quantized], None]] = []
+
+
+def times_weight(x: Quantized, weight: Quantized, **options: Any) -> Any:
+    """Return `int8_gemm` of the codes of an input or a gradient and of a layer's weight."""
+    for see in watchers:
+        see(x, weight)
+    return int8_gemm(x, weight, **options)
+
+
 def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """Return Aᵀ·B of two matrices with as many rows: a weight's gradient.
 
@@ -128,8 +139,15 @@ class Handoff:
         self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
     def take(self, gradient: torch.Tensor) -> Quantized | None:
-        """Return this gradient's codes, once; None where it is another, or a hook changed it."""
-        same = gradient is self._gradient and gradient._version == self._version
+        """Return this gradient's codes, once; None where it is another, or a hook changed it.
+
+        It may come as a view in another shape: the memory tells, which nobody else has meanwhile.
+        """
+        known = self._gradient
+        same = known is not None and (
+            (gradient.data_ptr(), gradient.numel(), gradient._version)
+            == (known.data_ptr(), known.numel(), self._version)
+        )
         codes = self._codes if same else None
         self._gradient = self._codes = None
         return codes
@@ -176,6 +194,11 @@ class MadeOfWeight(Generic[Made]):
         assert self._made is not None
         if self._stream is not None:
             _wait_for(self._stream, self._made)
+        return self._made
+
+    @property
+    def latest(self) -> Made | None:
+        """What was made last, which may no longer be of the weight as it is."""
         return self._made
 
     def _keep(self, weight: torch.Tensor, key: Hashable, made: Made, of: tuple[int, int]) -> None:
@@ -251,11 +274,6 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
     def put(self, weight: torch.Tensor, block: int, codes: Quantized, of: tuple[int, int]) -> None:
         """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
         self._keep(weight, block, codes, of)
-
-    @property
-    def latest(self) -> Quantized | None:
-        """The codes last made, which may no longer be the weight's."""
-        return self._made
 
 
 def quantised_weight(weight: torch.Tensor, block: Block, layout: Layout = "both") -> Quantized:

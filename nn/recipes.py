@@ -101,10 +101,9 @@ RECIPES = {
     for recipe in (
         Recipe("bf16"),
         # The speed is in the products, the accuracy in what flows between them: 124M over 82M
-        # tokens ended 0.0106 nats over BF16's loss with both in blocks of 128, and 0.0017 over it
-        # with both in blocks of 32, which multiply half as fast. Over 33M tokens and one seed (of
-        # which chance makes a hundredth) this recipe ended 0.0071 under BF16's loss, with its head
-        # in BF16 0.0115 over it, and blocks of 128 alone 0.0242 over it.
+        # tokens ended 0.0028 nats over BF16's training loss (95%: -0.0013 to 0.0068, 4 pairs of
+        # seeds, docs/results/study-124m.json). Of one seed each, with both in blocks of 128 it
+        # ended 0.0106 over it, and 0.0017 with both in blocks of 32, which multiply half as fast.
         Recipe("int8", 128, 32, head=128),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int4-hq-lss", int4=DEFAULT),

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from jetfire import ops
 from jetfire.core import launch, registry
 from jetfire.core.device import Device
-from jetfire.gpt2 import settings
-from jetfire.gpt2.model import GPT2, Shape
-from jetfire.gpt2.step import Step
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.training import settings
+from jetfire.gpt2.training.step import Step
 from jetfire.measure import data
 from jetfire.nn import (
     RECIPES,

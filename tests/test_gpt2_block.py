@@ -8,6 +8,7 @@ import torch
 
 from jetfire.core.errors import UsageError
 from jetfire.nn import convert
+from jetfire.tests.language_models import Doubled, batch, near, step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -25,34 +26,12 @@ def model(dropout=0.0, dtype=torch.float32, **options):
     return transformers.GPT2LMHeadModel(config).to(dtype)
 
 
-def batch():
-    torch.manual_seed(1)
-    return torch.randint(96, (2, 32))
-
-
-def step(one, seed=3, **options):
-    """The loss, and the gradients by name."""
-    one.zero_grad()
-    torch.manual_seed(seed)
-    ids = batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = one(ids, labels=ids, **options).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in one.named_parameters()}
-
-
 def fused(**options):
     made = model(**options)
     report = convert(made, fused=True)
     assert report.fused == ("transformer.h.0", "transformer.h.1")
     assert report.single == {}
     return made
-
-
-def near(ours, theirs, most):
-    for name, gradient in ours.items():
-        error = (gradient - theirs[name]).norm() / theirs[name].norm()
-        assert error < most, (name, float(error))
 
 
 def test_loss_and_gradients_are_near_float():
@@ -77,7 +56,7 @@ def test_the_stream_goes_from_block_to_block(monkeypatch):
     """Codes and statistics are made once by the block before; the first has none before it."""
     made, calls = fused(), []
     monkeypatch.setattr(
-        "jetfire.nn.block.int8_quantize",
+        "jetfire.nn.flow.int8_quantize",
         lambda x, **how: calls.append(x.shape) or _quantize(x, **how),
     )
     from jetfire.ops import int8_quantize as _quantize
@@ -160,14 +139,6 @@ def test_inference_mode():
 
 
 def test_a_layer_replaced_afterwards_is_called():
-    class Doubled(torch.nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return 2 * self.layer(x)
-
     made, singly = fused(), model()
     convert(singly)
     for one in (made, singly):
@@ -248,18 +219,6 @@ def test_blocks_that_cannot_be(options, how, reason):
     report = convert(model(**options), fused=True, **how)
     assert report.single == dict.fromkeys(("transformer.h.0", "transformer.h.1"), reason)
     assert f"not fused transformer.h.0 and 1 more: {reason}" in str(report)
-
-
-def test_blocks_of_other_models_are_named():
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=96,
-    )
-    report = convert(transformers.LlamaForCausalLM(config), fused=True)
-    assert report.single == {"model.layers.0": "LlamaDecoderLayer has no such form"}
 
 
 @pytest.mark.parametrize(

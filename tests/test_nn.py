@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
 from jetfire.nn import (
     RECIPES,
     AdamW,
@@ -22,6 +22,7 @@ from jetfire.nn import (
     Int8GELU,
     Int8LayerNorm,
     Int8Linear,
+    Int8LlamaBlock,
     Recipe,
     Stream,
     TiedGradient,
@@ -31,7 +32,7 @@ from jetfire.nn import (
     tied_embedding,
     weights_changed,
 )
-from jetfire.nn import block as block_module
+from jetfire.nn import flow as block_module
 from jetfire.nn import loss as loss_module
 from jetfire.nn.products import checked_block
 from jetfire.nn.recipes import get
@@ -170,6 +171,36 @@ def test_what_is_left_and_why():
     assert model.shared.bias is None
     assert not model.shared.training
     assert model.shared(torch.randn(4, 40)).shape == (4, 40)
+
+
+def test_keep_names_by_patterns_and_ends():
+    def left(keep):
+        model = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(
+                    nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+                    for _ in range(3)
+                ),
+                "out": nn.Linear(32, 32),
+            }
+        )
+        report = convert(model, INT8, keep=keep)
+        assert all(type(model.get_submodule(name)) is nn.Linear for name in report.left)
+        assert set(report.left.values()) <= {"asked to"}
+        assert len(report.converted) + len(report.left) == 7
+        return list(report.left)
+
+    assert left(["*.down", "out"]) == [*(f"layers.{i}.down" for i in range(3)), "out"]
+    assert left(("first", "last")) == [
+        f"layers.{i}.{name}" for i in (0, 2) for name in ("up", "down")
+    ]
+    assert left(["layers.1"]) == ["layers.1.up", "layers.1.down"]
+    experts = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(5)) for _ in range(2))
+    assert list(convert(nn.ModuleDict({"e": experts}), INT8, keep=("first",)).left) == [
+        f"e.0.{i}" for i in range(5)
+    ]
+    refused("keep='*.gate': expected a pattern of modules' names, first, last", left, ["*.gate"])
+    refused("keep='last': expected a tuple, each text or a list", left, "last")
 
 
 def test_head_and_skip():
@@ -928,6 +959,12 @@ def test_refuses_in_one_line(device):
     refused("approximate='relu': expected 'none' or 'tanh'", Int8GELU, "relu")
     refused("width is of type tuple: expected an integer", Int8LayerNorm, (8, 8))
     refused("width=9: expected a multiple of heads=2", Int8Block, 9, 2)
+    refused("width=66: expected heads=2 times an even number", Int8LlamaBlock, 66, 2)
+    refused("kv_heads=3: expected a divisor of heads=4", Int8LlamaBlock, 128, 4, 3)
+    refused("keys of 16: expected a multiple of 32", Int8LlamaBlock, 64, 4, 1)
+    refused("hidden of 96: expected a multiple of 128", Int8LlamaBlock, 64, 2, 2, 96, flow=128)
+    refused("hidden of 0: expected a multiple of 32", Int8LlamaBlock, 64, 2, 2, 0)
+    refused("window=0: expected at least 1", Int8LlamaBlock, 64, 2, window=0)
     refused("dropout=1.0: expected at least 0 and less than 1", Int8Block, 8, 2, 1.0)
     stream = Stream.of(torch.zeros(9, 64, device=device).bfloat16(), 32)
     refused("9 tokens: expected a multiple of batch=2", Int8Block(64, 2, device=device), stream, 2)

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from jetfire.core.errors import JetfireWarning, UsageError
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
 from jetfire.nn import Int8Linear, convert, gather_codes, quantised_weights
 from jetfire.nn.gathered import CodedShard, GatheredWeight
 from jetfire.ops import int8_dequantize, int8_quantize
@@ -302,14 +302,29 @@ def test_two_processes_train_as_one_bit_for_bit(name, alone, outcomes):
         assert same_tensors(outcome[name]["parameters"], expected["parameters"])
 
 
+def test_fused_blocks_train_as_one(outcomes):
+    """FSDP2's hooks part the blocks: each rounds its gradient itself, by other draws."""
+    expected = outcomes[0]["alone-blocks"]
+    found = losses(outcomes, "blocks")
+    assert found[0] == expected["losses"][0]
+    for row, other in zip(found, expected["losses"], strict=True):
+        assert row == pytest.approx(other, rel=1e-3)
+    for name, gradient in expected["gradients"].items():
+        error = (outcomes[0]["blocks"]["gradients"][name] - gradient).norm() / gradient.norm()
+        assert error < 0.05, name
+
+
 def test_gradients_are_clipped_by_the_norm_of_all(outcomes):
     """A sum of squares of other parts: codes may flip where a weight's last bit differs."""
     expected = outcomes[0]["alone-clipped"]
     for row, other in zip(losses(outcomes, "clipped"), expected["losses"], strict=True):
         assert row == pytest.approx(other, rel=1e-4)
-    found = outcomes[0]["clipped"]["parameters"]
+    found, unclipped = outcomes[0]["clipped"]["parameters"], outcomes[0]["alone"]["parameters"]
     for name, value in expected["parameters"].items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+        # Single elements differ by what AdamW makes of a gradient near 0.
+        off = (found[name] - value).norm()
+        assert off < 1e-3 * value.norm(), name
+        assert off < 0.1 * (unclipped[name] - value).norm(), name
 
 
 def test_mixed_precision_casts_all_but_the_codes(outcomes):
@@ -321,6 +336,10 @@ def test_mixed_precision_casts_all_but_the_codes(outcomes):
         assert {t.dtype for t in outcome["bf16"]["gradients"].values()} == {torch.float32}
     for row, other in zip(losses(outcomes, "bf16-micros"), losses(outcomes, "micros"), strict=True):
         assert row == pytest.approx(other, rel=1e-2)
+
+
+def test_divided_layers_are_not_watched(outcomes):
+    assert [outcome["watched"] for outcome in outcomes] == [[0, 0], [0, 0]]
 
 
 def test_a_quarter_of_the_bytes_is_gathered(outcomes):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -213,3 +214,5 @@ if __name__ == "__main__":
         "accelerator": of_accelerators,
     }
     modes[sys.argv[1]](Path(sys.argv[2]))
+    if dist.is_initialized():  # a thread of its that is left may abort the process as it ends
+        dist.destroy_process_group()

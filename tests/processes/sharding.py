@@ -25,8 +25,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2 import parallel, settings
-from jetfire.gpt2.model import GPT2, Shape
+from jetfire.gpt2.model import tensors
+from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.training import parallel, settings
 from jetfire.nn import (
     AdamW,
     Int8Block,
@@ -36,6 +37,7 @@ from jetfire.nn import (
     convert,
     gather_codes,
     linear,
+    watch,
 )
 from jetfire.nn.gathered import CodedShard, GatheredWeight
 from jetfire.nn.products import own_part
@@ -66,6 +68,39 @@ def toy(seed: int = 0, recipe: str = "int8-block32", hidden: int = 4 * WIDTH) ->
     return model
 
 
+class Layers(nn.Module):
+    """A fused Llama of `transformers` without its embeddings: shards hold whole blocks."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaModel
+
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=32,
+        )
+        llama = LlamaModel(config)
+        self.layers, self.norm, self.rotary = llama.layers, llama.norm, llama.rotary_emb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = self.rotary(x, torch.arange(x.shape[1])[None])
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x, position_embeddings=angles, attention_mask=None)
+        return self.norm(x)
+
+
+def llama() -> Layers:
+    torch.manual_seed(0)
+    model = Layers()
+    assert len(convert(model, "int8-block32", fused=True).fused) == 2
+    return model
+
+
 def batch(rank: int, step: int, micro: int = 0) -> torch.Tensor:
     """Two sequences of whole blocks: the codes of a rank's tokens depend on no other's."""
     torch.manual_seed(1000 * step + 100 * micro + rank)
@@ -78,11 +113,11 @@ def loss_of(model: Callable, rank: int, step: int, micro: int = 0) -> torch.Tens
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: parallel.whole(p.detach()).clone() for n, p in model.named_parameters()}
+    return {n: tensors.whole(p.detach()).clone() for n, p in model.named_parameters()}
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: parallel.whole(p.grad).clone() for n, p in model.named_parameters()}
+    return {n: tensors.whole(p.grad).clone() for n, p in model.named_parameters()}
 
 
 # --- in one process -----------------------------------------------------------------------------
@@ -94,9 +129,10 @@ def alone(
     clip: float = 0.0,
     ranks: Sequence[int] = range(WORLD),
     hidden: int = 4 * WIDTH,
+    model: nn.Module | None = None,
 ) -> dict:
     """Steps of the mean of ranks' gradients, each rank's summed by itself."""
-    model = toy(hidden=hidden)
+    model = toy(hidden=hidden) if model is None else model
     optimizer, losses, first = make(model), [], None
     for step in range(STEPS):
         gradients, row = [], []
@@ -137,7 +173,7 @@ def sharded(model: nn.Module, codes: bool = True, mesh=None, **options) -> nn.Mo
     if codes:
         gather_codes(model)
     mesh = init_device_mesh("cpu", (WORLD,)) if mesh is None else mesh
-    for part in (model.up, model.down):
+    for part in model.layers if isinstance(model, Layers) else (model.up, model.down):
         fully_shard(part, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -186,6 +222,8 @@ def fsdp() -> None:
     OUTCOMES["clipped"] = together(sharded(toy()), optimizer("foreach"), clip=0.5)
     offload = CPUOffloadPolicy(pin_memory=False)
     OUTCOMES["offload"] = together(sharded(toy(), offload_policy=offload), optimizer())
+    OUTCOMES["alone-blocks"] = alone(optimizer(), model=llama())
+    OUTCOMES["blocks"] = together(sharded(llama()), optimizer())
 
 
 def bf16() -> None:
@@ -234,6 +272,14 @@ def evaluation() -> None:
         "first": [before, *found, trained["losses"][0][0]],
         "last": [after, float(again.detach())],
     }
+
+
+def watched() -> None:
+    """What is divided over processes is passed over."""
+    model = sharded(toy())
+    with watch(model) as seen:
+        loss_of(model, RANK, 0).backward()
+    OUTCOMES["watched"] = [len(seen.weight), len(seen.input)]
 
 
 def memory() -> None:
@@ -296,7 +342,7 @@ def from_meta(of: nn.Module) -> None:
     """A model that had no memory is given another's shards."""
     with torch.device("meta"):
         model = sharded(toy())
-    shards = {n: parallel.as_sharded(parallel.whole(p), p) for n, p in of.state_dict().items()}
+    shards = {n: tensors.as_sharded(tensors.whole(p), p) for n, p in of.state_dict().items()}
     model.load_state_dict(shards, assign=True)
     found = []
     for one in (of, model):
@@ -401,6 +447,7 @@ for part in (
     bytes_gathered,
     evaluation,
     memory,
+    watched,
     checkpoints,
     gpt2,
     tensor_parallel,

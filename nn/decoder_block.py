@@ -1,0 +1,201 @@
+"""Decoder layers of `transformers`' Llama, Mistral, Qwen2 and Qwen3 with INT8 between their layers.
+
+Importing this imports no model; a model's layer is made when one of its kind is fused or loaded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from jetfire.core.problem import Block
+from jetfire.nn.flow import JoinedWeights, Setting, flowed, product_of
+from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, stream_of
+from jetfire.nn.linear import Int8Linear
+
+# Layer → module of `transformers.models`: attention with q_proj, k_proj, v_proj and o_proj, an MLP
+# of gate_proj, up_proj and down_proj, an RMSNorm before each.
+FAMILIES = {
+    "LlamaDecoderLayer": "llama",
+    "MistralDecoderLayer": "mistral",
+    "Qwen2DecoderLayer": "qwen2",
+    "Qwen3DecoderLayer": "qwen3",
+}
+_SILU = ("SiLU", "SiLUActivation")
+# A layer's arguments after the hidden states, as they may be given by position.
+_POSITIONAL = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "position_embeddings",
+)
+
+
+class DecoderBlock(nn.Module):
+    """A decoder layer whose linear layers are `Int8Linear`, with INT8 between them too.
+
+    It calls its layers as it did before where there is no BF16 autocast, where a layer was replaced
+    since and where parameters are no longer fp32. Attention is the model's own: rotary embeddings,
+    norms of query and key, windows, masks, caches and implementations are as before. Checkpointing
+    gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
+    rounds gradients by other draws.
+
+    Attributes:
+        flow: side of the blocks of what flows between products.
+    """
+
+    flow: Block
+    _joined: tuple[JoinedWeights, JoinedWeights]
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states, batch×length×width, bf16."""
+        kwargs |= dict(zip(_POSITIONAL, args, strict=False))
+        if not in_bf16(hidden_states.device.type) or _why_not_now(self) is not None:
+            singly: torch.Tensor = super().forward(hidden_states, **kwargs)
+            return singly
+        own: Any = self.self_attn
+
+        def attention(*parts: torch.Tensor) -> torch.Tensor:
+            query, key, value = (part.view(*hidden_states.shape[:-1], -1) for part in parts)
+            given = _Given(own, query, key, value)
+            output = type(own).forward(given, hidden_states=hidden_states, **kwargs)
+            called(own, hidden_states, output)
+            attended: torch.Tensor = output[0]
+            return attended
+
+        groups = _groups(self)
+        first, second = _norms(self)
+        setting = Setting(
+            groups[0][0].block,
+            self.flow,
+            first.variance_epsilon,
+            0.0,
+            "gated",
+            adds=False,
+            transposed=False,
+        )
+        (of_qkv, qkv), (of_gate_up, gate_up) = self.joined_groups()
+        _, output, _, down = groups
+        products = [
+            product_of(qkv, of_qkv.of(qkv)),
+            product_of(output, output[0].codes()),
+            product_of(gate_up, of_gate_up.of(gate_up)),
+            product_of(down, down[0].codes()),
+        ]
+        after = flowed(
+            stream_of(hidden_states, self.flow),
+            setting,
+            [(first.weight,), (second.weight,)],
+            products,
+            tuple(layer.out_features for layer in qkv),
+            attention,
+            self.training,
+        )
+        return as_hidden(after, hidden_states.shape)
+
+    def joined_groups(self) -> list[tuple[JoinedWeights, tuple[Int8Linear, ...]]]:
+        """Return the layers that are multiplied by as one, with the codes of each group."""
+        qkv, _, gate_up, _ = _groups(self)
+        return list(zip(self._joined, (qkv, gate_up), strict=True))
+
+    def extra_repr(self) -> str:
+        return f"int8, flow={self.flow}"
+
+
+class _Given:
+    """An attention module whose products are made already: each projection returns its own."""
+
+    def __init__(
+        self, own: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._own = own
+        self.q_proj = lambda _: query
+        self.k_proj = lambda _: key
+        self.v_proj = lambda _: value
+        self.o_proj = lambda attended: attended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _groups(block: Any) -> tuple[tuple[Int8Linear, ...], ...]:
+    """Return the linear layers, those together that read the same input."""
+    own, mlp = block.self_attn, block.mlp
+    qkv, gate_up = (own.q_proj, own.k_proj, own.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return qkv, (own.o_proj,), gate_up, (mlp.down_proj,)
+
+
+def _norms(block: Any) -> tuple[Any, Any]:
+    return block.input_layernorm, block.post_attention_layernorm
+
+
+def _why_not_now(block: nn.Module) -> str | None:
+    """Return why a block cannot run fused as it is now; None if it can."""
+    try:
+        layers = [layer for group in _groups(block) for layer in group]
+        kind = type(block.mlp.act_fn).__name__  # type: ignore[union-attr]
+    except AttributeError as error:
+        return f"a layer was replaced: {error}"
+    if not all(type(layer) is Int8Linear for layer in layers):
+        return "not all of its linear layers are in INT8"
+    if len({layer.block for layer in layers}) > 1:
+        return "its linear layers have blocks of different sides"
+    if kind not in _SILU:
+        return f"its activation is {kind}: expected SiLU"
+    if not all(hasattr(norm, "variance_epsilon") for norm in _norms(block)):
+        return "its norms are not those of its family"
+    if not in_fp32(*layers, *_norms(block)):
+        return "its parameters are not all float32"
+    return None
+
+
+def why_not(block: nn.Module, flow: Block) -> str | None:
+    """Return why a block whose linear layers are converted cannot be fused; None if it can."""
+    if (reason := _why_not_now(block)) is not None:
+        return reason
+    if "forward" in vars(block):
+        return "its forward was replaced"
+    if len({norm.variance_epsilon for norm in _norms(block)}) > 1:
+        return "its norms differ in eps"
+    for group in _groups(block):
+        if len({layer.bias is None for layer in group}) > 1:
+            return "some layers that read the same input have a bias and some have none"
+        for layer, _ in pairwise(group):
+            if layer.out_features % layer.block:
+                return f"{layer.out_features} outputs: expected a multiple of {layer.block}"
+    gate, up = _groups(block)[2]
+    whole = max(gate.block, flow)
+    if gate.out_features % whole or gate.out_features != up.out_features:
+        return f"an MLP of {gate.out_features}: expected a multiple of {whole}"
+    return None
+
+
+@cache
+def _fused_class(name: str) -> type[DecoderBlock]:
+    """Return the class of a family's fused layers.
+
+    It is named as the class whose place it takes: FSDP's wrapping policies go by names.
+    """
+    module = import_module(f"transformers.models.{FAMILIES[name]}.modeling_{FAMILIES[name]}")
+    bases = DecoderBlock, getattr(module, name)
+    return type(name, bases, {"__module__": __name__, "__doc__": DecoderBlock.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """Return a family's fused class: what is pickled names it."""
+    if name in FAMILIES:
+        return _fused_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def fuse(block: Any, flow: Block) -> None:
+    """Make a decoder layer one of this kind, in place: whoever holds it holds it still."""
+    block.__class__ = _fused_class(type(block).__name__)
+    block.flow = flow
+    block._joined = JoinedWeights(), JoinedWeights()

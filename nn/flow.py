@@ -1,0 +1,572 @@
+"""INT8 between the layers of a pre-norm transformer block (arXiv 2403.12422, section 3).
+
+The residual stream is BF16; what flows between the layers of a branch, and what is kept for
+backward, is INT8 codes: of the norm's input and of each product's, transposed as the weight
+gradient reads it. But the activation's output, the widest, is made again from its input's codes: to
+the same bits, as it is rounded to nearest.
+
+What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
+another, `flow`: a product's INT8 output, the inputs of norms and activations, the gradients
+between.
+
+The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block, Layout
+from jetfire.core.tensors import Quantized, ceil_div
+from jetfire.nn.gathered import GatheredWeight
+from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.products import (
+    Handoff,
+    MadeOfWeight,
+    alone,
+    flat,
+    keys_for_backward,
+    quantised_gradient,
+    quantised_weight,
+    times_weight,
+    unflat,
+    weight_gradient,
+)
+from jetfire.ops import (
+    int8_add,
+    int8_add_backward,
+    int8_column_sum,
+    int8_dropout,
+    int8_dropout_backward,
+    int8_gelu,
+    int8_gelu_backward,
+    int8_layernorm,
+    int8_layernorm_add_backward,
+    int8_quantize,
+    int8_quantize_qkv,
+    int8_rmsnorm,
+    int8_rmsnorm_backward,
+    int8_swiglu,
+    int8_swiglu_backward,
+)
+
+Tensor = torch.Tensor
+
+
+class Stream(NamedTuple):
+    """The residual stream between blocks: tokens × width.
+
+    Attributes:
+        x: bf16.
+        codes: x, quantised.
+        mean, rstd: fp32 statistics of its rows; None where the next LayerNorm computes them.
+        handoff: where the reader leaves the codes of x's gradient; None if nobody takes them.
+    """
+
+    x: Tensor
+    codes: Quantized
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    handoff: Handoff | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, block: Block) -> Stream:
+        """Return the stream of a bf16 matrix, its codes in blocks of the flow's side."""
+        return cls(x, int8_quantize(x.detach(), block=block))
+
+
+def checked_stream(stream: Stream, flow: Block, batch: int) -> None:
+    """Look at what a block of `flow` is given.
+
+    Raises:
+        UsageError: it is no stream, or one in other blocks, or of no multiple of batch tokens.
+    """
+    if not isinstance(stream, Stream):
+        raise UsageError(f"stream of type {type(stream).__name__}: expected a Stream")
+    if stream.codes.block != flow:
+        raise UsageError(f"stream in blocks of {stream.codes.block}: expected {flow}")
+    if not isinstance(batch, int) or batch < 1:
+        raise UsageError(f"batch={batch}: expected an integer of at least 1")
+    if stream.x.shape[0] % batch:
+        raise UsageError(f"{stream.x.shape[0]} tokens: expected a multiple of batch={batch}")
+
+
+# Keys that a block's forward draws: _Enter's three, then _Leave's five and those of the masks of
+# the projection's output and of FC2's. Behind RMSNorm each half draws one more.
+_ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
+_MASK0, _MASK2, _AFTER_RMSNORM = 5, 6, -1
+
+Activation = Literal["tanh", "erf", "gated"]
+
+
+class Setting(NamedTuple):
+    """What both halves of a block know besides their tensors.
+
+    Attributes:
+        block, flow, adds: as in `Int8Block`.
+        eps: of both norms.
+        dropout: probability, of both branches' outputs.
+        activation: a form of GELU, or "gated": SwiGLU, the first half of whose product is the gate.
+        transposed: whether weights are stored in×out, and so their gradients.
+    """
+
+    block: Block
+    flow: Block
+    eps: float
+    dropout: float
+    activation: Activation
+    adds: bool
+    transposed: bool
+
+
+class Product(NamedTuple):
+    """Linear layers that read the same codes, multiplied by as one.
+
+    Attributes:
+        weights, biases: of each; no biases where they have none.
+        codes: of the weights, out×in, under one another, with the transpose.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    codes: Quantized
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases one after another; None where there are none."""
+        return torch.cat(self.biases) if len(self.biases) > 1 else next(iter(self.biases), None)
+
+
+# How many parameters the norm has, and how many weights and biases each product.
+Counts = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def _flattened(norm: Sequence[Tensor], *products: Product) -> tuple[Counts, list[Tensor]]:
+    """Return a half's parameters and codes one after another: autograd looks into no tuple."""
+    counts = tuple((len(p.weights), len(p.biases)) for p in products)
+    parts = (t for p in products for t in (*p.weights, *p.biases, *p.codes.tensors))
+    return (len(norm), counts), [*norm, *parts]
+
+
+def _parts(
+    counts: Counts, given: Sequence[Any], block: Block
+) -> tuple[tuple[Any, ...], list[Product]]:
+    """Return the norm's parameters and the products that `_flattened` was given.
+
+    Of what autograd says of each tensor, in place of the tensors, it makes the same.
+    """
+    rest = iter(given)
+    norm = tuple(islice(rest, counts[0]))
+    products = [
+        Product(
+            tuple(islice(rest, weights)),
+            tuple(islice(rest, biases)),
+            Quantized.of(list(islice(rest, 4)), "both", block),
+        )
+        for weights, biases in counts[1]
+    ]
+    return norm, products
+
+
+def _given(counts: Counts) -> int:
+    """Return how many tensors `_flattened` gave."""
+    return counts[0] + sum(weights + biases + 4 for weights, biases in counts[1])
+
+
+class _Enter(torch.autograd.Function):
+    """Norm → query, key and value, each a matrix of tokens × its width.
+
+    The stream passes through, so that backward adds to it in one pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        handoff: Handoff | None,
+        setting: Setting,
+        counts: Counts,
+        widths: tuple[int, ...],
+        seeds: Tensor | None,
+        x: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
+        norm, (product,) = _parts(counts, given, setting.block)
+        s = Quantized(q, scale, block=setting.flow)
+        h, mean, rstd = _normed(s, norm, mean, rstd, setting)
+        y = times_weight(h, product.codes, out="bf16", bias=product.bias)
+        ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
+        ctx.weights = product.weights
+        ctx.save_for_backward(seeds, mean, rstd, norm[0], *flat(s, h.t, product.codes.t))
+        return x.view_as(x), *y.split(widths, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
+        setting, handoff = ctx.setting, ctx.handoff
+        block, flow = setting.block, setting.flow
+        (s,), (ht, wt) = unflat(codes[:2], flow), unflat(codes[2:], block)
+        dx, *parts = grads
+        g = _side_by_side(parts, block, seeds[0:1])
+        dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
+        _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
+        of_product = _gradients([g], ht, ctx.weights, wanted, setting)
+        del g
+        layout: Layout = "q" if handoff is None else "both"
+        dx, copy, *of_norm = _normed_backward(
+            s, dh, norm_weight, mean, rstd, dx, seeds, 2, layout, setting
+        )
+        if handoff is not None:
+            handoff.put(dx, copy)
+        return *[None] * 5, dx, *[None] * 4, *of_norm, *of_product, *[None] * 4
+
+
+class _Leave(torch.autograd.Function):
+    """Attention's output → projection → add; norm → MLP → add.
+
+    The MLP is FC1 → GELU → FC2, or the gate's and up's product → SwiGLU → down's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        handoff: Handoff | None,
+        setting: Setting,
+        counts: Counts,
+        seeds: Tensor | None,
+        x: Tensor,
+        attended: Tensor,
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Drop codes as soon as no product reads them: the MLP's are the widest of a block."""
+        block, flow, eps = setting.block, setting.flow, setting.eps
+        norm, products = _parts(counts, given, block)
+        p0, p1, p2 = products
+        a = int8_quantize(attended, block=block, layout="both")
+        y = times_weight(a, p0.codes, out="int8", bias=p0.bias, out_block=flow)
+        at = alone(a.t)
+        del a
+        y = _dropped(y, setting, seeds, _MASK0)
+        x, s, mean, rstd = int8_add(x, y, eps=eps)
+        h, mean, rstd = _normed(s, norm, mean, rstd, setting)
+        f = times_weight(h, p1.codes, out="int8", bias=p1.bias, out_block=flow)
+        ht = alone(h.t)
+        del h
+        u = _activated(f, "q", setting)
+        y = times_weight(u, p2.codes, out="int8", bias=p2.bias, out_block=flow)
+        del u
+        y = _dropped(y, setting, seeds, _MASK2)
+        out, copy, *statistics = int8_add(x, y, eps=eps)
+        ctx.mark_non_differentiable(*copy.tensors, *statistics)
+        if not torch.compiler.is_compiling():  # Dynamo traces no such call
+            # Autograd would fill zeros for the codes' gradient: a byte per element.
+            ctx.set_materialize_grads(False)
+        ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
+        ctx.weights = [product.weights for product in products]
+        kept = flat(s, f, at, ht, *(product.codes.t for product in products))
+        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
+        return out, *copy.tensors, *statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Drop at once what is no longer wanted: the peak of a block's memory is in here.
+
+        The activation's backward is that peak: of GELU f, du and dfᵀ are 4 bytes per element each.
+        So the weight's gradient comes next, after which dfᵀ is not wanted, and dh after it.
+        """
+        dx = grads[0]
+        if dx is None:  # all that read the stream has given it no gradient
+            return (None,) * len(ctx.needs_input_grad)
+        setting, block, flow = ctx.setting, ctx.setting.block, ctx.setting.flow
+        _, wanted = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
+        # Read once: a checkpoint gives them away.
+        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
+        (s, f), (at, ht, w0t, w1t, w2t) = unflat(codes[:4], flow), unflat(codes[4:], block)
+        del codes
+
+        def seed(index: int) -> Tensor:
+            return seeds[index : index + 1]
+
+        def gradients(g: list[Quantized], xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
+            return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
+
+        g = None if ctx.handoff is None else ctx.handoff.take(dx)
+        if g is None:
+            dx = dx.contiguous()  # that of a sum has no strides
+            g = quantised_gradient(dx, block, seed(0))
+        g = _undropped(g, setting, seeds, _MASK2)
+        of2 = gradients([g], _activated(f, "qt", setting).t, 2)
+        du = times_weight(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
+        del g
+        parts = _activated_backward(f, du, seed(2), setting)
+        del du
+        of1 = gradients(parts, ht, 1)
+        df = _beside([alone(part) for part in parts])
+        del parts
+        dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
+        del df
+        dx, copy, *of_norm = _normed_backward(
+            s, dh, norm_weight, mean, rstd, dx, seeds, 4, "both", setting
+        )
+        del dh
+        g = _undropped(copy, setting, seeds, _MASK0)
+        del copy
+        dattended = times_weight(g, w0t, out="bf16")
+        of0 = gradients([g], at, 0)
+        of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
+        return *[None] * 4, dx, dattended, *of_norm, *of_products
+
+
+def _normed(
+    s: Quantized,
+    norm: Sequence[Tensor],
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    setting: Setting,
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """Return a norm's output and the statistics of its rows.
+
+    Args:
+        norm: its weight and bias; a weight alone is RMSNorm's, which has no mean.
+        mean, rstd: LayerNorm's statistics where they are known.
+    """
+    more: dict[str, Any] = {"eps": setting.eps, "layout": "both", "out_block": setting.block}
+    if len(norm) == 1:
+        h, rstd = int8_rmsnorm(s, norm[0], **more)
+        return h, None, rstd
+    return int8_layernorm(s, *norm, mean=mean, rstd=rstd, **more)
+
+
+def _normed_backward(
+    s: Quantized,
+    dh: Quantized,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    seeds: Tensor,
+    index: int,
+    layout: Layout,
+    setting: Setting,
+) -> tuple[Any, ...]:
+    """Return the stream's gradient through a norm and past it, its codes, the parameters' ones.
+
+    Args:
+        dx: that of the stream itself, past the norm.
+        index: that of the key among `seeds`.
+    """
+    block, seed = setting.block, seeds[index : index + 1]
+    if mean is not None:
+        return int8_layernorm_add_backward(
+            s, dh, weight, mean, rstd, dx, seed=seed, layout=layout, out_block=block
+        )
+    through, dweight = int8_rmsnorm_backward(s, dh, weight, rstd, seed=seeds[_AFTER_RMSNORM:])
+    return *int8_add_backward(dx, through, seed=seed, layout=layout, out_block=block), dweight
+
+
+def _halves(f: Quantized) -> tuple[Quantized, Quantized]:
+    """Return the left and the right half of a matrix's columns, each of whole blocks."""
+    assert f.q is not None
+    assert f.scale is not None
+    parts = zip(f.q.chunk(2, dim=1), f.scale.chunk(2, dim=1), strict=True)
+    gate, up = (Quantized(q, scale, block=f.block) for q, scale in parts)
+    return gate, up
+
+
+def _activated(f: Quantized, layout: Layout, setting: Setting) -> Quantized:
+    """Return the activation of the MLP's first product, to the same bits whenever it is made."""
+    if setting.activation == "gated":
+        return int8_swiglu(*_halves(f), layout=layout, out_block=setting.block)
+    form = setting.activation
+    return int8_gelu(f, approximate=form, layout=layout, out_block=setting.block)
+
+
+def _activated_backward(
+    f: Quantized, du: Quantized, seed: Tensor, setting: Setting
+) -> list[Quantized]:
+    """Return the gradient of the MLP's first product, of each half where it is gated.
+
+    Each comes with its transpose. GELU's overwrites du.
+    """
+    block = setting.block
+    if setting.activation == "gated":
+        halves = int8_swiglu_backward(*_halves(f), du, layout="both", seed=seed, out_block=block)
+        return list(halves)
+    form = setting.activation
+    df = int8_gelu_backward(
+        f, du, approximate=form, layout="both", seed=seed, inplace=True, out_block=block
+    )
+    return [df]
+
+
+def _beside(parts: Sequence[Quantized]) -> Quantized:
+    """Return matrices of whole blocks beside one another, without transposes."""
+    if len(parts) == 1:
+        return parts[0]
+    q, scale = (torch.cat(of, dim=1) for of in zip(*(p.tensors for p in parts), strict=True))
+    return Quantized(q, scale, block=parts[0].block)
+
+
+def joined(parts: Sequence[Quantized]) -> Quantized:
+    """Return matrices of whole blocks under one another, with their transposes side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    q, scale = (torch.cat(of) for of in zip(*(part.tensors[:2] for part in parts), strict=True))
+    return Quantized(q, scale, *_beside([alone(part.t) for part in parts])[:2], parts[0].block)
+
+
+def _side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
+    """Return the codes of the gradients of query, key and value as those of one matrix."""
+    if len({part.shape for part in parts}) == 1:
+        dq, dk, dv = parts
+        return int8_quantize_qkv(
+            dq, dk, dv, block=block, rounding="stochastic", layout="both", seed=seed
+        )
+    return quantised_gradient(torch.cat(list(parts), dim=1), block, seed)
+
+
+def _gradients(
+    parts: Sequence[Quantized],
+    xt: Quantized,
+    weights: Sequence[Tensor],
+    wanted: Product,
+    setting: Setting,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a product's weights and biases.
+
+    That of a weight is None where it was added to the one that is there, or is not wanted.
+
+    Args:
+        parts: the gradient of each weight's output, or of all of them as one matrix; with
+            transposes.
+        xt: the transpose of the product's input.
+        wanted: whether each weight's and each bias's is.
+    """
+    sizes = [weight.shape[1 if setting.transposed else 0] for weight in weights]
+    rows = _rows(parts[0].t, sizes) if len(parts) == 1 else [part.t for part in parts]
+    found: list[Tensor | None] = []
+    for weight, gt, learns in zip(weights, rows, wanted.weights, strict=True):
+        factors = (xt, gt) if setting.transposed else (gt, xt)
+        found.append(weight_gradient(*factors, weight, setting.adds) if learns else None)
+    if not any(wanted.biases):
+        found += [None] * len(wanted.biases)
+    else:
+        sums = [int8_column_sum(part) for part in parts]
+        found += sums if len(parts) == len(sizes) else sums[0].split(sizes)
+    return tuple(found)
+
+
+def _rows(x: Quantized, sizes: Sequence[int]) -> list[Quantized]:
+    """Return so many rows of a matrix at a time, each of whole blocks but for the last."""
+    if len(sizes) == 1:
+        return [x]
+    assert x.q is not None
+    assert x.scale is not None
+    scales = x.scale.split([ceil_div(size, x.block) for size in sizes])
+    parts = zip(x.q.split(list(sizes)), scales, strict=True)
+    return [Quantized(q, scale, block=x.block) for q, scale in parts]
+
+
+def _dropped(y: Quantized, setting: Setting, seeds: Tensor | None, index: int) -> Quantized:
+    """Return a branch's output after dropout, whose mask is keyed by a seed."""
+    if not setting.dropout:
+        return y
+    assert seeds is not None
+    return int8_dropout(y, seeds[index : index + 1], p=setting.dropout)
+
+
+def _undropped(g: Quantized, setting: Setting, seeds: Tensor, index: int) -> Quantized:
+    """Return the gradient of what went into `_dropped`, from that of what came out."""
+    if not setting.dropout:
+        return g
+    return int8_dropout_backward(g, seeds[index : index + 1], p=setting.dropout, layout="both")
+
+
+# Returns attention of query, key and value, matrices of tokens × the width of each, as another.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# torch.compile traces the operators that these call and not their Python, a tenth of a second each.
+@torch.compiler.allow_in_graph
+def _enter(*args: Any) -> Any:
+    return _Enter.apply(*args)
+
+
+@torch.compiler.allow_in_graph
+def _leave(*args: Any) -> Any:
+    return _Leave.apply(*args)
+
+
+def flowed(
+    stream: Stream,
+    setting: Setting,
+    norms: Sequence[Sequence[Tensor]],
+    products: Sequence[Product],
+    widths: tuple[int, ...],
+    attention: Attention,
+    training: bool,
+) -> Stream:
+    """Return the stream after a block.
+
+    Args:
+        norms: the parameters of both; those of an RMSNorm are its weight alone.
+        products: that of query, key and value together, that of attention's output, and the two of
+            the MLP.
+        widths: columns of query, of key and of value.
+    """
+    one_more = int(len(norms[0]) == 1)
+    count = _ENTER_SEEDS + one_more
+    seeds = keys_for_backward(count + _LEAVE_SEEDS + one_more, stream.x.device, training)
+    enter = leave = None
+    if seeds is not None:
+        enter, leave = seeds[:count], seeds[count:]
+    qkv, *others = products
+    counts, given = _flattened(norms[0], qkv)
+    codes = stream.codes[:2]
+    statistics = stream.mean, stream.rstd
+    x, *parts = _enter(
+        stream.handoff, setting, counts, widths, enter, stream.x, *codes, *statistics, *given
+    )
+    handoff = None if torch.compiler.is_compiling() else Handoff()
+    counts, given = _flattened(norms[1], *others)
+    attended = attention(*parts).reshape(x.shape[0], -1)
+    x, q, scale, mean, rstd = _leave(handoff, setting, counts, leave, x, attended, *given)
+    return Stream(x, Quantized(q, scale, block=setting.flow), mean, rstd, handoff)
+
+
+class JoinedWeights(MadeOfWeight[Quantized]):
+    """The codes of linear layers that read the same input, as those of one weight."""
+
+    def of(self, layers: Sequence[Int8Linear]) -> Quantized:
+        """Return the codes of the layers' weights as they are now, under one another."""
+        first, *others = layers
+        if any(isinstance(layer.weight, GatheredWeight) for layer in layers):
+            return joined([layer.codes() for layer in layers])
+        weights = (layer.weight for layer in others)
+        return self.found(first.weight, first.block, lambda: self._join(layers), *weights)
+
+    def _join(self, layers: Sequence[Int8Linear]) -> Quantized:
+        """Leave codes that nobody else keeps to be freed."""
+        kept = (layer.int8_weights()[0][1].latest is not None for layer in layers)
+        parts = (
+            layer.codes() if keeps else quantised_weight(layer.weight, layer.block)
+            for layer, keeps in zip(layers, kept, strict=True)
+        )
+        return joined(list(parts))
+
+
+def product_of(layers: Sequence[Int8Linear | Int8Conv1D], codes: Quantized) -> Product:
+    """Return the product of layers that read the same input, by the codes of their weights."""
+    biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+    return Product(tuple(layer.weight for layer in layers), biases, codes)

@@ -1,0 +1,65 @@
+"""What the fused blocks of `transformers`' models share: hidden states that carry their codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from jetfire.core.problem import Block
+from jetfire.nn.flow import Stream
+
+# The stream that hidden states are, and their version then, as long as they live.
+_streams: Any = WeakIdKeyDictionary()
+
+
+def in_bf16(kind: str) -> bool:
+    """Return whether what runs now on a kind of device is autocast to bf16."""
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
+def as_hidden(stream: Stream, shape: torch.Size) -> torch.Tensor:
+    """Return the stream as hidden states, which the next block knows as such."""
+    hidden = stream.x.view(shape)
+    # What is compiled looks into no table; in inference mode a tensor has no version.
+    if not torch.compiler.is_compiling() and not hidden.is_inference():
+        _streams[hidden] = stream, hidden._version
+    return hidden
+
+
+def stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
+    """Return hidden states as a stream: the block's before, or a new one where they are others.
+
+    Its gradient goes through the hidden states, where hooks see it. Reentrant checkpointing makes
+    hidden states of a stream without gradients: such are others. So that it gives the bits that
+    there are without it, no statistics are taken over: a norm's own, of the codes, differ in the
+    last digits.
+    """
+    x = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
+    if not torch.compiler.is_compiling() and hidden in _streams:
+        stream, version = _streams[hidden]
+        learns = hidden.requires_grad == stream.x.requires_grad
+        if learns and version == hidden._version and stream.codes.block == flow:
+            return stream._replace(x=x, mean=None, rstd=None)
+    return Stream.of(x, flow)
+
+
+def in_fp32(*modules: nn.Module) -> bool:
+    """Return whether all parameters of some layers are fp32, those of layers in them apart.
+
+    Every call of a block asks: `parameters()`, which looks into modules, takes 5 times as long.
+    """
+    own = (p for module in modules for p in module._parameters.values())
+    return all(p is None or p.dtype == torch.float32 for p in own)
+
+
+def called(module: nn.Module, hidden: torch.Tensor, output: Any) -> None:
+    """Show a module's forward hooks what was computed in its place.
+
+    By such hooks `transformers` collects the attention weights that a call asks for.
+    """
+    for number, hook in module._forward_hooks.items():
+        keywords: tuple[Any, ...] = ({},) if number in module._forward_hooks_with_kwargs else ()
+        hook(module, (hidden,), *keywords, output)
