@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -16,9 +17,10 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
 from jetfire.core.kernel import Config, Kernel
+from jetfire.core.suites import Timed
 from jetfire.measure import peaks, plan
 from jetfire.measure.data import DISTRIBUTIONS
-from jetfire.measure.plan import Case, Request
+from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options
 from jetfire.ops.gemm import OP as GEMM
@@ -202,12 +204,16 @@ def test_its_data_are_its_own(capsys):
     assert "says itself what is measured" in capsys.readouterr().err
 
 
-def small_suite(part="promotion") -> list[suite.SuiteEntry]:
-    request = Request(["gemm"], sizes={"m": [64]}, blocks=["32", "64"])
-    return [
-        suite.SuiteEntry(request, ["bf16_matmul"], 2, schedules=True, data=data)
-        for data in ("normal", "outlier")
-    ]
+def small_suite(part="promotion") -> list[suite.Entry]:
+    timed = Timed(
+        part,
+        sizes={"m": [64]},
+        blocks=["32", "64"],
+        peers=["bf16_matmul"],
+        rounds=2,
+        schedules=True,
+    )
+    return [(registry.get("gemm"), replace(timed, data=data)) for data in ("normal", "outlier")]
 
 
 def test_the_command_adds_points_and_replaces_them(kernels, tmp_path, monkeypatch, capsys):

@@ -33,7 +33,7 @@ from jetfire.core.errors import JetfireError, UsageError, WrongResultError
 from jetfire.core.kernel import Config, Kernel
 from jetfire.kernels_cuda.hadamard_gemm.staged import plan
 from jetfire.measure import provenance
-from jetfire.measure.plan import BLOCKS, check_peers
+from jetfire.measure.plan import BLOCKS, Case, check_peers
 from jetfire.measure.timer import Timing
 from jetfire.ops.bit_split import BitSplitProblem
 from jetfire.ops.gather_rows import GatherRowsProblem
@@ -41,19 +41,25 @@ from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
 from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.tuner import display as display_module
-from jetfire.tuner import shipped, summary
+from jetfire.tuner import shipped
 from jetfire.tuner import space as space_module
 from jetfire.tuner.display import SearchDisplay
-from jetfire.tuner.final import Final, beats, decide
 from jetfire.tuner.options import TuneOptions
-from jetfire.tuner.recording import Recording
-from jetfire.tuner.replay import replayed
-from jetfire.tuner.runner import Comparison, ReplayRunner, RunnerError
-from jetfire.tuner.search import GRACE_S, Limits, search
+from jetfire.tuner.recording import Recording, ReplayRunner, replayed
+from jetfire.tuner.search import (
+    GRACE_S,
+    Final,
+    FinishedSearch,
+    Limits,
+    SearchTarget,
+    beats,
+    decide,
+    search,
+)
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted, strategy_of
 from jetfire.tuner.study import Identity, Study
-from jetfire.tuner.trial import Measurement
+from jetfire.tuner.trial import Comparison, Measurement, RunnerError
 
 DATA = Path(__file__).parent / "data"
 TRANSPOSE = registry.get("transpose")
@@ -1611,12 +1617,14 @@ def outcome(config=E, default=C, ms=0.5, default_ms=1.0, saved=True, peers=None,
         {n: Timing.of([v] * 5) for n, v in (peers or {}).items()},
         {},
     )
-    return summary.SearchOutcome(TOY, PROBLEM, default, final, trials, saved)
+    space = Space({}, default, lambda config: None)
+    target = SearchTarget(Case(TRANSPOSE, PROBLEM), TOY, space)
+    return FinishedSearch(target, None, final, trials, saved)
 
 
 def test_the_summary(capsys):
     trials = [(A, Measurement("ok", 1.0)), (B, Measurement("slow", 5.0)), (D, Measurement("crash"))]
-    summary.show(
+    display_module.show(
         [
             outcome(peers={"compile": 1.5, "copy": 0.25}, trials=trials),
             outcome(config=C, ms=2.0, default_ms=2.0, saved=False),
@@ -1628,7 +1636,7 @@ def test_the_summary(capsys):
     assert errors == ""
     lines = [line.split("  ") for line in out.splitlines()]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert [*summary.COLUMNS] in rows
+    assert [*display_module.COLUMNS] in rows
     assert rows[3] == [
         f"transpose 64×64 block={PROBLEM.block}",
         "toy",
@@ -1649,16 +1657,15 @@ def test_the_summary(capsys):
     assert out.splitlines()[-1] == (
         "Some CPU (CPU): 1.414× the defaults' speed, geometric mean of 2"
     )
-    summary.show([outcome(default_ms=None)], HERE)
+    display_module.show([outcome(default_ms=None)], HERE)
     assert "geometric mean" not in capsys.readouterr().out
-    assert summary.mean_gain([]) is None
 
 
 def test_changes_name_only_what_differs():
-    assert summary.changes(ToyConfig(fast=True, order="column"), ToyConfig()) == (
+    assert display_module.changes(ToyConfig(fast=True, order="column"), ToyConfig()) == (
         "fast=true order=column"
     )
-    assert summary.changes(ToyConfig(), ToyConfig()) == "the default"
+    assert display_module.changes(ToyConfig(), ToyConfig()) == "the default"
 
 
 # The rest of the recorded spaces: here, so that two processes share what takes long.

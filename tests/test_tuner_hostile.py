@@ -28,9 +28,8 @@ from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
 from jetfire.measure import provenance  # noqa: E402
 from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
-from jetfire.tuner import command, digest, session  # noqa: E402
-from jetfire.tuner.recording import Recording  # noqa: E402
-from jetfire.tuner.runner import ReplayRunner  # noqa: E402
+from jetfire.tuner import digest, session  # noqa: E402
+from jetfire.tuner.recording import Recording, ReplayRunner  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
@@ -611,7 +610,12 @@ def test_any_recording(capsys, tmp_path, data):
 def test_several_failures_end_as_the_first(capsys, tmp_path, monkeypatch):
     first = Unwritable(tmp_path / "x", OSError(28, "No space left"))
     first.details = "a compiler's line"
-    monkeypatch.setattr(command, "_tune_all", lambda *_: [first, UsageError("another")])
+    errors = iter((first, UsageError("another")))
+
+    def fail(*_):
+        raise next(errors)
+
+    monkeypatch.setattr(session.Session, "_tune", fail)
     code, out, errors = run(capsys, *TUNE, "--m", "32,64", "--storage", tmp_path)
     assert (code, out) == (2, "")
     said = f"2 of 2 searches failed, the first: {tmp_path}/x: cannot be written: No space left"

@@ -5,36 +5,26 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jetfire.core import profiles, registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import Interrupted, JetfireError, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
 from jetfire.measure.plan import Case
-from jetfire.tuner import summary, unseen
+from jetfire.report.text import significant
+from jetfire.tuner import display, unseen
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions, check
-from jetfire.tuner.recording import Recording
-from jetfire.tuner.session import FinishedSearch, SearchTarget, Session, Stopped, is_current
+from jetfire.tuner.recording import Recording, replayed
+from jetfire.tuner.search import SearchTarget
+from jetfire.tuner.session import Session, is_current
 from jetfire.tuner.space import Space
-from jetfire.tuner.study import Study
 from jetfire.tuner.trial import OBJECTIVES, Objective
-
-
-def devices_of(text: str) -> list[Device]:
-    """The devices to measure on: the one that is named, or all GPUs like the first."""
-    first = Device.parse(text)
-    if first.kind == "cpu" or ":" in text:
-        return [first]
-    import torch
-
-    found = [Device.parse(f"cuda:{i}") for i in range(torch.cuda.device_count())]
-    return [device for device in found if device.name == first.name]
 
 
 def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
@@ -48,8 +38,11 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     """
     plan.check_kernels([case.op.name for case in asked.cases], asked.kernels)
     index, count = asked.shard
-    pairs = [(case, k) for case in asked.cases[index::count] for k in _kernels(case, asked.kernels)]
-    found = [_target(asked, case, kernel, device) for case, kernel in pairs]
+    pairs = []
+    for case in asked.cases[index::count]:
+        known = registry.kernels(case.op.name)
+        pairs += [(case, known[name]) for name in asked.kernels or known if name in known]
+    found = [_target(asked, case, kernel, device) for case, kernel in dict.fromkeys(pairs)]
     tunable = [target for target in found if isinstance(target, SearchTarget)]
     if pairs and not tunable:
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
@@ -58,7 +51,13 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
-    return [t for t in tunable if not _is_tuned(t, device, asked.objective)]
+    return [
+        target
+        for target in tunable
+        if not is_current(
+            profiles.find(target.kernel, target.case.problem, device), asked.objective
+        )
+    ]
 
 
 def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:
@@ -72,27 +71,6 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> S
     if asked.space and space.whole and not space.pool:
         return f"{kernel.name}: no config within --space is legal"
     return SearchTarget(case, kernel, space)
-
-
-def _unseen(asked: TuneOptions, device: Device) -> list[SearchTarget]:
-    names = list(dict.fromkeys(case.op.name for case in asked.cases))
-    drawn = unseen.draw(names, asked.unseen, asked.seed, device)
-    return [
-        SearchTarget(
-            Case(registry.get(kernel.op), problem), kernel, Space.of(kernel, problem, device)
-        )
-        for kernel, problem in drawn
-    ]
-
-
-def _is_tuned(target: SearchTarget, device: Device, objective: str) -> bool:
-    found = profiles.find(target.kernel, target.case.problem, device)
-    return is_current(found, objective)
-
-
-def _kernels(case: Case, names: Sequence[str]) -> list[Kernel]:
-    known = registry.kernels(case.op.name)
-    return [known[name] for name in dict.fromkeys(names or known) if name in known]
 
 
 @contextmanager
@@ -121,107 +99,69 @@ def tune(asked: TuneOptions) -> None:
     """
     check(asked)
     objective: Objective = next(name for name in OBJECTIVES if name == asked.objective)
-    devices = devices_of(asked.device)
-    work = _unseen(asked, devices[0]) if asked.unseen else targets(asked, devices[0])
+    first = Device.parse(asked.device)
+    devices = [first] if ":" in asked.device else first.alike()
+    work = unseen.targets(asked, first) if asked.unseen else targets(asked, first)
     if not work:
         terminal.note("nothing to tune: the shard is empty, or all has its profile already")
         return
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
     if asked.dry_run:
-        _dry_run(work, devices)
+        print(f"{first.label}: {len(work)} searches")
+        for target in work:
+            space = target.space
+            legal = f"{len(space.pool)} legal" if space.whole else "too many to count"
+            print(f"{target}: {space.size} configs, {legal}")
         return
-    tuned: list[FinishedSearch] = []
-    failed: list[JetfireError] = []
-    stopped: BaseException | None = None
-    with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as display:
-        session = Session(asked, objective, devices, display)
-        try:
-            failed = _tune_all(session, work, tuned)
-        except Stopped as error:
-            tuned.append(error.tuned)
-            stopped = error.__cause__
-        except KeyboardInterrupt as error:
-            stopped = error
-        finally:
-            session.runner.close()
-    if tuned:
-        summary.show([t.outcome for t in tuned], devices[0])
-    _write_files(asked, tuned, session)
+    with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as shown:
+        session = Session(asked, objective, devices, shown)
+        session.run(work)
+    if session.tuned:
+        display.show(session.tuned, first)
+    if session.studies:
+        _write_files(asked, session)
+    _judge(session, len(work))
+
+
+def _judge(session: Session, count: int) -> None:
+    """Raise what so many searches end with, where that is not well."""
+    failed, stopped = session.failed, session.stopped
     if isinstance(stopped, KeyboardInterrupt):
-        raise Interrupted(f"interrupted: {len(tuned)} of {len(work)} searches decided and saved")
+        done = len(session.tuned)
+        raise Interrupted(f"interrupted: {done} of {count} searches decided and saved")
     if stopped is not None:
         raise UsageError(str(stopped))
-    if failed and len(work) > 1:
-        text = f"{len(failed)} of {len(work)} searches failed, the first: {failed[0]}"
-        failed[0].args = (text,)  # its details and its exit code stay
     if failed:
+        if count > 1:
+            text = f"{len(failed)} of {count} searches failed, the first: {failed[0]}"
+            failed[0].args = (text,)  # its details and its exit code stay
         raise failed[0]
-    if session.untried and not tuned:
+    if session.untried and not session.tuned:
         raise TimedOutError(
-            f"no config was tried within the budget: {session.untried} of {len(work)} searches are "
+            f"no config was tried within the budget: {session.untried} of {count} searches are "
             "left; give a higher --budget"
         )
 
 
-def _tune_all(
-    session: Session, work: Sequence[SearchTarget], tuned: list[FinishedSearch]
-) -> list[JetfireError]:
-    """Each target in turn while there is time; those that fail are named."""
-    failed: list[JetfireError] = []
-    for i, target in enumerate(work):
-        if session.runner.now() + session.final_s >= session.end:
-            session.untried += len(work) - i
-            session.display.note(
-                f"the budget is spent: {len(work) - i} of {len(work)} searches "
-                "are left; the same command goes on"
-            )
-            break
-        try:
-            if (done := session.tune(target, len(work) - i)) is not None:
-                tuned.append(done)
-        except JetfireError as error:
-            if len(work) > 1:
-                session.display.note(f"{target}: {error}")
-            failed.append(error)
-    return failed
-
-
-def _dry_run(work: Sequence[SearchTarget], devices: Sequence[Device]) -> None:
-    print(f"{devices[0].label}: {len(work)} searches")
-    for target in work:
-        space = target.space
-        legal = f"{len(space.pool)} legal" if space.whole else "too many to count"
-        print(f"{target}: {space.size} configs, {legal}")
-
-
-def _write_files(asked: TuneOptions, tuned: Sequence[FinishedSearch], session: Session) -> None:
-    if not session.studies:
-        return
+def _write_files(asked: TuneOptions, session: Session) -> None:
+    target, study = session.studies[0]
+    device = study.optuna.user_attrs["device"]
     if asked.report is not None:
         from jetfire.report import tuning
         from jetfire.tuner.digest import Digest
 
         tuning.write([Digest.of(study.optuna) for _, study in session.studies], asked.report)
     if asked.unseen:
-        rows = unseen.rows(tuned)
+        rows = unseen.rows(session.tuned)
         print(unseen.conclusion(rows))
         if asked.output is not None:
-            device = session.studies[0][1].optuna.user_attrs["device"]
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
-        _recording(*session.studies[0]).save(asked.record)
-
-
-def _recording(target: SearchTarget, study: Study) -> Recording:
-    return Recording(
-        target.kernel,
-        target.case.problem,
-        study.optuna.user_attrs["device"],
-        target.space.fields,
-        target.space.base,
-        dict(study.finished()),
-    )
+        space, trials = target.space, dict(study.finished())
+        problem = target.case.problem
+        made = Recording(target.kernel, problem, device, space.fields, space.base, trials)
+        made.save(asked.record)
 
 
 def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
@@ -233,9 +173,6 @@ def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
     Raises:
         UsageError: the file is no recording, or there is no such strategy.
     """
-    from jetfire.report.text import significant
-    from jetfire.tuner.replay import replayed
-
     recording = Recording.load(file)
     legal = len(recording.space().pool)
     usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)

@@ -6,8 +6,8 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection as mp_connection
 from typing import Any
 
@@ -16,15 +16,13 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.processes import Patience, Worker
 from jetfire.tuner import worker as workers
-from jetfire.tuner.measure import Job
-from jetfire.tuner.runner import ROUNDS, Comparison, RunnerError
-from jetfire.tuner.trial import Measurement, Outcome
-from jetfire.tuner.worker import BEGUN, START, NotSetUp
+from jetfire.tuner.trial import ROUNDS, Comparison, Measurement, Outcome, RunnerError
+from jetfire.tuner.worker import BEGUN, START, Job, NotSetUp
 
 COMPILERS = 16
 COMPILE_S = 120.0
 START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
-# Half a second for each of six readings of up to twenty configs and peers (`measure.POWER_RUNS`).
+# Half a second for each of six readings of up to twenty configs and peers (`worker.POWER_RUNS`).
 POWER_S = 60.0
 # A config given up may hang: to start another worker takes no longer than to wait so long for it.
 DROPPED_S = 3.0
@@ -44,7 +42,7 @@ class _Task:
 
     number: int
     config: Config
-    patience: Patience | None = None
+    patience: Patience = field(init=False)
     began: float = 0.0
     ready: bool = False
     spent: float = 0.0
@@ -57,11 +55,19 @@ class _Seat:
 
     Args:
         limit: seconds that the worker may take for a config.
+        queue: trials that wait for such a worker.
     """
 
-    def __init__(self, target: object, argument: object, what: str, limit: float) -> None:
+    def __init__(
+        self,
+        target: Callable[..., None],
+        argument: object,
+        what: str,
+        limit: float,
+        queue: deque[_Task],
+    ) -> None:
         self._target, self._argument = target, argument
-        self.what, self.limit = what, limit
+        self.what, self.limit, self.queue = what, limit, queue
         self.worker: Worker | None = None
         self.task: _Task | None = None
 
@@ -74,13 +80,9 @@ class _Seat:
             except OSError:  # it was killed while it had nothing to do
                 self.dismiss()
         with interrupts.deferred():
-            self.worker = Worker(self._target, self._argument)  # type: ignore[arg-type]
+            self.worker = Worker(self._target, self._argument)
         self.worker.ask(*request)
         return self.worker
-
-    def has_answered(self) -> bool:
-        """Return whether its worker has said something, or died; we may have been kept waiting."""
-        return self.worker is not None and self.worker.connection.poll(0.0)
 
     def dismiss(self) -> None:
         """Kill the worker; the next request starts another."""
@@ -103,26 +105,28 @@ class DeviceRunner:
     ) -> None:
         self.trial_s = trial_s
         names = [d.kind if d.kind == "cpu" else f"cuda:{d.index}" for d in devices]
+        self._to_compile: deque[_Task] = deque()
+        self._to_measure: deque[_Task] = deque()
         self._measuring = [
-            _Seat(workers.measure_configs, name, "check and time", trial_s) for name in names
+            _Seat(workers.measure_configs, name, "check and time", trial_s, self._to_measure)
+            for name in names
         ]
         capability = devices[0].capability
         spare = max(1, _cores() - len(devices))
         count = min(COMPILERS, spare) if compilers is None else compilers
         self._compiling = [
-            _Seat(workers.compile_configs, capability, "compile", COMPILE_S)
+            _Seat(workers.compile_configs, capability, "compile", COMPILE_S, self._to_compile)
             for _ in range(count if capability else 0)
         ]
-        self.capacity = len(self._compiling) + len(self._measuring)
-        self._to_compile: deque[_Task] = deque()
-        self._to_measure: deque[_Task] = deque()
+        self._seats = [*self._compiling, *self._measuring]
+        self.capacity = len(self._seats)
         self._done: list[tuple[int, Measurement]] = []
         self._trouble: str | None = None
         self.job: Job | None = None
 
     def start(self) -> None:
         """Start every worker, and wait for those that measure to be ready."""
-        for seat in (*self._compiling, *self._measuring):
+        for seat in self._seats:
             seat.ask(START)
         for seat in self._measuring:
             # One that dies or hangs so early does so again at its first trial, which says it.
@@ -138,12 +142,15 @@ class DeviceRunner:
     def submit(self, number: int, config: Config) -> None:
         task = _Task(number, config)
         with interrupts.deferred():
-            (self._to_compile if self._compiling else self._to_measure).append(task)
+            self._seats[0].queue.append(task)
             self._hand_out()
 
     def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
         end = self.now() + timeout
-        while not self._done and self._awaited() and (left := end - self.now()) > 0:
+        while not self._done and (left := end - self.now()) > 0:
+            waiting = any(seat.queue for seat in self._seats)
+            if not waiting and all(task.dropped for _, task in self._busy()):
+                break  # nothing comes that somebody waits for
             self._step(left)
             if self._trouble is not None:
                 raise RunnerError(self._trouble)
@@ -155,7 +162,7 @@ class DeviceRunner:
         self._to_measure.clear()
         self._done.clear()
         # To wait for what a worker is at costs less than to start another one.
-        for task in self._tasks():
+        for _, task in self._busy():
             task.dropped = True
 
     def compare(
@@ -212,37 +219,21 @@ class DeviceRunner:
         return time.monotonic()
 
     def close(self) -> None:
-        for seat in (*self._compiling, *self._measuring):
+        for seat in self._seats:
             seat.dismiss()
 
-    def _busy(self) -> list[_Seat]:
-        return [seat for seat in (*self._compiling, *self._measuring) if seat.task is not None]
-
-    def _tasks(self) -> list[_Task]:
-        return [seat.task for seat in self._busy() if seat.task is not None]
-
-    def _awaited(self) -> bool:
-        """Something will come to an end that somebody waits for."""
-        return bool(self._to_compile or self._to_measure) or any(
-            not task.dropped for task in self._tasks()
-        )
+    def _busy(self) -> list[tuple[_Seat, _Task]]:
+        return [(seat, seat.task) for seat in self._seats if seat.task is not None]
 
     def _hand_out(self) -> None:
-        job = self.job
-        if job is None:
+        if (job := self.job) is None:
             return
-        for seat in self._compiling:
-            if seat.task is None and self._to_compile:
-                task = self._to_compile.popleft()
-                self._give(seat, task, seat.ask(job.kernel, job.problem, task.config))
-        for seat in self._measuring:
-            if seat.task is None and self._to_measure:
-                task = self._to_measure.popleft()
-                self._give(seat, task, seat.ask("measure", job, task.config))
-
-    def _give(self, seat: _Seat, task: _Task, worker: Worker) -> None:
-        self._begin(task, worker, START_S)
-        task.ready, seat.task = False, task
+        for seat in self._seats:
+            if seat.task is None and seat.queue:
+                task = seat.queue.popleft()
+                request = ("measure", job) if seat in self._measuring else (job.kernel, job.problem)
+                self._begin(task, seat.ask(*request, task.config), START_S)
+                task.ready, seat.task = False, task
 
     def _begin(self, task: _Task, worker: Worker, limit: float) -> None:
         task.began = self.now()
@@ -250,23 +241,22 @@ class DeviceRunner:
 
     def _step(self, timeout: float) -> None:
         """Wait for the next answer, death or time limit, and act on it."""
-        busy = self._busy()
-        by_connection = {s.worker.connection: s for s in busy if s.worker is not None}
-        wait_s = max(0.0, min([timeout, *(p.left(self.now()) for _, p in self._limits(busy))]))
+        busy, now = self._busy(), self.now()
+        by_connection = {
+            seat.worker.connection: seat for seat, _ in busy if seat.worker is not None
+        }
+        wait_s = max(0.0, min([timeout, *(task.patience.left(now) for _, task in busy)]))
         ready = mp_connection.wait(list(by_connection), wait_s)
         with interrupts.deferred():  # half a message read would be lost, and the rest misread
             for connection in ready:
                 self._receive(by_connection[connection])  # type: ignore[index]
-            for seat, patience in self._limits(busy):
-                late = patience.left(self.now()) <= 0 and not seat.has_answered()
-                if late and seat.task is not None:
-                    what = seat.what if seat.task.ready else "start"
-                    self._end(seat, "timeout", f"took over {patience.limit:g} s to {what}")
+            for seat, task in busy:
+                late = seat.task is task and task.patience.left(self.now()) <= 0
+                # It may have answered, or died, while we were kept waiting.
+                if late and not (seat.worker is not None and seat.worker.connection.poll(0.0)):
+                    what = seat.what if task.ready else "start"
+                    self._end(seat, "timeout", f"took over {task.patience.limit:g} s to {what}")
             self._hand_out()
-
-    def _limits(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, Patience]]:
-        tasks = [(seat, seat.task) for seat in seats if seat.task is not None]
-        return [(seat, task.patience) for seat, task in tasks if task.patience is not None]
 
     def _receive(self, seat: _Seat) -> None:
         task, worker = seat.task, seat.worker
@@ -315,7 +305,7 @@ class DeviceRunner:
             self._trouble = message
         else:
             task.again = True
-            (self._to_compile if seat in self._compiling else self._to_measure).appendleft(task)
+            seat.queue.appendleft(task)
 
 
 def _cores() -> int:

@@ -31,7 +31,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\S\n]|[\x00-\x09\x0b-\x1f\x7f\u
 
 
 class FinalRecord(TypedDict, total=False):
-    """A final comparison, as `final.Final.as_dict` gives it."""
+    """A final comparison, as `search.Final.as_dict` gives it."""
 
     config: Required[Fields]
     ms: Required[Measured]
@@ -100,21 +100,15 @@ class Attempt:
     Attributes:
         fate: one of `FATES`.
         values: what was to be small (ms, J, or both), where it was measured and is above 0.
-        ms, ms_p20, ms_p80: milliseconds a call.
-        joules: a call.
-        seconds: wall time that it cost.
+        said: what became of its config; of nothing known a crash.
     """
 
     number: int
     fate: str
     config: Mapping[str, Any]
     values: tuple[float, ...] | None
-    ms: float | None
-    ms_p20: float | None
-    ms_p80: float | None
-    joules: float | None
+    said: Measurement
     message: str
-    seconds: float
 
     @classmethod
     def of(cls, trial: optuna.trial.FrozenTrial, objectives: int) -> Attempt:
@@ -122,22 +116,25 @@ class Attempt:
         from optuna.trial import TrialState
 
         said = Measurement.parse(trial.user_attrs)
-        known = said or Measurement("crash")  # of which nothing is known
         measured = trial.state == TrialState.COMPLETE and can_be(trial.values, objectives)
         lost = LOST if trial.state.is_finished() else RUNNING
         config = _valid(trial.user_attrs.get("config"), Fields) or _valid(trial.params, Fields)
         return cls(
-            number=trial.number,
-            fate=lost if said is None else said.outcome,
-            config=config or {},
-            values=tuple(trial.values) if measured and min(trial.values) > 0 else None,
-            ms=known.ms,
-            ms_p20=known.ms_p20,
-            ms_p80=known.ms_p80,
-            joules=known.joules,
-            message=clean(known.message),
-            seconds=known.seconds,
+            trial.number,
+            lost if said is None else said.outcome,
+            config or {},
+            tuple(trial.values) if measured and min(trial.values) > 0 else None,
+            said or Measurement("crash"),
+            "" if said is None else clean(said.message),
         )
+
+    @property
+    def ms(self) -> float | None:
+        return self.said.ms
+
+    @property
+    def joules(self) -> float | None:
+        return self.said.joules
 
     def has(self, name: str, value: Any) -> bool:
         """Whether its config has just that value of a field; 1 and True are two."""
@@ -234,7 +231,8 @@ class Digest:
             return self.final["ms"], self.final.get("ms_p20"), self.final.get("ms_p80")
         if self.best is None or self.best.ms is None:
             return None
-        return self.best.ms, self.best.ms_p20, self.best.ms_p80
+        said = self.best.said
+        return self.best.ms, said.ms_p20, said.ms_p80
 
     @property
     def default_ms(self) -> float | None:
@@ -256,7 +254,7 @@ class Digest:
 
     @property
     def seconds(self) -> float:
-        return sum(a.seconds for a in self.attempts)
+        return sum(a.said.seconds for a in self.attempts)
 
     @cached_property
     def fields(self) -> dict[str, list[Any]]:

@@ -1,26 +1,31 @@
-"""What a person sees on stderr while the tuner works: a live table on a terminal, else lines."""
+"""What a person sees of the tuner: on stderr while it works, and in the end what it found."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Self
 
 from rich.console import RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from jetfire.core import terminal
+from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.report.text import significant, times
+from jetfire.measure.results import problem_text, shape_text
+from jetfire.report.table import Table
+from jetfire.report.text import fields_text, mean, significant, time_text, times
+from jetfire.tuner.search import FinishedSearch
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
 UNITS = {"time": "ms", "energy": "J", "both": "ms·J"}
 
 
 def config_text(config: Config) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.as_dict().items())
+    return fields_text(config.as_dict())
 
 
 class SearchDisplay:
@@ -34,6 +39,7 @@ class SearchDisplay:
         self.objective, self.total, self.index = objective, total, 0
         self._console = terminal.console(stderr=True)
         self._live: Live | None = None
+        self._shown = ExitStack()
         self.title, self.trials, self._end = "", 0, 0.0
         self._reset()
 
@@ -51,17 +57,11 @@ class SearchDisplay:
                 transient=True,
                 refresh_per_second=4,
             )
-            self._live.__enter__()
+            self._shown.enter_context(self._live)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.__exit__(kind, value, trace)
+    def __exit__(self, *error: object) -> None:
+        self._shown.close()
 
     def begin(
         self, title: str, trials: int, seconds: float, known: list[tuple[Config, Measurement]]
@@ -128,7 +128,7 @@ class SearchDisplay:
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def table(self) -> RenderableType:
-        table = Table(title=f"[{self.index}/{self.total}] {self.title}", show_header=False)
+        table = RichTable(title=f"[{self.index}/{self.total}] {self.title}", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         if self.best is not None:
@@ -138,3 +138,55 @@ class SearchDisplay:
         table.add_row("trials", f"{sum(self.counts.values())} of {self.trials}: {outcomes}")
         table.add_row("left", f"at most {self._eta()}")
         return table
+
+
+# What was found.
+
+COLUMNS = (
+    "problem",
+    "kernel",
+    "config, where not the default's",
+    "time",
+    "default",
+    "gain",
+    "× peer",
+    "trials",
+    "failed",
+    "profile",
+)
+
+
+def show(tuned: Sequence[FinishedSearch], device: Device) -> None:
+    """Print what searches came to on stdout, with the gains' mean where a default could run."""
+    table = Table(COLUMNS, [_row(one) for one in tuned], left=(0, 1, 2, 6, 9))
+    terminal.console(width=240).print(table.rich(folded=range(len(COLUMNS))))
+    gains = [one.final.gain for one in tuned if one.final.gain is not None]
+    if gains:
+        speed = f"{mean(gains):.3f}× the defaults' speed"
+        print(f"{device.label}: {speed}, geometric mean of {len(gains)}")
+
+
+def changes(config: Config, default: Config) -> str:
+    """The fields in which a config is not the default."""
+    usual = default.as_dict()
+    found = {name: v for name, v in config.as_dict().items() if v != usual[name]}
+    return problem_text(found) or "the default"
+
+
+def _row(tuned: FinishedSearch) -> tuple[str, ...]:
+    target, final = tuned.target, tuned.final
+    problem = target.case.problem.as_dict()
+    failed = sum(not measurement.measured for _, measurement in tuned.trials)
+    peers = [f"{times(ratio)} {name}" for name, ratio in final.vs_peer.items()]
+    return (
+        f"{target.kernel.op} {shape_text(problem, problem)}",
+        target.kernel.name,
+        changes(final.config, target.space.base),
+        time_text(final.timing.ms),
+        "fails" if final.default is None else time_text(final.default.ms),
+        "" if final.gain is None else times(final.gain, 3),
+        "\n".join(peers),
+        str(len(tuned.trials)),
+        str(failed) if failed else "",
+        "written" if tuned.saved else "stays",
+    )

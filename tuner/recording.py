@@ -1,24 +1,31 @@
-"""A space with what became of each of its configs, in a small file: for tests and `--replay`."""
+"""A space with what became of each of its configs, in a small file, and searches of that."""
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import optuna
 from pydantic import FailFast, Field
 
 from jetfire.core import registry, schema
+from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Unreadable, write
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
+from jetfire.measure.timer import Timing
+from jetfire.tuner.search import Final, Limits, decide, search
 from jetfire.tuner.space import WHOLE, Space
-from jetfire.tuner.trial import OUTCOMES, Measurement, Outcome
+from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.study import Identity, Study
+from jetfire.tuner.trial import OUTCOMES, ROUNDS, Comparison, Measurement, Outcome
 
 SCHEMA = 1
 Values = Annotated[Scalars, Field(min_length=1, max_length=1000)]
@@ -147,11 +154,19 @@ def _parsed(content: _File, file: Path) -> Recording:
         UsageError: what it names is not there, or does not fit together.
     """
     op, kernel = registry.get(content.op), registry.get_kernel(content.op, content.kernel)
-    fields = {name: _typed(kernel, name, values) for name, values in content.fields.items()}
+    fields = {
+        name: [kernel.Config.parse({name: value}).as_dict()[name] for value in values]
+        for name, values in content.fields.items()
+    }
     base = kernel.Config.parse(content.base)
     space = Space(fields, base, lambda _: None)
+    count = len(content.fields)
+    named = [
+        {"ranks": row[:count], **dict(zip(_REST, row[count:], strict=False))}
+        for row in content.trials
+    ]
     trials = {}
-    for i, trial in enumerate(_trials(content, file)):
+    for i, trial in enumerate(schema.convert({"trials": named}, _Trials, file).trials):
         ranks = tuple(trial.ranks)
         if trial.outcome >= len(content.outcomes) or not space.has(ranks):
             raise Unreadable(file, f"trials.{i}: expected ranks of {', '.join(fields)} and outcome")
@@ -169,15 +184,121 @@ def _parsed(content: _File, file: Path) -> Recording:
     return Recording(kernel, problem, content.device, fields, base, trials)
 
 
-def _trials(content: _File, file: Path) -> list[_Trial]:
-    count = len(content.fields)
-    named = [
-        {"ranks": row[:count], **dict(zip(_REST, row[count:], strict=False))}
-        for row in content.trials
-    ]
-    return schema.convert({"trials": named}, _Trials, file).trials
+class ReplayRunner:
+    """Answers from recorded measurements, on a clock that runs as they did.
+
+    Args:
+        recorded: config → what became of it.
+        slots: configs under way at once.
+    """
+
+    def __init__(self, recorded: Mapping[Config, Measurement], slots: int = 1) -> None:
+        self.recorded = recorded
+        self.capacity = slots
+        self.seconds = 0.0
+        self._queue: list[tuple[int, Config]] = []
+        self._spent = 0.0  # on the first of the queue
+
+    def submit(self, number: int, config: Config) -> None:
+        self._queue.append((number, config))
+
+    def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
+        number, config = self._queue[0]
+        found = self.recorded.get(config, Measurement("illegal", message="not recorded"))
+        left = found.seconds - self._spent
+        if left > timeout:
+            self.seconds += timeout
+            self._spent += timeout
+            return []
+        self.seconds += left
+        self._queue.pop(0)
+        self._spent = 0.0
+        return [(number, found)]
+
+    def cancel(self) -> None:
+        self._queue.clear()
+        self._spent = 0.0
+
+    def compare(
+        self,
+        configs: Mapping[str, Config],
+        budget_s: float,
+        rounds: int = ROUNDS,
+        peers: bool = True,
+    ) -> Comparison:
+        timings, failed = {}, {}
+        for label, config in configs.items():
+            found = self.recorded.get(config)
+            if found is None or found.ms is None:
+                failed[label] = "not recorded" if found is None else found.message or found.outcome
+            else:
+                self.seconds += found.seconds
+                timings[label] = _timing(found)
+        return Comparison(timings, {}, failed)
+
+    def now(self) -> float:
+        return self.seconds
+
+    def close(self) -> None:
+        self._queue.clear()
 
 
-def _typed(kernel: Kernel, name: str, values: Sequence[Any]) -> list[Any]:
-    """Return a config field's values, each of the field's own type."""
-    return [kernel.Config.parse({name: value}).as_dict()[name] for value in values]
+def _timing(found: Measurement) -> Timing:
+    assert found.ms is not None
+    values = (found.ms_p20 or found.ms, found.ms, found.ms_p80 or found.ms)
+    timing = Timing(found.ms, values[0], values[2], len(values), values=values)
+    if found.joules is not None:
+        energies = (found.joules,) * len(values)
+        timing = replace(timing, watts=found.joules / found.ms * 1e3, energies=energies)
+    return timing
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a search found.
+
+    Attributes:
+        ms: the winner's recorded time.
+        trials: configs that were looked at.
+        seconds: that it would have taken.
+    """
+
+    config: Config
+    ms: float
+    trials: int
+    seconds: float
+    final: Final
+
+
+def _unheard(*_: object) -> None:
+    pass
+
+
+def replayed(
+    recording: Recording, strategy: str, trials: int, seed: int, budget_s: float = math.inf
+) -> Replayed:
+    """Search a recorded space from its default config on, and decide as the tuner does.
+
+    Raises:
+        UsageError: there is no such strategy.
+        WrongResultError: none of the configs that were looked at is right.
+    """
+    space = recording.space()
+    default = space.point(recording.base.as_dict())
+    first = [default] if default is not None and space.legal(default) else []
+    identity = Identity(
+        recording.kernel, recording.problem, Device("cpu", name="replay"), space, "time", "normal"
+    )
+    study = Study(
+        identity,
+        strategy_of(strategy, space, seed, first),
+        optuna.storages.InMemoryStorage(),
+        _unheard,
+        {"strategy": strategy},
+    )
+    runner = ReplayRunner(recording.trials)
+    search(study, runner, Limits(trials, budget_s), _unheard)
+    best = study.best(3)
+    holder = recording.base if recording.base in recording.trials or not best else best[0]
+    final = decide(runner, best, holder, holder, False, "time", math.inf)
+    return Replayed(final.config, final.timing.ms, len(study.finished()), runner.now(), final)

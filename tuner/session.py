@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from optuna.storages import InMemoryStorage
 
@@ -13,23 +11,18 @@ from jetfire.core import profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
-from jetfire.core.kernel import Kernel
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml
-from jetfire.measure.plan import Case
-from jetfire.tuner import summary
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
-from jetfire.tuner.final import Final, decide
-from jetfire.tuner.measure import Job
 from jetfire.tuner.options import EFFORTS, TuneOptions
-from jetfire.tuner.runner import RunnerError
-from jetfire.tuner.search import Limits, search
-from jetfire.tuner.space import Point, Space
+from jetfire.tuner.search import Final, FinishedSearch, Limits, SearchTarget, decide, search
+from jetfire.tuner.space import Point
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, StorageError, Study
-from jetfire.tuner.trial import Measurement, Objective, digits
+from jetfire.tuner.trial import Measurement, Objective, RunnerError, digits
+from jetfire.tuner.worker import Job
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 # Seconds that the final comparison takes at first guess, and that a search gets at least: of many
@@ -39,49 +32,15 @@ FINAL_S, LEAST_S = 3.0, 2.0
 HOPELESS = ("wrong", "illegal", "compile")
 
 
-@dataclass(frozen=True)
-class SearchTarget:
-    """One kernel at one problem, and what it may be tuned over."""
-
-    case: Case
-    kernel: Kernel
-    space: Space
-
-    def __str__(self) -> str:
-        return f"{self.case.op.name}/{self.kernel.name} {self.case.problem}"
-
-
-@dataclass(frozen=True)
-class FinishedSearch:
-    """A search that has come to its end.
+class Session:
+    """The devices, the display and the limits that all the searches of one command share.
 
     Attributes:
-        found: what a lookup gave before.
-        saved: the profile that was written; None where it stays as it was.
+        studies: with their targets, those of earlier runs too.
+        tuned: the searches that came to their ends; failed: the errors of others.
+        untried: searches that there was no time for.
+        stopped: what ended the session before its work, if anything did.
     """
-
-    target: SearchTarget
-    found: Found
-    final: Final
-    study: Study
-    saved: Path | None
-
-    @property
-    def outcome(self) -> summary.SearchOutcome:
-        """It as the summary shows it."""
-        target = self.target
-        return summary.SearchOutcome(
-            target.kernel,
-            target.case.problem,
-            target.space.base,
-            self.final,
-            self.study.finished(),
-            self.saved is not None,
-        )
-
-
-class Session:
-    """The devices, the display and the limits that all the searches of one command share."""
 
     def __init__(
         self,
@@ -96,7 +55,10 @@ class Session:
         self.trials = asked.trials or self.effort.trials
         self.runner = DeviceRunner(devices, asked.trial_s)
         self.studies: list[tuple[SearchTarget, Study]] = []
-        self.untried = 0  # searches that there was no time for
+        self.tuned: list[FinishedSearch] = []
+        self.failed: list[JetfireError] = []
+        self.untried = 0
+        self.stopped: BaseException | None = None
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
@@ -108,50 +70,49 @@ class Session:
             )
         self.peaks = peaks.cached(self.device, self.driver)
 
-    def study(self, target: SearchTarget, first: Sequence[Point]) -> Study:
-        """The target's study, described for whoever reads it."""
-        asked, problem = self.asked, target.case.problem
-        name = asked.strategy
-        if name == "tpe" and target.space.whole and len(target.space.pool) <= self.trials:
-            name = "exhaustive"
-        identity = Identity(
-            target.kernel, problem, self.device, target.space, self.objective, asked.data
-        )
-        record = bench_command.device_record(self.device, dict(self.peaks), self.driver)
-        attributes = {
-            "op": target.case.op.name,
-            "kernel": target.kernel.name,
-            "problem": problem.as_dict(),
-            "device": record,
-            "default": target.space.base.as_dict(),
-            "objective": self.objective,
-            "strategy": name,
-            "seed": asked.seed,
-            "space": {field: list(v) for field, v in target.space.fields.items()},
-            "source": target.kernel.source_hash(),
-            "peaks": dict(self.peaks),
-            "flops": target.case.op.flops(problem),
-            "bytes": target.case.op.bytes(problem),
-        }
-        strategy = strategy_of(name, target.space, asked.seed, first)
-        storage = asked.storage if asked.keep else InMemoryStorage()
-        return Study(identity, strategy, storage, self.display.note, attributes)
+    def run(self, work: Sequence[SearchTarget]) -> None:
+        """Tune each target in turn while there is time; what fails is named."""
+        try:
+            for i, target in enumerate(work):
+                left = len(work) - i
+                if self.runner.now() + self.final_s >= self.end:
+                    self.untried += left
+                    self.display.note(
+                        f"the budget is spent: {left} of {len(work)} searches are left; the same "
+                        "command goes on"
+                    )
+                    return
+                try:
+                    self.stopped = self._tune(target, left)
+                except JetfireError as error:
+                    if len(work) > 1:
+                        self.display.note(f"{target}: {error}")
+                    self.failed.append(error)
+                if self.stopped is not None:
+                    return
+        except KeyboardInterrupt as error:
+            self.stopped = error
+        finally:
+            self.runner.close()
 
-    def tune(self, target: SearchTarget, searches_left: int) -> FinishedSearch | None:
+    def _tune(self, target: SearchTarget, searches_left: int) -> BaseException | None:
         """Search one target with its share of the time left, decide, save.
 
-        Returns:
-            None where an earlier run has done it all, or there was no time for a single config.
+        Nothing is done where an earlier run has done it all.
 
-        Raises:
-            KeyboardInterrupt: after the best so far has been saved.
+        Returns:
+            What cut the search short, once the best so far has been saved; None if nothing did.
         """
-        found = self._found(target)
-        study = self.study(target, self._first(target, found))
+        found = profiles.find(target.kernel, target.case.problem, self.device)
+        study = self._study(target, found)
         self.studies.append((target, study))
         if self._done(study, is_current(found, self.objective)):
             return None
-        self._start()
+        if not self._started:  # it takes seconds: once something is sure to need the workers
+            if self.asked.keep:
+                self._check_folder()
+            self.runner.start()
+            self._started = True
         share = max(LEAST_S, (self.end - self.runner.now()) / searches_left - self.final_s)
         share = min(share, max(0.0, self.end - self.runner.now() - self.final_s))
         stopped = self._search(target, study, share)
@@ -161,33 +122,85 @@ class Session:
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
             self.untried += 1
             return None
+        if self.asked.keep:  # another tuner may have written a profile in the meantime
+            profiles.forget()
+            found = profiles.find(target.kernel, target.case.problem, self.device)
         try:
-            tuned, stopped = self._finished(target, study, found, stopped)
+            try:
+                self._finish(target, study, found, self.effort.rounds_s)
+            except KeyboardInterrupt as error:  # it hastens the end
+                stopped = error
+                self._finish(target, study, found, 1.0)
         except (WrongResultError, TimedOutError):
             if stopped is not None:
                 raise stopped from None
             raise
-        if stopped is not None:
-            raise Stopped(tuned) from stopped
-        return tuned
+        return stopped
 
-    def _found(self, target: SearchTarget) -> Found:
-        return profiles.find(target.kernel, target.case.problem, self.device)
+    def _check_folder(self) -> None:
+        """Fail before the search rather than after it, where no profile can be written."""
+        file = profiles.path(profiles.user_folder(), self.device, "any")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot write profile {file}: {error.strerror}") from None
+        check_writable(file)
+
+    def _study(self, target: SearchTarget, found: Found) -> Study:
+        """The target's study, described for whoever reads it.
+
+        First it tries the default, the profile's config, and those of the nearest problems.
+        """
+        asked, problem, space = self.asked, target.case.problem, target.space
+        near = profiles.nearest(target.kernel, problem, self.device, NEAREST)
+        configs = [space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
+        points: dict[Point | None, None] = dict.fromkeys(space.point(config) for config in configs)
+        first = [point for point in points if point is not None and space.legal(point)]
+        name = asked.strategy
+        if name == "tpe" and space.whole and len(space.pool) <= self.trials:
+            name = "exhaustive"
+        attributes = {
+            "op": target.case.op.name,
+            "kernel": target.kernel.name,
+            "problem": problem.as_dict(),
+            "device": bench_command.device_record(self.device, dict(self.peaks), self.driver),
+            "default": space.base.as_dict(),
+            "objective": self.objective,
+            "strategy": name,
+            "seed": asked.seed,
+            "space": {field: list(v) for field, v in space.fields.items()},
+            "source": target.kernel.source_hash(),
+            "peaks": dict(self.peaks),
+            "flops": target.case.op.flops(problem),
+            "bytes": target.case.op.bytes(problem),
+        }
+        return Study(
+            Identity(target.kernel, problem, self.device, space, self.objective, asked.data),
+            strategy_of(name, space, asked.seed, first),
+            asked.storage if asked.keep else InMemoryStorage(),
+            self.display.note,
+            attributes,
+        )
+
+    def _done(self, study: Study, fresh: bool) -> bool:
+        tried = len(study.finished())
+        enough = tried >= self.trials or study.exhausted()
+        if not (fresh and "final" in study.optuna.user_attrs and enough):
+            return False
+        self.display.index += 1
+        self.display.note(
+            f"{study.identity.name}: tuned already, {tried} trials: "
+            + ("all that are legal" if study.exhausted() else "a higher --trials goes on")
+        )
+        return True
 
     def _search(self, target: SearchTarget, study: Study, share: float) -> BaseException | None:
         """Search for so many seconds; what stopped it before, if anything did."""
-        asked = self.asked
+        asked, case = self.asked, target.case
+        energy = self.objective != "time"
         self.display.begin(str(target), self.trials, share, study.finished())
         self.runner.begin(
-            Job(
-                target.case.op,
-                target.kernel,
-                target.case.problem,
-                asked.seed,
-                asked.data,
-                self.objective != "time",
-                asked.peers,
-            )
+            Job(case.op, target.kernel, case.problem, asked.seed, asked.data, energy, asked.peers)
         )
         try:
             limits = Limits(self.trials, self.runner.now() + share)
@@ -205,65 +218,23 @@ class Session:
             self.display.note(f"{target}: {failed} trials failed: {study.log} says how")
         return None
 
-    def _finished(
-        self, target: SearchTarget, study: Study, found: Found, stopped: BaseException | None
-    ) -> tuple[FinishedSearch, BaseException | None]:
-        """Decide and save; Ctrl-C hastens it."""
-        if self.asked.keep:  # another tuner may have written a profile in the meantime
-            profiles.forget()
-            found = self._found(target)
-        try:
-            return self._finish(target, study, found, self.effort.rounds_s), stopped
-        except KeyboardInterrupt as error:
-            return self._finish(target, study, found, 1.0), error
-
-    def _start(self) -> None:
-        """Start the workers, which takes seconds, once something is sure to need them."""
-        if not self._started:
-            if self.asked.keep:
-                _check_folder(profiles.path(profiles.user_folder(), self.device, "any"))
-            self.runner.start()
-            self._started = True
-
-    def _first(self, target: SearchTarget, found: Found) -> list[Point]:
-        """The default, the profile's config, and those of the nearest problems."""
-        near = profiles.nearest(target.kernel, target.case.problem, self.device, NEAREST)
-        configs = [target.space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
-        points = [target.space.point(config) for config in configs]
-        return [p for p in dict.fromkeys(points) if p is not None and target.space.legal(p)]
-
-    def _done(self, study: Study, fresh: bool) -> bool:
-        tried = len(study.finished())
-        enough = tried >= self.trials or study.exhausted()
-        if not (fresh and "final" in study.optuna.user_attrs and enough):
-            return False
-        self.display.index += 1
-        self.display.note(
-            f"{study.identity.name}: tuned already, {tried} trials: "
-            + ("all that are legal" if study.exhausted() else "a higher --trials goes on")
-        )
-        return True
-
-    def _finish(
-        self, target: SearchTarget, study: Study, found: Found, rounds_s: float
-    ) -> FinishedSearch:
-        begin, tuned = self.runner.now(), found.source == "tuned"
-        rounds_s = min(rounds_s, max(1.0, self.end - begin))
-        hopeless = {config: m.message for config, m in study.finished() if self._hopeless(m)}
+    def _finish(self, target: SearchTarget, study: Study, found: Found, rounds_s: float) -> None:
+        """Decide, and save what is new."""
+        begin, trials = self.runner.now(), study.finished()
         try:
             final = decide(
                 self.runner,
                 study.best(self.effort.finalists),
                 target.space.base,
                 found.config,
-                tuned,
+                found.source == "tuned",
                 self.objective,
-                rounds_s,
-                hopeless,
+                min(rounds_s, max(1.0, self.end - begin)),
+                {config: m.message for config, m in trials if self._hopeless(m)},
                 self.effort.rounds,
             )
         except WrongResultError:
-            if {m.outcome for _, m in study.finished()} == {"timeout"}:
+            if {m.outcome for _, m in trials} == {"timeout"}:
                 raise TimedOutError(
                     f"{target}: no config was done in {self.asked.trial_s:g} s: give a longer "
                     "--trial-timeout"
@@ -272,11 +243,11 @@ class Session:
         self.final_s = self.runner.now() - begin
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
-        saved = None
-        if self.asked.keep and not (final.kept and is_current(found, self.objective)):
-            saved = self._save(target, study, final)
+        saved = self.asked.keep and not (final.kept and is_current(found, self.objective))
+        if saved:
+            self._save(target, study, final)
         study.conclude(final.as_dict())
-        return FinishedSearch(target, found, final, study, saved)
+        self.tuned.append(FinishedSearch(target, found, final, trials, saved))
 
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""
@@ -284,7 +255,7 @@ class Session:
             return self.asked.trial_s < 2 * measurement.seconds
         return measurement.outcome in HOPELESS
 
-    def _save(self, target: SearchTarget, study: Study, final: Final) -> Path:
+    def _save(self, target: SearchTarget, study: Study, final: Final) -> None:
         timing = final.timing
         entry = Entry(
             kernel=target.kernel.name,
@@ -302,7 +273,7 @@ class Session:
             strategy=str(study.optuna.user_attrs["strategy"]),
             provenance=provenance.of(target.kernel, self.device, self.driver),
         )
-        return profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
+        profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
 
 
 def is_current(found: Found, objective: str) -> bool:
@@ -310,24 +281,3 @@ def is_current(found: Found, objective: str) -> bool:
     if found.entry is None or found.source != "tuned" or found.stale:
         return False
     return found.entry.objective == objective
-
-
-def _check_folder(file: Path) -> None:
-    """Fail before the search rather than after it.
-
-    Raises:
-        UsageError: profiles cannot be written there.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write profile {file}: {error.strerror}") from None
-    check_writable(file)
-
-
-class Stopped(Exception):
-    """A search that was cut short, and what it found."""
-
-    def __init__(self, tuned: FinishedSearch) -> None:
-        super().__init__()
-        self.tuned = tuned

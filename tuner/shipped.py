@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from jetfire.core import registry, workloads
-from jetfire.core.op import Op, Tuning
+from jetfire.core.op import Tuning
 from jetfire.measure.plan import BLOCKS, Case, choose_ops
 
 WORKLOADS = (*workloads.MODELS, "square")
@@ -40,18 +39,11 @@ def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
             continue
         has_blocks = "block" in op.Problem.__dataclass_fields__
         for fields in [{"block": b} for b in blocks or BLOCKS] if has_blocks else [{}]:
-            for workload in WORKLOADS:
-                found.update(dict.fromkeys(_of(op, workload, fields)))
+            for workload, mode in itertools.product(WORKLOADS, op.modes):
+                for settings in op.shipped(workload, mode):
+                    problems = workloads.problems(op, workload, mode, {**fields, **settings})
+                    found.update(dict.fromkeys(Case(op, problem) for problem in problems))
     return list(found)
-
-
-def _of(op: Op, workload: str, fields: Mapping[str, Any]) -> list[Case]:
-    return [
-        Case(op, problem)
-        for mode in op.modes
-        for settings in op.shipped(workload, mode)
-        for problem in workloads.problems(op, workload, mode, {**fields, **settings})
-    ]
 
 
 def commands() -> list[str]:
@@ -62,13 +54,13 @@ def commands() -> list[str]:
         if not op.composite:
             key = name in parts(), -op.tuning.trials, op.tuning
             groups.setdefault(key, []).append(name)
-    keys = sorted(groups, key=lambda key: key[:2])
-    return [_command(groups[key], key[2]) for key in keys]
-
-
-def _command(names: Sequence[str], tuning: Tuning) -> str:
-    kernel = f" --kernel {tuning.kernel}" if tuning.kernel else ""
-    return f"{' '.join(names)}{kernel} --trials {tuning.trials} --peer {tuning.peer}"
+    lines = []
+    for key in sorted(groups, key=lambda key: key[:2]):
+        tuning = key[2]
+        kernel = f" --kernel {tuning.kernel}" if tuning.kernel else ""
+        how = f"--trials {tuning.trials} --peer {tuning.peer}"
+        lines.append(f"{' '.join(groups[key])}{kernel} {how}")
+    return lines
 
 
 if __name__ == "__main__":

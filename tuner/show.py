@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jetfire.core import profiles, registry, terminal, workloads
 from jetfire.core.device import Device
@@ -19,10 +19,6 @@ from jetfire.measure.results import problem_text, shape_text
 from jetfire.report.show import first_ratio
 from jetfire.report.table import Table
 from jetfire.report.text import time_text, times
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-    from rich.text import Text
 
 COLUMNS = ("kernel", "problem", "config", "time", "gain", "× peer", "tuned", "state")
 
@@ -67,8 +63,14 @@ class Wanted:
             fields["block"] = request.blocks
         shapes = None
         if request.workload is not None:
-            chosen = choose_ops(request.ops)
-            shapes = {op.name: set(_shapes(op, request.workload)) for op in chosen}
+            shapes = {
+                op.name: {
+                    _sizes(op, problem.as_dict())
+                    for mode in op.modes
+                    for problem in workloads.problems(op, request.workload, mode, {})
+                }
+                for op in choose_ops(request.ops)
+            }
         return cls(fields, shapes, kernels)
 
     def __call__(self, op: str, entry: Entry) -> bool:
@@ -83,12 +85,6 @@ class Wanted:
 
 def _sizes(op: Op, problem: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(problem[dim] for dim in op.dims)
-
-
-def _shapes(op: Op, workload: str) -> Iterator[tuple[int, ...]]:
-    for mode in op.modes:
-        for problem in workloads.problems(op, workload, mode, {}):
-            yield _sizes(op, problem.as_dict())
 
 
 def found(names: Sequence[str], device: Device | None, wanted: Wanted) -> Iterator[Profile]:
@@ -119,8 +115,12 @@ def show(
         return
     console = terminal.console(width=240)
     for profile in shown:
-        console.print(*_heading(profile), soft_wrap=True, sep="")
-        console.print(_table(profile))
+        shared = _shared([entry.problem for entry in profile.entries])
+        where = f" on {profile.device}, {profile.source}: {profile.file}"
+        text = f"{where}\n{problem_text(shared)}".rstrip()
+        console.print(terminal.styled(profile.op, "bold"), text, soft_wrap=True, sep="")
+        rows = [_row(profile.op, entry, shared) for entry in profile.entries]
+        console.print(Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(2,)))
     if not shown:
         folders = f"{profiles.user_folder()} or {profiles.SHIPPED}"
         of = f" of {', '.join(names)}" if names else ""
@@ -151,25 +151,14 @@ def _shared(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _heading(profile: Profile) -> tuple[Text, str]:
-    shared = problem_text(_shared([entry.problem for entry in profile.entries]))
-    where = f"{profile.device}, {profile.source}: {profile.file}"
-    return terminal.styled(profile.op, "bold"), f" on {where}\n{shared}".rstrip()
-
-
-def _table(profile: Profile) -> RichTable:
-    shared = _shared([entry.problem for entry in profile.entries])
-    rows = [
-        [
-            entry.kernel,
-            shape_text(entry.problem, [name for name in entry.problem if name not in shared]),
-            problem_text(entry.config),
-            time_text(entry.ms),
-            "" if entry.gain is None else times(entry.gain),
-            first_ratio(entry.vs_peer),
-            str(entry.provenance.get("date", "")),
-            profiles.state(profile.op, entry),
-        ]
-        for entry in profile.entries
+def _row(op: str, entry: Entry, shared: Mapping[str, Any]) -> list[str]:
+    return [
+        entry.kernel,
+        shape_text(entry.problem, [name for name in entry.problem if name not in shared]),
+        problem_text(entry.config),
+        time_text(entry.ms),
+        "" if entry.gain is None else times(entry.gain),
+        first_ratio(entry.vs_peer),
+        str(entry.provenance.get("date", "")),
+        profiles.state(op, entry),
     ]
-    return Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(2,))

@@ -238,7 +238,11 @@ class GaussianProcess(Strategy):
         mean, _ = self._predict(x, y, waiting := self.space.unit(running))
         x, y = np.concatenate([x, waiting]), np.concatenate([y, mean])
         mean, deviation = self._predict(x, y, self.space.unit(left))
-        return left[int(_expected_improvement(mean, deviation, float(y.min())).argmax())]
+        z = (y.min() - mean) / deviation
+        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        below = 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
+        improvement = deviation * (z * below + density)
+        return left[int(improvement.argmax())]
 
     def _covariance(self, x: np.ndarray, z: np.ndarray) -> np.ndarray:
         apart = sum(
@@ -274,13 +278,6 @@ class GaussianProcess(Strategy):
                     highest = likelihood
                     break
                 self._weights = kept
-
-
-def _expected_improvement(mean: np.ndarray, deviation: np.ndarray, least: float) -> np.ndarray:
-    z = (least - mean) / deviation
-    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    below = 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
-    return deviation * (z * below + density)
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -49,6 +49,8 @@ MOST = 64 * MIB
 MOST_VALUES = 3_000_000
 # CPU time that it may take to check one, or Optuna to read one: a good one takes it 18 µs a line.
 READ_S, LINE_S = 1.0, 60e-6
+# What says that a study cannot be written, or read, any more.
+BROKEN = (OSError, Unwritable, optuna.exceptions.StorageInternalError, json.JSONDecodeError)
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -106,19 +108,15 @@ class _FileLock:
     def acquire(self) -> bool:
         with ExitStack() as held:
             held.enter_context(_locked(self._file))
-            self._cut_torn_line()
+            # Nobody else writes now: half a line is what a killed tuner or a full disk left.
+            with self._file.open("rb+") as journal:
+                size = journal.seek(0, os.SEEK_END)
+                journal.seek(max(0, size - 1))
+                if journal.read(1) not in (b"", b"\n"):
+                    journal.seek(0)
+                    journal.truncate(journal.read().rfind(b"\n") + 1)
             self._held = held.pop_all()
         return True
-
-    def _cut_torn_line(self) -> None:
-        """Nobody else writes now: half a line is what a killed tuner or a full disk left."""
-        with self._file.open("rb+") as journal:
-            if journal.seek(0, os.SEEK_END) == 0:
-                return
-            journal.seek(-1, os.SEEK_END)
-            if journal.read(1) != b"\n":
-                journal.seek(0)
-                journal.truncate(journal.read().rfind(b"\n") + 1)
 
     def release(self) -> None:
         self._held.close()
@@ -128,11 +126,6 @@ class _JournalFile(JournalFileBackend):
     """Optuna's own, but for journals that would take it a time as the square of their lines."""
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """Yield the operations from a number on.
-
-        Raises:
-            Unreadable: they take too long.
-        """
         logs = super().read_logs(log_number_from)
         yield from _in_time(logs, Path(self._file_path), log_number_from)
 
@@ -155,10 +148,9 @@ def _in_time(lines: Iterable[T], file: Path, first: int = 1) -> Generator[T, Non
 
 def _is_operation(line: bytes) -> bool:
     """Return whether a line of a journal is whole, and a JSON object."""
-    try:
+    with suppress(ValueError, RecursionError):
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+    return False
 
 
 def _repair(file: Path, note: Note) -> None:
@@ -206,13 +198,22 @@ def _journal(file: Path, note: Note) -> JournalStorage:
                 _repair(file, note)
         lock: Any = _FileLock(file)
         return JournalStorage(_JournalFile(str(file), lock))
-    except (Unreadable, Unwritable) as error:
-        raise UsageError(f"cannot use study {error}") from None
-    except OSError as error:
-        where = error.filename or file
-        raise UsageError(f"cannot use study {where}: {error.strerror or error}") from None
+    except (OSError, Unreadable, Unwritable) as error:
+        raise UsageError(f"cannot use study {_told(error, file)}") from None
     except Exception as error:  # what Optuna makes of another program's JSON
         raise UsageError(f"study {file} is no journal of Optuna's: {_first_line(error)}") from None
+
+
+def _told(error: Exception, where: object) -> str:
+    """What could not be used, and why; of an error of Optuna's what was beneath it."""
+    if isinstance(error, UsageError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or where}: {error.strerror or error}"
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return f"{where}: {_first_line(cause)}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -257,10 +258,10 @@ def storage_of(text: str | None, name: str, note: Note) -> tuple[BaseStorage, Pa
     """
     if text is not None and "://" in text:
         return _database(text), None
-    if text is not None and text.endswith(".journal"):
-        return _journal(file := Path(text), note), file
-    folder = studies_folder() if text is None else Path(text)
-    return _journal(file := folder / f"{name}.journal", note), file
+    file = studies_folder() if text is None else Path(text)
+    if text is None or not text.endswith(".journal"):
+        file /= f"{name}.journal"
+    return _journal(file, note), file
 
 
 class StorageError(UsageError):
@@ -289,16 +290,19 @@ class Study:
         self._asked: dict[int, optuna.Trial] = {}
         self.identity, self.space, self.objective = identity, identity.space, identity.objective
         self._broken = False
-        opened: BaseStorage
-        if isinstance(storage, BaseStorage):
-            opened, self.file = storage, None
-        else:
-            opened, self.file = storage_of(storage, identity.name, note)
+        opened, self.file = (
+            (storage, None)
+            if isinstance(storage, BaseStorage)
+            else storage_of(storage, identity.name, note)
+        )
         self._where = str(self.file) if self.file else _without_password(str(storage))
         self._read: dict[int, tuple[Config, Measurement] | None] = {}
         with self._using(), self._alone():
             self.optuna = self._opened(opened, strategy)
-            self._describe(attributes)
+            known = self.optuna.user_attrs
+            for name, value in attributes.items():
+                if known.get(name) != value:
+                    self.optuna.set_user_attr(name, value)
             self._reap()
         self.finished()
         if wrong := [number for number, found in self._read.items() if found is None]:
@@ -324,7 +328,7 @@ class Study:
             )
             trials = found.get_trials(deepcopy=False)
             known = found.directions, found.user_attrs
-        except (OSError, optuna.exceptions.StorageInternalError, json.JSONDecodeError):
+        except BROKEN:
             raise
         except Exception as error:  # what Optuna makes of what another program wrote
             raise StorageError(f"cannot use study {self._where}: {_first_line(error)}") from None
@@ -346,16 +350,9 @@ class Study:
         try:
             with interrupts.deferred():
                 yield
-        except OSError as error:
+        except BROKEN as error:
             self._broken = True
-            where = error.filename or self._where
-            raise StorageError(f"cannot use study {where}: {error.strerror or error}") from None
-        except Unwritable as error:
-            self._broken = True
-            raise StorageError(f"cannot use study {error}") from None
-        except (optuna.exceptions.StorageInternalError, json.JSONDecodeError) as error:
-            self._broken = True
-            raise StorageError(f"cannot use study {self._where}: {_cause(error)}") from None
+            raise StorageError(f"cannot use study {_told(error, self._where)}") from None
 
     @property
     def log(self) -> Path:
@@ -369,12 +366,6 @@ class Study:
         if self.file is None:
             return nullcontext()
         return files.locked(self.file.with_name(f"{self.file.name}.ask.lock"), wait=True)
-
-    def _describe(self, attributes: Mapping[str, Any]) -> None:
-        known = self.optuna.user_attrs
-        for name, value in attributes.items():
-            if known.get(name) != value:
-                self.optuna.set_user_attr(name, value)
 
     def _reap(self) -> None:
         """End the trials whose tuner has died; configs without an outcome may be tried again."""
@@ -459,15 +450,10 @@ class Study:
                     trial.set_user_attr(name, value)
                 self._end(number, measurement)
             except RuntimeError:  # in Optuna 5 its UpdateFinishedTrialError
-                if not self._is_finished(number):
+                trials = self.optuna.get_trials(deepcopy=False)
+                if not any(t.number == number and t.state.is_finished() for t in trials):
                     raise
             del self._asked[number]
-
-    def _is_finished(self, number: int) -> bool:
-        return any(
-            t.number == number and t.state.is_finished()
-            for t in self.optuna.get_trials(deepcopy=False)
-        )
 
     def _end(self, number: int, measurement: Measurement) -> None:
         values = measurement.values(self.objective)
@@ -497,17 +483,12 @@ class Study:
         for trial in self._trials():
             told = trial.state.is_finished() and "outcome" in trial.user_attrs
             if told and trial.number not in self._read:  # it will not change any more
-                self._read[trial.number] = self._meant(trial)
+                point = self.space.point(trial.params)
+                measurement = Measurement.parse(trial.user_attrs)
+                self._read[trial.number] = None  # it says what cannot be
+                if point is not None and measurement is not None:
+                    self._read[trial.number] = self.space.config(point), measurement
         return [found for _, found in sorted(self._read.items()) if found is not None]
-
-    def _meant(self, trial: FrozenTrial) -> tuple[Config, Measurement] | None:
-        """Return a trial's config and what became of it; None where it says what cannot be."""
-        point, measurement = self.space.point(trial.params), Measurement.parse(trial.user_attrs)
-        return (
-            None
-            if point is None or measurement is None
-            else (self.space.config(point), measurement)
-        )
 
     def best(self, count: int) -> list[Config]:
         """The configs of the least values; of two objectives, of the least product."""
@@ -524,13 +505,6 @@ class Study:
             return
         with self._using():
             self.optuna.set_user_attr("final", dict(final))
-
-
-def _cause(error: BaseException) -> str:
-    """Optuna says only that something failed; the database's driver, beneath it, what."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return _first_line(error)
 
 
 def _start_time(pid: int) -> str | None:

@@ -1,11 +1,11 @@
-"""What became of a config that was tried."""
+"""What became of a config that was tried, and of several compared; and who measures them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import Field
 
@@ -13,9 +13,14 @@ from jetfire.core import schema
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Measured, NotNegative
 
+if TYPE_CHECKING:
+    from jetfire.core.kernel import Config
+    from jetfire.measure.timer import Timing
+
 Outcome = Literal["ok", "slow", "illegal", "compile", "timeout", "crash", "wrong"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 Objective = Literal["time", "energy", "both"]
+ROUNDS = 15  # of a comparison
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
@@ -79,3 +84,56 @@ def score(values: Sequence[float]) -> float:
     for value in values:
         product *= value
     return product
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Configs and peers timed in turn against each other.
+
+    Attributes:
+        configs, peers: label → its timing; those that failed their check are missing.
+        failed: label → why.
+    """
+
+    configs: Mapping[str, Timing]
+    peers: Mapping[str, Timing]
+    failed: Mapping[str, str]
+
+
+class TrialRunner(Protocol):
+    """Measures configs of one problem at a time."""
+
+    capacity: int
+    """Configs worth having under way at once."""
+
+    def submit(self, number: int, config: Config) -> None:
+        """Begin to measure a config, as trial `number`."""
+
+    def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
+        """What has come to an end, after at most so many seconds; at least one where there is."""
+
+    def cancel(self) -> None:
+        """Give up all that is under way."""
+
+    def compare(
+        self,
+        configs: Mapping[str, Config],
+        budget_s: float,
+        rounds: int = ROUNDS,
+        peers: bool = True,
+    ) -> Comparison:
+        """Measure again, all in turn, with the peers or without: the final word.
+
+        Raises:
+            RunnerError: it came to no end.
+        """
+
+    def now(self) -> float:
+        """Seconds, from some time on."""
+
+    def close(self) -> None:
+        """Let go of processes and devices."""
+
+
+class RunnerError(Exception):
+    """A comparison that crashed or hung."""

@@ -13,19 +13,20 @@ import numpy as np
 from jetfire.core import files, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
-from jetfire.measure.plan import BLOCKS
+from jetfire.measure.plan import BLOCKS, Case
 from jetfire.report.text import mean
 from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR
-from jetfire.tuner.session import FinishedSearch
+from jetfire.tuner.options import TuneOptions
+from jetfire.tuner.search import FinishedSearch, SearchTarget
+from jetfire.tuner.space import Space
 from jetfire.tuner.trial import digits
 
 SMALLEST, LARGEST = 512, 16384
 
 
-def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tuple[Kernel, Any]]:
-    """Problems of some ops in turn, each with the kernel that a model would run.
+def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
+    """As many problems as are asked for, of ops in turn, each with the kernel a model would run.
 
     Sizes are spread evenly in their logarithm, multiples of 8 rows and of 16 otherwise, or of a
     Hadamard group's 32: a step may have any number of tokens, while a layer's widths are round.
@@ -33,16 +34,21 @@ def draw(names: Sequence[str], count: int, seed: int, device: Device) -> list[tu
     Raises:
         UsageError: no kernel takes any of them on this device.
     """
-    rng = np.random.default_rng(seed)
-    found: dict[Any, tuple[Kernel, Any]] = {}
+    rng, count = np.random.default_rng(asked.seed), asked.unseen
+    ops = list(dict.fromkeys(case.op for case in asked.cases))
+    found: dict[Any, SearchTarget] = {}
     for attempt in range(100 * count):
         if len(found) == count:
             return list(found.values())
-        op = registry.get(names[attempt % len(names)])
+        op = ops[attempt % len(ops)]
         problem = _draw(op, rng)
-        kernel = _chosen(op, problem, device)
-        if kernel is not None and profiles.find(kernel, problem, device).source != "tuned":
-            found.setdefault(problem, (kernel, problem))
+        for kernel in registry.kernels(op.name).values():
+            known = profiles.find(kernel, problem, device)
+            if kernel.legal(problem, known.config, device) is None:
+                if known.source != "tuned" and kernel.space(problem, device):
+                    space = Space.of(kernel, problem, device)
+                    found.setdefault(problem, SearchTarget(Case(op, problem), kernel, space))
+                break
     raise UsageError(f"--unseen {count}: no kernel takes such problems on {device.label}")
 
 
@@ -54,45 +60,34 @@ def _draw(op: Op, rng: np.random.Generator) -> Any:
     dims = {d: int(u * round(s / u)) for d, s, u in zip(op.dims, sizes, units, strict=True)}
     block = BLOCKS[int(rng.integers(len(BLOCKS)))]
     has_blocks = "block" in op.Problem.__dataclass_fields__
-    fields: dict[str, Any] = {**dims, "block": block} if has_blocks else {**dims}
-    kinds = op.kinds(fields)
+    kinds = op.kinds({**dims, "block": block} if has_blocks else dims)
     return kinds[int(rng.integers(len(kinds)))]
-
-
-def _chosen(op: Op, problem: Any, device: Device) -> Kernel | None:
-    for kernel in registry.kernels(op.name).values():
-        config = profiles.find(kernel, problem, device).config
-        if kernel.legal(problem, config, device) is None:
-            return kernel if kernel.space(problem, device) else None
-    return None
 
 
 def rows(tuned: Sequence[FinishedSearch]) -> list[dict[str, Any]]:
     """A row a problem: times of the lookup's config, the default and the tuned one, in one run."""
-    return [_row(t) for t in tuned if t.final.before is not None and t.final.default is not None]
-
-
-def _row(tuned: FinishedSearch) -> dict[str, Any]:
-    final, problem, entry = tuned.final, tuned.target.case.problem, tuned.found.entry
-    assert final.before is not None
-    assert final.default is not None
-    return {
-        "op": tuned.target.case.op.name,
-        "kernel": tuned.target.kernel.name,
-        "problem": problem.as_dict(),
-        "source": tuned.found.source,
-        "distance": None if entry is None else _distance(tuned, entry.problem),
-        "lookup_ms": digits(final.before.ms),
-        "default_ms": digits(final.default.ms),
-        "tuned_ms": digits(min(t.ms for t in (final.timing, final.before, final.default))),
-        "trials": len(tuned.study.finished()),
-    }
-
-
-def _distance(tuned: FinishedSearch, other: Mapping[str, Any]) -> float:
-    problem = tuned.target.case.problem
-    ratios = [math.log2(getattr(problem, d) / other[d]) for d in tuned.target.case.op.dims]
-    return round(math.hypot(*ratios), 3)
+    found = []
+    for one in tuned:
+        final, op, problem = one.final, one.target.case.op, one.target.case.problem
+        if final.before is None or final.default is None:
+            continue
+        entry, distance = one.found.entry, None
+        if entry is not None:
+            ratios = [math.log2(getattr(problem, d) / entry.problem[d]) for d in op.dims]
+            distance = round(math.hypot(*ratios), 3)
+        row = {
+            "op": op.name,
+            "kernel": one.target.kernel.name,
+            "problem": problem.as_dict(),
+            "source": one.found.source,
+            "distance": distance,
+            "lookup_ms": digits(final.before.ms),
+            "default_ms": digits(final.default.ms),
+            "tuned_ms": digits(min(t.ms for t in (final.timing, final.before, final.default))),
+            "trials": len(one.trials),
+        }
+        found.append(row)
+    return found
 
 
 def conclusion(found: Sequence[Mapping[str, Any]]) -> str:

@@ -3,12 +3,202 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
+from jetfire.core import broken
 from jetfire.core.device import Device
-from jetfire.tuner.trial import Measurement, Outcome
+from jetfire.core.errors import UsageError
+from jetfire.core.kernel import Config, Kernel
+from jetfire.core.launch import launch, verify
+from jetfire.core.op import Op
+from jetfire.measure.nvml import Nvml
+from jetfire.measure.runner import LONG_FLOPS
+from jetfire.measure.timer import Timing, input_sets, time_calls
+from jetfire.tuner.trial import Comparison, Measurement, Outcome
+
+# A config this many times slower than the best, at first sight, is not timed any closer.
+HOPELESS = 3.0
+POWER_MS = 200.0
+# With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
+LEAST_ROUNDS = 6
+POWER_RUNS = 6
+# Peers that take seconds to compile are left to the bench.
+SLOW_PEERS = ("compile", "eager")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A problem to measure configs of.
+
+    Attributes:
+        energy: read the energy of each config too.
+        peers: those to compare with in the end; None for all that need no compiling.
+    """
+
+    op: Op
+    kernel: Kernel
+    problem: Any
+    seed: int
+    data: str
+    energy: bool
+    peers: Sequence[str] | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other jobs, in any process."""
+        return (type(self.op), type(self.kernel), self.problem, self.seed, self.data, self.energy)
+
+
+class Bench:
+    """A job's inputs, outputs and expected results on one device."""
+
+    def __init__(self, job: Job, device: Device) -> None:
+        self.job, self.device = job, device
+        op, problem = job.op, job.problem
+        where = device.torch_device
+        sets = range(input_sets(op.bytes(problem), device.l2_bytes))
+        self.inputs = [op.inputs(problem, where, job.seed + i, job.data) for i in sets]
+        self.outputs = [op.outputs(problem, inputs) for inputs in self.inputs]
+        self.expected = op.reference(problem, self.inputs[0])
+        self.monitor = Nvml.open(where) if job.energy else None
+        self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
+        self.least_ms = float("inf")
+
+    def measure(self, config: Config) -> Measurement:
+        """Check a config, have a first look at its time, then time it where that is worth it."""
+        begin = time.perf_counter()
+        try:
+            found = self._measure(config)
+        except Exception as error:
+            found = Measurement(outcome_of(error), message=self._said(error))
+        return replace(found, seconds=time.perf_counter() - begin)
+
+    def _measure(self, config: Config) -> Measurement:
+        if reason := self._wrong(config):
+            return Measurement("wrong", message=reason)
+        where, calls = self.device.torch_device, {"config": self._calls(config)}
+        first = time_calls(calls, where, rounds=2, sample_ms=0.0, warm_ms=0.0)["config"].ms
+        if first > HOPELESS * self.least_ms:
+            return Measurement("slow", first)
+        self.least_ms = min(self.least_ms, first)
+        timing = time_calls(
+            calls,
+            where,
+            rounds=7,
+            sample_ms=self.sample_ms,
+            warm_ms=20.0,
+            budget_s=5.0,
+            monitor=self.monitor,
+            power_ms=POWER_MS if self.monitor else 0.0,
+        )["config"]
+        return Measurement("ok", timing.ms, timing.ms_p20, timing.ms_p80, timing.joules)
+
+    def _wrong(self, config: Config) -> str | None:
+        """What is wrong with a config's results, or None."""
+        check = verify(
+            self.job.op, self.job.kernel, self.job.problem, config, self.inputs[0], self.expected
+        )
+        if self.device.kind == "cuda":
+            torch.cuda.synchronize()
+        return None if check.ok else check.message or "wrong result"
+
+    def _said(self, error: Exception) -> str:
+        """All that is known of an exception; of a compiler's its place first."""
+        whose = f"{self.job.op.name} {self.job.kernel.name} ({self.device.name})"
+        if found := broken.explained(error, whose):
+            return f"{found}\n{found.details}"
+        return f"{type(error).__name__}: {error}"
+
+    def _calls(self, config: Config) -> list[Callable[[], object]]:
+        def call(i: int) -> Callable[[], object]:
+            return lambda: launch(
+                self.job.kernel, self.job.problem, config, self.inputs[i], self.outputs[i]
+            )
+
+        return [call(i) for i in range(len(self.inputs))]
+
+    def compare(
+        self, configs: Mapping[str, Config], budget_s: float, rounds: int, peers: bool
+    ) -> Comparison:
+        """Configs, once more checked, and the peers if they are wanted, in turn."""
+        failed: dict[str, str] = {}
+        for label, config in configs.items():
+            try:
+                reason = self._wrong(config)
+            except Exception as error:
+                if self.device.kind == "cuda":
+                    torch.cuda.synchronize()  # raises what the device does not survive
+                reason = self._said(error)
+            if reason is not None:
+                failed[label] = reason
+        calls: dict[str, Sequence[Callable[[], object]]] = {
+            label: self._calls(config) for label, config in configs.items() if label not in failed
+        }
+        rivals = self._peers() if calls and peers else {}
+        variants = {**calls, **{f"peer {name}": thunks for name, thunks in rivals.items()}}
+        timings = self._in_turn(variants, budget_s, rounds)
+        for label in [label for label in calls if self.monitor and not timings[label].energies]:
+            failed[label] = "its power could not be read"
+            del calls[label]
+
+        def of(prefix: str, names: Mapping[str, Any]) -> dict[str, Timing]:
+            return {name: timings[f"{prefix}{name}"] for name in names}
+
+        return Comparison(of("", calls), of("peer ", rivals), failed)
+
+    def _in_turn(
+        self, variants: Mapping[str, Sequence[Callable[[], object]]], budget_s: float, rounds: int
+    ) -> dict[str, Timing]:
+        where, sample_ms = self.device.torch_device, 2 * self.sample_ms
+        if self.monitor is None:
+            return time_calls(
+                variants, where, rounds, sample_ms, budget_s=budget_s, least_rounds=LEAST_ROUNDS
+            )
+        # Power is one reading a run: several runs, so that its noise is known.
+        runs = [
+            time_calls(
+                variants,
+                where,
+                LEAST_ROUNDS // 2,
+                sample_ms,
+                monitor=self.monitor,
+                power_ms=POWER_MS,
+            )
+            for _ in range(POWER_RUNS)
+        ]
+        return {name: Timing.joined([run[name] for run in runs]) for name in variants}
+
+    def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
+        """Return the peers that run here, prepared for each set of inputs."""
+        factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.inputs]
+        found: dict[str, Sequence[Callable[[], object]]] = {}
+        for name in factories[0]:
+            wanted = self.job.peers
+            if name not in wanted if wanted is not None else name in SLOW_PEERS:
+                continue
+            try:
+                thunks = [factory[name]() for factory in factories]
+                thunks[0]()
+                found[name] = thunks
+            except Exception:  # the bench says why; here it is only left out
+                continue
+        return found
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The kind of failure that an exception stands for."""
+    if isinstance(error, UsageError):
+        return "illegal"
+    # Triton's and NVRTC's; Triton says only at the launch that shared memory does not suffice.
+    if type(error).__name__ in ("CompilationError", "CompileError", "OutOfResources", "PTXASError"):
+        return "compile"
+    return "crash"
+
 
 # Said once a worker has started and made what it needs: from here on its time is the config's.
 BEGUN = "begun"
@@ -28,8 +218,6 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
     Every request is answered by `BEGUN` first, then by a pair: the answer, and that the worker is
     fit for more.
     """
-    from jetfire.tuner.measure import outcome_of
-
     while True:
         request = connection.recv()
         connection.send(BEGUN)
@@ -54,10 +242,6 @@ def measure_configs(connection: Connection, device_name: str) -> None:
     with whether the worker is fit for more: not after an error that leaves the device's context
     unusable. Where the job cannot be set up there is no `BEGUN`, and the answer is a NotSetUp.
     """
-    import torch
-
-    from jetfire.tuner.measure import Bench, outcome_of
-
     device = Device.parse(device_name)
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
@@ -69,7 +253,6 @@ def measure_configs(connection: Connection, device_name: str) -> None:
             continue
         verb, job, *rest = request
         begin = time.perf_counter()
-        answer: Any
         try:
             if bench is None or bench.job.key != job.key:
                 bench = None
@@ -77,27 +260,13 @@ def measure_configs(connection: Connection, device_name: str) -> None:
                     torch.cuda.empty_cache()
                 bench = Bench(job, device)
         except Exception as error:
-            connection.send((NotSetUp(f"{type(error).__name__}: {error}"), _usable(device)))
+            connection.send((NotSetUp(f"{type(error).__name__}: {error}"), device.works()))
             continue
         connection.send(BEGUN)
         try:
             answer = getattr(bench, verb)(*rest)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            answer = Measurement(
-                outcome_of(error), message=message, seconds=time.perf_counter() - begin
-            )
-        connection.send((answer, _usable(device)))
-
-
-def _usable(device: Device) -> bool:
-    """The device still works: an illegal address, say, is reported by every later call."""
-    if device.kind != "cuda":
-        return True
-    import torch
-
-    try:
-        torch.cuda.synchronize(device.index)
-    except Exception:
-        return False
-    return True
+            seconds = time.perf_counter() - begin
+            answer = Measurement(outcome_of(error), message=message, seconds=seconds)
+        connection.send((answer, device.works()))

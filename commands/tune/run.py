@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from jetfire.commands import options as o
-from jetfire.commands import problems
+from jetfire.core import terminal
 from jetfire.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from jetfire.measure.plan import Case, Request
 
 EPILOG = "Example: jetfire tune gemm --m 4096 --budget 5m"
 
@@ -95,6 +91,7 @@ def run(
 
     Every trial is durable: after an interruption the same command goes on where it was.
     """
+    from jetfire.core.device import Device
     from jetfire.measure import plan
     from jetfire.tuner import options
 
@@ -126,22 +123,14 @@ def run(
             what = "--unseen: only OP narrows" if unseen else "--all: only OP and --block narrow"
             raise UsageError(f"{what} its problems")
         ops = ops or ["all"]
-    request = problems.request(locals(), mode=[mode])
+    request = o.request(locals(), mode=[mode])
     from jetfire.tuner import command
+    from jetfire.tuner import shipped as known
 
-    cases = _cases(request, device, all_shipped=bool(shipped or unseen))
-    command.tune(dataclasses.replace(asked, cases=cases))
-
-
-def _cases(request: Request, device: str, all_shipped: bool) -> Sequence[Case]:
-    """Return the problems of a request, or all of its ops that profiles are shipped for."""
-    from jetfire.core.device import Device
-    from jetfire.tuner import shipped
-
-    if not all_shipped:
-        return problems.cases(request, 4096 if Device.parse(device).kind == "cuda" else 256)
-    cases = shipped.cases(request.ops, request.blocks or ())
-    if not cases:
+    if not (shipped or unseen):
+        size = 256 if Device.parse(device).kind == "cpu" else 4096
+        cases = plan.cases(request.sized(size), terminal.note)
+    elif not (cases := known.cases(request.ops, request.blocks or ())):
         names = ", ".join(request.ops)
         raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
-    return cases
+    command.tune(dataclasses.replace(asked, cases=cases))

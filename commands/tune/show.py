@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from jetfire.commands import options as o
-from jetfire.commands import problems
 
 EPILOG = "Example: jetfire tune show gemm --m 8192 --block 32"
 
@@ -29,7 +28,7 @@ def run(
     from jetfire.tuner import show as profiles
 
     devices.check_name(device)
-    request = problems.request(locals(), ops=ops or ["all"])
+    request = o.request(locals(), ops=ops or ["all"])
     where = None if device == "auto" else devices.Device.parse(device)
     wanted = profiles.Wanted.of(request, kernels or [])
     profiles.show(plan.parse_list(ops or []), where, as_json, wanted)

@@ -29,7 +29,7 @@ from jetfire import cli
 from jetfire.core import profiles
 from jetfire.core.device import Device
 from jetfire.tuner import session
-from jetfire.tuner.runner import ReplayRunner
+from jetfire.tuner.recording import ReplayRunner
 from jetfire.tuner.trial import Measurement
 
 TRIALS = 12
