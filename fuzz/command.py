@@ -18,13 +18,12 @@ from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable, is_stream, write
 from jetfire.fuzz import sanitize, store
-from jetfire.fuzz.example import Example, Failure
+from jetfire.fuzz.example import Example
 from jetfire.measure import data
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from jetfire.fuzz.draw import FuzzExtent
     from jetfire.fuzz.jobs import FuzzPlan, FuzzResults, Pair
     from jetfire.fuzz.search import PairReport
 
@@ -75,7 +74,11 @@ def fuzz(asked: FuzzOptions) -> None:
         NoDeviceError: none of the kernels runs on the device.
         UsageError: no such op, kernel or file; or `--against` had nothing to compare with.
     """
-    _check(asked)
+    for file in asked.load:  # before torch is imported
+        if not file.is_file():
+            raise UsageError(f"--load {file}: expected a Python file")
+    if asked.output is not None:
+        check_writable(asked.output)
     from jetfire.fuzz import jobs
     from jetfire.fuzz.worker import load
 
@@ -83,7 +86,9 @@ def fuzz(asked: FuzzOptions) -> None:
         load(file)
     pairs = _pairs(asked)
     plan = _plan(asked, pairs)
-    _note_ungraded(plan)
+    for name in dict.fromkeys(name for name, _ in plan.extents):
+        if why := registry.get(name).no_gradients:
+            terminal.note(f"{name}: gradients are not compared with autograd's: {why}")
     results = jobs.FuzzResults(plan)
     elsewhere = [pair for pair in pairs if pair not in plan.extents]
     record = _Record(asked.output, lambda: _summary(plan, results, elsewhere))
@@ -125,26 +130,6 @@ class _Record:
     def write(self, summary: dict[str, Any]) -> None:
         if self._file is not None:
             write(self._file, json.dumps(summary, indent=1) + "\n")
-
-
-def _note_ungraded(plan: FuzzPlan) -> None:
-    """Say of which backwards no gradient is compared with autograd's, and why."""
-    for name in dict.fromkeys(name for name, _ in plan.extents):
-        if why := registry.get(name).no_gradients:
-            terminal.note(f"{name}: gradients are not compared with autograd's: {why}")
-
-
-def _check(asked: FuzzOptions) -> None:
-    """Refuse a file that is none before torch is imported.
-
-    Raises:
-        UsageError: there is no such Python file, or the output cannot be written.
-    """
-    for file in asked.load:
-        if not file.is_file():
-            raise UsageError(f"--load {file}: expected a Python file")
-    if asked.output is not None:
-        check_writable(asked.output)
 
 
 def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
@@ -190,18 +175,29 @@ def _progress(plan: FuzzPlan) -> Iterator[Callable[[int], None]]:
 
 
 def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> FuzzPlan:
+    from jetfire.fuzz.draw import usual
     from jetfire.fuzz.jobs import FuzzPlan
 
     device = Device.parse(asked.device)
     tool = None if asked.sanitizer is None else _tool(asked.sanitizer, device)
-    devices = _alike(device) if asked.device == "auto" else [device]
+    devices = device.alike() if asked.device == "auto" else [device]
     on_gpu = device.kind == "cuda"
     count = min(MOST_JOBS * len(devices), (os.cpu_count() or 1) // 2) if on_gpu else 1
     plain = asked.examples is None and asked.budget_s is None
     usual_s = (SANITIZED_USUAL_S if tool else USUAL_S) if plain else math.inf
     limit = usual_s if asked.budget_s is None else asked.budget_s
+    extents = {}
+    for pair in pairs:
+        extent = usual(registry.get(pair[0]), registry.get_kernel(*pair), device)
+        if extent is None:  # it does not run here
+            continue
+        if tool is not None:  # which slows all
+            extent = replace(extent, examples=SANITIZED_EXAMPLES, largest=SANITIZED_LARGEST)
+        if asked.budget_s is not None:
+            extent = replace(extent, examples=None)
+        extents[pair] = extent.given(asked.examples, asked.largest)
     return FuzzPlan(
-        extents=_extents(asked, pairs, device),
+        extents=extents,
         devices=devices,
         seed=asked.seed,
         jobs=asked.jobs or max(1, count),
@@ -212,23 +208,6 @@ def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> FuzzPlan:
         sanitizer=tool,
         device=asked.device,
     )
-
-
-def _extents(asked: FuzzOptions, pairs: Sequence[Pair], device: Device) -> dict[Pair, FuzzExtent]:
-    """Return how much of each pair that runs here; under a sanitizer less, which slows all."""
-    from jetfire.fuzz.draw import usual
-
-    found = {}
-    for name, kernel in pairs:
-        extent = usual(registry.get(name), registry.get_kernel(name, kernel), device)
-        if extent is None:
-            continue
-        if asked.sanitizer is not None:
-            extent = replace(extent, examples=SANITIZED_EXAMPLES, largest=SANITIZED_LARGEST)
-        if asked.budget_s is not None:
-            extent = replace(extent, examples=None)
-        found[name, kernel] = extent.given(asked.examples, asked.largest)
-    return found
 
 
 def _case_s(device: Device, tool: sanitize.Tool | None) -> float:
@@ -251,16 +230,6 @@ def _tool(name: str, device: Device) -> sanitize.Tool:
     return tool
 
 
-def _alike(device: Device) -> list[Device]:
-    """All devices of this one's model."""
-    if device.kind == "cpu":
-        return [device]
-    import torch
-
-    found = [Device.parse(f"cuda:{i}") for i in range(torch.cuda.device_count())]
-    return [other for other in found if other.name == device.name]
-
-
 def _pairs(asked: FuzzOptions) -> list[Pair]:
     from jetfire.measure.plan import check_kernels
 
@@ -281,30 +250,22 @@ def _pairs(asked: FuzzOptions) -> list[Pair]:
     return pairs
 
 
-def _command(case: Example, plan: FuzzPlan) -> str:
-    words = ["jetfire-fuzz", "--reproduce", case.id]
-    if plan.devices[0].interpreted:
-        words.append("--interpreter")
-    elif plan.device != "auto":
-        words += ["--device", plan.device]
-    return " ".join(words + (["--sanitizer", plan.sanitizer] if plan.sanitizer else []))
-
-
-def _line(failure: Failure, plan: FuzzPlan) -> str:
-    case, text = failure.case, " ".join(failure.message.split())
-    short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
-    return f"{case.op} {case.kernel}: {failure.kind}: {short}; {_command(case, plan)}"
-
-
 def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
-    """Print and save new failures."""
+    """Print and save new failures, each with the command that runs it again."""
+    device = plan.devices[0]
     for failure in report.failures:
-        print(
-            terminal.visible(_line(failure, plan)),
-            flush=True,
-            file=sys.stdout if form == "table" else sys.stderr,
-        )
-        store.save(failure, plan.devices[0], plan.loaded)
+        case, text = failure.case, " ".join(failure.message.split())
+        short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
+        words = ["jetfire-fuzz", "--reproduce", case.id]
+        if device.interpreted:
+            words.append("--interpreter")
+        elif plan.device != "auto":
+            words += ["--device", plan.device]
+        words += ["--sanitizer", plan.sanitizer] if plan.sanitizer else []
+        line = f"{case.op} {case.kernel}: {failure.kind}: {short}; {' '.join(words)}"
+        out = sys.stdout if form == "table" else sys.stderr
+        print(terminal.visible(line), flush=True, file=out)
+        store.save(failure, device, plan.loaded)
 
 
 def _summary(plan: FuzzPlan, results: FuzzResults, elsewhere: Sequence[Pair]) -> dict[str, Any]:
@@ -354,10 +315,6 @@ def _is_unchecked(pair: dict[str, Any]) -> bool:
     return skipped > 0 and skipped >= pair["examples"] - empty
 
 
-def _is_short(pair: dict[str, Any], summary: dict[str, Any]) -> bool:
-    return f"{pair['op']} {pair['kernel']}" in summary["short"]
-
-
 def _show(summary: dict[str, Any], form: str) -> None:
     if form == "json":
         print(json.dumps(summary, indent=1))
@@ -373,7 +330,8 @@ def _show(summary: dict[str, Any], form: str) -> None:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
         examples = str(pair["examples"])
-        if pair["examples"] < (pair["asked"] or 0) and (_is_short(pair, summary) or unfinished):
+        is_short = f"{pair['op']} {pair['kernel']}" in summary["short"]
+        if pair["examples"] < (pair["asked"] or 0) and (is_short or unfinished):
             examples += f" of {pair['asked']}"
         table.add_row(
             pair["op"],
@@ -383,41 +341,32 @@ def _show(summary: dict[str, Any], form: str) -> None:
             str(pair["configs"]),
             *counts,
             *share,
-            _result(pair, summary),
+            _result(pair, is_short, against),
         )
     terminal.console(width=160).print(table)
-    terminal.note("; ".join(_notes(summary)))
+    notes = [f"seed {summary['seed']}, {summary['device']}"]
+    notes += ["it did not finish"] if unfinished else []
+    notes += ["the budget ended it"] if summary["out_of_time"] else []
+    if elsewhere := summary["elsewhere"]:
+        notes.append(f"{len(elsewhere)} kernels do not run here: {', '.join(elsewhere)}")
+    terminal.note("; ".join(notes))
 
 
-def _result(pair: dict[str, Any], summary: dict[str, Any]) -> Text:
+def _result(pair: dict[str, Any], is_short: bool, against: str | None) -> Text:
     """Return what the last column says of a pair."""
-    if pair["failures"]:
-        kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
-        result = terminal.styled(", ".join(kinds), "red")
-    elif _is_short(pair, summary):
-        result = terminal.styled("out of time", "red")
-    elif not pair["examples"]:
-        result = terminal.styled("not run", "red")
-    elif _is_unchecked(pair):
-        result = terminal.styled("nothing checked", "red")
-    else:
-        nothing = summary["against"] and not pair["compared"]
-        result = terminal.styled("nothing compared" if nothing else "ok")
+    kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
+    faults = {
+        ", ".join(kinds): kinds,
+        "out of time": is_short,
+        "not run": not pair["examples"],
+        "nothing checked": _is_unchecked(pair),
+    }
+    fault = next((text for text, true in faults.items() if true), None)
+    fine = "nothing compared" if against and not pair["compared"] else "ok"
+    result = terminal.styled(fine) if fault is None else terminal.styled(fault, "red")
     if known := pair["coverage"].get("known reports", 0):
         result.append(f", known reports in {known}", "")
     return result
-
-
-def _notes(summary: dict[str, Any]) -> list[str]:
-    """Return what a run was, and what of it was left out."""
-    notes = [f"seed {summary['seed']}, {summary['device']}"]
-    if not summary["finished"]:
-        notes.append("it did not finish")
-    if summary["out_of_time"]:
-        notes.append("the budget ended it")
-    if elsewhere := summary["elsewhere"]:
-        notes.append(f"{len(elsewhere)} kernels do not run here: {', '.join(elsewhere)}")
-    return notes
 
 
 def reproduce(
@@ -433,8 +382,8 @@ def reproduce(
         UsageError: its kernel, or the one that it is compared with, does not run it here.
     """
     saved = store.find(name)
-    if saved.loaded and not saved.own and not loaded:
-        listed = ", ".join(ascii(str(file)) for file in saved.loaded)
+    if saved.load and not saved.own and not loaded:
+        listed = ", ".join(map(ascii, saved.load))
         raise UsageError(
             f"--reproduce {name}: its kernels are those of {listed}, which are not run because a "
             "file lists them: expected --load FILE for each"
@@ -442,7 +391,7 @@ def reproduce(
     from jetfire.fuzz.worker import Isolated, load
 
     runs = 1 if saved.kind in ENDED else RACY_RUNS
-    files = [file.resolve() for file in loaded] or saved.loaded
+    files = [file.resolve() for file in loaded] or [Path(file) for file in saved.load]
     device = Device.parse(device_name)
     tool = None if sanitizer is None else _tool(sanitizer, device)
     for file in files:

@@ -17,13 +17,14 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.functions import called
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
 from jetfire.core.workloads import RAGGED
-from jetfire.fuzz.example import Example, Other
+from jetfire.fuzz.example import TALL, UNCOUNTED, Example, Other
 from jetfire.measure.data import DISTRIBUTIONS
 
 VARIANTS = 4  # of a batch, where kernels are compiled
@@ -47,10 +48,7 @@ MULTIPLES = (16, 32, 64, 128, 256)
 SHAPES = (*["any"] * 3, *["whole"] * 3, "near", "skinny", *["tiles"] * 2)
 SKINNY = 8  # times the largest size, where the others are below `THIN`
 THIN = 17
-# Of tall problems: what counts of rows, of programs in a grid and of 16 bits end at.
-TALL = (2**16, 2**17, 2**15)
 MOST_OF_TALL = 2**26  # bytes that they move at the least
-UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 WIDTHS = (33, 128, 1000, 4097, 50257, 2**17 + 1, 2**20)  # of huge matrices, or their heights
 
 
@@ -156,11 +154,6 @@ def _flag(name: str, annotation: Any, rng: random.Random) -> Any:
     return rng.choice(FLOATS.get(name, FRACTIONS))
 
 
-def _flags(op: Op, rng: random.Random) -> dict[str, Any]:
-    drawn = {k: _flag(k, hint, rng) for k, hint in _fields(op).items() if hint is not int}
-    return {k: v for k, v in drawn.items() if not (_is_size(_fields(op)[k]) and v is not None)}
-
-
 def problem_of(op: Op, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     """A problem of flags and of the sizes that they leave open; None where there is none."""
     open_sizes = {k: v for k, v in sizes.items() if k not in flags}
@@ -176,45 +169,17 @@ def sizes_of(op: Op) -> list[str]:
 
 def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
     """Return how much is drawn if nothing else is asked for; None where the kernel does not run."""
-    if not _runs(op, kernel, device):
+
+    def runs(where: Device) -> bool:
+        """Return whether it takes any problem of some that are tried."""
+        return Draws(FuzzTarget(op, kernel, where), random.Random(0)).typical() is not None
+
+    if not runs(device):
         return None
     if device.kind == "cuda":
         return ON_A_GPU
     plain = dataclasses.replace(device, interpreted=False)
-    return FuzzExtent() if plain == device or _runs(op, kernel, plain) else INTERPRETED
-
-
-def _runs(op: Op, kernel: Kernel, device: Device) -> bool:
-    """Return whether a kernel takes any problem of some that are tried."""
-    return _typical(FuzzTarget(op, kernel, device), random.Random(0)) is not None
-
-
-def variants(target: FuzzTarget, rng: random.Random) -> list[Variant]:
-    """Draw a batch's: defaults in a plain layout, then configs and layouts of two sets of flags.
-
-    Empty where the kernel takes none of what was tried: it is for another device.
-    """
-    found: list[Variant] = []
-    while len(found) < VARIANTS:
-        typical = _typical(target, rng)
-        if typical is None:
-            break
-        flags, problem = typical
-        found.append(Variant(flags, other=_other(target, problem, rng)))
-        found += [_variant(target, typical, rng) for _ in range(VARIANTS // 2 - 1)]
-    return found
-
-
-def _typical(target: FuzzTarget, rng: random.Random) -> tuple[dict[str, Any], Any] | None:
-    """Flags, and a problem of them that the kernel takes, of a size that any should."""
-    op = target.op
-    for _ in range(TRIES):
-        flags = _flags(op, rng)
-        for size in (128, 256, 1024):
-            problem = problem_of(op, flags, dict.fromkeys(sizes_of(op), size))
-            if problem is not None and _legal(target.kernel, problem, {}, target.device):
-                return flags, problem
-    return None
+    return FuzzExtent() if plain == device or runs(plain) else INTERPRETED
 
 
 def _legal(kernel: Kernel, problem: Any, fields: Mapping[str, Any], device: Device) -> Any:
@@ -223,150 +188,158 @@ def _legal(kernel: Kernel, problem: Any, fields: Mapping[str, Any], device: Devi
     return config if kernel.legal(problem, config, device) is None else None
 
 
-def _config(kernel: Kernel, problem: Any, device: Device, rng: random.Random) -> dict[str, Any]:
-    """Fields of a legal config from the space; none, after some tries."""
-    space = kernel.space(problem, device)
-    for _ in range(TRIES if space else 0):
-        fields = {name: rng.choice(list(values)) for name, values in space.items()}
-        if _legal(kernel, problem, fields, device) is not None:
-            return fields
-    return {}
-
-
-def _variant(
-    target: FuzzTarget, typical: tuple[dict[str, Any], Any], rng: random.Random
-) -> Variant:
-    flags, problem = typical
-    return Variant(
-        flags,
-        _config(target.kernel, problem, target.device, rng),
-        _layout(target.op, problem, rng),
-        rng.choice(OFFSETS),
-        _other(target, problem, rng),
-    )
-
-
-def _layout(op: Op, problem: Any, rng: random.Random) -> dict[str, tuple[int, int]]:
-    """Draw how far apart each input's rows are, and how far it is moved, where a caller may."""
-    found = {}
-    for name, spec in op.reads(problem).items():
-        strided = len(spec.shape) == 2 and name not in op.contiguous
-        padding = rng.choice(PADDINGS) if strided else 0
-        found[name] = (padding, rng.choice(OFFSETS))
-    return {
-        name: (padding, offset) for name, (padding, offset) in found.items() if padding or offset
-    }
-
-
-def _other(target: FuzzTarget, problem: Any, rng: random.Random) -> Other | None:
-    """Return what to compare with: the kernel asked for, else half the time another config."""
-    kernel, against = target.kernel, target.against
-    if against is not None:
-        return Other(against.name, _config(against, problem, target.device, rng))
-    if rng.random() < 0.5:
-        return None
-    fields = _config(kernel, problem, target.device, rng)
-    return Other(kernel.name, fields) if fields else None
-
-
 @cache
 def _primes(largest: int) -> list[int]:
     return [n for n in range(2, largest + 1) if all(n % i for i in range(2, int(n**0.5) + 1))]
 
 
-def _size(largest: int, rng: random.Random) -> int:
-    """Draw a size: around a multiple of a tile, a small one, a prime, or any."""
-    kind = rng.randrange(5)
-    if kind == 0:
-        return rng.randint(1, min(largest, THIN))
-    if kind == 1:
-        unit = rng.choice(MULTIPLES)
-        near = unit * rng.randint(1, largest // unit + 1) + rng.choice((-1, 0, 1))
-        return max(1, min(largest, near))
-    if kind == 2:
-        return rng.choice(_primes(largest) or [1])
-    if kind == 3:
-        return rng.choice([size for size in RAGGED if size <= largest])
-    return rng.randint(1, largest)
+class Draws:
+    """What is drawn for a target: the same for the same state of the generator."""
+
+    def __init__(self, target: FuzzTarget, rng: random.Random) -> None:
+        self._target, self._rng = target, rng
+        self._op, self._kernel, self._device = target.op, target.kernel, target.device
+
+    # Flags, configs and layouts.
+
+    def typical(self) -> tuple[dict[str, Any], Any] | None:
+        """Flags, and a problem of them that the kernel takes, of a size that any should."""
+        fields = _fields(self._op)
+        for _ in range(TRIES):
+            drawn = {k: _flag(k, hint, self._rng) for k, hint in fields.items() if hint is not int}
+            flags = {k: v for k, v in drawn.items() if not (_is_size(fields[k]) and v is not None)}
+            for size in (128, 256, 1024):
+                problem = problem_of(self._op, flags, dict.fromkeys(sizes_of(self._op), size))
+                if problem is not None and _legal(self._kernel, problem, {}, self._device):
+                    return flags, problem
+        return None
+
+    def variants(self) -> list[Variant]:
+        """Draw defaults in a plain layout, then configs and layouts, of two sets of flags.
+
+        Empty where the kernel takes none of what was tried: it is for another device.
+        """
+        found: list[Variant] = []
+        while len(found) < VARIANTS and (typical := self.typical()) is not None:
+            flags, problem = typical
+            found.append(Variant(flags, other=self._other(problem)))
+            found += [self._varied(flags, problem) for _ in range(VARIANTS // 2 - 1)]
+        return found
+
+    def _varied(self, flags: dict[str, Any], problem: Any) -> Variant:
+        config, layout = self._config(self._kernel, problem), self._layout(problem)
+        return Variant(flags, config, layout, self._rng.choice(OFFSETS), self._other(problem))
+
+    def _config(self, kernel: Kernel, problem: Any) -> dict[str, Any]:
+        """Fields of a legal config from the space; none, after some tries."""
+        space = kernel.space(problem, self._device)
+        for _ in range(TRIES if space else 0):
+            fields = {name: self._rng.choice(list(values)) for name, values in space.items()}
+            if _legal(kernel, problem, fields, self._device) is not None:
+                return fields
+        return {}
+
+    def _layout(self, problem: Any) -> dict[str, tuple[int, int]]:
+        """Draw how far apart each input's rows are, and how far it is moved, where a caller may."""
+        found = {}
+        for name, spec in self._op.reads(problem).items():
+            strided = len(spec.shape) == 2 and name not in self._op.contiguous
+            padding = self._rng.choice(PADDINGS) if strided else 0
+            found[name] = (padding, self._rng.choice(OFFSETS))
+        return {name: moved for name, moved in found.items() if any(moved)}
+
+    def _other(self, problem: Any) -> Other | None:
+        """Return what to compare with: the kernel asked for, else half the time another config."""
+        against = self._target.against
+        if against is not None:
+            return Other(against.name, self._config(against, problem))
+        if self._rng.random() < 0.5:
+            return None
+        fields = self._config(self._kernel, problem)
+        return Other(self._kernel.name, fields) if fields else None
+
+    # Sizes.
+
+    def _size(self, largest: int) -> int:
+        """Draw a size: around a multiple of a tile, a small one, a prime, or any."""
+        rng, kind = self._rng, self._rng.randrange(5)
+        if kind == 0:
+            return rng.randint(1, min(largest, THIN))
+        if kind == 1:
+            unit = rng.choice(MULTIPLES)
+            near = unit * rng.randint(1, largest // unit + 1) + rng.choice((-1, 0, 1))
+            return max(1, min(largest, near))
+        if kind == 2:
+            return rng.choice(_primes(largest) or [1])
+        if kind == 3:
+            return rng.choice([size for size in RAGGED if size <= largest])
+        return rng.randint(1, largest)
+
+    def _sizes(self, shape: str, largest: int) -> dict[str, int]:
+        """Draw each dimension: any; all whole; all about the same; one large, the others small."""
+        rng, dims = self._rng, self._op.dims
+        if shape == "skinny":
+            unit, long = rng.choice((1, *MULTIPLES)), rng.randint(largest, SKINNY * largest)
+            size = max(1, long // unit * unit + rng.choice((-1, 0, 1)))
+            return self._long(rng.choice(dims), size)
+        if shape == "whole":
+            # Multiples of 16 and of tiles: what kernels have faster ways for.
+            units = [unit for unit in MULTIPLES if unit <= largest] or [1]
+            each = ((rng.choice(units), name) for name in dims)
+            sizes = {name: unit * rng.randint(1, largest // unit) for unit, name in each}
+            return self._with_others(sizes)
+        if shape == "near":
+            size = self._size(largest)
+            return self._with_others({name: max(1, size + rng.randint(-2, 2)) for name in dims})
+        return self._with_others({name: self._size(largest) for name in dims})
+
+    def _about_tiles(self, config: Mapping[str, Any], largest: int) -> dict[str, int] | None:
+        """Draw some of a config's tiles of each dimension, or nearly so; those without are small.
+
+        None where the config has no tiles.
+        """
+        dims = self._op.dims
+        found = {name: config.get(f"tile_{name}", config.get("tile")) for name in dims}
+        tiles = {name: tile for name, tile in found.items() if tile is not None}
+        if not tiles:
+            return None
+        sizes = {name: self._size(THIN) for name in dims}
+        for name, tile in tiles.items():
+            about = tile * self._rng.choice((1, 1, 2, 3, 5, 9)) + self._rng.choice((-1, 0, 1, 5))
+            sizes[name] = min(max(1, about), SKINNY * largest)
+        return self._with_others(sizes)
+
+    def _long(self, long: str, size: int) -> dict[str, int]:
+        """Draw small sizes beside one that stays as it is."""
+        small = {name: self._size(THIN) for name in self._op.dims}
+        return self._with_others({**small, long: size})
+
+    def _with_others(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Add sizes that a problem may do without: about one of its own, or any up to that."""
+        for name in sizes_of(self._op):
+            if name not in sizes:
+                size = sizes[self._rng.choice(self._op.dims)]
+                near = max(1, size + self._rng.randint(-2, 2))
+                sizes[name] = near if self._rng.random() < 0.5 else self._rng.randint(1, size)
+        return sizes
+
+    def _taken(self, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        """The first problem that the kernel takes: of sizes, of one rounded up, of all of them."""
+        up = {unit: {k: -(-v // unit) * unit for k, v in sizes.items()} for unit in (16, 128)}
+        each = ({**sizes, name: size} for name, size in up[16].items())
+        for rounded in (sizes, *each, *up.values()):
+            problem = problem_of(self._op, flags, rounded)
+            if problem is not None and _legal(self._kernel, problem, {}, self._device) is not None:
+                return problem
+        return None
 
 
-def _whole(largest: int, rng: random.Random) -> int:
-    """A multiple of 16 and of tiles: what kernels have faster ways for."""
-    unit = rng.choice([unit for unit in MULTIPLES if unit <= largest] or [1])
-    return unit * rng.randint(1, largest // unit)
-
-
-def _sizes(op: Op, shape: str, largest: int, rng: random.Random) -> dict[str, int]:
-    """Draw each dimension's: any; all whole; all about the same; one large, the others small."""
-    if shape == "skinny":
-        unit, long = rng.choice((1, *MULTIPLES)), rng.randint(largest, SKINNY * largest)
-        size = max(1, long // unit * unit + rng.choice((-1, 0, 1)))
-        return _long(op, rng.choice(op.dims), size, rng)
-    if shape == "whole":
-        return _with_others(op, {name: _whole(largest, rng) for name in op.dims}, rng)
-    if shape == "near":
-        size = _size(largest, rng)
-        return _with_others(op, {name: max(1, size + rng.randint(-2, 2)) for name in op.dims}, rng)
-    return _with_others(op, {name: _size(largest, rng) for name in op.dims}, rng)
-
-
-def _about_tiles(
-    op: Op, tiles: Mapping[str, int], largest: int, rng: random.Random
-) -> dict[str, int]:
-    """Draw some tiles of each dimension, or nearly so; those without are small."""
-    sizes = {name: _size(THIN, rng) for name in op.dims}
-    for name, tile in tiles.items():
-        about = tile * rng.choice((1, 1, 2, 3, 5, 9)) + rng.choice((-1, 0, 1, 5))
-        sizes[name] = min(max(1, about), SKINNY * largest)
-    return _with_others(op, sizes, rng)
-
-
-def _tiles(op: Op, config: Mapping[str, Any]) -> dict[str, int]:
-    """The tile of each dimension that a config has one for."""
-    found = {name: config.get(f"tile_{name}", config.get("tile")) for name in op.dims}
-    return {name: tile for name, tile in found.items() if tile is not None}
-
-
-def _long(op: Op, long: str, size: int, rng: random.Random) -> dict[str, int]:
-    """Draw small sizes beside one that stays as it is."""
-    small = {name: _size(THIN, rng) for name in op.dims}
-    return _with_others(op, {**small, long: size}, rng)
-
-
-def _with_others(op: Op, sizes: dict[str, int], rng: random.Random) -> dict[str, int]:
-    """Add sizes that a problem may do without: about one of its own, or any up to that."""
-    for name in sizes_of(op):
-        if name not in sizes:
-            size = sizes[rng.choice(op.dims)]
-            near = max(1, size + rng.randint(-2, 2))
-            sizes[name] = near if rng.random() < 0.5 else rng.randint(1, size)
-    return sizes
-
-
-def _rounded(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the sizes, then rounded up to what a kernel may want of one, then of all."""
-    yield dict(sizes)
-    for name, size in sizes.items():
-        yield {**sizes, name: -(-size // 16) * 16}
-    for unit in (16, 128):
-        yield {name: -(-size // unit) * unit for name, size in sizes.items()}
-
-
-def _taken(target: FuzzTarget, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-    """The first problem of those sizes, or of them rounded up, that the kernel takes."""
-    for rounded in _rounded(sizes):
-        problem = problem_of(target.op, flags, rounded)
-        if problem is not None and _legal(target.kernel, problem, {}, target.device) is not None:
-            return problem
-    return None
-
-
-class Batch:
+class Batch(Draws):
     """The cases of one batch, the same for the same target, number and state of the generator."""
 
     def __init__(self, target: FuzzTarget, number: int, rng: random.Random) -> None:
-        self._target, self._number, self._rng = target, number, rng
-        self._pool = variants(target, rng)
+        super().__init__(target, rng)
+        self._number, self._pool = number, self.variants()
 
     def cases(self, count: int) -> Iterator[Example]:
         """Yield so many cases, or none where the kernel takes no problem on the device.
@@ -388,7 +361,7 @@ class Batch:
 
     def huge(self) -> Example | None:
         """Draw a case with a matrix of more elements than 32 bits count; None if none is taken."""
-        rng, op = self._rng, self._target.op
+        rng, op = self._rng, self._op
         dims = [name for name in op.dims if name in sizes_of(op)]
         for _ in range(TRIES if self._pool and len(dims) > 1 else 0):
             long, wide = rng.sample(dims, 2)
@@ -403,30 +376,31 @@ class Batch:
 
     def _variant(self) -> Variant:
         """Choose one of the batch's variants; where nothing is compiled, another one."""
-        if self._target.compiled or (typical := _typical(self._target, self._rng)) is None:
+        if self._target.compiled or (typical := self.typical()) is None:
             return self._rng.choice(self._pool)
         if self._rng.random() < 0.5:
-            return _variant(self._target, typical, self._rng)
+            return self._varied(*typical)
         flags, problem = typical
-        return Variant(flags, other=_other(self._target, problem, self._rng))
+        return Variant(flags, other=self._other(problem))
 
     def _any(self) -> Example | None:
-        op, largest, rng = self._target.op, self._target.largest, self._rng
+        largest = self._target.largest
         for _ in range(TRIES):
-            variant, shape = self._variant(), rng.choice(SHAPES)
-            case = self._case(variant, _sizes(op, shape, largest, rng))
-            if case is not None and shape == "tiles" and (tiles := _tiles(op, case.config)):
-                case = self._case(variant, _about_tiles(op, tiles, largest, rng))
+            variant, shape = self._variant(), self._rng.choice(SHAPES)
+            case = self._case(variant, self._sizes(shape, largest))
+            if case is not None and shape == "tiles":
+                sizes = self._about_tiles(case.config, largest)
+                case = self._case(variant, sizes) if sizes else case
             if case is not None:
                 return case
         return None
 
     def _tall(self) -> Example | None:
         """Draw one size about 2^16, 2^17 or 2^15, each dimension's in turn; the others small."""
-        op, rng, turn = self._target.op, self._rng, self._number
+        op, turn = self._op, self._number
         for _ in range(TRIES):
             long, size = op.dims[turn % len(op.dims)], TALL[turn // len(op.dims) % len(TALL)]
-            sizes = _long(op, long, size + rng.choice((-2, -1, 0, 1, 33, 300)), rng)
+            sizes = self._long(long, size + self._rng.choice((-2, -1, 0, 1, 33, 300)))
             case = self._case(self._variant(), sizes)
             if case and op.bytes(op.Problem.parse(case.problem)) <= MOST_OF_TALL:
                 return case
@@ -441,10 +415,10 @@ class Batch:
 
     def _case(self, variant: Variant, sizes: Mapping[str, int]) -> Example | None:
         """Return a case of a variant and sizes; None where the kernel takes no such problem."""
-        problem = _taken(self._target, variant.flags, sizes)
+        op, kernel, device = self._op, self._kernel, self._device
+        problem = self._taken(variant.flags, sizes)
         if problem is None:
             return None
-        op, kernel, device = self._target.op, self._target.kernel, self._target.device
         config = _legal(kernel, problem, variant.config, device) or kernel.default(problem, device)
         return Example(
             op.name,
@@ -461,7 +435,7 @@ class Batch:
 
     def _empty(self) -> Example | None:
         """A call of the op's public function with one size of 0, or more."""
-        op, rng = self._target.op, self._rng
+        op, rng = self._op, self._rng
         names = [d for d in op.dims if d in sizes_of(op) and d not in op.never_empty]
         for _ in range(TRIES if names else 0):
             flags = rng.choice(self._pool).flags
@@ -471,9 +445,9 @@ class Batch:
             empty = dict.fromkeys(rng.sample(names, rng.randint(1, len(names))), 0)
             return Example(
                 op.name,
-                self._target.kernel.name,
+                self._kernel.name,
                 {**problem.as_dict(), **empty},
-                self._target.kernel.default(problem, self._target.device).as_dict(),
+                self._kernel.default(problem, self._device).as_dict(),
                 data_seed=rng.getrandbits(31),
             )
         return None
@@ -486,8 +460,6 @@ def other_of(
 
     None too where they are the kernel and config themselves.
     """
-    from jetfire.core import registry
-
     if other is None:
         return None
     second = registry.get_kernel(op.name, other.kernel)

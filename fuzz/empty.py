@@ -65,24 +65,18 @@ def _sums(op: Op, problem: Any, inputs: Tensors) -> Tensors:
 
 def _sized(op: Op, fields: Mapping[str, Any], size: int) -> Any:
     """The problem with a size in place of 0."""
-    return op.Problem.parse({k: size if _is_zero(v) else v for k, v in fields.items()})
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) is int and value == 0
+    zeros = [name for name, value in fields.items() if type(value) is int and value == 0]
+    return op.Problem.parse({**fields, **dict.fromkeys(zeros, size)})
 
 
 def _at_zero(op: Op, specs: Callable[[Any], Specs], fields: Mapping[str, Any]) -> Specs:
     """Return the specs at sizes of 0: a side that grows from a size to twice that size is empty."""
     first, second = (specs(_sized(op, fields, size)) for size in (UNIT, 2 * UNIT))
-    return {
-        name: spec._replace(shape=_empty(spec.shape, second[name].shape))
-        for name, spec in first.items()
-    }
-
-
-def _empty(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a if a == b else 0 for a, b in zip(first, second, strict=True))
+    found = {}
+    for name, spec in first.items():
+        sides = zip(spec.shape, second[name].shape, strict=True)
+        found[name] = spec._replace(shape=tuple(a if a == b else 0 for a, b in sides))
+    return found
 
 
 def _inputs(op: Op, fields: Mapping[str, Any], device: torch.device, case: Example) -> Tensors:

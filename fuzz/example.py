@@ -1,19 +1,23 @@
-"""One example, all that follows from it, and what came of it."""
+"""One example, how it is run, what came of it, and what it is a case of."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jetfire.core import schema
+from jetfire.core import registry
 from jetfire.core.schema import Count, Fields, Line, Name
 
+GUARD = 4096  # bytes on either side of a tensor
+# Of tall problems: what counts of rows, of programs in a grid and of 16 bits end at.
+TALL = (2**16, 2**17, 2**15)
+UNCOUNTED = 2**31  # elements of a matrix, beyond which 32 bits do not count them
 # Elements by which a tensor is moved, or its rows are further apart: far above what is drawn.
 Shift = Annotated[int, Field(ge=0, le=1 << 16)]
 Layout = Annotated[dict[Name, tuple[Shift, Shift]], Field(max_length=100)]
@@ -85,15 +89,6 @@ class Example:
     def as_json(self) -> str:
         return json.dumps(self.as_dict(), separators=(",", ":"), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Example:
-        """Return the case that a text holds.
-
-        Raises:
-            Unreadable: it holds none, or one of another version.
-        """
-        return schema.decode(text.encode(), cls, Path("case"))
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -129,3 +124,55 @@ class Failure:
     case: Example
     message: str
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a case is run.
+
+    Attributes:
+        host: inputs, poison, reference and checks are the CPU's, and copied: no other kernel than
+            the one that is tested runs on the device.
+        guard: bytes around tensors.
+        initialised: outputs are filled before a launch, and read after it.
+    """
+
+    host: bool = False
+    guard: int = GUARD
+    initialised: bool = True
+
+
+def is_huge(case: Example) -> bool:
+    """Whether two of its sizes make a matrix of more elements than 32 bits count, or it has one."""
+    op = registry.get(case.op)
+    dims = [case.problem[name] for name in op.dims]
+    if any(a * b > UNCOUNTED for i, a in enumerate(dims) for b in dims[i + 1 :]):
+        return True
+    outputs = op.writes(op.Problem.parse(case.problem)).values() if min(dims) else ()
+    return any(math.prod(spec.shape) > UNCOUNTED for spec in outputs)
+
+
+def traits(case: Example, outcome: Outcome) -> list[str]:
+    """Names of what a case covers."""
+    dims = [case.problem[name] for name in registry.get(case.op).dims]
+    block: int = case.problem.get("block") or case.problem.get("group", 32)
+    block = max(block, case.problem.get("out_block", block))
+    found = {
+        "skipped": outcome.kind == "skipped",
+        "known reports": outcome.known > 0,
+        "empty": case.empty,
+        "ragged": any(size % max(block, 2) for size in dims),
+        "two blocks": "out_block" in case.problem,
+        "whole": not any(size % 16 for size in dims),
+        "one": 1 in dims,
+        "tall": max(dims) >= min(TALL) - 1,
+        "huge": is_huge(case) and outcome.checked,
+        "edges": case.edges,
+        "strided": any(padding for padding, _ in case.layout.values()),
+        "moved": any(offset for _, offset in case.layout.values()) or case.offset > 0,
+        "compared": case.other is not None,
+        "stochastic": case.problem.get("rounding") == "stochastic",
+        "backward": case.problem.get("mode") == "bwd",
+    }
+    data = [f"data {name}" for name in dict.fromkeys(case.data.split("/"))]
+    return [name for name, true in found.items() if true] + data

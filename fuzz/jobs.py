@@ -85,16 +85,13 @@ class FuzzPlan:
             found = {pair: next(batches, None) for pair, batches in left.items()}
             units = [Unit(pair, *batch) for pair, batch in found.items() if batch is not None]
             if turn == HUGE_ROUND or (turn < HUGE_ROUND and not units):
-                yield self._huge()
+                # A huge one of each pair, on a GPU and where nothing slows a case.
+                plain = self.sanitizer is None and self.against is None
+                on_gpu = self.devices[0].kind == "cuda"
+                yield [Unit(pair, ALONE) for pair in self.extents if plain and on_gpu]
             if not units:
                 return
             yield units
-
-    def _huge(self) -> list[Unit]:
-        """Return a huge one of each pair, on a GPU and where nothing slows a case."""
-        plain = self.sanitizer is None and self.against is None
-        on_gpu = self.devices[0].kind == "cuda"
-        return [Unit(pair, ALONE) for pair in self.extents] if plain and on_gpu else []
 
     def run(self, unit: Unit, device: Device, executor: Isolated) -> Iterator[PairReport]:
         """Run a unit, and yield what came of it in parts."""
@@ -184,16 +181,15 @@ class FuzzResults:
 
 def run(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     """Run all that a plan asks for, and yield parts of batches; the results have them too."""
-    yield from (_run_here if plan.jobs == 1 else _run_in_jobs)(plan, results)
+    if plan.jobs > 1:
+        yield from _run_in_jobs(plan, results)
+    else:
+        device = plan.devices[0]
+        with contextlib.closing(plan.executor(device)) as executor:
+            for unit in results.units():
+                for part in plan.run(unit, device, executor):
+                    yield results.add(part)
     results.finished = True
-
-
-def _run_here(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
-    device = plan.devices[0]
-    with contextlib.closing(plan.executor(device)) as executor:
-        for unit in results.units():
-            for part in plan.run(unit, device, executor):
-                yield results.add(part)
 
 
 def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
@@ -232,21 +228,12 @@ def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
 def _answer(job: Worker) -> PairReport | None:
     """Return a part of the job's unit, or None after the last one."""
     try:
-        answer: Any = job.answer()
+        part, error, told = job.answer()
     except EOFError:
         raise JetfireError(f"a job ended: {job.last_words()}") from None
-    if isinstance(answer, _Error):
-        raise answer.error from _Elsewhere(answer.told)
-    part: PairReport | None = answer
+    if error is not None:
+        raise error from _Elsewhere(told)
     return part
-
-
-@dataclass(frozen=True)
-class _Error:
-    """What ended a job's batch, and the traceback there, which does not travel with it."""
-
-    error: JetfireError
-    told: str
 
 
 class _Elsewhere(Exception):
@@ -259,6 +246,8 @@ class _Elsewhere(Exception):
 def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -> None:
     """Answer a unit of the plan with its parts and then None, or with an error.
 
+    An answer is the part, and of an error that and the traceback here, which does not travel in it.
+
     Args:
         folder: of temporary files, which whoever started it removes.
     """
@@ -270,12 +259,12 @@ def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -
             (unit,) = connection.recv()
             try:
                 for part in plan.run(unit, device, executor):
-                    connection.send(part)
-                connection.send(None)
-            except JetfireError as error:
-                connection.send(_Error(error, traceback.format_exc()))
-            except OSError as error:  # no disk, no rights: the user's to mend
-                connection.send(_Error(UsageError(refused(error)), traceback.format_exc()))
+                    connection.send((part, None, ""))
+                connection.send((None, None, ""))
             except Exception as error:
-                said = JetfireError(f"internal error: {type(error).__name__}: {error}")
-                connection.send(_Error(said, traceback.format_exc()))
+                said: Exception = error
+                if isinstance(error, OSError):  # no disk, no rights: the user's to mend
+                    said = UsageError(refused(error))
+                elif not isinstance(error, JetfireError):
+                    said = JetfireError(f"internal error: {type(error).__name__}: {error}")
+                connection.send((None, said, traceback.format_exc()))

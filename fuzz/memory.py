@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jetfire.fuzz.mode import GUARD
+from jetfire.fuzz.example import GUARD
 from jetfire.measure.check import first as first
 
 # Of bytes around inputs: NaN in every float type. And around outputs.

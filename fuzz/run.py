@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from jetfire.core.launch import launch
 from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors
 from jetfire.core.tensors import poison as op_poison
-from jetfire.fuzz import edges, gradients
-from jetfire.fuzz.example import Example, Kind, Outcome
+from jetfire.fuzz.example import Example, Kind, Mode, Outcome
 from jetfire.fuzz.memory import (
     INPUT_FILL,
     OUTPUT_FILL,
@@ -26,7 +26,7 @@ from jetfire.fuzz.memory import (
     place,
     shown,
 )
-from jetfire.fuzz.mode import Mode
+from jetfire.measure.edges import throughout
 from jetfire.measure.runner import memory_free
 
 # What outputs hold before the second launch; before the first, it is what `Op.poison` fills in.
@@ -34,6 +34,9 @@ SECOND_POISON = 0x5B
 # A float64 reference and its temporaries, for each byte that the op must move.
 REFERENCE_BYTES = 12
 ALIGNED = 16  # bytes, as a new output is: and so elements enough
+MOST_GRADED = 1 << 20  # elements of an input, beyond which autograd in float64 takes too long
+# Seeds at their ends: either word of a key, and its sign.
+SEEDS = (0, 1, -1, 2**31, 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63))
 LARGE = 2**30  # bytes to move, from which on it is asked whether they fit
 
 
@@ -96,12 +99,17 @@ def _prepare(case: Example, device: Device, mode: Mode) -> _Setting | None:
     problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
-    if not _fits(op.bytes(problem) * REFERENCE_BYTES, device):
-        return None
+    needed = op.bytes(problem) * REFERENCE_BYTES
+    if needed >= LARGE:
+        if device.kind == "cuda":
+            torch.cuda.empty_cache()
+        free = memory_free(device)
+        if free is not None and needed >= free:
+            return None
     source = torch.device("cpu") if mode.host else device.torch_device
     made = op.inputs(problem, source, case.data_seed, case.data)
     if case.edges:
-        made = edges.apply(op, problem, made, case.data_seed)
+        made = at_edges(op, problem, made, case.data_seed)
     placed = {}
     for name, tensor in made.items():
         padding, offset = case.layout.get(name, (0, 0))
@@ -111,20 +119,17 @@ def _prepare(case: Example, device: Device, mode: Mode) -> _Setting | None:
     return _Setting(case, op, kernel, problem, config, device, mode, made, placed)
 
 
-def _fits(needed: int, device: Device) -> bool:
-    if needed < LARGE:
-        return True
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
-    free = memory_free(device)
-    return free is None or needed < free
-
-
 def _run(s: _Setting) -> Outcome:
     outputs = _launch(s, s.kernel, s.config)
     if not s.mode.initialised:
         return Outcome()
-    expected, noise = _expected(s)
+    try:
+        expected = s.op.reference(s.problem, s.made)
+    except Exception as error:
+        if _lacks_memory(error):
+            raise
+        raise _Found("raised", f"the reference: {type(error).__name__}: {error}") from None
+    noise = s.kernel.noise(s.problem, s.config, s.made)  # that its own rounding may add
     again = outputs if s.mode.host else _launch(s, s.kernel, s.config, SECOND_POISON)
     pairs = {k: (a, _written(s, again)[k]) for k, a in _written(s, outputs).items()}
     _check_written(s, outputs, pairs)
@@ -136,7 +141,7 @@ def _run(s: _Setting) -> Outcome:
             raise _Found("nondeterministic", f"{name}: {count} from run to run")
     if not s.mode.host:
         _check_in_place(s, outputs)
-    if (wrong := gradients.inconsistency(s.op, s.problem, s.made, outputs)) is not None:
+    if (wrong := inconsistency(s.op, s.problem, s.made, outputs)) is not None:
         raise _Found("gradient", wrong)
     return Outcome() if s.case.other is None else _compare(s, outputs, expected, noise)
 
@@ -203,17 +208,6 @@ def _outputs(s: _Setting, poison: int | None) -> dict[str, Placed]:
         else where.on(torch.empty_like(where.buffer, device=device))
         for name, where in placed.items()
     }
-
-
-def _expected(s: _Setting) -> tuple[Tensors, torch.Tensor | None]:
-    """The reference's outputs, and what the kernel's own rounding may add to them."""
-    try:
-        expected = s.op.reference(s.problem, s.made)
-    except Exception as error:
-        if _lacks_memory(error):
-            raise
-        raise _Found("raised", f"the reference: {type(error).__name__}: {error}") from None
-    return expected, s.kernel.noise(s.problem, s.config, s.made)
 
 
 def _written(s: _Setting, outputs: Tensors) -> Tensors:
@@ -298,3 +292,40 @@ def _compare(
             raise _Found(kind, f"{kernel.name} {config}: {check.message}")
     differing = sum(int((bits(a) != bits(others[name])).sum()) for name, a in mine.items())
     return Outcome(None, "", differing, sum(a.numel() for a in mine.values()))
+
+
+def at_edges(op: Op, problem: Any, inputs: Tensors, seed: int) -> Tensors:
+    """Put some inputs at the ends of what they may be, where others are what a training has.
+
+    A step is the first or the millionth, lists of rows are empty or ask for one row alone
+    (`Op.edges`); seeds are negative, for every op. The same for the same seed.
+    """
+    rng = Random(seed)
+    rare = {
+        name: throughout(rng, SEEDS, x) for name, x in inputs.items() if name.startswith("seed")
+    }
+    rare |= op.edges(problem, inputs, rng)
+    return inputs | {name: value.to(inputs[name]) for name, value in rare.items()}
+
+
+def inconsistency(op: Op, problem: Any, inputs: Tensors, outputs: Tensors) -> str | None:
+    """Return what is wrong with a backward's outputs, by `Op.gradients`; None where nothing is.
+
+    Raises:
+        NotImplementedError: the op does not say what its gradients are, nor why not.
+    """
+    if "bwd" not in op.modes or op.no_gradients or getattr(problem, "mode", "bwd") != "bwd":
+        return None
+    if max(tensor.numel() for tensor in inputs.values()) > MOST_GRADED:
+        return None
+    for gradient in op.gradients(problem, inputs, outputs):
+        usable = torch.isfinite(gradient.exact) & torch.isfinite(gradient.got.double())
+        off = (gradient.got.double() - gradient.exact).abs() > gradient.allowed
+        off &= usable
+        if bool(off.any()):
+            at = tuple(int(i) for i in off.nonzero()[0])
+            return (
+                f"{gradient.name}: {int(off.sum())} elements off, first at {at}: "
+                f"{float(gradient.got[at]):.6g} where autograd has {float(gradient.exact[at]):.6g}"
+            )
+    return None

@@ -14,7 +14,7 @@ from typing import get_args
 from jetfire.core import registry
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.sanitizer import Tool
-from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.example import Mode
 
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 PROGRAM = "compute-sanitizer"

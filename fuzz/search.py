@@ -14,9 +14,8 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
-from jetfire.fuzz.coverage import traits
 from jetfire.fuzz.draw import Batch, FuzzTarget, sizes_of, usual
-from jetfire.fuzz.example import Example, Failure, Outcome
+from jetfire.fuzz.example import Example, Failure, Outcome, traits
 from jetfire.fuzz.simplify import simplify
 from jetfire.fuzz.worker import Executor, InProcess
 
@@ -26,6 +25,9 @@ SHRINK_S = 30.0  # to make one failing case smaller
 # made small, and a kernel has its further ones until so many failures differ once they are small,
 # or so many examples have ended the worker.
 ALIKE, FAILURES, ENDED = 2, 4, 3
+# Of reports that are merged.
+SUMMED = ("examples", "failing", "seconds", "shrinking_s", "coverage", "differing", "compared")
+JOINED = ("configs", "variants", "cut", "broken")
 PART_S = 2.0  # of a batch, after which it hands over what came of its examples by then
 
 
@@ -89,17 +91,10 @@ class PairReport:
 
     def merge(self, other: PairReport) -> list[Failure]:
         """Add another report, and return the failures that are new."""
-        self.examples += other.examples
-        self.failing.update(other.failing)
-        self.seconds += other.seconds
-        self.shrinking_s += other.shrinking_s
-        self.configs |= other.configs
-        self.variants |= other.variants
-        self.coverage.update(other.coverage)
-        self.differing += other.differing
-        self.compared += other.compared
-        self.cut |= other.cut
-        self.broken |= other.broken
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in JOINED:
+            setattr(self, name, getattr(self, name) | getattr(other, name))
         return [failure for failure in other.failures if self.add_failure(failure)]
 
 
@@ -131,19 +126,16 @@ class _Shrinking:
         if key not in self._known:
             if time.monotonic() > self._deadline:
                 return False
-            self._known[key] = self._runs_wrong(case)
+            try:
+                outcome = self._executor.run(case)
+            except Exception:  # of the executor, not of the case: what is small by now stays so
+                self._deadline = -math.inf
+                outcome = Outcome()
+            self._known[key] = outcome.kind == self.failure.kind
+            if self._known[key]:
+                case, message = outcome.case or case, outcome.message
+                self.failure = replace(self.failure, case=case, message=message)
         return self._known[key]
-
-    def _runs_wrong(self, case: Example) -> bool:
-        try:
-            outcome = self._executor.run(case)
-        except Exception:  # of the executor, not of the case: what is small by now stays so
-            self._deadline = -math.inf
-            return False
-        if outcome.kind != self.failure.kind:
-            return False
-        self.failure = replace(self.failure, case=outcome.case or case, message=outcome.message)
-        return True
 
 
 class _Search:

@@ -39,7 +39,9 @@ def simplify(case: Example, device: Device, fails: Fails) -> Example:
         rest = {k: v for k, v in case.layout.items() if k != name}
         case = _first(fails, case, [replace(case, layout=rest)])
     case = _first(fails, case, _with_problem(case, case.problem, device, default=True))
-    for name, value in _defaults(case).items():
+    fields = dataclasses.fields(registry.get(case.op).Problem)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    for name, value in defaults.items():
         case = _first(fails, case, _with_problem(case, {**case.problem, name: value}, device))
     # The default of another problem: that of smaller blocks has smaller tiles.
     case = _first(fails, case, _with_problem(case, case.problem, device, default=True))
@@ -55,12 +57,6 @@ def simplify(case: Example, device: Device, fails: Fails) -> Example:
 def _first(fails: Fails, case: Example, simpler: list[Example]) -> Example:
     """Return the first of the simpler cases that fails, or else the case itself."""
     return next((other for other in simpler if other != case and fails(other)), case)
-
-
-def _defaults(case: Example) -> dict[str, Any]:
-    """Return the problem's fields that have a default, and their defaults."""
-    fields = dataclasses.fields(registry.get(case.op).Problem)
-    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
 
 
 def _with_problem(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
-
-from typing_extensions import TypedDict
 
 from jetfire.core import schema, terminal
 from jetfire.core.device import Device
@@ -23,29 +21,20 @@ MOST = 4 * MIB  # bytes of a file
 MESSAGE = 1 << 16  # characters of a failure's that are kept
 
 
-class _File(TypedDict):
-    """What a failure's file holds that is read."""
-
-    kind: Kind
-    message: Text
-    case: Example
-    load: Annotated[list[Line], most(100)]
-
-
 @dataclass(frozen=True)
 class Saved:
     """A failure as it was saved.
 
     Attributes:
-        loaded: the files that its kernels came from, but for those in the tree.
+        load: the files that its kernels came from, but for those in the tree.
         own: it was found by its ID in one's own folder, so that those files are one's own too.
     """
 
     case: Example
-    kind: str
-    message: str
-    loaded: tuple[Path, ...]
-    own: bool
+    kind: Kind
+    message: Text
+    load: Annotated[list[Line], most(100)]
+    own: bool = False
 
 
 def folder() -> Path:
@@ -78,8 +67,7 @@ def content(failure: Failure, device: Device, loaded: Sequence[Path]) -> dict[st
 
 def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
     """Write a failure's file; where it cannot be written, print on stderr what it would hold."""
-    path = folder() / f"{failure.case.id}.json"
-    saved = content(failure, device, loaded)
+    path, saved = folder() / f"{failure.case.id}.json", content(failure, device, loaded)
     try:
         write(path, json.dumps(saved, indent=1) + "\n", folders=True)
     except Unwritable as error:
@@ -96,8 +84,6 @@ def find(name: str) -> Saved:
     own = not name.endswith(".json") and Path(name).name == name
     path = folder() / f"{name}.json" if own else Path(name)
     try:
-        found = schema.load(path, _File, MOST, SCHEMA)
+        return replace(schema.load(path, Saved, MOST, SCHEMA), own=own)
     except Missing as error:
         raise UsageError(f"--reproduce {name}: {error}") from None
-    loaded = tuple(Path(file) for file in found["load"])
-    return Saved(found["case"], found["kind"], found["message"], loaded, own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from jetfire.core import broken, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.processes import Worker
 from jetfire.fuzz import sanitize
-from jetfire.fuzz.coverage import is_huge
-from jetfire.fuzz.example import Example, Outcome
-from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.example import Example, Mode, Outcome, is_huge
 from jetfire.fuzz.run import run_case
 
 START_S = 120.0  # to import torch and the kernels, and to open the device
@@ -201,38 +200,20 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     try:
         for path in loaded:
             load(path)
-        if not _usable(device):
+        if not device.works():
             raise UsageError(f"{device.label} is unusable")
     except UsageError as error:
         connection.send(str(error))
         return
-    if device.kind == "cpu":
-        _alone()
+    if device.kind == "cpu":  # on a busy machine other threads are waited for, ten times as long
+        torch.set_num_threads(1)
     connection.send(None)
     while True:
         (case,) = connection.recv()
         registry.kernels(case.op)
         connection.send(None)
         outcome = run_case(case, device, mode)
-        usable = _usable(device)
+        usable = device.works()
         if outcome.kind == "raised" and not usable:  # an illegal address, say
             outcome = replace(outcome, kind="crash")
         connection.send((outcome, usable))
-
-
-def _alone() -> None:
-    """Use one thread: on a busy machine the others are waited for, for ten times as long."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _usable(device: Device) -> bool:
-    if device.kind != "cuda":
-        return True
-    import torch
-
-    with contextlib.suppress(Exception):
-        torch.cuda.synchronize(device.index)
-        return True
-    return False

@@ -3,21 +3,20 @@
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from jetfire.core import registry
+from jetfire.core import registry, schema
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
-from jetfire.fuzz import Example, InProcess, Outcome, edges, fuzz_kernel, run
-from jetfire.fuzz.coverage import is_huge
+from jetfire.fuzz import Example, InProcess, Outcome, fuzz_kernel, run
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, FuzzExtent, FuzzTarget, usual
-from jetfire.fuzz.example import Other
-from jetfire.fuzz.gradients import inconsistency
+from jetfire.fuzz.example import Other, is_huge
 from jetfire.fuzz.memory import bits
-from jetfire.fuzz.run import run_case
+from jetfire.fuzz.run import at_edges, inconsistency, run_case
 from jetfire.fuzz.search import ENDED, PairReport, run_batch, run_huge
 from jetfire.fuzz.simplify import simplify
 from jetfire.reference.cross_entropy import IGNORED
@@ -34,6 +33,11 @@ def here() -> Device:
 @pytest.fixture(scope="module")
 def right(here):
     return registry.get_kernel("quantize", "torch" if here.kind == "cpu" else "triton")
+
+
+def decoded(text):
+    """The case that a text holds."""
+    return schema.decode(text.encode(), Example, Path("case"))
 
 
 def test_a_right_kernel_passes(here, right):
@@ -73,7 +77,7 @@ def test_a_planted_bug_is_caught_and_made_small(here, right, monkeypatch):
     assert (case.layout, case.offset, case.data, case.data_seed) == ({}, 0, "normal", 0)
     assert run_case(case, here).kind == "unwritten"
     monkeypatch.undo()
-    assert run_case(Example.from_json(case.as_json()), here).kind is None
+    assert run_case(decoded(case.as_json()), here).kind is None
 
 
 class _Wrong:
@@ -173,11 +177,11 @@ def test_a_case_is_its_json(here, right):
     problem = registry.get("quantize").Problem(3, 5)
     config = right.default(problem, here).as_dict()
     case = Example("quantize", right.name, problem.as_dict(), config, layout={"x": (3, 1)})
-    assert Example.from_json(case.as_json()) == case
+    assert decoded(case.as_json()) == case
     assert dataclasses.replace(case, data_seed=1).id != case.id
     assert InProcess(here).run(case).kind is None
     with pytest.raises(UsageError, match="op is missing"):
-        Example.from_json("{}")
+        decoded("{}")
 
 
 class Recorder:
@@ -221,7 +225,7 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
         if not case.empty:
             problem, config = op.Problem.parse(case.problem), kernel.Config.parse(case.config)
             assert kernel.legal(problem, config, H200) is None
-        assert Example.from_json(case.as_json()) == case
+        assert decoded(case.as_json()) == case
     again = Recorder()
     fuzz_kernel(op, kernel, H200, examples=30, largest=512, executor=again)
     assert again.cases == seen.cases
@@ -490,8 +494,8 @@ def test_edges_are_inputs_like_the_others(name):
             problem = op.Problem.parse({**dict.fromkeys(op.dims, 256), **fields})
             inputs, changed = op.inputs(problem, cpu), set()
             for seed in range(8):
-                found = edges.apply(op, problem, inputs, seed)
-                again = edges.apply(op, problem, inputs, seed)
+                found = at_edges(op, problem, inputs, seed)
+                again = at_edges(op, problem, inputs, seed)
                 for key, was in inputs.items():
                     assert (found[key].shape, found[key].dtype) == (was.shape, was.dtype), key
                     assert torch.equal(bits(found[key]), bits(again[key]))
@@ -505,7 +509,7 @@ def test_edges_of_targets_are_other_targets_in_32_bits():
     op = registry.get("cross_entropy")
     problem = op.Problem(64, 100, valid=90)
     inputs = op.inputs(problem, torch.device("cpu"))
-    drawn = torch.cat([edges.apply(op, problem, inputs, seed)["targets"] for seed in range(16)])
+    drawn = torch.cat([at_edges(op, problem, inputs, seed)["targets"] for seed in range(16)])
     known, words = (drawn >= 0) & (drawn < 90), drawn.int()
     assert ((words >= 0) & (words < 90) & ~known).any()
     assert ((words == IGNORED) & (drawn != IGNORED)).any()
@@ -519,7 +523,7 @@ def test_edges_of_logits_are_rows_far_from_0(dtype):
     problem = op.Problem(64, 100, dtype=dtype)
     inputs = op.inputs(problem, torch.device("cpu"))
     for seed in range(4):
-        logits = edges.apply(op, problem, inputs, seed)["logits"]
+        logits = at_edges(op, problem, inputs, seed)["logits"]
         assert (logits.amax(1) < -3e4).any()
         assert (logits.amin(1) > 3e4).any()
         assert (logits.abs().amax(1) < 10).any()
@@ -533,7 +537,7 @@ def test_edges_of_sizes_are_rows_that_weigh_the_same(product):
     inputs = op.inputs(problem, torch.device("cpu"))
     alike = 0
     for seed in range(32):
-        found = edges.apply(op, problem, inputs, seed)
+        found = at_edges(op, problem, inputs, seed)
         scores = found["squares"] * torch.tensor(factors(200, 2)).square()
         if product == "wgrad":
             scores *= found["x_squares"].repeat(2)

@@ -92,8 +92,8 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     assert f"{failure['id']}: unwritten: " in capsys.readouterr().err
     found = store.find(failure["id"])
     path = store.find(str(folder / f"{failure['id']}.json"))
-    assert (found.case.as_dict(), found.loaded, found.own) == (failure["case"], (FILE,), True)
-    assert (path.case, path.loaded, path.own) == (found.case, found.loaded, False)
+    assert (found.case.as_dict(), found.load, found.own) == (failure["case"], [str(FILE)], True)
+    assert (path.case, path.load, path.own) == (found.case, found.load, False)
 
 
 def interpreter():
@@ -630,8 +630,9 @@ def test_what_the_system_refuses_a_job_is_a_usage_error(tmp_path, monkeypatch):
         jobs.drive(
             connection, jobs.FuzzPlan({pair: FuzzExtent()}, [device], 0), device, str(tmp_path)
         )
-    assert [type(answer.error) for answer in answers] == [UsageError]
-    assert str(answers[0].error) == f"{tmp_path / 'file'}: File exists"
+    ((_, error, _),) = answers
+    assert type(error) is UsageError
+    assert str(error) == f"{tmp_path / 'file'}: File exists"
 
 
 def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load
-from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.example import Mode
 from jetfire.fuzz.worker import serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,7 +94,7 @@ def test_files_that_are_no_kernels(tmp_path):
 
 
 def test_a_worker_says_that_its_device_is_unusable(monkeypatch):
-    monkeypatch.setattr("jetfire.fuzz.worker._usable", lambda device: False)
+    monkeypatch.setattr("jetfire.core.device.Device.works", lambda device: False)
     ours, theirs = multiprocessing.Pipe()
     serve(theirs, CPU, [], Mode())
     assert ours.recv() == f"{CPU.label} is unusable"

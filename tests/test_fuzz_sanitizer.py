@@ -14,7 +14,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
 from jetfire.fuzz.draw import FuzzExtent
-from jetfire.fuzz.mode import Mode
+from jetfire.fuzz.example import Mode
 from jetfire.fuzz.run import run_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,11 +188,12 @@ START = """
 import sys
 from pathlib import Path
 from jetfire.fuzz import Example, Isolated
+from jetfire.core import schema
 from jetfire.core.device import Device
 
 if __name__ == "__main__":
     executor = Isolated(Device.parse("cpu"), [Path(sys.argv[1])], sanitizer="memcheck")
-    executor.run(Example.from_json(sys.argv[2]))
+    executor.run(schema.decode(sys.argv[2].encode(), Example, Path("case")))
 """
 
 
