@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from jetfire.bench.progress import watch
 from jetfire.core import broken, registry, terminal
@@ -26,6 +26,7 @@ from jetfire.measure.plan import Case
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
 
+COLUMNS = ("arch", "kernel", "function", "regs", "spills", "shared", "warps", "instrs", "matrix")
 PAUSE_S = 5.0  # between two lines of progress where there is no terminal
 
 
@@ -35,16 +36,26 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
     Raises:
         UsageError: no kernel has machine code for any of it.
     """
-    tables = {case: _table(case) for case in cases}
+    tables = {
+        case: Table(
+            *(Column(name, no_wrap=True) for name in COLUMNS),
+            title=str(case),
+            title_justify="left",
+        )
+        for case in cases
+    }
     work = [
         (case, device, kernel)
         for case in cases
         for device in devices
         for kernel in registry.kernels(case.op.name).values()
-        if _takes(kernel, case, device) and (not kernel_names or kernel.name in kernel_names)
+        if not kernel_names or kernel.name in kernel_names
+        if not kernel.legal(case.problem, kernel.default(case.problem, device), device)
     ]
     try:
-        for case, device, kernel in watch(work, _label, PAUSE_S):
+        for case, device, kernel in watch(
+            work, lambda item: f"{item[1].name} {item[2].name}: {item[0]}", PAUSE_S
+        ):
             _add_rows(tables[case], case, kernel, device)
     finally:  # after Ctrl-C too
         console = terminal.console(width=160)
@@ -53,32 +64,6 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
                 console.print(table)
     if not any(table.row_count for table in tables.values()):
         raise UsageError("no kernel with machine code takes these problems on these architectures")
-
-
-def _label(item: tuple[Case, Device, Kernel]) -> str:
-    case, device, kernel = item
-    return f"{device.name} {kernel.name}: {case}"
-
-
-def _table(case: Case) -> Table:
-    table = Table(title=str(case), title_justify="left")
-    for column in (
-        "arch",
-        "kernel",
-        "function",
-        "regs",
-        "spills",
-        "shared",
-        "warps",
-        "instrs",
-        "matrix",
-    ):
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _takes(kernel: Kernel, case: Case, device: Device) -> bool:
-    return kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
 
 
 def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:

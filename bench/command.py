@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import platform
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jetfire import __version__
 from jetfire.core import device as devices
 from jetfire.core import registry, terminal
 from jetfire.core.errors import (
@@ -75,16 +79,19 @@ def bench(asked: BenchOptions) -> None:
     """
     kind = file_format(asked)
     existing = existing_rows(asked)
-    request = None if asked.suite is not None else request_of(asked)
-    if asked.suite is not None:
+    request = None
+    if asked.suite is None:
+        request = request_of(asked)
+    else:
         from jetfire.bench import suite
 
-        kinds_of_data = any(entry.data is not None for entry in suite.entries(asked.suite))
-        check_suite(asked, own_data=kinds_of_data)
-    _check(asked, request)
-    from jetfire.core.device import Device
-
-    device = Device.parse(asked.device)
+        check_suite(asked, any(timed.data is not None for _, timed in suite.entries(asked.suite)))
+    # Before torch is loaded: all names but a config's fields.
+    devices.check_name(asked.device)
+    plan.check_data(asked.data)
+    plan.check_peers(plan.kept_peers(asked.peers) or ())
+    _config(asked)
+    device = devices.Device.parse(asked.device)
     from jetfire.bench import promotion, suite
     from jetfire.measure import runner
 
@@ -95,11 +102,12 @@ def bench(asked: BenchOptions) -> None:
         request = _sized(request, device)
         asked = replace(asked, workload=request.workload)
         work = [(case, options) for case in plan.cases(request, note)]
-    runner.check_config([case for case, _ in work], options)
+    cases = [case for case, _ in work]
+    runner.check_config(cases, options)
     there = len(existing.rows) if existing else 0
-    plan.check_rows([case for case, _ in work], options.kernels, options.peers, there)
+    plan.check_rows(cases, options.kernels, options.peers, there)
     if asked.suite == "promotion":
-        promotion.require([case for case, _ in work], device, work[0][1])
+        promotion.require(cases, device, work[0][1])
     if asked.dry_run:
         _dry_run(work, device)
         return
@@ -107,22 +115,15 @@ def bench(asked: BenchOptions) -> None:
         runner.check_device(work, device)
     if asked.suite not in (None, "promotion") and device.kind == "cpu":
         raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
-    _measure(asked, work, device, existing, kind)
+    from jetfire.measure.load import Load
 
-
-def _check(asked: BenchOptions, request: Request | None) -> None:
-    """Refuse, before torch is loaded, what can be refused without: all names but a config's fields.
-
-    Raises:
-        UsageError: it says what is accepted.
-    """
-    devices.check_name(asked.device)
-    plan.check_data(asked.data)
-    plan.check_peers(plan.kept_peers(asked.peers) or ())
-    _config(asked)
-    if request is not None:
-        plan.check_kernels(request.ops, asked.kernels)
-        plan.check(request)
+    note_cpu(device)
+    load = Load(device)  # before the peaks: a GPU's use is read beforehand
+    made = prepare(device, work[0][1], asked.remeasure_peaks)
+    record = device_record(device, dict(made.peaks), made.driver)
+    again = replay(asked, work[0][0])
+    output = Output(asked, record, existing, kind, again, load)
+    output.collect(work, lambda item: made.measure(*item), lambda item: item[0])
 
 
 def _config(asked: BenchOptions) -> dict[str, str]:
@@ -136,13 +137,12 @@ def _config(asked: BenchOptions) -> dict[str, str]:
 
 def _sized(request: Request, device: Device) -> Request:
     """With a size for the device where none was given, or the workload of the only op."""
-    if request.workload or "m" in request.sizes:
-        return request
-    chosen = plan.choose_ops(request.ops)
-    if device.kind == "cuda" and not request.sizes and len(chosen) == 1 and chosen[0].workload:
-        return replace(request, workload=chosen[0].workload)
-    default = 4096 if device.kind == "cuda" else 512
-    return replace(request, sizes={**request.sizes, "m": [default]})
+    on_gpu = device.kind == "cuda"
+    if on_gpu and not request.workload and not request.sizes:
+        chosen = plan.choose_ops(request.ops)
+        if len(chosen) == 1 and chosen[0].workload:
+            return replace(request, workload=chosen[0].workload)
+    return request.sized(4096 if on_gpu else 512)
 
 
 def check_suite(asked: BenchOptions, own_data: bool) -> None:
@@ -151,19 +151,8 @@ def check_suite(asked: BenchOptions, own_data: bool) -> None:
     Raises:
         UsageError: an option says something else.
     """
-    chosen = (
-        asked.ops,
-        asked.m,
-        asked.n,
-        asked.k,
-        asked.workload,
-        asked.block,
-        asked.settings,
-        asked.kernels,
-        asked.config,
-        asked.peers,
-        asked.rounds,
-    )
+    names = "ops m n k workload block settings kernels config peers rounds"
+    chosen = [getattr(asked, name) for name in names.split()]
     if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
@@ -171,7 +160,11 @@ def check_suite(asked: BenchOptions, own_data: bool) -> None:
 
 
 def request_of(asked: BenchOptions) -> Request:
-    """The options that choose problems, parsed; UsageError says which is wrong."""
+    """What OP, ``--m``, ``--block``, ``--set`` and so on ask for, checked without torch.
+
+    Raises:
+        UsageError: it says which is wrong.
+    """
     plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", ",".join(texts)) for d, texts in given.items() if texts}
@@ -192,14 +185,11 @@ def request_of(asked: BenchOptions) -> Request:
     for name in settings:
         if name in ("m", "n", "k", "block", "mode"):
             raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
-    return Request(
-        ops=plan.parse_list(asked.ops),
-        modes=modes,
-        sizes=sizes,
-        workload=asked.workload,
-        blocks=asked.block or None,
-        settings=settings,
-    )
+    ops, blocks = plan.parse_list(asked.ops), asked.block or None
+    request = Request(ops, modes, sizes, asked.workload, blocks, settings)
+    plan.check_kernels(ops, asked.kernels)
+    plan.check(request)
+    return request
 
 
 def file_format(asked: BenchOptions) -> str | None:
@@ -250,6 +240,7 @@ def _options(asked: BenchOptions, device: Device) -> Options:
 def _dry_run(work: Sequence[Work], device: Device) -> None:
     """What would be measured: a line for each kernel of each problem, or why it is left out."""
     from jetfire.measure import runner
+    from jetfire.report.text import fields_text
 
     print(f"{device.label}: {len(work)} problems")
     for case, options in work:
@@ -258,78 +249,30 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
         print(f"{case}: {sets} sets of inputs, {gib:.2f} GiB, {options.rounds} samples a row")
         for choice in runner.choices(case, device, options):
             if choice.reason is None:
-                config = plan_text(choice.config.as_dict())
+                config = fields_text(choice.config.as_dict())
                 print(f"  {choice.label} ({choice.profile or 'given'}) {config}".rstrip())
             else:
                 print(f"  {choice.label} left out: {choice.reason}")
 
 
-def plan_text(fields: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items())
-
-
 def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) -> dict[str, Any]:
     """The `device` of a results file: what was measured on, with what."""
-    import datetime
-    import platform
+    from jetfire.measure import provenance, timer
 
-    import torch
-
-    import jetfire
-    from jetfire.measure import timer
-
-    record: dict[str, Any] = {
+    return {
         "name": device.name,
         "kind": device.kind,
         "capability": list(device.capability) if device.capability else None,
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
         "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": _version("triton"),
+        **provenance.software(),
         "python": platform.python_version(),
-        "jetfire": jetfire.__version__,
+        "jetfire": __version__,
         "timer": timer.VERSION,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "peaks": dict(peaks),
     }
-    return record
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _measure(
-    asked: BenchOptions,
-    work: Sequence[Work],
-    device: Device,
-    existing: Results | None,
-    kind: str | None,
-) -> None:
-    from jetfire.measure.load import Load
-
-    note_cpu(device)
-    load = Load(device)  # before the peaks: a GPU's use is read beforehand
-    runner = prepare(device, work[0][1], asked.remeasure_peaks)
-    record = device_record(device, dict(runner.peaks), runner.driver)
-    collect(
-        asked,
-        work,
-        lambda item: runner.measure(*item),
-        lambda item: item[0],
-        record,
-        existing,
-        kind,
-        replay(asked, work[0][0]),
-        load,
-    )
 
 
 def note_cpu(device: Device) -> None:
@@ -338,59 +281,6 @@ def note_cpu(device: Device) -> None:
 
     if device.kind == "cpu":
         note(f"no GPU in use ({device.name}): {NO_GPU}")
-
-
-def collect(
-    asked: BenchOptions,
-    work: Sequence[T],
-    measure: Callable[[T], Sequence[Row]],
-    label: Callable[[T], object],
-    record: dict[str, Any],
-    existing: Results | None,
-    kind: str | None,
-    again: str,
-    load: Load,
-) -> None:
-    """Measure one thing after another; show and save the rows, also when it is cut short.
-
-    What makes the figures doubtful is said in a line.
-
-    Args:
-        record: the device, as `device_record` has it.
-        existing, kind: as `existing_rows` and `file_format` say.
-        again: the command line that measures the same.
-        load: what watches the device, since before anything was measured on it.
-
-    Raises:
-        JetfireError: with the exit code of what went wrong.
-    """
-    from jetfire.bench.progress import watch
-
-    name = record["name"]
-    if existing is not None and existing.device.get("name") != name:
-        raise UsageError(
-            f"--append -o {asked.output}: it was measured on {existing.device.get('name')}, "
-            f"this is {name}"
-        )
-    rows: list[Row] = []
-    saved = time.monotonic()
-    interrupted = False
-    try:
-        for item in watch(work, label):
-            rows += measure(item)
-            if time.monotonic() - saved > SAVE_S:
-                _save(asked, record, rows, existing, kind)
-                saved = time.monotonic()
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        if rows:
-            with ExitStack() as stack:  # each, the last one first, though another fails
-                stack.callback(_doubt, load, record, rows)
-                stack.callback(_draw, asked, record, rows)
-                stack.callback(_print, asked, rows, record, again, kind)
-                stack.callback(_save, asked, record, rows, existing, kind)
-    _finish(rows, interrupted)
 
 
 def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner:
@@ -406,44 +296,105 @@ def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner
     return made(device, peaks.cached(device, driver, remeasure), options, note, driver)
 
 
-def _finish(rows: Sequence[Row], interrupted: bool) -> None:
-    wrong = [row for row in rows if row.ok is False]
-    if interrupted:
-        raise Interrupted(f"interrupted after {len(rows)} rows, shown and saved")
-    if not any(row.role == "kernel" for row in rows):
-        raise UsageError("nothing was measured: every problem was left out, for the reasons above")
-    if wrong:
-        raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
+@dataclass
+class Output:
+    """Where the rows of a run go: to the terminal, a file and a plot, also when it is cut short.
 
+    Attributes:
+        record: the device, as `device_record` has it.
+        existing, kind: as `existing_rows` and `file_format` say.
+        again: the command line that measures the same.
+        load: what watches the device, since before anything was measured on it.
+    """
 
-def _save(
-    asked: BenchOptions,
-    record: dict[str, Any],
-    rows: Sequence[Row],
-    existing: Results | None,
-    kind: str | None,
-) -> None:
-    if asked.output is None or kind is None:
-        return
-    results = Results(record, list(existing.rows) if existing else [])
-    results.merge(rows)
-    write(asked.output, render(results, kind))
+    asked: BenchOptions
+    record: dict[str, Any]
+    existing: Results | None
+    kind: str | None
+    again: str
+    load: Load
+    rows: list[Row] = field(default_factory=list)
 
+    def collect(
+        self,
+        work: Sequence[T],
+        measure: Callable[[T], Sequence[Row]],
+        label: Callable[[T], object] = str,
+    ) -> None:
+        """Measure one thing after another; show and save the rows, and say what is doubtful.
 
-def _draw(asked: BenchOptions, record: dict[str, Any], rows: Sequence[Row]) -> None:
-    if asked.plot is None:
-        return
-    from jetfire.report.plot import plot
+        Raises:
+            JetfireError: with the exit code of what went wrong.
+        """
+        from jetfire.bench.progress import watch
 
-    with writing(asked.plot):
-        plot(rows, record, asked.plot)
+        before, name = self.existing and self.existing.device.get("name"), self.record["name"]
+        if self.existing is not None and before != name:
+            what = f"it was measured on {before}, this is {name}"
+            raise UsageError(f"--append -o {self.asked.output}: {what}")
+        saved = time.monotonic()
+        interrupted = False
+        try:
+            for item in watch(work, label):
+                self.rows += measure(item)
+                if time.monotonic() - saved > SAVE_S:
+                    self._save()
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if self.rows:
+                with ExitStack() as stack:  # each, the last one first, though another fails
+                    for step in (self._doubt, self._draw, self._print, self._save):
+                        stack.callback(step)
+        self._finish(interrupted)
 
+    def _save(self) -> None:
+        if self.asked.output is not None and self.kind is not None:
+            results = Results(self.record, list(self.existing.rows) if self.existing else [])
+            results.merge(self.rows)
+            write(self.asked.output, render(results, self.kind))
 
-def _doubt(load: Load, record: dict[str, Any], rows: Sequence[Row]) -> None:
-    from jetfire.measure.load import doubts
+    def _print(self) -> None:
+        from jetfire.report import show
 
-    if text := doubts(rows, load.text(), record.get("peaks") or {}):
-        note(text)
+        form = self.asked.format or "table"
+        if self.kind is None and form != "table":
+            print(render(Results(self.record, list(self.rows)), form), end="")
+            return
+        console = terminal.console(width=160)
+        for part in show.by_op(self.rows):
+            console.print(show.heading(device_title(self.record), part), soft_wrap=True)
+            console.print(show.table(part, narrow=console.width < 110))
+            for split in show.splits(part):
+                console.print(split.rich())
+        for line in show.footnotes(self.rows):
+            console.print(line)
+        console.print(self.again, soft_wrap=True, style="dim")
+
+    def _draw(self) -> None:
+        if self.asked.plot is not None:
+            from jetfire.report.plot import plot
+
+            with writing(self.asked.plot):
+                plot(self.rows, self.record, self.asked.plot)
+
+    def _doubt(self) -> None:
+        from jetfire.measure.load import doubts
+
+        if text := doubts(self.rows, self.load.text(), self.record.get("peaks") or {}):
+            note(text)
+
+    def _finish(self, interrupted: bool) -> None:
+        rows, wrong = self.rows, [row for row in self.rows if row.ok is False]
+        if interrupted:
+            raise Interrupted(f"interrupted after {len(rows)} rows, shown and saved")
+        if not any(row.role == "kernel" for row in rows):
+            raise UsageError(
+                "nothing was measured: every problem was left out, for the reasons above"
+            )
+        if wrong:
+            raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
 
 
 def render(results: Results, kind: str) -> str:
@@ -464,36 +415,13 @@ def device_title(device: dict[str, Any]) -> str:
     peaks = device.get("peaks") or {}
     if device.get("kind") == "cpu":
         return where(device)
-    measured = [
-        f"{label} {peaks[name]:.0f} {unit}"
-        for name, label, unit in (
-            ("copy_gbps", "copy", "GB/s"),
-            ("int8_tops", "INT8", "TOPS"),
-            ("bf16_tflops", "BF16", "TFLOP/s"),
-        )
-        if name in peaks
-    ]
+    units = {
+        "copy_gbps": "copy {} GB/s",
+        "int8_tops": "INT8 {} TOPS",
+        "bf16_tflops": "BF16 {} TFLOP/s",
+    }
+    measured = [form.format(f"{peaks[n]:.0f}") for n, form in units.items() if n in peaks]
     return f"{device.get('name')} · measured peaks: {', '.join(measured)}"
-
-
-def _print(
-    asked: BenchOptions, rows: Sequence[Row], record: dict[str, Any], command: str, kind: str | None
-) -> None:
-    from jetfire.report import show
-
-    shown = "table" if kind is not None else (asked.format or "table")
-    if shown != "table":
-        print(render(Results(record, list(rows)), shown), end="")
-        return
-    console = terminal.console(width=160)
-    for part in show.by_op(rows):
-        console.print(show.heading(device_title(record), part), soft_wrap=True)
-        console.print(show.table(part, narrow=console.width < 110))
-        for split in show.splits(part):
-            console.print(split.rich())
-    for line in show.footnotes(rows):
-        console.print(line)
-    console.print(command, soft_wrap=True, style="dim")
 
 
 def replay(asked: BenchOptions, first: Case) -> str:
@@ -523,8 +451,6 @@ def replay(asked: BenchOptions, first: Case) -> str:
 
 def listing() -> str:
     """Every op with its kernels and fields, then workloads, peers and data, for `--list`."""
-    import dataclasses
-
     from jetfire.core import workloads
     from jetfire.measure import peers
     from jetfire.measure.data import DISTRIBUTIONS
@@ -532,34 +458,30 @@ def listing() -> str:
     lines = ["ops"]
     width = max(map(len, registry.names()))
     for name in registry.names():
-        op = registry.get(name)
-        fields = [
-            f.name if f.default is dataclasses.MISSING else f"{f.name}={show_default(f.default)}"
-            for f in dataclasses.fields(op.Problem)
-        ]
+        op, shown = registry.get(name), []
+        for one in dataclasses.fields(op.Problem):
+            default = str(one.default)
+            default = default.lower() if isinstance(one.default, bool | None) else default
+            missing = one.default is dataclasses.MISSING
+            shown.append(one.name if missing else f"{one.name}={default}")
         lines.append(f"  {name:<{width}} {op.summary}")
         lines.append(f"  {'':<{width}} kernels: {', '.join(registry.kernel_names(name)) or 'none'}")
-        lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(fields)}")
+        lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(shown)}")
+    models = {
+        name: f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
+        for name, model in workloads.MODELS.items()
+    }
+    layers = {
+        name: "m n k " + ", ".join(f"{x.tokens} {x.hidden} {x.width}" for x in found)
+        for name, found in workloads.LAYERS.items()
+    }
+    sizes = {
+        name: f"sizes {', '.join(map(str, found))}"
+        for name, found in (("square", workloads.SQUARES), ("ragged", workloads.RAGGED))
+    }
     lines.append("workloads")
-    lines += [f"  {name:<12} {_workload_text(name)}" for name in workloads.names()]
+    lines += [f"  {name:<12} {text}" for name, text in {**models, **layers, **sizes}.items()]
     lines.append("peers")
     lines += [f"  {name:<20} {what}" for name, what in peers.NAMES.items()]
     lines.append(f"data\n  {', '.join(DISTRIBUTIONS)}")
     return "\n".join(lines)
-
-
-def _workload_text(name: str) -> str:
-    from jetfire.core import workloads
-
-    if name in workloads.MODELS:
-        model = workloads.MODELS[name]
-        return f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
-    if name in workloads.LAYERS:
-        layers = workloads.LAYERS[name]
-        return "m n k " + ", ".join(f"{x.tokens} {x.hidden} {x.width}" for x in layers)
-    sizes = {"square": workloads.SQUARES, "ragged": workloads.RAGGED}[name]
-    return f"sizes {', '.join(map(str, sizes))}"
-
-
-def show_default(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -18,8 +18,8 @@ them, by `jetfire.export.suite`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jetfire.core import registry, workloads
@@ -38,23 +38,7 @@ NAMES = ("results", *PARTS, "promotion", "training", "export")
 PLAIN = {"rounding", "layout"}  # fields that do not change what torch.compile makes
 
 
-@dataclass(frozen=True)
-class SuiteEntry:
-    """Requests that are measured alike.
-
-    Attributes:
-        peers, kernels: those to time; None is all.
-        rounds, power_ms, schedules: as in `jetfire.measure.runner.Options`.
-        data: the inputs' distribution; None is the user's.
-    """
-
-    request: Request
-    peers: Sequence[str] | None
-    rounds: int = 10
-    power_ms: float = 0.0
-    schedules: bool = False
-    data: str | None = None
-    kernels: Sequence[str] | None = None
+Entry = tuple[Op, Timed]
 
 
 def _memory_bound(op: Op) -> Iterator[Timed]:
@@ -76,34 +60,17 @@ def _memory_bound(op: Op) -> Iterator[Timed]:
         yield replace(every, turn=turn, workload=name)
 
 
-def _timed(op: Op) -> list[Timed]:
-    own = op.timed()
-    return list(_memory_bound(op)) if own is None else own
+def _part(name: str) -> list[Entry]:
+    found = []
+    for op in map(registry.get, registry.names()):
+        own = op.timed()
+        timed = _memory_bound(op) if own is None else own
+        found += [(op, one) for one in timed if one.part == name]
+    return sorted(found, key=lambda entry: entry[1].turn)
 
 
-def _entry(op: Op, timed: Timed) -> SuiteEntry:
-    request = Request(
-        [op.name], timed.modes, timed.sizes, timed.workload, timed.blocks, timed.settings
-    )
-    return SuiteEntry(
-        request,
-        timed.peers,
-        timed.rounds,
-        timed.power_ms,
-        timed.schedules,
-        timed.data,
-        timed.kernels,
-    )
-
-
-def _part(name: str) -> list[SuiteEntry]:
-    ops = [registry.get(op) for op in registry.names()]
-    found = [(timed, op) for op in ops for timed in _timed(op) if timed.part == name]
-    return [_entry(op, timed) for timed, op in sorted(found, key=lambda pair: pair[0].turn)]
-
-
-def entries(name: str) -> list[SuiteEntry]:
-    """A suite's entries.
+def entries(name: str) -> list[Entry]:
+    """Return a suite's ops, each with problems of it that are measured alike.
 
     Raises:
         UsageError: there is no such suite.
@@ -115,24 +82,24 @@ def entries(name: str) -> list[SuiteEntry]:
     return _part(name)
 
 
-def _unsaid(text: str) -> None:
-    """Ignore a note: that an op of a suite has no backward goes without saying."""
-
-
 def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
     """Every problem of a suite once a kind of data, with the options of the first entry with it."""
     found: dict[tuple[Case, str], tuple[Case, Options]] = {}
-    for entry in entries(name):
+    for op, timed in entries(name):
         chosen = replace(
             options,
-            peers=entry.peers,
-            rounds=entry.rounds,
-            power_ms=entry.power_ms,
+            peers=timed.peers,
+            rounds=timed.rounds,
+            power_ms=timed.power_ms,
             recheck=False,
-            schedules=entry.schedules,
-            data=entry.data or options.data,
-            kernels=entry.kernels,
+            schedules=timed.schedules,
+            data=timed.data or options.data,
+            kernels=timed.kernels,
         )
-        for case in plan.cases(entry.request, _unsaid):
+        request = Request(
+            [op.name], timed.modes, timed.sizes, timed.workload, timed.blocks, timed.settings
+        )
+        # That an op of a suite has no backward goes without saying.
+        for case in plan.cases(request, lambda note: None):
             found.setdefault((case, chosen.data), (case, chosen))
     return list(found.values())

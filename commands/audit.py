@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from jetfire.commands import options as o
-from jetfire.commands import problems
+from jetfire.core import terminal
 
 EPILOG = "Example: jetfire audit gemm --arch 90"
 
@@ -26,10 +26,11 @@ def run(
 ) -> None:
     """Compile GPU kernels for any architecture; show registers, spills, instructions."""
     from jetfire.core.device import capability_of, target_device
+    from jetfire.measure import plan
 
     targets = [target_device(capability_of(text)) for text in arch or ("80", "89", "90", "100")]
-    request = problems.request(locals(), ops=ops or ["all"], mode=[mode])
-    cases = problems.cases(request, 4096)
+    request = o.request(locals(), ops=ops or ["all"], mode=[mode])
+    cases = plan.cases(request.sized(4096), terminal.note)
     from jetfire.bench import audit
 
     audit.run(cases, kernels or (), targets)

@@ -36,8 +36,7 @@ def _refuse_empty(param: Any, value: Any) -> None:
 
     As a path it would be the current folder, as a name or a list of names the default.
     """
-    texts = value if isinstance(value, list | tuple) else [value]
-    for text in texts:
+    for text in value if isinstance(value, list | tuple) else [value]:
         if isinstance(text, str) and not text.strip() and param.name != "prompt":
             long = (name for name in param.opts if name.startswith("--"))
             name = next(long, param.metavar or param.name)
@@ -70,16 +69,13 @@ class Verbs(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.verbs:
             if args and not ctx.resilient_parsing:
-                self._check(args[0])
+                what, names = self.what
+                known = [*names(), *self.verbs]
+                # A verb misspelt is refused, before its own words are taken for something else.
+                if args[0] not in known and nearest(args[0], known) in self.verbs:
+                    raise unknown(f"no {what} or verb {args[0]!r}", args[0], known)
             args = [RUN, *args]
         return super().parse_args(ctx, args)
-
-    def _check(self, word: str) -> None:
-        """Refuse what is a verb misspelt, before its own words are taken for something else."""
-        what, names = self.what
-        known = [*names(), *self.verbs]
-        if word not in known and nearest(word, known) in self.verbs:
-            raise unknown(f"no {what} or verb {word!r}", word, known)
 
 
 class OwnCommand(Command):

@@ -65,7 +65,7 @@ def run(
     if listing:
         print(command.listing())
     elif suite == "training":
-        from jetfire.gpt2 import bench as training
+        from jetfire.gpt2.bench import steps as training
 
         training.suite(asked)
     elif suite == "export":

@@ -15,12 +15,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from jetfire import __version__
 from jetfire.core.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from jetfire.measure.plan import Request
 
 Names = Callable[[], Iterable[str]]
 Options = TypeVar("Options")
@@ -38,6 +41,17 @@ def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Op
     names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
     found = {name: given[name] for name in names & given.keys() if given[name] is not None}
     return options(**found | more)
+
+
+def request(given: Mapping[str, Any], **more: Any) -> Request:
+    """Return what a command's arguments, called as the fields of `BenchOptions`, ask for.
+
+    Args:
+        more: those that are taken otherwise than given.
+    """
+    from jetfire.bench import command
+
+    return command.request_of(collect(command.BenchOptions, given, **more))
 
 
 # From a text to its value.
@@ -103,15 +117,15 @@ STRATEGIES = _of("tuner.options", "STRATEGIES")
 EFFORTS = _of("tuner.options", "EFFORTS")
 OBJECTIVES = _of("tuner.trial", "OBJECTIVES")
 TARGETS = _of("export.targets", "NAMES")
-PRESETS = _of("gpt2.settings", "PRESETS")
-CASES = _of("gpt2.cases", "names")
+PRESETS = _of("gpt2.training.settings", "PRESETS")
+CASES = _of("gpt2.bench.cases", "names")
 MODELS = _of("models.sources", "names")
 ADVISED = _of("models.options", "RECIPES")
 RECIPES = _of("nn.recipes", "RECIPES")
-MEASURED = _of("gpt2.cases", "MEASURED")
-STEP_PEERS = _of("gpt2.cases", "PEERS", "reduce_overhead")
-CORPORA = _of("gpt2.corpora", "NAMED")
-TOKENIZERS = _of("gpt2.tokenizers", "NAMES")
+MEASURED = _of("gpt2.bench.cases", "MEASURED")
+STEP_PEERS = _of("gpt2.bench.cases", "PEERS", "reduce_overhead")
+CORPORA = _of("gpt2.data.corpora", "NAMED")
+TOKENIZERS = _of("gpt2.data.tokenizers", "NAMES")
 # Copies, as the modules of these names load torch; a test compares them.
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ARCHITECTURES = ("80", "86", "89", "90", "100")

@@ -27,7 +27,7 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Write the page, the plots and the README's tables of a results file."""
-    from jetfire.gpt2.finished import addition
+    from jetfire.gpt2.training.finished import addition
     from jetfire.report import documents
 
     stale = documents.report(file, readme or documents.readme_of(file), check, addition)

@@ -54,6 +54,12 @@ class Request:
     blocks: Sequence[str] | None = None
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    def sized(self, m: int) -> Request:
+        """Return the request with a size where it has none."""
+        if self.workload is not None or "m" in self.sizes:
+            return self
+        return replace(self, sizes={**self.sizes, "m": [m]})
+
 
 def parse_sizes(option: str, text: str) -> list[int]:
     """Return the sizes of ``512``, ``512,1024``, ``1024:8192:1024`` (with 8192) or a list of those.
@@ -266,13 +272,7 @@ def check(request: Request) -> None:
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
     """
-    if request.workload is None and "m" not in request.sizes:
-        request = replace(request, sizes={**request.sizes, "m": [EVERYWHERE]})
-    cases(request, _unsaid)
-
-
-def _unsaid(text: str) -> None:
-    """Drop a note: `cases` makes it again later."""
+    cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again later
 
 
 def cases(request: Request, note: Note) -> list[Case]:

@@ -10,7 +10,7 @@ from jetfire.core import profiles, registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import JetfireWarning
 from jetfire.core.launch import choose
-from jetfire.gpt2.finished import addition
+from jetfire.gpt2.training.finished import addition
 from jetfire.report import documents
 from jetfire.report.tuned import ROUNDING
 from jetfire.tuner import shipped as problems

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jetfire.bench import shipped_rows
+from jetfire.bench import shipped
 from jetfire.core.errors import UsageError
 from jetfire.measure.results import Results, Row
 
@@ -13,20 +13,18 @@ H200 = {"name": "NVIDIA H200", "capability": [9, 0]}
 
 
 def test_they_are_those_of_the_committed_results():
-    assert shipped_rows.FILE.read_text() == shipped_rows.text_of(shipped_rows.RESULTS), (
-        "run `make report`"
-    )
-    shipped = shipped_rows.every()["NVIDIA H200"]
-    assert (shipped.capability, shipped.source) == ((9, 0), "h200.json")
-    assert len(shipped.by_problem()) == len(shipped.rows)
-    measured = Results.load(shipped_rows.RESULTS / "h200.json").rows
+    assert shipped.ROWS.read_text() == shipped.rows_text(shipped.RESULTS), "run `make report`"
+    found = shipped.rows()["NVIDIA H200"]
+    assert (found.capability, found.source) == ((9, 0), "h200.json")
+    assert len(found.by_problem()) == len(found.rows)
+    measured = Results.load(shipped.RESULTS / "h200.json").rows
     least = min(
         row.ms
         for row in measured
         if (row.op, row.role, row.export) == ("gelu", "kernel", None)
-        and row.problem == next(r.problem for r in shipped.rows if r.op == "gelu")
+        and row.problem == next(r.problem for r in found.rows if r.op == "gelu")
     )
-    first = next(row for row in shipped.rows if row.op == "gelu")
+    first = next(row for row in found.rows if row.op == "gelu")
     assert first.ms == pytest.approx(least, rel=1e-3)
 
 
@@ -44,7 +42,7 @@ def test_of_a_problem_the_fastest_right_kernel_counts(tmp_path):
         Row("model_step", "int8", "kernel", {"model": "hf:x", "run": "eager"}, ok=True, ms=9.0),
     ]
     (tmp_path / "h200.json").write_text(Results(H200, rows).to_json())
-    (device,) = json.loads(shipped_rows.text_of(tmp_path))["devices"]
+    (device,) = json.loads(shipped.rows_text(tmp_path))["devices"]
     assert device["rows"] == [
         {"op": "gelu", "problem": SHAPE, "kernel": "tiles", "ms": 1.0, "peers": {"compile": 4.0}}
     ]
@@ -52,19 +50,7 @@ def test_of_a_problem_the_fastest_right_kernel_counts(tmp_path):
 
 def test_a_folder_without_rows_is_refused(tmp_path):
     with pytest.raises(UsageError, match="expected results with rows"):
-        shipped_rows.text_of(tmp_path)
+        shipped.rows_text(tmp_path)
     (tmp_path / "h200.json").write_text(Results(H200, []).to_json())
     with pytest.raises(UsageError, match="expected results with rows"):
-        shipped_rows.text_of(tmp_path)
-
-
-def test_the_command_writes_what_would_change(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shipped_rows, "FILE", tmp_path / "rows.json")
-    assert shipped_rows.main() == 0
-    assert (tmp_path / "rows.json").read_text() == shipped_rows.text_of(shipped_rows.RESULTS)
-    assert "written" in capsys.readouterr().out
-    assert shipped_rows.main() == 0
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(shipped_rows, "RESULTS", tmp_path / "none")
-    assert shipped_rows.main() == 2
-    assert capsys.readouterr().err.startswith("jetfire: ")
+        shipped.rows_text(tmp_path)
