@@ -73,6 +73,12 @@ def readable(axis: MplAxis) -> None:
     axis.set_tick_params(labelsize=8)
 
 
+def note(ax: Axes, text: str, at: tuple[float, float], away: tuple[int, int], **more: Any) -> None:
+    """Write a small text so many points away from a place."""
+    style = {"textcoords": "offset points", "fontsize": 8, "color": "#666666", **more}
+    ax.annotate(text, at, xytext=away, **style)
+
+
 def legend(where: Any, axes: Axes) -> None:
     """Put the legend of one of its axes beside a figure, or a part of one."""
     handles, labels = axes.get_legend_handles_labels()

@@ -17,7 +17,7 @@ from jetfire.core import files, registry, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.measure.results import Results, Row
-from jetfire.report import exports, int4, int8, training, tuned, tuned_plot
+from jetfire.report import exports, int4, int8, training, tuned
 from jetfire.report.chart import Chart
 from jetfire.report.plot import plot
 from jetfire.report.table import Section, Table, filled
@@ -105,28 +105,13 @@ def page(
     return "\n".join(parts)
 
 
-def _with_table(readme: str, table: str) -> str:
-    """The README with its table replaced.
-
-    Raises:
-        UsageError: it has not the two markers.
-    """
-    before, begin, rest = readme.partition(BEGIN)
+def _readme(old: str, text: str) -> str:
+    """The README with another text between its two markers."""
+    before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise UsageError(f"README.md: expected the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table}{END}{after}"
-
-
-def _charts(results: Results, file: Path) -> list[Chart]:
-    return [
-        Chart(
-            file.with_name(f"{file.stem}-{name}.svg"),
-            [results.device, *(row.as_dict() for row in rows)],
-            partial(plot, rows, results.device),
-        )
-        for name, rows in int8.plots(results).items()
-    ]
+    return f"{before}{BEGIN}\n{text}{END}{after}"
 
 
 def report(
@@ -140,16 +125,29 @@ def report(
     Returns:
         The files that were not as they should be.
     """
-    everything = _complete(Results.load(file), file)
+    loaded, rows = Results.load(file), []
+    for number, row in enumerate(loaded.rows):
+        try:
+            rows.append(replace(row, problem=_problem(row, file)))
+        except UsageError as error:
+            raise Unreadable(file, f"rows.{number}: {getattr(error, 'reason', error)}") from None
+    everything = Results(loaded.device, rows)
     results, _ = exports.split(everything)
     added = add(results, file)
-    charts = _charts(results, file)
+    charts = [
+        Chart(
+            file.with_name(f"{file.stem}-{name}.svg"),
+            [results.device, *(row.as_dict() for row in rows)],
+            partial(plot, rows, results.device),
+        )
+        for name, rows in int8.plots(results).items()
+    ]
     shipped = tuned.shipped(results.device)
     found = tuned.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
     gains = Chart(
         file.with_name(f"{file.stem}-tuned.svg"),
         tuned.records(shipped, found),
-        partial(tuned_plot.plot, shipped, found, results.device),
+        partial(tuned.plot, shipped, found, results.device),
     )
     sections = tuned.sections(shipped, found, gains.path.name)
     names = [chart.path.name for chart in charts]
@@ -158,7 +156,7 @@ def report(
         tables = [module.readme(results) for module in (training, int8, int4)]
         shown = [table.markdown() for table in (*tables, *added.readme) if table.rows]
         lines = [f"{line}\n" for line in tuned.readme(shipped, found)]
-        texts[readme] = _with_table(_read(readme), "\n".join([*shown, *lines]))
+        texts[readme] = _readme(_read(readme), "\n".join([*shown, *lines]))
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     charts += [*added.charts, *([gains] if shipped else [])]
@@ -171,24 +169,11 @@ def report(
     return stale + [chart.path for chart in undrawn]
 
 
-def _complete(results: Results, file: Path) -> Results:
-    """Return results whose problems have every field of their op, those of older versions too.
-
-    Raises:
-        Unreadable: a row's op is not known, or its problem is none of that op's.
-    """
-    rows = []
-    for number, row in enumerate(results.rows):
-        try:
-            rows.append(replace(row, problem=_problem(row, file)))
-        except UsageError as error:
-            raise Unreadable(file, f"rows.{number}: {getattr(error, 'reason', error)}") from None
-    return Results(results.device, rows)
-
-
 def _problem(row: Row, file: Path) -> dict[str, Any]:
+    """Return a row's problem with every field of its op, that of an older version too."""
     if row.op in training.OPS:
-        schema.convert(row.problem, training.problem_type(row.op), file)
+        kind = training.ModelStepProblem if row.op == training.MODEL else training.TrainingProblem
+        schema.convert(row.problem, kind, file)
         return row.problem
     if row.op not in registry.names():
         raise UsageError(f"no op {row.op!r}")

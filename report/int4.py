@@ -74,16 +74,15 @@ def _columns(results: Results) -> dict[str, dict[Shape, Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _ratios(rows: dict[Shape, Row]) -> list[float] | None:
-    """Return the ratios to FP16 at all of the paper's shapes; None where one is missing."""
+def _ratios(rows: dict[Shape, Row]) -> list[float]:
+    """Return the ratios to FP16 at all of the paper's shapes; nothing where one is missing."""
     found = [ratio(rows.get(shape), FP16) for shape in _shapes()]
     known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else None
+    return known if len(known) == len(found) else []
 
 
-def _mean(rows: dict[Shape, Row]) -> str:
-    ratios = _ratios(rows)
-    return times(None if ratios is None else mean(ratios))
+def _mean(ratios: list[float]) -> str:
+    return times(mean(ratios) if ratios else None)
 
 
 def layers(results: Results) -> Section:
@@ -97,7 +96,7 @@ def layers(results: Results) -> Section:
             texts += [time_text(row.ms if row else None), times(ratio(row, FP16))]
         lines.append(["×".join(map(str, shape)), *texts])
     if lines:
-        means = [text for rows in columns.values() for text in ("", _mean(rows))]
+        means = [text for rows in columns.values() for text in ("", _mean(_ratios(rows)))]
         lines.append(["geometric mean", *means])
     text = (
         "Layers of the INT4 paper (arXiv 2306.11987) as m×n×k. The GEMM multiplies "
@@ -159,29 +158,19 @@ def sections(results: Results) -> list[Section]:
     return [layers(results), stages(results), memory_bound(results)]
 
 
-def _quantiser(results: Results) -> Row | None:
-    """Return the fastest that packs 8192×8192 in groups of 32."""
-    rows = having(
-        _kernels(results, "hadamard_quantize"),
-        m=8192,
-        n=8192,
-        group=32,
-        mode="fwd",
-        layout="packed",
-        dtype="bf16",
-    )
-    return fastest(row for row in rows if row.roofline is not None)
-
-
 def readme(results: Results) -> Table:
     """Return a short table for the README."""
     lines = []
     for name, rows in _columns(results).items():
         ratios = _ratios(rows)
-        if ratios is not None:
+        if ratios:
             spread = f"{times(min(ratios))} to {times(max(ratios))}"
-            lines.append([_README[name], f"{_mean(rows)} FP16 cuBLAS", spread])
-    row = _quantiser(results)
+            lines.append([_README[name], f"{_mean(ratios)} FP16 cuBLAS", spread])
+    quantisers = having(
+        _kernels(results, "hadamard_quantize"),
+        **{"m": 8192, "n": 8192, "group": 32, "mode": "fwd", "layout": "packed", "dtype": "bf16"},
+    )
+    row = fastest(row for row in quantisers if row.roofline is not None)
     if row is not None:
         what = "Hadamard transform, quantise and pack, 8192×8192, group 32"
         lines.append([what, f"{share(row.roofline)} of copy bandwidth", rate_text(row)])

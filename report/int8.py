@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jetfire.core.op import Model
 from jetfire.core.workloads import MODELS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
 from jetfire.ops.gemm import PROMOTION_DATA
@@ -135,7 +134,13 @@ def gemm_models(results: Results) -> Section:
     rows = having(timed(results, "gemm"), bias=False)
     lines = []
     for name, model in MODELS.items():
-        for label, problems in _products(model).items():
+        m, layers = model.tokens, list(model.linears())
+        products: dict[str, list[dict[str, Any]]] = {
+            "fwd": [{"m": m, "n": out, "k": inp, "out": "bf16"} for out, inp in layers],
+            "dgrad": [{"m": m, "n": inp, "k": out, "out": "bf16"} for out, inp in layers],
+            "wgrad": [{"m": out, "n": inp, "k": m, "out": "fp32"} for out, inp in layers],
+        }
+        for label, problems in products.items():
             texts = [_layers(rows, problems, block) for block in BLOCKS]
             if texts != [NOTHING] * len(BLOCKS):
                 lines.append([f"{name} {label}", *texts])
@@ -145,16 +150,6 @@ def gemm_models(results: Results) -> Section:
     )
     head = ["", *(f"block {block}: ms, × cuBLAS BF16" for block in BLOCKS)]
     return Section("GEMM, GPT-2's layers", text, [Table(head, lines)])
-
-
-def _products(model: Model) -> dict[str, list[dict[str, Any]]]:
-    """Return the products of a block's linear layers by pass."""
-    m, layers = model.tokens, list(model.linears())
-    return {
-        "fwd": [{"m": m, "n": out, "k": inp, "out": "bf16"} for out, inp in layers],
-        "dgrad": [{"m": m, "n": inp, "k": out, "out": "bf16"} for out, inp in layers],
-        "wgrad": [{"m": out, "n": inp, "k": m, "out": "fp32"} for out, inp in layers],
-    }
 
 
 def _layers(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) -> str:
@@ -173,17 +168,15 @@ def _layers(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int)
 
 def usual(rows: Iterable[Row]) -> list[Row]:
     """Return the rows in layout q, rounded as training does, of one block for input and output."""
+    usual_of = {"bwd": "stochastic"}
     return [
         row
         for row in rows
         if row.problem.get("layout", "q") == "q"
         and "out_block" not in row.problem
-        and row.problem.get("rounding") in (None, "", _rounding(row))
+        and row.problem.get("rounding")
+        in (None, "", usual_of.get(row.problem.get("mode", ""), "nearest"))
     ]
-
-
-def _rounding(row: Row) -> str:
-    return "stochastic" if row.problem.get("mode") == "bwd" else "nearest"
 
 
 def small_models(results: Results) -> Section:

@@ -15,6 +15,7 @@ from jetfire.report.chart import (
     PEER_COLOURS,
     canvas,
     legend,
+    note,
     plain,
     readable,
     save,
@@ -82,38 +83,18 @@ def axis_of(rows: Sequence[Row]) -> Axis:
     return Axis("×".join(dims), position, texts, False)
 
 
-def _points(
-    series: Series, axis: Axis, value: Callable[[Row], float | None]
-) -> tuple[list[float], list[float]]:
-    """x and y; where several rows share a shape (a peer beside each block), their median."""
-    at: dict[float, list[float]] = {}
-    for row in series.rows:
-        y = value(row)
-        if y is not None:
-            at.setdefault(axis.position[shape_of(row)], []).append(y)
-    return sorted(at), [median(at[x]) for x in sorted(at)]
+KERNELS: dict[str, Any] = {"markersize": 6, "linewidth": 2, "zorder": 3}
+PEERS: dict[str, Any] = {
+    "linestyle": "--",
+    "markersize": 4,
+    "markerfacecolor": "white",
+    "linewidth": 1.2,
+    "zorder": 2,
+}
 
 
-def _kernel_style(colour: int, marker: int) -> dict[str, Any]:
-    return {
-        "color": KERNEL_COLOURS[colour % len(KERNEL_COLOURS)],
-        "marker": MARKERS[marker % len(MARKERS)],
-        "markersize": 6,
-        "linewidth": 2,
-        "zorder": 3,
-    }
-
-
-def _peer_style(index: int) -> dict[str, Any]:
-    return {
-        "color": PEER_COLOURS[index % len(PEER_COLOURS)],
-        "linestyle": "--",
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4,
-        "markerfacecolor": "white",
-        "linewidth": 1.2,
-        "zorder": 2,
-    }
+def _style(colours: Sequence[str], colour: int, marker: int) -> dict[str, Any]:
+    return {"color": colours[colour % len(colours)], "marker": MARKERS[marker % len(MARKERS)]}
 
 
 def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -125,39 +106,49 @@ def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
     parted = [one.label.partition(", ")[::2] for one in series if one.role == "kernel"]
     kernels, variants = (list(dict.fromkeys(pair[i] for pair in parted)) for i in range(2))
     if len(kernels) > 1 and len(variants) > 1:
-        styles = [_kernel_style(variants.index(v), kernels.index(k)) for k, v in parted]
+        places = [(variants.index(v), kernels.index(k)) for k, v in parted]
     else:
-        styles = [_kernel_style(i, i) for i in range(len(parted))]
-    return [*styles, *map(_peer_style, range(len(series) - len(parted)))]
+        places = [(i, i) for i in range(len(parted))]
+    ours = [KERNELS | _style(KERNEL_COLOURS, *place) for place in places]
+    return ours + [PEERS | _style(PEER_COLOURS, i, i) for i in range(len(series) - len(parted))]
 
 
-def _draw(
-    ax: Axes, series: Sequence[Series], axis: Axis, value: Callable[[Row], float | None]
-) -> None:
+Value = Callable[[Row], float | None]
+
+
+def _drawn(ax: Axes, series: Sequence[Series], axis: Axis, label: str, value: Value) -> bool:
+    """Draw values over shapes, of a shape alone bars; return whether there are several."""
+    several = len(axis.ticks) > 1
+    if several:
+        _draw(ax, series, axis, value)
+        ax.set_ylabel(label)
+    else:
+        _bars(ax, series, value)
+        ax.set_xlabel(label)
+    return several
+
+
+def _draw(ax: Axes, series: Sequence[Series], axis: Axis, value: Value) -> None:
     for one, style in zip(series, _styles(series), strict=True):
-        xs, ys = _points(one, axis, value)
+        timed = [row for row in one.rows if value(row) is not None]
+        at = grouped(timed, lambda row: axis.position[shape_of(row)])
+        # Where several rows share a shape (a peer beside each block), their median.
+        ys = [median(value(row) or 0.0 for row in at[x]) for x in sorted(at)]
         line = style if axis.numeric else {**style, "linestyle": ""}
-        ax.plot(xs, ys, label=one.label, **line)
+        ax.plot(sorted(at), ys, label=one.label, **line)
     if axis.numeric:
         ax.set_xscale("log", base=2)
-    ax.set_xticks(list(axis.ticks), list(axis.ticks.values()))
+    crowded = len(axis.ticks) > 6 or not axis.numeric
+    style = {"rotation": 45, "ha": "right", "fontsize": 8, "rotation_mode": "anchor"}
+    ax.set_xticks(list(axis.ticks), list(axis.ticks.values()), **(style if crowded else {}))
     ax.minorticks_off()
-    if len(axis.ticks) > 6 or not axis.numeric:
-        ax.set_xticks(
-            list(axis.ticks),
-            list(axis.ticks.values()),
-            rotation=45,
-            ha="right",
-            fontsize=8,
-            rotation_mode="anchor",
-        )
     if not axis.numeric:
         ax.margins(x=0.08)
     ax.set_xlabel(axis.label)
     plain(ax)
 
 
-def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | None]) -> None:
+def _bars(ax: Axes, series: Sequence[Series], value: Value) -> None:
     """One shape alone: a bar for each series, the first on top."""
     for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
         values = [y for row in one.rows if (y := value(row)) is not None]
@@ -178,30 +169,6 @@ def _bars(ax: Axes, series: Sequence[Series], value: Callable[[Row], float | Non
     ax.grid(False, axis="y")
 
 
-def _ceiling(ax: Axes, y: float, text: str) -> None:
-    ax.axhline(y, color="#999999", linewidth=1, linestyle=":", zorder=1)
-    ax.annotate(
-        text,
-        (0.01, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        fontsize=8,
-        color="#666666",
-    )
-
-
-def _time(ax: Axes, series: Sequence[Series], axis: Axis) -> None:
-    if len(axis.ticks) == 1:
-        _bars(ax, series, lambda row: row.ms and row.ms * 1e3)
-        ax.set_xlabel("time, µs")
-        return
-    _draw(ax, series, axis, lambda row: row.ms and row.ms * 1e3)
-    ax.set_yscale("log")
-    readable(ax.yaxis)
-    ax.set_ylabel("time, µs")
-
-
 def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, Any]) -> None:
     compute = any(row.tflops is not None for s in series for row in s.rows)
     label = "TFLOP/s" if compute else "GB/s (fewest bytes / time)"
@@ -209,16 +176,15 @@ def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, An
     def value(row: Row) -> float | None:
         return row.tflops if compute else row.gbps
 
-    if len(axis.ticks) == 1:
-        _bars(ax, series, value)
-        ax.set_xlabel(label)
+    if not _drawn(ax, series, axis, label, value):
         return
-    _draw(ax, series, axis, value)
-    ax.set_ylabel(label)
     names = {"int8_tops": "INT8", "bf16_tflops": "BF16"} if compute else {"copy_gbps": "copy"}
     for name, text in names.items():
         if name in peaks:
-            _ceiling(ax, peaks[name], f"{text} peak, measured: {significant(peaks[name], 4)}")
+            ax.axhline(peaks[name], color="#999999", linewidth=1, linestyle=":", zorder=1)
+            level = f"{text} peak, measured: {significant(peaks[name], 4)}"
+            across = ("axes fraction", "data")
+            note(ax, level, (0.01, peaks[name]), (0, 3), xycoords=across)
     ax.set_ylim(bottom=0)
 
 
@@ -234,24 +200,9 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
     low = min(*intensities, peak / slope) / 4
     high = max(*intensities, peak / slope) * 2
     ax.plot([low, peak / slope, high], [low * slope, peak, peak], color="#333333", linewidth=1.5)
-    ax.annotate(
-        f"INT8 peak {significant(peak, 4)}",
-        (low, peak),
-        xytext=(0, -3),
-        va="top",
-        textcoords="offset points",
-        fontsize=8,
-        color="#666666",
-    )
-    ax.annotate(
-        f"copy {significant(slope * 1e3, 4)} GB/s",
-        (low, low * slope),
-        xytext=(12, 0),
-        va="top",
-        textcoords="offset points",
-        fontsize=8,
-        color="#666666",
-    )
+    note(ax, f"INT8 peak {significant(peak, 4)}", (low, peak), (0, -3), va="top")
+    copy = f"copy {significant(slope * 1e3, 4)} GB/s"
+    note(ax, copy, (low, low * slope), (12, 0), va="top")
     ax.set_xscale("log")
     ax.set_yscale("log")
     readable(ax.xaxis)
@@ -274,7 +225,9 @@ def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
         shared, _ = varying(part)
         sub.suptitle(f"{part[0].op}   {problem_text(shared)}\n{where(device)}", fontsize=11)
         axes = sub.subplots(1, 3 if compute else 2)
-        _time(axes[0], series, axis)
+        if _drawn(axes[0], series, axis, "time, µs", lambda row: row.ms and row.ms * 1e3):
+            axes[0].set_yscale("log")
+            readable(axes[0].yaxis)
         _rate(axes[1], series, axis, peaks)
         if compute:
             _roofline(axes[2], series, peaks)
@@ -323,15 +276,8 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
     if series.role == "peer":
         return
     for x, y, row in zip(xs, ys, rows, strict=True):
-        ax.annotate(
-            f"K {row.problem['block']}",
-            (x, y),
-            xytext=(-7 if left else 7, 2),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=8,
-            color=style["color"],
-        )
+        text, side = f"K {row.problem['block']}", "right" if left else "left"
+        note(ax, text, (x, y), (-7 if left else 7, 2), ha=side, color=style["color"])
 
 
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:

@@ -19,7 +19,7 @@ from jetfire.report.table import Section, Table
 from jetfire.report.text import NOTHING, fixed, times
 
 if TYPE_CHECKING:
-    from jetfire.gpt2.study_record import StudyRecord
+    from jetfire.gpt2.training.study_record import StudyRecord
 
 FOLDER, BASE = "training", "bf16"
 Loss = Literal["final", "best"]
@@ -60,7 +60,7 @@ class FinishedRun:
     def shared(self) -> bool:
         """Whether its device had other runs at any time, so that no step's time is its own.
 
-        `jetfire.gpt2.keep` may have been told so later.
+        `jetfire.gpt2.training.keep` may have been told so later.
         """
         at_once = [head.get("runs_at_once", 1) for head in [*self._of("run"), *self._of("resume")]]
         return max(*at_once, self.head.get("kept", {}).get("runs_at_once", 1)) > 1
@@ -255,6 +255,6 @@ def addition(runs: Iterable[FinishedRun], studies: Sequence[StudyRecord], file: 
     ]
     return Addition(
         [*sections, *map(study.section, studies)],
-        [readme(found), *map(study.readme, studies)],
+        [*map(study.readme, studies), readme(found)],
         charts,
     )

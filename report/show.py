@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -51,18 +51,6 @@ def ratio_text(row: Row) -> str:
     return first_ratio(row.vs_peer, own)
 
 
-def error_text(row: Row) -> str:
-    if row.ok is False:
-        return "WRONG"
-    return "" if row.rel_err is None else ("exact" if row.rel_err == 0 else f"{row.rel_err:.1e}")
-
-
-def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Return the rows by problem and kind of data, in their order."""
-    same = groupby(rows, key=lambda row: (row.op, problem_text(row.problem), row.data))
-    return [list(part) for _, part in same]
-
-
 def by_op(rows: Sequence[Row]) -> list[list[Row]]:
     return [list(same) for _, same in groupby(rows, key=lambda row: row.op)]
 
@@ -74,6 +62,7 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 def cells(row: Row) -> dict[str, str]:
     """Return one row's texts by column; empty where there is nothing to say."""
+    error = "" if row.rel_err is None else "exact" if row.rel_err == 0 else f"{row.rel_err:.1e}"
     texts = {
         "kernel": row.label,
         "time": time_text(row.ms),
@@ -86,7 +75,7 @@ def cells(row: Row) -> dict[str, str]:
         "MHz": f"{fixed(row.sm_mhz)}{'!' if row.throttled else ''}",
         "W": fixed(row.watts),
         "SQNR dB": fixed(row.sqnr_db, 1),
-        "error": error_text(row),
+        "error": "WRONG" if row.ok is False else error,
     }
     always = ("time", "rate")
     return {
@@ -102,16 +91,15 @@ def _shown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
 
 
 def _titled(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Return each group with what tells it from the others."""
+    """Return the rows of each problem and kind of data, with what tells it from the others."""
     _, differing = varying(rows)
     several = len({row.data for row in rows}) > 1
-    return [
-        (
-            shape_text(same[0].problem, differing) + (f" data={same[0].data}" if several else ""),
-            same,
-        )
-        for same in groups(rows)
-    ]
+    found = []
+    for _, part in groupby(rows, key=lambda row: (row.op, problem_text(row.problem), row.data)):
+        same = list(part)
+        data = f" data={same[0].data}" if several else ""
+        found.append((shape_text(same[0].problem, differing) + data, same))
+    return found
 
 
 def heading(title: str, rows: Sequence[Row]) -> Text:

@@ -9,7 +9,7 @@ from jetfire.report.table import Section, Table
 from jetfire.report.text import NOTHING, fixed
 
 if TYPE_CHECKING:
-    from jetfire.gpt2.study_record import Difference, RecipeLosses, StudyRecord
+    from jetfire.gpt2.training.study_record import Difference, RecipeLosses, StudyRecord
 
 
 def table(record: StudyRecord, of: str = "") -> Table:

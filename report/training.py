@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NotRequired
 
 from typing_extensions import TypedDict
@@ -12,8 +13,8 @@ from jetfire.report.rows import grouped, ratio
 from jetfire.report.table import Section, Table
 from jetfire.report.text import fixed, gib, times
 
-STEP, BLOCK, MODEL = "gpt2_step", "gpt2_block", "model_step"
-OPS = (STEP, BLOCK, MODEL)
+STEP, BLOCK, LLAMA_BLOCK, MODEL = "gpt2_step", "gpt2_block", "llama_block", "model_step"
+OPS = (STEP, BLOCK, LLAMA_BLOCK, MODEL)
 EAGER, COMPILE, OWN_LOSS = "eager", "compile", "compile_own_loss"
 REDUCE_OVERHEAD = "reduce_overhead"
 TENSORWISE, ROWWISE = "fp8_tensorwise", "fp8_rowwise"
@@ -37,6 +38,9 @@ class TrainingProblem(TypedDict):
     context: Size
     layers: NotRequired[Size]
     accumulate: NotRequired[Size]
+    heads: NotRequired[Size]
+    kv_heads: NotRequired[Size]
+    hidden: NotRequired[Size]
 
 
 class ModelStepProblem(TypedDict):
@@ -48,11 +52,6 @@ class ModelStepProblem(TypedDict):
     context: NotRequired[Size]
 
 
-def problem_type(op: str) -> type:
-    """Return the type of the problems of one of `OPS`."""
-    return ModelStepProblem if op == MODEL else TrainingProblem
-
-
 def problem_text(row: Row) -> str:
     """``4 layers of width 4096, 4×1024 tokens``."""
     p = row.problem
@@ -61,7 +60,8 @@ def problem_text(row: Row) -> str:
         return f"{p['model']}{sizes}, run {p['run']}"
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
     layers = f"{p['layers']} layers" if "layers" in p else "one block"
-    return f"{layers} of width {p['width']}, {micros}{p['batch']}×{p['context']} tokens"
+    gated = f" ({p['hidden']}, {p['kv_heads']} of {p['heads']} heads)" if "hidden" in p else ""
+    return f"{layers} of width {p['width']}{gated}, {micros}{p['batch']}×{p['context']} tokens"
 
 
 def _problems(results: Results, *ops: str) -> dict[str, list[Row]]:
@@ -83,7 +83,7 @@ def _smaller(row: Row) -> list[str]:
     return [times(peer / own if own and peer is not None else None) for peer in found]
 
 
-def _section(results: Results, op: str, title: str, text: str) -> Section:
+def _section(results: Results, ops: Sequence[str], title: str, text: str) -> Section:
     """Return the recipes and peers of each problem."""
     lines = [
         [
@@ -99,7 +99,7 @@ def _section(results: Results, op: str, title: str, text: str) -> Section:
             fixed(row.joules, 1),
             fixed(row.extra.get("first_step_s"), 1),
         ]
-        for problem, rows in _problems(results, op).items()
+        for problem, rows in _problems(results, *ops).items()
         for row in rows
     ]
     head = ["", "", "ms", "", "TFLOP/s", *_RATIOS, "peak GiB", "activations GiB", *_SMALLER]
@@ -122,7 +122,7 @@ def steps(results: Results) -> Section:
         f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )
-    return _section(results, STEP, "Training steps", text)
+    return _section(results, [STEP], "Training steps", text)
 
 
 def blocks(results: Results) -> Section:
@@ -130,7 +130,7 @@ def blocks(results: Results) -> Section:
         "Forward and backward of one transformer block: input and its gradient BF16, parameters "
         f"fp32, weights quantised (or cast) in each call. Otherwise as above. {_MEMORY}"
     )
-    return _section(results, BLOCK, "Transformer block", text)
+    return _section(results, [BLOCK, LLAMA_BLOCK], "Transformer block", text)
 
 
 def models(results: Results) -> Section:
@@ -141,7 +141,7 @@ def models(results: Results) -> Section:
         "under torch.compile, or under its mode reduce-overhead. TFLOP/s count the linear layers' "
         "products. Otherwise as above."
     )
-    return _section(results, MODEL, "Training steps of other models", text)
+    return _section(results, [MODEL], "Training steps of other models", text)
 
 
 def sections(results: Results) -> list[Section]:

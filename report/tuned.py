@@ -1,4 +1,4 @@
-"""What the documents say of the shipped profiles, and of lookups for shapes that they lack.
+"""What the documents say and draw of the shipped profiles, and of lookups without one.
 
 The profiles are those of the results' device. The lookups are beside the results, in
 FILE-lookups.json, as `jetfire-tune --unseen N -o FILE-lookups.json` writes them.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
@@ -22,9 +23,13 @@ from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
 from jetfire.measure.results import Amount, Milliseconds, blocks_text, shape_text
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
 from jetfire.report.rows import grouped
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, counted, mean, times
+from jetfire.report.text import NOTHING, counted, mean, times, where
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -59,6 +64,15 @@ class ShippedEntry:
     def peer(self) -> float | None:
         """The time of the peer in `PEERS` over the tuned config's."""
         return self.entry.vs_peer.get(PEERS.get(self.op, OTHER_PEER))
+
+    @property
+    def read(self) -> int:
+        """The block of what is read; 0 where there are no blocks."""
+        return int(self.entry.problem.get("block", 0))
+
+    @property
+    def written(self) -> int:
+        return int(self.entry.problem.get("out_block", self.read))
 
     @property
     def stale(self) -> bool:
@@ -189,19 +203,14 @@ def overall(entries: Sequence[ShippedEntry]) -> Table:
     return Table(head, rows)
 
 
-def _blocks(problem: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the blocks of what is read and written; zeros where there are none."""
-    block = problem.get("block", 0)
-    return block, problem.get("out_block", block)
-
-
 def by_kernel(entries: Sequence[ShippedEntry]) -> Table:
     """A row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
+
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
     rows = []
     for op, kernel, kind in sorted(found, key=lambda k: (order[k[0]], k[1], k[2] == "bwd", k[2])):
-        blocks = grouped(found[op, kernel, kind], lambda one: _blocks(one.entry.problem))
+        blocks = grouped(found[op, kernel, kind], lambda one: (one.read, one.written))
         for _, part in sorted(blocks.items()):
             best = max(part, key=lambda one: one.gain or 0)
             where = shape_text(best.entry.problem, ()) if (best.gain or 0) > 1 else NOTHING
@@ -355,3 +364,89 @@ def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str
             f"of {len(found)} ({near(found) / len(found):.0%})."
         )
     return lines
+
+
+# The chart.
+
+_T = TypeVar("_T", ShippedEntry, Lookup)
+
+
+def plot(
+    entries: Sequence[ShippedEntry],
+    found: Sequence[Lookup],
+    device: Mapping[str, Any],
+    path: Path,
+    description: str = "",
+) -> None:
+    """Draw a column for each op, its problems sorted; below it the same of the lookups, if any."""
+    fig = canvas(10, 8.4 if found else 4.4, f"Tuned configs\n{where(device)}")
+    axes = fig.subplots(2 if found else 1, 1, squeeze=False)[:, 0]
+    _strips(
+        axes[0],
+        [one for one in in_use(entries) if one.gain is not None],
+        lambda one: one.gain or math.nan,
+        lambda one: f"block {found}" if (found := blocks_text(one.entry.problem)) else "no blocks",
+        mean_gain,
+    )
+    axes[0].set_title(
+        "default / tuned, each problem; beside the op, the geometric mean", fontsize=10
+    )
+    axes[0].set_ylabel("gain over the default")
+    if found:
+        _strips(
+            axes[1],
+            found,
+            lambda one: one.ratio,
+            lambda one: f"{one.source} profile".replace("default profile", "default (none near)"),
+            lambda part: f"{near(part)} of {len(part)}",
+        )
+        axes[1].axhline(NEAR, color="#999999", linewidth=1, linestyle=":", zorder=1)
+        axes[1].set_title(
+            f"lookup / tuned, each shape without a profile; beside the op, those within "
+            f"{NEAR - 1:.0%}",
+            fontsize=10,
+        )
+        axes[1].set_ylabel("time over the tuned config's")
+    save(fig, path, description)
+
+
+def _strips(
+    ax: Axes,
+    values: Sequence[_T],
+    value: Callable[[_T], float],
+    kind: Callable[[_T], str],
+    summary: Callable[[Sequence[_T]], str],
+) -> None:
+    """Sorted points, a column an op and a colour a kind; the summary stands under the op's name."""
+    columns = {op: sorted(part, key=value) for op, part in grouped(values, lambda v: v.op).items()}
+    points: dict[str, tuple[list[float], list[float]]] = {
+        name: ([], []) for name in sorted({kind(v) for v in values}, key=lambda n: (len(n), n))
+    }
+    for i, part in enumerate(columns.values()):
+        for rank, one in enumerate(part):
+            xs, ys = points[kind(one)]
+            xs.append(round(i - 0.4 + 0.8 * (rank + 0.5) / len(part), 4))
+            ys.append(value(one))
+        if i:
+            ax.axvline(i - 0.5, color="#e6e6e6", linewidth=0.8)
+    for i, (name, (xs, ys)) in enumerate(points.items()):
+        ax.plot(
+            xs,
+            ys,
+            linestyle="",
+            marker=MARKERS[i],
+            markersize=3.5,
+            alpha=0.8,
+            color=KERNEL_COLOURS[i],
+            label=name,
+        )
+    names = [f"{op}  {summary(part)}" for op, part in columns.items()]
+    ax.set_xticks(
+        range(len(columns)), names, fontsize=8, rotation=40, ha="right", rotation_mode="anchor"
+    )
+    ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
+    ax.yaxis.set_major_formatter(lambda y, _: times(y))
+    plain(ax)
+    ax.grid(False, axis="x")
+    if points:
+        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import files
 from jetfire.core.errors import UsageError
@@ -14,38 +13,10 @@ from jetfire.report.table import Table
 from jetfire.report.text import NOTHING, fields_text, mean, significant, times
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
     from jetfire.tuner.digest import Attempt, Digest
 
 TEMPLATE = "tuning.html.j2"
 Pairs = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class ReportChart:
-    """A figure as JSON that is safe inside a script element, or why there is none."""
-
-    id: str
-    title: str
-    caption: str
-    data: str | None
-    missing: str
-
-
-@dataclass(frozen=True)
-class StudySection:
-    """What the page says of one study."""
-
-    id: str
-    title: str
-    problem: str
-    provenance: Pairs
-    summary: Pairs
-    charts: Sequence[ReportChart]
-    trials: Table
-    messages: Sequence[str]
-    fixed: str
 
 
 def write(digests: Sequence[Digest], file: Path) -> None:
@@ -74,10 +45,12 @@ def render(digests: Sequence[Digest]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    gains = [digest.gain for digest in digests if digest.gain]
+    of = f"over {len(gains)} of {len(digests)} studies"
     return environment.get_template(TEMPLATE).render(
         title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",
         index=_index(digests) if len(digests) > 1 else None,
-        mean=_mean(digests),
+        mean=f"{times(mean(gains), 3)} {of}" if gains else None,
         sections=[_section(f"study-{i}", digest) for i, digest in enumerate(digests)],
         plotly=get_plotlyjs(),
     )
@@ -92,16 +65,8 @@ def _ratio(before: float | None, after: float | None) -> str:
 
 
 def _index(digests: Sequence[Digest]) -> Table:
-    head = (
-        "op · kernel",
-        "problem",
-        "device",
-        "objective",
-        "trials",
-        "default ms",
-        "best ms",
-        "gain",
-    )
+    head = ["op · kernel", "problem", "device", "objective", "trials"]
+    head += ["default ms", "best ms", "gain"]
     rows = []
     for digest in digests:
         best = digest.ms[0] if digest.ms else None
@@ -120,26 +85,27 @@ def _index(digests: Sequence[Digest]) -> Table:
     return Table(head, rows)
 
 
-def _mean(digests: Sequence[Digest]) -> str | None:
-    """The gains' geometric mean, of the studies that have one."""
-    gains = [digest.gain for digest in digests if digest.gain]
-    if not gains:
-        return None
-    return f"{times(mean(gains), 3)} over {len(gains)} of {len(digests)} studies"
-
-
-def _section(identifier: str, digest: Digest) -> StudySection:
-    return StudySection(
-        id=identifier,
-        title=digest.title,
-        problem=digest.problem,
-        provenance=_provenance(digest),
-        summary=_summary(digest),
-        charts=_charts(identifier, digest),
-        trials=_trials(digest),
-        messages=[attempt.message for attempt in digest.attempts],
-        fixed=fields_text(digest.fixed),
-    )
+def _section(identifier: str, digest: Digest) -> dict[str, Any]:
+    """What the page says of one study, by the template's names."""
+    outcomes = ", ".join(f"{count} {fate}" for fate, count in digest.fates.items())
+    energy = ["J"] if any(attempt.joules is not None for attempt in digest.attempts) else []
+    first = ["", "trial", "outcome", "ms", "p20–p80", *energy, "seconds"]
+    trials = [_row(digest, attempt, bool(energy)) for attempt in digest.attempts]
+    return {
+        "id": identifier,
+        "title": digest.title,
+        "problem": digest.problem,
+        "provenance": _provenance(digest),
+        "summary": [
+            *_result(digest),
+            ("trials", f"{len(digest.attempts)}: {outcomes or 'none'}"),
+            ("time spent on trials", _duration(digest.seconds)),
+        ],
+        "charts": _charts(identifier, digest),
+        "trials": Table([*first, *digest.fields, "message"], trials),
+        "messages": [attempt.message for attempt in digest.attempts],
+        "fixed": fields_text(digest.fixed),
+    }
 
 
 def _provenance(digest: Digest) -> Pairs:
@@ -167,13 +133,6 @@ def _peaks(digest: Digest) -> str:
     known = [form.format(_digits(peaks[name])) for name, form in units.items() if peaks.get(name)]
     when = f"; meanwhile {peaks['busy']}" if known and peaks.get("busy") else ""
     return f"{', '.join(known)}{when}" if known else "not measured"
-
-
-def _summary(digest: Digest) -> Pairs:
-    """The result, what it gains, and what the search cost."""
-    outcomes = ", ".join(f"{count} {fate}" for fate, count in digest.fates.items())
-    pairs = [*_result(digest), ("trials", f"{len(digest.attempts)}: {outcomes or 'none'}")]
-    return [*pairs, ("time spent on trials", _duration(digest.seconds))]
 
 
 def _result(digest: Digest) -> Pairs:
@@ -218,49 +177,53 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _charts(identifier: str, digest: Digest) -> list[ReportChart]:
+def _charts(identifier: str, digest: Digest) -> list[dict[str, str | None]]:
+    """Each figure as JSON that is safe inside a script element, or why there is none."""
     from jetfire.report import tuning_charts as charts
 
     cost = "time" if digest.units[0] == "ms" else "energy"
     no_time = "No config was measured."
     found = [
-        _chart(
-            identifier,
+        (
             "history",
-            charts.history(digest),
+            charts.history,
             f"Each trial's {cost} in the order of the search; a hollow one was stopped early, a "
             "cross failed and says why under the pointer.",
             "There are no trials.",
         ),
-        _chart(
-            identifier,
+        (
             "importance of each parameter",
-            charts.importance(digest),
+            charts.importance,
             "How much a parameter decides whether a config is among the best tenth (PED-ANOVA); "
             "the shares sum to one.",
             "Nothing can be said: that needs two measured configs at least, that differ in "
             f"{cost}.",
         ),
-        _chart(
-            identifier,
+        (
             "parallel coordinates",
-            charts.parallel(digest),
+            charts.parallel,
             f"A line a measured config, blue where it is best, orange where worst in {cost}. "
             "Within a value's band the best stand lowest.",
             no_time if not digest.measured else "Every config tried was the same.",
         ),
-        _chart(
-            identifier,
+        (
             "roofline",
-            charts.roofline(digest),
+            charts.roofline,
             _roofline_caption(digest),
             no_time if digest.get("bytes") else "The study does not say what bytes it moves.",
         ),
     ]
     if digest.get("objective") == "both":
         caption = "Energy over time; nothing beats the configs on the line in both."
-        found.append(_chart(identifier, "time and energy", charts.pareto(digest), caption, no_time))
-    return found
+        found.append(("time and energy", charts.pareto, caption, no_time))
+    shown = []
+    for title, draw, caption, missing in found:
+        figure, name = draw(digest), f"{identifier}-{title.split()[0]}"
+        data = None if figure is None else script_json(figure.to_json())
+        shown.append(
+            {"id": name, "title": title, "caption": caption, "data": data, "missing": missing}
+        )
+    return shown
 
 
 def _roofline_caption(digest: Digest) -> str:
@@ -268,13 +231,6 @@ def _roofline_caption(digest: Digest) -> str:
     if not digest.get("flops"):
         return f"The op is memory-bound: bytes it must move at least, over time.{missing}"
     return f"Operations over time, by operations over the fewest bytes to move.{missing}"
-
-
-def _chart(
-    identifier: str, title: str, figure: Figure | None, caption: str, missing: str
-) -> ReportChart:
-    data = None if figure is None else script_json(figure.to_json())
-    return ReportChart(f"{identifier}-{title.split()[0]}", title, caption, data, missing)
 
 
 def script_json(text: str) -> str:
@@ -285,28 +241,12 @@ def script_json(text: str) -> str:
     return dumped
 
 
-def _trials(digest: Digest) -> Table:
-    """A row a trial; config fields that varied have a column each."""
-    energy = any(attempt.joules is not None for attempt in digest.attempts)
-    head = [
-        "",
-        "trial",
-        "outcome",
-        "ms",
-        "p20–p80",
-        *(["J"] if energy else []),
-        "seconds",
-        *digest.fields,
-        "message",
-    ]
-    rows = [_row(digest, attempt, energy) for attempt in digest.attempts]
-    return Table(head, rows)
-
-
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
+    """A trial's texts; config fields that varied have a column each."""
     spread = NOTHING
-    if attempt.ms_p20 is not None and attempt.ms_p80 is not None:
-        spread = f"{_digits(attempt.ms_p20)}–{_digits(attempt.ms_p80)}"
+    said = attempt.said
+    if said.ms_p20 is not None and said.ms_p80 is not None:
+        spread = f"{_digits(said.ms_p20)}–{_digits(said.ms_p80)}"
     return [
         digest.role(attempt),
         str(attempt.number),
@@ -314,7 +254,7 @@ def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:
         _digits(attempt.ms),
         spread,
         *([_digits(attempt.joules)] if energy else []),
-        f"{attempt.seconds:.1f}",
+        f"{said.seconds:.1f}",
         *(str(attempt.config.get(name, NOTHING)) for name in digest.fields),
         attempt.message.split("\n", 1)[0].rstrip(),
     ]

@@ -35,6 +35,7 @@ GRID = "rgba(128,128,128,0.25)"
 COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
 SHADES = 16
 Ticks = tuple[list[float], list[str]]
+Of = Callable[["Attempt"], Any]  # a coordinate of a trial's point
 
 
 def log_ticks(low: float, high: float) -> Ticks:
@@ -122,8 +123,8 @@ def _hover(attempt: Attempt, *more: str) -> str:
 def _points(
     name: str,
     attempts: Sequence[Attempt],
-    x: Callable[[Attempt], float],
-    y: Callable[[Attempt], Any],
+    x: Of,
+    y: Of,
     **marker: Any,
 ) -> go.Scatter:
     return go.Scatter(
@@ -146,47 +147,28 @@ def _line(
     return go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo=hover, line=style)
 
 
-def _marked(
-    digest: Digest,
-    among: Sequence[Attempt],
-    x: Callable[[Attempt], float],
-    y: Callable[[Attempt], float],
-) -> list[go.Scatter]:
+def _marked(digest: Digest, among: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
     """The default and the best, where drawn, as large symbols on top."""
+    edge = {"width": 1.5, "color": "#ffffff"}
+    marks = (
+        ("default", digest.default, {"size": 13, "symbol": "diamond", "color": DEFAULT}),
+        ("best", digest.best, {"size": 17, "symbol": "star", "color": BEST}),
+    )
     return [
-        _points(
-            name,
-            [attempt],
-            x,
-            y,
-            size=size,
-            symbol=symbol,
-            color=colour,
-            line={"width": 1.5, "color": "#ffffff"},
-        )
-        for name, attempt, size, symbol, colour in (
-            ("default", digest.default, 13, "diamond", DEFAULT),
-            ("best", digest.best, 17, "star", BEST),
-        )
+        _points(name, [attempt], x, y, line=edge, **style)
+        for name, attempt, style in marks
         if attempt is not None and attempt in among
     ]
 
 
-def _by_fate(
-    attempts: Sequence[Attempt], x: Callable[[Attempt], float], y: Callable[[Attempt], float]
-) -> list[go.Scatter]:
+def _by_fate(attempts: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
     """Measured trials, a trace an outcome; what was measured briefly is drawn hollow."""
+    groups = {fate: [a for a in attempts if a.fate == fate] for fate in COLOURS}
+    symbols = {"slow": "circle-open"}
     return [
-        _points(
-            fate,
-            group,
-            x,
-            y,
-            color=COLOURS[fate],
-            symbol="circle-open" if fate == "slow" else "circle",
-        )
-        for fate in COLOURS
-        if (group := [a for a in attempts if a.fate == fate])
+        _points(fate, group, x, y, color=COLOURS[fate], symbol=symbols.get(fate, "circle"))
+        for fate, group in groups.items()
+        if group
     ]
 
 
@@ -384,44 +366,21 @@ def _lines(
 def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -> None:
     """A vertical a field with its values' names; at the right the cost's own, logarithmic."""
     names = [*digest.fields, COST[digest.units[0]]]
-    label = {"showarrow": False, "xref": "x", "yref": "y"}
+
+    def label(x: int, y: float, text: str, anchor: str, shift: int) -> dict[str, Any]:
+        at = {"x": x, "y": y, "xref": "x", "yref": "y", "xanchor": anchor, "xshift": shift}
+        return {**at, "text": text, "showarrow": False}
+
     texts = [
-        {
-            **label,
-            "x": i,
-            "y": (row + 0.5) / len(values),
-            "text": plain(value),
-            "xanchor": "right",
-            "xshift": -6,
-        }
+        label(i, (row + 0.5) / len(values), plain(value), "right", -6)
         for i, values in enumerate(digest.fields.values())
         for row, value in enumerate(values)
     ]
     span = math.log10(high / low) or 1.0
     for value, text in zip(*log_ticks(low, high), strict=True):
-        height = math.log10(value / low) / span
-        texts.append(
-            {
-                **label,
-                "x": len(names) - 1,
-                "y": height,
-                "text": text,
-                "xanchor": "left",
-                "xshift": 6,
-            }
-        )
-    verticals = [
-        {
-            "type": "line",
-            "x0": i,
-            "x1": i,
-            "y0": 0,
-            "y1": 1,
-            "layer": "below",
-            "line": {"color": ROOF, "width": 1},
-        }
-        for i in range(len(names))
-    ]
+        texts.append(label(len(names) - 1, math.log10(value / low) / span, text, "left", 6))
+    line = {"type": "line", "layer": "below", "line": {"color": ROOF, "width": 1}}
+    verticals = [{**line, "x0": i, "x1": i, "y0": 0, "y1": 1} for i in range(len(names))]
     figure.update_layout(annotations=texts, shapes=verticals, margin={"r": 64})
     figure.update_xaxes(
         tickvals=list(range(len(names))),
@@ -446,8 +405,7 @@ def roofline(digest: Digest) -> go.Figure | None:
     left, right = min(intensity, ridge) / 8, max(intensity, ridge) * 8
 
     def rate(attempt: Attempt) -> float:
-        assert attempt.ms is not None
-        return flops / attempt.ms / 1e9
+        return flops / (attempt.ms or math.inf) / 1e9
 
     figure = _figure(420)
     ceilings = _roofs(copy, tops, left, ridge, right)
@@ -468,14 +426,8 @@ def _roofs(
     """The slope of the copy bandwidth and the level of the INT8 peak, as far as each binds."""
     found = []
     if copy:
-        end = ridge if tops else right
-        found.append(
-            (
-                f"copy {significant(copy, 4)} GB/s",
-                [left, end],
-                [x * copy / 1e3 for x in (left, end)],
-            )
-        )
+        ends = [left, ridge if tops else right]
+        found.append((f"copy {significant(copy, 4)} GB/s", ends, [x * copy / 1e3 for x in ends]))
     if tops:
         start = ridge if copy else left
         found.append((f"INT8 peak {significant(tops, 4)} TOPS", [start, right], [tops, tops]))
@@ -488,8 +440,7 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     copy = (digest.get("peaks") or {}).get("copy_gbps")
 
     def rate(attempt: Attempt) -> float:
-        assert attempt.ms is not None
-        return nbytes / attempt.ms / 1e6
+        return nbytes / (attempt.ms or math.inf) / 1e6
 
     def height(attempt: Attempt) -> float:
         return attempt.number * 0.618034 % 1  # the golden ratio spreads any run of numbers
