@@ -67,13 +67,11 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite export -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli report docs/results/h200.json
-	$(PY) -m jetfire.bench.shipped_peaks
-	$(PY) -m jetfire.bench.shipped_rows
+	$(PY) -m jetfire.bench.shipped
 
 report: $(INSTALLED)  ## tables, plots and shipped peaks from docs/results/ and profiles/, without measuring
 	$(PY) -m jetfire.cli report docs/results/h200.json
-	$(PY) -m jetfire.bench.shipped_peaks
-	$(PY) -m jetfire.bench.shipped_rows
+	$(PY) -m jetfire.bench.shipped
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
