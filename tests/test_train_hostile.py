@@ -262,12 +262,12 @@ HOSTILE: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("theirs", "theirs/config.json", put(NESTED), "no JSON"),
     ("theirs", "theirs/config.json", pipe, "no regular file"),
     ("theirs", "theirs/model.safetensors", put(b"\xff" * 99), "a header of"),
-    ("prepare", "vocabulary/encoder.json", put(NESTED), "no JSON"),
-    ("prepare", "vocabulary/encoder.json", edit("!", to=10**12), "!=1000000000000: expected"),
-    ("prepare", "vocabulary/encoder.json", edit("!", to=1), "do not belong together"),
+    ("prepare", "vocabulary/encoder.json", put(NESTED), "which belong together"),
+    ("prepare", "vocabulary/encoder.json", edit("!", to=10**12), "which belong together"),
+    ("prepare", "vocabulary/encoder.json", edit("!", to=1), "which belong together"),
     ("prepare", "vocabulary/encoder.json", link("/dev/zero"), "no regular file"),
-    ("prepare", "vocabulary/vocab.bpe", put(b"\xff\xfe"), "vocab.bpe: 'utf-8' codec"),
-    ("prepare", "vocabulary/vocab.bpe", put("a b c\n"), "do not belong together"),
+    ("prepare", "vocabulary/vocab.bpe", put(b"\xff\xfe"), "'utf-8' codec"),
+    ("prepare", "vocabulary/vocab.bpe", put("a b c\n"), "which belong together"),
     ("prepare", "vocabulary/vocab.bpe", pipe, "no regular file"),
 ]
 
