@@ -56,6 +56,16 @@ class Interrupted(JetfireError):
     exit_code = 130
 
 
+def not_installed(library: str, extra: str = "") -> UsageError:
+    """Return the error for a library that is not there.
+
+    Args:
+        extra: Jetfire's extra that brings it.
+    """
+    wanted = f"'jetfire[{extra}]'" if extra else library
+    return UsageError(f"needs {library}, which is not installed: pip install {wanted}")
+
+
 def unknown(given: str, name: str, known: Iterable[str], also: str = "") -> UsageError:
     """Return the error for an unknown name: it suggests the nearest known one and lists all.
 

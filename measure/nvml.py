@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Reasons of a low clock (nvml.h, nvmlClocksEventReasons*). Idle, a clock set by the user and a
+# Reasons of a low clock (nvml.h, nvmlClocksThrottleReason*). Idle, a clock set by the user and a
 # display's settings are left out: they are no fault of the run.
 _REASONS = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x20: "thermal",
-    0x40: "hardware thermal",
-    0x80: "power brake",
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "hardware slowdown",
+    "SwThermalSlowdown": "thermal",
+    "HwThermalSlowdown": "hardware thermal",
+    "HwPowerBrakeSlowdown": "power brake",
 }
 
 
@@ -53,7 +53,13 @@ class Nvml:
 
     def throttle_reasons(self) -> tuple[str, ...] | None:
         bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return None if bits is None else tuple(n for bit, n in _REASONS.items() if bits & bit)
+        if bits is None:
+            return None
+        return tuple(
+            told
+            for name, told in _REASONS.items()
+            if bits & getattr(self._nvml, f"nvmlClocksThrottleReason{name}")
+        )
 
     def utilisation(self) -> float | None:
         """Return the share of the last second or less in which any process's kernel ran."""

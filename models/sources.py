@@ -20,7 +20,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jetfire.core import schema
-from jetfire.core.errors import JetfireError, UsageError, nearest, unknown
+from jetfire.core.errors import JetfireError, UsageError, nearest, not_installed, unknown
 from jetfire.core.files import MIB
 from jetfire.core.schema import Name, Plain, also, most
 from jetfire.gpt2.bench import cases
@@ -214,9 +214,7 @@ def _transformers() -> Any:
         import transformers
         import transformers.models.auto.modeling_auto
     except ImportError:
-        raise UsageError(
-            "needs transformers, which is not installed: pip install transformers"
-        ) from None
+        raise not_installed("transformers", "hf") from None
     transformers.logging.set_verbosity_error()
     return transformers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, not_installed
 from jetfire.core.files import write
 from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
 
@@ -207,8 +207,15 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
 
 
 def page(groups: Sequence[CurveGroup], output: Path) -> None:
-    """Write a page with the losses, which its reader may enlarge."""
-    import plotly.graph_objects as go
+    """Write a page with the losses, which its reader may enlarge.
+
+    Raises:
+        UsageError: the file cannot be written, or Plotly is missing.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise not_installed("plotly", "html") from None
 
     figure = go.Figure()
     for index, group in enumerate(groups):

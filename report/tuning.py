@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import files
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import not_installed
 from jetfire.report.table import Table
 from jetfire.report.text import NOTHING, fields_text, mean, significant, times
 
@@ -25,19 +25,19 @@ def write(digests: Sequence[Digest], file: Path) -> None:
     The same studies give the same bytes. The file is there whole or not at all.
 
     Raises:
-        UsageError: the file cannot be written, or Plotly or Jinja is missing.
+        UsageError: the file cannot be written, or Plotly is missing.
     """
     files.write(file, render(digests))
 
 
 def render(digests: Sequence[Digest]) -> str:
     """The page's HTML."""
+    import jinja2
+
     try:
-        import jinja2
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        name = (error.name or "plotly").split(".")[0]
-        raise UsageError(f"the report needs {name}: pip install {name}") from None
+    except ImportError:
+        raise not_installed("plotly", "html") from None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

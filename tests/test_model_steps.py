@@ -390,5 +390,5 @@ def test_the_whole_way_on_the_gpu():
 def test_named_models_need_transformers(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert execute("train", ["bench", "hf:gpt2-124m", "--device", "cpu"]) == 2
-    says = "jetfire: needs transformers, which is not installed: pip install transformers\n"
+    says = "jetfire: needs transformers, which is not installed: pip install 'jetfire[hf]'\n"
     assert capsys.readouterr().err == says

@@ -35,6 +35,11 @@ class Driver:
     def __init__(self, **readings):
         self.readings = {"reasons": 0, "mhz": 1980, "millijoules": 5500, "gpu": 37, **readings}
 
+    def __getattr__(self, name):
+        if not name.startswith("nvmlClocksThrottleReason"):
+            raise AttributeError(name)
+        return getattr(pynvml, name)
+
     def nvmlInit(self):
         if "down" in self.readings:
             raise self.NVMLError

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,9 @@ def test_no_download_says_what_to_give(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UsageError, match="--vocabulary FOLDER"):
         tokenizers.gpt2()
+
+
+def test_without_tiktoken_a_line_says_what_brings_it(gpt2_files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UsageError, match=r"needs tiktoken, .*: pip install 'jetfire\[text\]'$"):
+        tokenizers.gpt2(gpt2_files)

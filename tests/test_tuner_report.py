@@ -15,9 +15,10 @@ from optuna.trial import TrialState, create_trial
 from jetfire.core.errors import UsageError
 
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
-from jetfire.report import tuning
+from jetfire.report import curves, tuning
 from jetfire.report import tuning_charts as charts
 from jetfire.report.text import significant
+from jetfire.tuner import options
 from jetfire.tuner.digest import Digest, clean
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
@@ -549,13 +550,17 @@ def test_failure_leaves_the_old_report(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["report.html"]
 
 
-@pytest.mark.parametrize("name", ["plotly", "jinja2"])
-def test_missing_library_is_one_line(monkeypatch, name):
-    for module in [m for m in sys.modules if m.split(".")[0] == name]:
+def test_a_page_without_plotly_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    for module in [m for m in sys.modules if m.split(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=f"^the report needs {name}: pip install {name}$"):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    needs = r"^needs plotly, which is not installed: pip install 'jetfire\[html\]'$"
+    with pytest.raises(UsageError, match=needs):
+        options.check(options.TuneOptions(report=tmp_path / "page.html"))
+    with pytest.raises(UsageError, match=needs):
         tuning.render([])
+    with pytest.raises(UsageError, match=needs):
+        curves.page([], tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import not_installed
 from jetfire.gpt2.bench.cases import (
     PEERS,
     BlockProblem,
@@ -106,7 +106,7 @@ def in_fp8(
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise UsageError("needs torchao, which is not installed: pip install torchao") from None
+        raise not_installed("torchao") from None
     config = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(module, module_filter_fn=chosen, config=config)
 

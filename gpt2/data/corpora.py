@@ -35,7 +35,7 @@ from typing_extensions import TypedDict
 
 from jetfire.core import files as disk
 from jetfire.core import schema
-from jetfire.core.errors import UsageError, unknown
+from jetfire.core.errors import UsageError, not_installed, unknown
 from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Digest, Line
 from jetfire.gpt2.data.prepared import CorpusSource
@@ -316,7 +316,7 @@ def _parquet(path: Path) -> Iterator[Piece]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise UsageError(f"{path}: Parquet needs pyarrow: pip install pyarrow") from None
+        raise not_installed("pyarrow", "text") from None
     try:
         table = parquet.ParquetFile(path)
         if "text" not in table.schema_arrow.names:
@@ -437,7 +437,7 @@ def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) 
             "its .tar, .xz, .parquet, .jsonl or .txt files"
         )
     if suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise UsageError("openwebtext is Parquet: pip install pyarrow, or give --from")
+        raise not_installed("pyarrow", "text")
     files = []
     for path in sorted(p for p in held if p.endswith(suffix)):
         place = cache / "openwebtext" / path.replace("/", "-")

@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
 from jetfire.core import files, schema
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, not_installed
 from jetfire.core.files import MIB, Missing, Unreadable
 from jetfire.core.schema import Digest
 from jetfire.gpt2.data.vocabulary import LARGEST
@@ -127,7 +127,7 @@ class Gpt2:
             )
         if b"" in ranks or any(bytes([value]) not in ranks for value in range(256)):
             raise ValueError("expected each of the 256 bytes to be a token, and nothing to be none")
-        import tiktoken
+        tiktoken = _tiktoken()
 
         self.ranks, self.end = dict(ranks), end
         self.separator: int | None = end
@@ -167,10 +167,9 @@ Tokenizer = Bytes | Characters | Gpt2
 
 def gpt2(vocabulary: Path | None = None) -> Gpt2:
     """GPT-2's tokenizer from a folder with `encoder.json` and `vocab.bpe`, else downloaded."""
+    tiktoken = _tiktoken()
     if vocabulary is not None:
         return _read_gpt2(vocabulary)
-    import tiktoken
-
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever its HTTP library raises
@@ -182,20 +181,28 @@ def gpt2(vocabulary: Path | None = None) -> Gpt2:
     return Gpt2(encoding._mergeable_ranks, encoding.eot_token)
 
 
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ImportError:
+        raise not_installed("tiktoken", "text") from None
+    return tiktoken
+
+
 def _read_gpt2(folder: Path) -> Gpt2:
     """Return the tokenizer of OpenAI's two files, which tiktoken checks against each other."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    paths = folder / "vocab.bpe", folder / "encoder.json"
+    merges, ids = folder / "vocab.bpe", folder / "encoder.json"
     try:
         # tiktoken keeps copies of what it read, and takes them only where they have this digest.
-        digests = [hashlib.sha256(files.read(path, MOST)).hexdigest() for path in paths]
+        digests = [hashlib.sha256(files.read(path, MOST)).hexdigest() for path in (merges, ids)]
     except Missing as error:
         raise UsageError(f"--vocabulary {error}: expected encoder.json and vocab.bpe") from None
     except Unreadable as error:
         raise UsageError(f"--vocabulary {error}") from None
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, paths), *digests)
+        ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(ids), digests[0], digests[1])
         return Gpt2(ranks, len(ranks))
     except Exception as error:  # an assertion, or whatever a file of another kind leads to
         said = f" ({str(error)[:100]!r})" if str(error) else ""
