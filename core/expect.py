@@ -119,9 +119,9 @@ def seed_on(seed: Tensor | None, like: Tensor) -> Tensor:
     return seed
 
 
-def same_shape(name: str, x: Tensor, like: Tensor) -> None:
-    """Check that a matrix is fp32 and of `like`'s shape and device."""
-    matrix(name, x, ("float32",))
+def same_shape(name: str, x: Tensor, like: Tensor, dtype: str = "float32") -> None:
+    """Check that a matrix is of a dtype and of `like`'s shape and device."""
+    matrix(name, x, (dtype,))
     same_device(name, x, like)
     if x.shape != like.shape:
         raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(like.shape)}")

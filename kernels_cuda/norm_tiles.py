@@ -49,11 +49,6 @@ class NormTilesConfig(PartsConfig):
 WORDS = Access(tma=True, q=8, qt=4, stream=16)
 
 
-def residual(problem: Any) -> bool:
-    """Return whether the gradient joins that of the residual stream."""
-    return bool(getattr(problem, "residual", False))
-
-
 def shared_bytes(launch: Launch, config: NormTilesConfig, sums: int) -> int:
     """Return a block's shared memory in bytes; the sources assert that they count the same."""
     stages = config.sums_stages if launch == "sums" else config.stages
@@ -67,7 +62,7 @@ def registers(launch: Launch, problem: Any, config: NormTilesConfig) -> int:
     """Return the registers that a thread needs so that nothing spills, as audited on sm_90."""
     if launch == "sums" or config.warps == PARTS:
         return 80
-    if residual(problem):  # its values are bf16
+    if problem.residual:  # its values are bf16
         narrow = problem.layout == "both" and problem.rounding == "stochastic"
         return 80 if narrow and problem.out_block != 64 else 128
     return 80 if problem.out_block == 32 else 128
@@ -97,7 +92,7 @@ def gradient_header(problem: Any, config: NormTilesConfig, access: Access, sums:
         "SHARED_BYTES": shared_bytes("gradient", config, sums),
         "BLOCK": problem.block,
         "OUT_BLOCK": problem.out_block,
-        "RESIDUAL": residual(problem),
+        "RESIDUAL": problem.residual,
         "WHOLE_LANES": problem.n % 8 == 0,
         "STREAM_ACCESS": access.stream,
     }

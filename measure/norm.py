@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.op import Gradient
+from jetfire.core.errors import UsageError
+from jetfire.core.op import Check, Gradient, Op
 from jetfire.core.problem import Mode, Problem, at_least_zero
 from jetfire.core.tensors import Spec, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
-from jetfire.measure.bounds import NOISE, overflows, worst
+from jetfire.measure.bounds import NOISE, bf16_unit, overflows, worst
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, draw, unrounded, values_of
 
@@ -42,6 +43,31 @@ class RowProblem(Problem):
         at_least_zero(self, "eps")
 
 
+class NormProblem(RowProblem):
+    """A norm's problem, whose gradient may join that of a residual stream: its last field says so.
+
+    ``residual``: backward also reads ``dsum``, the gradient of the BF16 stream that x is a copy of,
+    and writes ``dx``, the sum of both in BF16, rounded once; the codes are those of this sum.
+    """
+
+    mode: Mode
+    residual: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.residual and self.mode == "fwd":
+            raise UsageError("residual=true mode=fwd: expected mode=bwd")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, without a `residual` of False, as without an `out_block`."""
+        fields = super().as_dict()
+        return fields if self.residual else {k: v for k, v in fields.items() if k != "residual"}
+
+    def stream(self, name: str) -> Specs:
+        """Return the spec of a gradient of the residual stream; none where there is no stream."""
+        return {name: Spec("bf16", (self.m, self.n))} if self.residual else {}
+
+
 class RowOp(StandardOp):
     """An op on the residual stream that gives or takes statistics of whole rows."""
 
@@ -70,6 +96,7 @@ class Norm(RowOp):
         statistics: per row rstd, or mean and rstd (fp32, m).
     """
 
+    matched: ClassVar[tuple[str, ...]] = (*Op.matched, "residual")
     in_torch: ClassVar[str]
     parameters: ClassVar[tuple[str, ...]]
     statistics: ClassVar[tuple[str, ...]]
@@ -96,18 +123,25 @@ class Norm(RowOp):
         """Return whether a launch reads statistics rather than compute them."""
         return bool(problem.mode == "bwd")
 
+    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        """Return the name of the function for some fields: that with `_add_` joins a stream."""
+        joins = bool(fields.get("residual"))
+        return super().function(fields, [name for name in names if ("_add_" in name) == joins])
+
     def reads(self, problem: Any) -> Specs:
         m, n, block = problem.m, problem.n, problem.block
         of_columns = dict.fromkeys(self.parameters, Spec("fp32", (n,)))
         if problem.mode == "bwd":
             of_columns = {"weight": of_columns["weight"]} | quantized(m, n, block, "dy")
         of_rows = dict.fromkeys(self.statistics if self.given(problem) else (), Spec("fp32", (m,)))
-        return quantized(m, n, block, "x") | of_columns | of_rows | seed_of(problem)
+        read = quantized(m, n, block, "x") | of_columns | of_rows | seed_of(problem)
+        return read | problem.stream("dsum")
 
     def writes(self, problem: Any) -> Specs:
         m, n = problem.m, problem.n
         codes = quantized(m, n, problem.out_block, layout=problem.layout)
         if problem.mode == "bwd":
+            codes = problem.stream("dx") | codes
             return codes | dict.fromkeys(self.sums["m"], Spec("fp32", (n,)))
         names = () if self.given(problem) else self.statistics
         return codes | dict.fromkeys(names, Spec("fp32", (m,)))
@@ -144,6 +178,20 @@ class Norm(RowOp):
         evaluate = self.backward if problem.mode == "bwd" else self.forward
         value, noise, over, rest = evaluate(problem, wide)
         return unrounded(problem, inputs, value, noise, over) | rest
+
+    def check(
+        self, problem: Any, outputs: Tensors, expected: Tensors, noise: Tensor | None = None
+    ) -> Check:
+        """Compare codes with those of the dx that they were written beside, where there is one."""
+        from jetfire.reference.quantize import scales
+
+        if problem.residual:
+            value = outputs["dx"].double()
+            scale, _ = scales(value.float(), problem.out_block)
+            left_out = {"q_noise", "q_over"}
+            known = {name: tensor for name, tensor in expected.items() if name not in left_out}
+            expected = known | {"q": value, "scale": scale}
+        return super().check(problem, outputs, expected, noise)
 
     def gradients(self, problem: Any, inputs: Tensors, outputs: Tensors) -> list[Gradient]:
         """Return none where the statistics that are given are not those of x's rows."""
@@ -188,10 +236,39 @@ class Norm(RowOp):
         wide = peers.widened(inputs, problem.block)
         x, weight = wide("x"), inputs["weight"].bfloat16()
         if problem.mode == "bwd":
-            return self.torch_backward(x, wide("dy"), weight, inputs)
+            backward = self.torch_backward(x, wide("dy"), weight, inputs)
+            return _added(backward, inputs["dsum"]) if problem.residual else backward
         parameters = [inputs[name].bfloat16() for name in self.parameters]
         norm = getattr(functional, self.in_torch)
         return lambda: norm(x, [problem.n], *parameters, problem.eps)
+
+
+def _added(backward: Callable[[], Any], dsum: torch.Tensor) -> Callable[[], Any]:
+    """Return a call of a backward that adds the stream's gradient to its first result."""
+
+    def added() -> Any:
+        dx, *sums = backward()
+        return dsum + dx, *sums
+
+    return added
+
+
+def of_stream(
+    problem: Any, value: torch.Tensor, noise: torch.Tensor, over: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+    """Return what is expected of a gradient that joins a stream's.
+
+    Args:
+        value: the sum of both.
+        noise: what fp32's evaluation may add to it.
+        over: where it may overflow.
+
+    Returns:
+        The values of the codes; per block, what evaluation may add to them; dx and its bounds.
+    """
+    bound = (noise + bf16_unit(value.abs() + noise) / 2).nan_to_num(0.0, 0.0, 0.0)
+    expected = {"dx": value, "dx_bound": bound, "dx_over": over}
+    return value.bfloat16().double(), worst(bound, problem.out_block), expected
 
 
 def forward_bounds(

@@ -40,7 +40,6 @@ from jetfire.nn.products import (
 )
 from jetfire.ops import (
     int8_add,
-    int8_add_backward,
     int8_column_sum,
     int8_dropout,
     int8_dropout_backward,
@@ -51,7 +50,7 @@ from jetfire.ops import (
     int8_quantize,
     int8_quantize_qkv,
     int8_rmsnorm,
-    int8_rmsnorm_backward,
+    int8_rmsnorm_add_backward,
     int8_swiglu,
     int8_swiglu_backward,
 )
@@ -98,9 +97,9 @@ def checked_stream(stream: Stream, flow: Block, batch: int) -> None:
 
 
 # Keys that a block's forward draws: _Enter's three, then _Leave's five and those of the masks of
-# the projection's output and of FC2's. Behind RMSNorm each half draws one more.
+# the projection's output and of FC2's.
 _ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
-_MASK0, _MASK2, _AFTER_RMSNORM = 5, 6, -1
+_MASK0, _MASK2 = 5, 6
 
 Activation = Literal["tanh", "erf", "gated"]
 
@@ -366,13 +365,11 @@ def _normed_backward(
         dx: that of the stream itself, past the norm.
         index: that of the key among `seeds`.
     """
-    block, seed = setting.block, seeds[index : index + 1]
-    if mean is not None:
-        return int8_layernorm_add_backward(
-            s, dh, weight, mean, rstd, dx, seed=seed, layout=layout, out_block=block
-        )
-    through, dweight = int8_rmsnorm_backward(s, dh, weight, rstd, seed=seeds[_AFTER_RMSNORM:])
-    return *int8_add_backward(dx, through, seed=seed, layout=layout, out_block=block), dweight
+    more: dict[str, Any] = {"layout": layout, "out_block": setting.block}
+    seed = seeds[index : index + 1]
+    if mean is None:
+        return int8_rmsnorm_add_backward(s, dh, weight, rstd, dx, seed=seed, **more)
+    return int8_layernorm_add_backward(s, dh, weight, mean, rstd, dx, seed=seed, **more)
 
 
 def _halves(f: Quantized) -> tuple[Quantized, Quantized]:
@@ -525,12 +522,10 @@ def flowed(
             the MLP.
         widths: columns of query, of key and of value.
     """
-    one_more = int(len(norms[0]) == 1)
-    count = _ENTER_SEEDS + one_more
-    seeds = keys_for_backward(count + _LEAVE_SEEDS + one_more, stream.x.device, training)
+    seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, training)
     enter = leave = None
     if seeds is not None:
-        enter, leave = seeds[:count], seeds[count:]
+        enter, leave = seeds[:_ENTER_SEEDS], seeds[_ENTER_SEEDS:]
     qkv, *others = products
     counts, given = _flattened(norms[0], qkv)
     codes = stream.codes[:2]

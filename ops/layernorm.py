@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.op import Check, Op, SameBits
+from jetfire.core.op import SameBits
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Spec, Specs, Tensors
+from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import (
     NOISE,
     OVER,
     ROUNDING,
-    bf16_unit,
     of_sum,
     overflows,
     statistics_bounds,
     worst,
 )
-from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
+from jetfire.measure.norm import Evaluated, Norm, NormProblem, forward_bounds, of_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +32,11 @@ __all__ = ["int8_layernorm", "int8_layernorm_add_backward", "int8_layernorm_back
 
 
 @dataclass(frozen=True)
-class LayerNormProblem(RowProblem):
+class LayerNormProblem(NormProblem):
     """fwd: x (m×n) to x̂·weight + bias; bwd: x, dy and x's statistics to dx, dweight, dbias.
 
     x, dy, y and dx are quantised per block. ``stats="given"``: forward takes ``mean`` and ``rstd``
     (from `add`); ``"row"``: it computes and returns them. Backward always takes them.
-
-    ``residual``: backward also reads ``dsum``, the gradient of the BF16 stream that x is a copy of,
-    and writes ``dx``, the sum of both in BF16, rounded once; the codes are those of this sum.
 
     A row whose sum of squares is beyond fp32 has no statistics: as in torch its rstd is 0 or NaN.
     """
@@ -54,37 +50,15 @@ class LayerNormProblem(RowProblem):
     eps: float = 1e-5
     residual: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.residual and self.mode == "fwd":
-            raise UsageError("residual=true mode=fwd: expected mode=bwd")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, without a `residual` of False, as without an `out_block`."""
-        fields = super().as_dict()
-        return fields if self.residual else {k: v for k, v in fields.items() if k != "residual"}
-
 
 class LayerNorm(Norm):
     name = "layernorm"
     summary = "LayerNorm and its gradient, INT8 in and out, statistics of whole rows"
     Problem = LayerNormProblem
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("dweight", "dbias")}
-    matched: ClassVar[tuple[str, ...]] = (*Op.matched, "residual")
     in_torch = "layer_norm"
     parameters = ("weight", "bias")
     statistics = ("mean", "rstd")
-
-    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        if fields.get("residual"):
-            return int8_layernorm_add_backward.__name__
-        return super().function(fields, [name for name in names if "_add_" not in name])
-
-    def reads(self, problem: LayerNormProblem) -> Specs:
-        return super().reads(problem) | _stream("dsum", problem)
-
-    def writes(self, problem: LayerNormProblem) -> Specs:
-        return _stream("dx", problem) | super().writes(problem)
 
     def given(self, problem: LayerNormProblem) -> bool:
         return problem.mode == "bwd" or problem.stats == "given"
@@ -134,28 +108,9 @@ class LayerNorm(Norm):
         few = 2.0**-140 * (1 + weight.abs() + rstd[:, None]) * (1 + xhat + rows)
         few += 2.0**-148 * (x.abs() + mean.abs()[:, None]) * (1 + rows)
         noise = NOISE * terms + of_rows * rstd[:, None] + 2 * ROUNDING * value.abs() + few
-        bound = (noise + bf16_unit(value.abs() + noise) / 2).nan_to_num(0.0, 0.0, 0.0)
-        expected |= {"dx": value, "dx_bound": bound}
-        expected["dx_over"] = ~(largest < OVER) | row_over[:, None]
-        return value.bfloat16().double(), worst(bound, problem.out_block), over, expected
-
-    def check(
-        self,
-        problem: LayerNormProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: Tensor | None = None,
-    ) -> Check:
-        """Compare codes with those of the dx that they were written beside, where there is one."""
-        from jetfire.reference.quantize import scales
-
-        if problem.residual:
-            value = outputs["dx"].double()
-            scale, _ = scales(value.float(), problem.out_block)
-            left_out = {"q_noise", "q_over"}
-            known = {name: tensor for name, tensor in expected.items() if name not in left_out}
-            expected = known | {"q": value, "scale": scale}
-        return super().check(problem, outputs, expected, noise)
+        over_at = ~(largest < OVER) | row_over[:, None]
+        value, bound, stream = of_stream(problem, value, noise, over_at)
+        return value, bound, over, expected | stream
 
     def same_bits(self, problem: LayerNormProblem) -> SameBits:
         return "configs" if problem.mode == "fwd" and problem.stats == "given" else "runs"
@@ -179,22 +134,7 @@ class LayerNorm(Norm):
         mean, rstd = (inputs[name][:, None].to(kept) for name in self.statistics)
         operands = dy, x, [x.shape[1]], mean, rstd, weight, torch.zeros_like(weight)
 
-        def backward() -> Any:
-            return torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
-
-        if "dsum" not in inputs:
-            return backward
-
-        def added() -> Any:
-            dx, *sums = backward()
-            return inputs["dsum"] + dx, *sums
-
-        return added
-
-
-def _stream(name: str, problem: LayerNormProblem) -> Specs:
-    """Return the spec of a gradient of the residual stream; none where a problem has no stream."""
-    return {name: Spec("bf16", (problem.m, problem.n))} if problem.residual else {}
+        return lambda: torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
 
 
 OP = LayerNorm()
@@ -326,10 +266,7 @@ def int8_layernorm_add_backward(
     m, n = q.shape
     weight = expect.vector("weight", weight, n, q)
     mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
-    expect.matrix("dsum", dsum, ("bfloat16",))
-    expect.same_device("dsum", dsum, q)
-    if dsum.shape != q.shape:
-        raise UsageError(f"dsum has shape {tuple(dsum.shape)}: expected {tuple(q.shape)}")
+    expect.same_shape("dsum", dsum, q, "bfloat16")
     seed = expect.rounding_seed(rounding, seed, layout, q)
     dx, *copy, dweight, dbias = _layernorm_add_backward(
         *codes, weight, mean, rstd, dsum, seed, x.block, rounding, layout, out_block

@@ -12,16 +12,16 @@ from jetfire.core.operators import Operator
 from jetfire.core.problem import AS_READ, Block, Layout, Mode, Rounding
 from jetfire.core.tensors import Quantized, Tensors
 from jetfire.measure.bounds import NOISE, OVER, ROUNDING, overflows, worst
-from jetfire.measure.norm import Evaluated, Norm, RowProblem, forward_bounds
+from jetfire.measure.norm import Evaluated, Norm, NormProblem, forward_bounds, of_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int8_rmsnorm", "int8_rmsnorm_backward"]
+__all__ = ["int8_rmsnorm", "int8_rmsnorm_add_backward", "int8_rmsnorm_backward"]
 
 
 @dataclass(frozen=True)
-class RmsNormProblem(RowProblem):
+class RmsNormProblem(NormProblem):
     """fwd: x (m×n) to y = x·rstd·weight, and rstd; bwd: x, dy and rstd to dx and dweight.
 
     rstd is 1/√(mean(x²) + eps) of each row. x, dy, y and dx are quantised per block.
@@ -35,6 +35,7 @@ class RmsNormProblem(RowProblem):
     rounding: Rounding = "nearest"
     layout: Layout = "q"
     eps: float = 1e-5
+    residual: bool = False
 
 
 class RmsNorm(Norm):
@@ -81,11 +82,11 @@ class RmsNorm(Norm):
         from jetfire.reference import rmsnorm
 
         x, dy, weight, rstd = (wide[name] for name in ("x", "dy", "weight", "rstd"))
-        value, dweight = rmsnorm.backward(x, dy, weight, rstd)
+        value, dweight = rmsnorm.backward(x, dy, weight, rstd, wide.get("dsum"))
         g, xhat = (dy * weight).abs(), x.abs() * rstd[:, None]
         along = xhat * (g * xhat).mean(dim=1, keepdim=True)
         off = (NOISE * g + (NOISE + _chain(problem.n)) * along) * rstd[:, None]
-        row_over = (g * xhat).sum(dim=1) >= OVER
+        row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
         largest = torch.maximum((g + along) * rstd[:, None], g + along)
         size = (dy.abs() * xhat).sum(dim=0)
         # Of x̂ and of the products, to underflow.
@@ -93,7 +94,15 @@ class RmsNorm(Norm):
         bound = ((_chain(problem.m) + NOISE) * size + lost).nan_to_num(0.0)
         expected = {"dweight": dweight, "dweight_bound": bound, "dweight_over": size >= OVER}
         over = overflows(largest, problem.out_block, row_over)
-        return value, worst(off, problem.out_block), over, expected
+        if not problem.residual:
+            return value, worst(off, problem.out_block), over, expected
+        # Subnormal products lose digits: of slopes, too, which are multiplied by x.
+        few = 2.0**-140 * (1 + weight.abs() + rstd[:, None]) * (1 + xhat + along)
+        few += 2.0**-148 * x.abs() * (1 + along)
+        noise = off + 2 * ROUNDING * value.abs() + few
+        over_at = ~(largest < OVER) | row_over[:, None]
+        value, bound, stream = of_stream(problem, value, noise, over_at)
+        return value, bound, over, expected | stream
 
     def torch_backward(
         self, x: Tensor, dy: Tensor, weight: Tensor, inputs: Tensors
@@ -137,6 +146,13 @@ _rmsnorm_backward = Operator(
     "rmsnorm_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
     " Tensor rstd, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
     " -> Tensor[]",
+)
+_rmsnorm_add_backward = Operator(
+    "rmsnorm_add_backward(Tensor x, Tensor x_scale, Tensor dy, Tensor dy_scale, Tensor weight,"
+    " Tensor rstd, Tensor dsum, Tensor? seed, int block, str rounding, str layout,"
+    " int? out_block=None) -> Tensor[]",
+    op="rmsnorm",
+    residual=True,
 )
 
 
@@ -196,3 +212,40 @@ def int8_rmsnorm_backward(
         *codes, weight, rstd, seed, x.block, rounding, layout, out_block
     )
     return Quantized.of(dx, layout, out_block or x.block), dweight
+
+
+@checked
+def int8_rmsnorm_add_backward(
+    x: Quantized,
+    dy: Quantized,
+    weight: Tensor,
+    rstd: Tensor,
+    dsum: Tensor,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+    out_block: Block | None = None,
+) -> tuple[Tensor, Quantized, Tensor]:
+    """Return the gradients of `int8_rmsnorm`, where x is the copy of a residual stream.
+
+    That of x joins the stream's in fp32: `int8_rmsnorm_backward` and `int8_add_backward` in one
+    pass, with one rounding fewer.
+
+    Args:
+        dsum: the gradient that the stream itself received (m×n bf16).
+        out_block: the block of the copy's codes; None is that of x.
+
+    Returns:
+        dx, the sum of both (bf16), and its quantised copy; dweight, fp32, n.
+    """
+    q, scale = expect.quantized("x", x)
+    codes = q, scale, *expect.quantized("dy", dy, like=x)
+    m, n = q.shape
+    weight, rstd = expect.vector("weight", weight, n, q), expect.vector("rstd", rstd, m, q)
+    expect.same_shape("dsum", dsum, q, "bfloat16")
+    seed = expect.rounding_seed(rounding, seed, layout, q)
+    dx, *copy, dweight = _rmsnorm_add_backward(
+        *codes, weight, rstd, dsum, seed, x.block, rounding, layout, out_block
+    )
+    return dx, Quantized.of(copy, layout, out_block or x.block), dweight

@@ -19,7 +19,11 @@ def forward(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.
 
 
 def backward(
-    x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    dsum: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of `forward` through rstd as well.
 
@@ -30,6 +34,7 @@ def backward(
         x, dy: m×n.
         weight: [n].
         rstd: [m], of x.
+        dsum: m×n, what x received besides (a residual stream's gradient); dx is the sum of both.
 
     Returns:
         dx m×n, dweight [n].
@@ -37,4 +42,5 @@ def backward(
     xhat = x * rstd[:, None]
     g = dy * weight
     along = (g * xhat).mean(dim=1, keepdim=True)
-    return (g - xhat * along) * rstd[:, None], (dy * xhat).sum(dim=0)
+    dx = (g - xhat * along) * rstd[:, None]
+    return dx if dsum is None else dsum + dx, (dy * xhat).sum(dim=0)

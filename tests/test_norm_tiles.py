@@ -22,11 +22,12 @@ from jetfire.kernels_cuda.tiles import Access
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)
-# Each op, and LayerNorm's gradient where it joins that of the residual stream.
+# Each op, and its gradient where it joins that of the residual stream.
 FORMS = {
     "layernorm": ("layernorm", {}),
     "rmsnorm": ("rmsnorm", {}),
-    "residual": ("layernorm", {"residual": True}),
+    "layernorm residual": ("layernorm", {"residual": True}),
+    "rmsnorm residual": ("rmsnorm", {"residual": True}),
 }
 LAYOUTS = tuple(itertools.product(("q", "qt", "both"), ("nearest", "stochastic")))
 
@@ -149,7 +150,7 @@ def test_numbers_at_any_address_and_pitch(form):
         assert accesses(problem, inputs | {"dy": dy}).tma is tma
     assert accesses(problem, inputs, {"q": odd}).q == 1
     assert accesses(problem_of(form, 63, 97)) == Access(tma=False, stream=2, q=1, qt=1)
-    if form == "residual":
+    if "residual" in form:
         odd = torch.empty(64 * 96 + 1, dtype=torch.bfloat16)[1:].view(64, 96)
         assert accesses(problem, inputs | {"dsum": odd}).stream == 2
         assert accesses(problem, inputs, {"dx": odd}).stream == 2
@@ -217,7 +218,7 @@ def test_extreme_values(form, device, out_block):
                 inputs[name] *= 2.0 ** powers.to(device)
         if mode == "not finite":
             inputs["x_scale"][0, 1] = inputs["dy_scale"][5, 2] = math.nan
-            if form == "residual":
+            if "residual" in form:
                 inputs["dsum"][300, 200], inputs["dsum"][400, 1] = math.nan, math.inf
         verified(form, problem, inputs)
 
@@ -253,7 +254,7 @@ def test_over_its_input(form, device, out_block):
         launch(kernel, problem, config, inputs, expected)
         again = inputs | {name: inputs[name].clone() for name in ("dy", "dsum") if name in inputs}
         found = op.outputs(problem, inputs) | {"q": again["dy"]}
-        if form == "residual":
+        if "residual" in form:
             found["dx"] = again["dsum"]
         kernel.launch(problem, config, again, found)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

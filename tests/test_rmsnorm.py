@@ -8,11 +8,12 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
-from jetfire.core.launch import launch, verify
+from jetfire.core.launch import launch
 from jetfire.core.workloads import RAGGED
 from jetfire.ops.rmsnorm import _gradients
 from jetfire.reference import rmsnorm as reference
 from jetfire.reference.dequantize import dequantize
+from jetfire.tests import norms
 
 OP = registry.get("rmsnorm")
 SHAPES = [(1, 1), (31, 33), (127, 200), (33, 1)]
@@ -25,31 +26,11 @@ def problem_of(mode, **fields):
 
 
 def choices(problem, device, every=False):
-    """The kernels that run here, each with its default config, or wider and smaller ones too."""
-    where = Device.of(torch.empty(0, device=device))
-    found = []
-    for kernel in registry.kernels("rmsnorm").values():
-        default = kernel.default(problem, where)
-        configs = [default]
-        if kernel.name == "tiles":
-            other = {"stages": 3, "resident": 1}
-        elif kernel.space(problem, where):
-            other = {"tile_n": 2 * default.tile_n, "warps": 2 * default.warps}
-        else:
-            other = {}
-        if every and other:
-            configs.append(dataclasses.replace(default, **other))
-        found += [(kernel, c) for c in configs if kernel.legal(problem, c, where) is None]
-    assert found
-    return found
+    return norms.choices(OP, problem, device, every)
 
 
-def verified(problem, device, every=False, inputs=None, **kwargs):
-    inputs = inputs or OP.inputs(problem, device, **kwargs)
-    expected = OP.reference(problem, inputs)
-    for kernel, config in choices(problem, device, every):
-        result = verify(OP, kernel, problem, config, inputs, expected)
-        assert result.ok, f"{kernel.name} {config} {problem}: {result.message}"
+def verified(problem, device, **kwargs):
+    norms.verified(OP, problem, device, **kwargs)
 
 
 @pytest.mark.parametrize(("m", "n"), [(3, 2), (40, 70), (5, 513)])
@@ -65,6 +46,12 @@ def test_reference_is_torch_and_its_autograd(m, n):
     for got, want in zip(reference.backward(x, dy, weight, rstd), expected, strict=True):
         torch.testing.assert_close(got, want)
     for got, want in zip(_gradients(x, dy, weight, rstd[:, None]), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    dsum = torch.randn(m, n, dtype=torch.float64)
+    y = torch.nn.functional.rms_norm(x, (n,), weight, 1e-5)
+    expected = torch.autograd.grad((y, x), (x, weight), (dy, dsum))
+    found = reference.backward(x, dy, weight, rstd, dsum)
+    for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -258,27 +245,4 @@ def test_graph_replays_and_streams_agree_with_one_call(device, mode):
     """Run to run the same bits, floats too."""
     problem = problem_of(mode, m=2000, n=3000)
     for kernel, config in choices(problem, device):
-        replay(problem, kernel, config, OP.inputs(problem, device))
-
-
-def replay(problem, kernel, config, inputs):
-    expected = OP.outputs(problem, inputs)
-    launch(kernel, problem, config, inputs, expected)
-    outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for out in outputs[:2]:
-            launch(kernel, problem, config, inputs, out)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for _ in range(50):
-        with torch.cuda.stream(streams[0]):
-            graph.replay()
-        for stream, out in zip(streams[1:], outputs[2:], strict=True):
-            with torch.cuda.stream(stream):
-                launch(kernel, problem, config, inputs, out)
-    torch.cuda.synchronize()
-    for out in outputs:
-        for name, tensor in out.items():
-            assert torch.equal(tensor, expected[name]), name
+        norms.replay(OP, problem, kernel, config, OP.inputs(problem, device))

@@ -45,6 +45,7 @@ FIELDS = {
         {"stats": "given"},
         {"mode": "bwd", "residual": True},
     ],
+    "rmsnorm": [{"mode": "fwd"}, {"mode": "bwd"}, {"mode": "bwd", "residual": True}],
     "quantize": [{"dtype": "fp32"}, {"rounding": "stochastic", "layout": "both"}],
     "rope": [{"head": 2}, {"head": 2, "inverse": True, "dtype": "fp32"}],
     "sample_rows": [{}, {"product": "wgrad"}],

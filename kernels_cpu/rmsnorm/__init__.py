@@ -17,8 +17,10 @@ class TorchRmsNorm(TorchKernel):
         x = dequantize(inputs["x"], inputs["x_scale"], problem.block)
         if problem.mode == "bwd":
             dy = dequantize(inputs["dy"], inputs["dy_scale"], problem.block)
-            dx, dweight = backward(x, dy, inputs["weight"], inputs["rstd"])
-            return {**quantised(dx, problem, inputs), "dweight": dweight}
+            dsum = inputs["dsum"].float() if problem.residual else None
+            dx, dweight = backward(x, dy, inputs["weight"], inputs["rstd"], dsum)
+            dx = dx.bfloat16() if problem.residual else dx
+            return {"dx": dx, **quantised(dx, problem, inputs), "dweight": dweight}
         rstd = statistics(x, problem.eps)
         y = forward(x, rstd, inputs["weight"])
         return {**quantised(y, problem, inputs), "rstd": rstd}

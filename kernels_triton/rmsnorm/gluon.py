@@ -17,6 +17,7 @@ from jetfire.kernels_triton.gluon_rows import (
     col_places,
     load_codes,
     load_vector,
+    narrow,
     row_places,
     run_places,
     run_scales,
@@ -24,6 +25,7 @@ from jetfire.kernels_triton.gluon_rows import (
     store_quantised,
     tile_scales,
     to_floats,
+    widen,
 )
 
 
@@ -213,7 +215,9 @@ def gradient_kernel(
     weight_ptr,
     rstd_ptr,
     slope_ptr,
+    dsum_ptr,
     seed_ptr,
+    total_ptr,
     q_ptr,
     scale_ptr,
     qt_ptr,
@@ -224,16 +228,21 @@ def gradient_kernel(
     x_scale_stride,
     dy_stride,
     dy_scale_stride,
+    dsum_stride,
     RUNS: gl.constexpr,
     BLOCK: gl.constexpr,
     OUT_BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
     STOCHASTIC: gl.constexpr,
+    RESIDUAL: gl.constexpr,
     layout: gl.constexpr,
     pairs: gl.constexpr,
     qt_layout: gl.constexpr,
 ):
-    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, the last row first."""
+    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of a row of blocks, the last row first.
+
+    RESIDUAL adds dsum to dx, rounds the sum to bf16, writes it, and the codes of it.
+    """
     row0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * OUT_BLOCK
     col0 = gl.program_id(0) * (RUNS * RUN)
     rows, runs = row_places(row0, OUT_BLOCK, layout), run_places(col0, RUNS, layout)
@@ -246,8 +255,15 @@ def gradient_kernel(
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
     of_x = to_floats(x) * (x_scale * rstd * slope)
+    dx = to_floats(dy) * finite(dy_scale * rstd) * weight - of_x
+    if RESIDUAL:
+        dsum = load_codes(dsum_ptr, rows, cols, M, N, dsum_stride)
+        total = narrow(widen(dsum) + dx)
+        inside = (rows < M) & (cols < N)
+        gl.store(total_ptr + (rows.to(gl.int64) * N + cols), total, mask=inside)
+        dx = widen(total)
     store_quantised(
-        to_floats(dy) * finite(dy_scale * rstd) * weight - of_x,
+        dx,
         seed_ptr,
         q_ptr,
         scale_ptr,

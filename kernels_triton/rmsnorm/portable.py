@@ -12,12 +12,15 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import quantize_tile
+from jetfire.kernels_triton.halves import narrow, widen
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.rows import column_sums, load_values, load_vector
 from jetfire.kernels_triton.tiles import (
     TileConfig,
     TileKernel,
+    load_tile,
     store_quantised,
+    store_tile,
 )
 
 
@@ -78,7 +81,9 @@ def backward_kernel(
     dy_scale_ptr,
     weight_ptr,
     rstd_ptr,
+    dsum_ptr,
     seed_ptr,
+    total_ptr,
     q_ptr,
     scale_ptr,
     qt_ptr,
@@ -90,14 +95,19 @@ def backward_kernel(
     x_scale_stride,
     dy_stride,
     dy_scale_stride,
+    dsum_stride,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
-    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of TILE_M whole rows; their Σ dy·x̂."""
+    """Write dx = rstd·(g − x̂·mean(g·x̂)), g = dy·weight, of TILE_M whole rows; their Σ dy·x̂.
+
+    RESIDUAL adds dsum to dx, rounds the sum to bf16, writes it, and the codes of it.
+    """
     row0 = tl.program_id(0) * TILE_M
     rows = row0 + tl.arange(0, TILE_M)
     rstd = load_vector(rstd_ptr, rows, M)[:, None]
@@ -147,9 +157,14 @@ def backward_kernel(
             BLOCK,
         )
         g = dy * load_vector(weight_ptr, cols, N)[None, :]
-        dx = rstd * (g - (x * rstd) * mean)
         inside = (rows < M)[:, None] & (cols < N)[None, :]
-        q, scale = quantize_tile(tl.where(inside, dx, 0.0), seed, row0, col0, OUT_BLOCK, STOCHASTIC)
+        dx = tl.where(inside, rstd * (g - (x * rstd) * mean), 0.0)
+        if RESIDUAL:
+            dsum = load_tile(dsum_ptr, row0, col0, M, N, dsum_stride, TILE_M, TILE_N)
+            total = narrow(widen(dsum) + dx)
+            store_tile(total_ptr, total, row0, col0, M, N, N)
+            dx = widen(total)
+        q, scale = quantize_tile(dx, seed, row0, col0, OUT_BLOCK, STOCHASTIC)
         store_quantised(
             q, scale, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row0, col0, M, N, OUT_BLOCK, LAYOUT
         )
@@ -171,9 +186,10 @@ class TritonRmsNorm(TileKernel):
         grid = (ceil_div(problem.m, config.tile_m),)
         if problem.mode == "fwd":
             return (Launch(forward_kernel, grid, problem, config, **EXACT),)
-        of = {"part_ptr": "dweight_parts"}
+        of = {"part_ptr": "dweight_parts", "total_ptr": "dx"}
+        stride = {} if problem.residual else {"dsum_stride": None}
         return (
-            Launch(backward_kernel, grid, problem, config, of, **EXACT),
+            Launch(backward_kernel, grid, problem, config, of, **stride, **EXACT),
             column_sums(problem, config, "dweight"),
         )
 
