@@ -6,14 +6,15 @@ ways, lie beside them, two bytes per logit: of a part of the rows at a time, whe
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.problem import Block
-from jetfire.core.tensors import Quantized, ceil_div
+from jetfire.core.tensors import Quantized
+from jetfire.nn import sizes
 from jetfire.nn.embedding import TiedGradient
 from jetfire.nn.products import (
     FLOATS,
@@ -23,11 +24,6 @@ from jetfire.nn.products import (
 )
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
-
-# Backward in INT8 takes about so many logits at once, whose codes are 0.5 GB, but no fewer rows: to
-# add to the weight's gradient, part by part, moves 8 bytes per element. For parts of 4096 rows that
-# is, by an H200's rates, up to a quarter of the product's time; for 8192 an eighth.
-_LOGITS, _ROWS = 2**28, 8192
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -69,17 +65,6 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
     return (dlogits.t() @ x).to(dtype)
 
 
-def _parts(rows: int, vocabulary: int) -> tuple[int, int]:
-    """Return in how many parts backward in INT8 takes the rows, and the rows of each but the last.
-
-    Parts begin where blocks of any side do.
-    """
-    parts = max(1, min(ceil_div(rows * vocabulary, _LOGITS), rows // _ROWS))
-    side = max(get_args(Block))
-    size = max(1, ceil_div(rows, parts * side)) * side
-    return max(1, ceil_div(rows, size)), size
-
-
 class _Int8LinearCrossEntropy(torch.autograd.Function):
     """The loss of codes. The gradient is rounded stochastically, and the logits stay.
 
@@ -114,7 +99,7 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
         at, wt = unflat(codes, ctx.block)
         assert at.q is not None
         assert at.scale is not None
-        _, size = _parts(*logits.shape)
+        _, size = sizes.head_parts(*logits.shape)
         by_row = (t.split(size) for t in (logits, targets, lse, grads[0].contiguous()))
         by_column = at.q.split(size, 1), at.scale.split(size // ctx.block, 1)
         dxs, dw = [], None
@@ -167,7 +152,7 @@ def linear_cross_entropy(
     valid = weight.shape[0] if valid is None else valid
     with torch.autocast(x.device.type, enabled=False):
         if codes is not None:
-            parts, _ = _parts(x.shape[0], weight.shape[0])
+            parts, _ = sizes.head_parts(x.shape[0], weight.shape[0])
             seeds = keys_for_backward(parts, x.device, training)
             return _Int8LinearCrossEntropy.apply(
                 x, weight, targets, valid, tied, codes.block, seeds, *codes.tensors

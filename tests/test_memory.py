@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jetfire.nn import Int8Block, Stream, linear_cross_entropy
+from jetfire.nn import Int8Block, Stream, linear_cross_entropy, sizes
 from jetfire.nn import loss as loss_module
 from jetfire.ops import int8_quantize
 
@@ -94,8 +94,8 @@ def keys(monkeypatch):
 @pytest.fixture
 def short_parts(monkeypatch):
     """Have it take 256 rows at once, of 1024."""
-    monkeypatch.setattr(loss_module, "_LOGITS", 1)
-    monkeypatch.setattr(loss_module, "_ROWS", 256)
+    monkeypatch.setattr(sizes, "LOGITS", 1)
+    monkeypatch.setattr(sizes, "ROWS", 256)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def short_parts(monkeypatch):
     ],
 )
 def test_the_head_s_rows_at_once(rows, vocabulary, parts, size):
-    assert loss_module._parts(rows, vocabulary) == (parts, size)
+    assert sizes.head_parts(rows, vocabulary) == (parts, size)
 
 
 def head(rows, width, vocabulary):

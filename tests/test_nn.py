@@ -29,11 +29,11 @@ from jetfire.nn import (
     convert,
     linear_cross_entropy,
     products,
+    sizes,
     tied_embedding,
     weights_changed,
 )
 from jetfire.nn import flow as block_module
-from jetfire.nn import loss as loss_module
 from jetfire.nn.products import checked_block
 from jetfire.nn.recipes import get
 from jetfire.ops import int8_quantize
@@ -867,8 +867,8 @@ def test_loss_dtypes(device, of_x, of_weight):
 def test_loss_in_int8_is_near_its_own_in_float(device, monkeypatch, rows_at_once):
     """The loss and the mean of 30 draws of its gradients; the padding's are zeros."""
     torch.manual_seed(0)
-    monkeypatch.setattr(loss_module, "_LOGITS", 1)
-    monkeypatch.setattr(loss_module, "_ROWS", rows_at_once)
+    monkeypatch.setattr(sizes, "LOGITS", 1)
+    monkeypatch.setattr(sizes, "ROWS", rows_at_once)
     x = torch.randn(256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = (0.3 * torch.randn(320, 64, device=device)).requires_grad_()
     targets = torch.randint(300, (256,), device=device)

@@ -4,7 +4,7 @@ import typer
 
 from jetfire.commands import options as o
 from jetfire.commands.base import Verbs, add
-from jetfire.commands.train import bench, export, plot, prepare, run, sample, study, tune
+from jetfire.commands.train import bench, export, plan, plot, prepare, run, sample, study, tune
 
 
 class TrainVerbs(Verbs):
@@ -12,4 +12,4 @@ class TrainVerbs(Verbs):
 
 
 app = typer.Typer(cls=TrainVerbs, add_completion=False, help="Train GPT-2 in INT8, INT4 or BF16.")
-add(app, run, prepare, study, plot, sample, export, bench, tune)
+add(app, run, prepare, study, plot, sample, export, bench, tune, plan)

@@ -13,8 +13,29 @@ from jetfire.core.errors import UsageError
 EPILOG = (
     "Other verbs, each with --help: jetfire train prepare (text to tokens), study (recipes "
     "× seeds, paired), plot (loss curves), sample (text of a run's model), export (weights for "
-    "transformers), bench (a step against BF16), tune (the kernels of a step)."
+    "transformers), bench (a step against BF16), tune (the kernels of a step), plan (memory)."
 )
+
+# Options that `plan` has too.
+Recipe = Annotated[
+    o.Text,
+    o.option(
+        "--recipe",
+        "NAME",
+        "bf16, int8, int8-block32, -block64, -block128, int4-hq-lss, int4-hq, int4-naive (int8).",
+        o.RECIPES,
+    ),
+]
+Settings = Annotated[o.Texts, o.option("--set", "KEY=V,...", "Any other setting: batch, rate, …")]
+Data = Annotated[
+    o.Text,
+    o.option(
+        "--data",
+        "NAME|PATH",
+        "python, shakespeare, shakespeare-char, openwebtext; a prepared folder; a text file.",
+        o.CORPORA,
+    ),
+]
 
 
 def run(
@@ -26,29 +47,10 @@ def run(
             complete=o.or_verb(o.PRESETS),
         ),
     ] = None,
-    recipe: Annotated[
-        o.Text,
-        o.option(
-            "--recipe",
-            "NAME",
-            "bf16, int8, int8-block32, -block64, -block128, int4-hq-lss, int4-hq, int4-naive "
-            "(int8).",
-            o.RECIPES,
-        ),
-    ] = None,
-    settings: Annotated[
-        o.Texts, o.option("--set", "KEY=V,...", "Any other setting: batch, rate, …")
-    ] = None,
+    recipe: Recipe = None,
+    settings: Settings = None,
     steps: o.Steps = None,
-    data: Annotated[
-        o.Text,
-        o.option(
-            "--data",
-            "NAME|PATH",
-            "python, shakespeare, shakespeare-char, openwebtext; a prepared folder; a text file.",
-            o.CORPORA,
-        ),
-    ] = None,
+    data: Data = None,
     output: Annotated[
         o.File,
         o.option(

@@ -20,11 +20,11 @@ from typing_extensions import TypedDict
 from jetfire.core import files, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable
-from jetfire.core.schema import Name, Scalar
+from jetfire.core.schema import Name
 from jetfire.gpt2.data.tokenizers import GPT2_VOCABULARY
-from jetfire.gpt2.data.vocabulary import Vocabulary
 from jetfire.gpt2.model import tensors
-from jetfire.gpt2.model.shape import Context, Depth, Dropout, Shape, Width
+from jetfire.gpt2.model.config import SAME, read_shape
+from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.model.tensors import Kind
 
 if TYPE_CHECKING:
@@ -51,16 +51,6 @@ _LINEARS = {
     "expand": "mlp.c_fc",
     "contract": "mlp.c_proj",
 }
-# Settings of transformers' GPT2Config under which its GPT-2 is ours; absent is the first.
-_SAME: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
 
 
 def names(layers: int) -> dict[str, tuple[str, bool]]:
@@ -76,30 +66,6 @@ def names(layers: int) -> dict[str, tuple[str, bool]]:
     return found
 
 
-class _Sizes(TypedDict):
-    """What of GPT2Config says how large a model is."""
-
-    n_layer: Depth
-    n_head: Depth
-    n_embd: Width
-    n_positions: Context
-    vocab_size: Vocabulary
-
-
-class _Config(_Sizes, total=False):
-    """And what of it must be as ours is, or may be."""
-
-    n_inner: int | None
-    resid_pdrop: Dropout
-    model_type: Scalar
-    activation_function: Scalar
-    layer_norm_epsilon: Scalar
-    scale_attn_weights: Scalar
-    scale_attn_by_inverse_layer_idx: Scalar
-    add_cross_attention: Scalar
-    tie_word_embeddings: Scalar
-
-
 class _Index(TypedDict):
     """Weights' names, and the file of the folder that each is in."""
 
@@ -109,7 +75,7 @@ class _Index(TypedDict):
 def read_transformers(folder: Path) -> tuple[Shape, State]:
     """The sizes, and parameters by our names, fp32 on the CPU."""
     try:
-        shape = _shape(folder)
+        shape = read_shape(folder / CONFIG)
         theirs = _weights(folder, shape)
     except Missing as error:
         raise UsageError(
@@ -184,7 +150,7 @@ def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> P
         theirs[f"transformer.{name}"] = (value.T if transposed else value).contiguous()
     config = {
         "architectures": ["GPT2LMHeadModel"],
-        **{name: values[0] for name, values in _SAME.items()},
+        **{name: values[0] for name, values in SAME.items()},
         "n_layer": shape.layers,
         "n_head": shape.heads,
         "n_embd": shape.width,
@@ -199,34 +165,6 @@ def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> P
         tensors.save(theirs, part / MODEL, {"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
-
-
-def _shape(folder: Path) -> Shape:
-    """The sizes that config.json tells of.
-
-    Raises:
-        Missing, Unreadable: it is missing or damaged, or not of a GPT-2 that ours can be.
-    """
-    file = folder / CONFIG
-    config = schema.load(file, _Config)
-    for name, accepted in _SAME.items():
-        value = config.get(name, accepted[0])
-        if value not in accepted:
-            wanted = " or ".join(map(repr, accepted))
-            raise Unreadable(file, f"has {name} {repr(value)[:50]}: expected {wanted}")
-    width = config["n_embd"]
-    if (inner := config.get("n_inner") or 4 * width) != 4 * width:
-        raise Unreadable(file, f"has n_inner {inner}: expected {4 * width}, four times n_embd")
-    if width % config["n_head"]:
-        raise Unreadable(file, f"has n_embd {width}: expected a multiple of n_head")
-    return Shape(
-        layers=config["n_layer"],
-        heads=config["n_head"],
-        width=width,
-        context=config["n_positions"],
-        vocabulary=config["vocab_size"],
-        dropout=config.get("resid_pdrop", 0.1),
-    )
 
 
 def _check(found: Mapping[str, Kind], shape: Shape, file: Path) -> None:

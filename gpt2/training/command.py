@@ -28,7 +28,7 @@ from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.gpt2 import GPT2, check_fits
 from jetfire.gpt2.model.sample import Sampling
 from jetfire.gpt2.model.tensors import load_model
-from jetfire.gpt2.training import checkpoint, graph, log, parallel
+from jetfire.gpt2.training import checkpoint, graph, log, parallel, plan
 from jetfire.gpt2.training.checkpoint import MODEL, Checkpoint
 from jetfire.gpt2.training.display import TrainingDisplay
 from jetfire.gpt2.training.header import header
@@ -177,15 +177,28 @@ def _enough_memory() -> Iterator[None]:
         if not lacking and "DefaultCPUAllocator" not in str(error):
             raise
         said = " ".join(str(error).split())[:150]
-        wanted = "expected a smaller batch, context or model"
-        raise UsageError(f"out of memory ({said}): {wanted}") from None
+        wanted = getattr(error, "__notes__", ["expected a smaller batch, context or model"])
+        raise UsageError(f"out of memory ({said}): {wanted[0]}") from None
+
+
+@contextmanager
+def _planned(settings: Settings, vocabulary: int, device: Device) -> Iterator[None]:
+    """Note on the error of a GPU that is full what the run needs by its sizes, and what less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if device.kind == "cuda":
+            where = device.torch_device
+            free = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where)
+            error.add_note(plan.advice(settings, vocabulary, free))
+        raise
 
 
 def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
     begin = time.monotonic()
     folder = group.once(lambda: prepared_data(run.settings))
     tokens = group.each(lambda: _tokens(run.settings, folder, group))
-    with ExitStack() as stack:
+    with _planned(run.settings, tokens.vocabulary, device), ExitStack() as stack:
         stack.enter_context(algorithms(run.settings))
         outcome = RunSummary()
 
