@@ -201,9 +201,10 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         int(shape.dropout > 0),
     )
     weights, copies, codes = 12 * shape.layers * s.w, 0.0, 0.0
-    wide, loose = 4, 16.0 * s.w  # bytes of the stream's elements; the MLP's gradients
+    # Bytes of an element of the stream, and at the peak of a block without gradients; `loose`.
+    wide, alone, loose = 4, 38, 16.0 * s.w
     if recipe.block is not None:
-        wide, loose, codes = 2, 0.0, 2 * _code(recipe.block) * weights
+        wide, alone, loose, codes = 2, 30, 0.0, 2 * _code(recipe.block) * weights
         block = _int8_block(s, _code(recipe.block), _code(recipe.flow))
     elif recipe.int4 is not None:
         codes = 2.0 * weights  # both ways, a byte each
@@ -228,7 +229,7 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         (ids, *[block] * shape.layers, head),
         loose,
         4.0 * s.table,
-        max(26 * s.x, 6 * s.x + scores) + copies,
+        max(alone * s.x, 4 * s.x + scores) + copies,
     )
 
 

@@ -1,0 +1,252 @@
+"""`jetfire train plan` beside what was measured, and beside what torch's operators allocate."""
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import jetfire
+from jetfire.cli import execute
+from jetfire.core.errors import UsageError
+from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.training import command, memory, plan
+from jetfire.gpt2.training import step as stepping
+from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.step import Step
+from jetfire.nn.recipes import RECIPES
+from jetfire.tests.test_memory import Held
+
+RESULTS = Path(jetfire.__file__).parent / "docs" / "results"
+GIB = 2**30
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def settings_of_row(row):
+    """The settings of a row's step, and its vocabulary; the row leaves out one workspace."""
+    sizes = dict(row["problem"])
+    vocabulary = sizes.pop("vocabulary")
+    recipe = "bf16" if row["kernel"] == "eager" else row["kernel"]
+    return make("gpt2-124m", {**sizes, "recipe": recipe, "graph": "false"}), vocabulary
+
+
+def test_every_step_that_was_measured():
+    """But for torch.compile's, which decides itself what is kept."""
+    rows = json.loads((RESULTS / "h200.json").read_text())["rows"]
+    steps = [row for row in rows if row["op"] == "gpt2_step"]
+    known = [row for row in steps if row["kernel"] in {*RECIPES, "eager"}]
+    assert {row["kernel"] for row in steps} - {row["kernel"] for row in known} == {"compile"}
+    assert len(known) >= 16
+    for row in known:
+        found = memory.needs(*settings_of_row(row)).peak - memory.WORKSPACE
+        assert found / GIB == pytest.approx(row["peak_gib"], rel=0.01), row
+
+
+def test_every_run_that_was_logged():
+    """Those of shakespeare-char are of code that held more in some blocks."""
+    seen = 0
+    for file in sorted((RESULTS / "training").glob("*.jsonl.gz")):
+        with gzip.open(file, "rt") as lines:
+            run, *records = map(json.loads, lines)
+        settings = make(run["settings"].pop("preset"), run["settings"])
+        if settings.compile:
+            with pytest.raises(UsageError, match="compile=true: what torch"):
+                memory.needs(settings, run["vocabulary"])
+            continue
+        seen += 1
+        measured = max(record["peak_gib"] for record in records if record["kind"] == "step")
+        found = memory.needs(settings, run["vocabulary"]).peak
+        rel = 0.005 if settings.preset == "gpt2-124m" else 0.025
+        assert found / GIB == pytest.approx(measured, rel=rel), file.name
+    assert seen >= 21
+
+
+TINY = {"layers": 3, "heads": 2, "width": 128, "batch": 4, "context": 256}
+# Tokens, weights or logits decide; a second micro-batch; one block with few tokens.
+SHAPES = {
+    "tokens": ({}, 64),
+    "weights": ({"width": 256, "heads": 4, "batch": 1}, 64),
+    "logits": ({"context": 128}, 2048),
+    "again": ({"accumulate": 2}, 64),
+    "logits again": ({"accumulate": 2, "context": 128}, 2048),
+    "few": ({"layers": 1, "width": 256, "heads": 4, "batch": 2, "context": 64}, 64),
+}
+
+
+def made(monkeypatch, settings, vocabulary):
+    """A model that has trained two steps on the CPU, under autocast as on a GPU."""
+    monkeypatch.setattr(stepping, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    torch.manual_seed(0)
+    model = GPT2(settings.shape(vocabulary), settings.precision())
+    step = Step(model, settings, CPU)
+    size = (settings.accumulate, 2, settings.batch, settings.context)
+    micros = [(ids, targets) for ids, targets in torch.randint(vocabulary, size)]
+    for _ in range(2):
+        step(micros)
+    step.optimizer.zero_grad(set_to_none=True)
+    return model, step, micros
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8-block32", "int4-hq-lss", "int4-naive"])
+def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
+    """Beside what stands already. The CPU makes the gradient of a BF16 head in BF16 first."""
+    changes, vocabulary = SHAPES[shape]
+    settings = make("tiny", {**TINY, **changes, "recipe": recipe, "graph": "false"})
+    _, step, micros = made(monkeypatch, settings, vocabulary)
+    with Held() as held:
+        step(micros)
+    counted = memory.gpt2(settings.shape(vocabulary), settings.precision(), settings.batch)
+    moments = memory._moments(counted, settings.accumulate > 1)
+    found = max(math.fsum(parts.values()) for _, parts in moments)
+    if settings.precision().int4:
+        found += counted.codes  # made anew, and not seen as they stood
+    own_head = recipe != "bf16" and settings.precision().head is None and vocabulary > 64
+    on_cpu = 2 * settings.shape(vocabulary).rows * settings.width if own_head else 0
+    assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", ["tokens", "logits"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8-block32", "int4-hq-lss"])
+def test_an_evaluation_holds_what_is_counted(recipe, shape, monkeypatch):
+    changes, vocabulary = SHAPES[shape]
+    settings = make("tiny", {**TINY, **changes, "recipe": recipe})
+    model, step, micros = made(monkeypatch, settings, vocabulary)
+    model.eval()
+    with torch.no_grad():
+        step.model(*micros[0])  # whose codes then stand
+        with Held() as held, torch.autocast("cpu", torch.bfloat16):
+            model(*micros[0])
+    counted = memory.gpt2(settings.shape(vocabulary), settings.precision(), settings.batch)
+    assert counted.evaluation == pytest.approx(held.peak, rel=0.1)
+    assert counted.evaluation > 0.98 * held.peak
+
+
+def test_the_parts_are_what_they_are_called():
+    """GPT-2 124M has 124 475 904 parameters with a table of 50304 rows (Radford et al., 2019)."""
+    settings = make("gpt2-124m", {"recipe": "int8", "accumulate": 2})
+    needs = memory.needs(settings, 50257)
+    assert needs.parts["weights"] == needs.parts["gradients"] == 4 * 124_475_904
+    assert needs.parts["moments"] == 8 * 124_475_904
+    codes = 2 * (12 * 12 * 768**2 + 50304 * 768)
+    assert needs.parts["codes"] == pytest.approx(codes * (1 + 4 / 128**2))
+    assert needs.total == needs.peak + needs.beside > needs.peak
+    assert memory.needs(make("gpt2-124m", {"graph": "false"}), 50257).beside == 0
+
+
+def plan_json(capsys, words):
+    code = execute("train", ["plan", *words.split(), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+def test_what_would_fit_fits(capsys):
+    words = "gpt2-1558m --recipe bf16 --data openwebtext --memory"
+    code, found, err = plan_json(capsys, f"{words} 40GiB")
+    assert code == 2
+    assert err == (
+        f"jetfire: gpt2-1558m needs {found['needs_gib']:.2f} GiB of 40.00: expected one of these, "
+        "or more memory\n"
+    )
+    assert sum(found["parts_gib"].values()) == pytest.approx(found["peak_gib"])
+    assert not found["fits"]
+    assert found["instead"][0]["give"] == "--recipe bf16 --set batch=2,accumulate=256"
+    assert len(found["instead"]) == len(RECIPES)
+    for one in found["instead"]:
+        assert one["needs_gib"] <= 40
+        again = f"gpt2-1558m --data openwebtext {one['give']} --memory 40GiB"
+        code, other, _ = plan_json(capsys, again)
+        assert (code, other["fits"], other["instead"]) == (0, True, [])
+        assert other["needs_gib"] == pytest.approx(one["needs_gib"])
+
+
+def test_nothing_fits(capsys):
+    code, found, err = plan_json(capsys, "gpt2-1558m --memory 12GB")
+    assert (code, found["instead"]) == (2, [])
+    assert "expected a smaller model or context, or more memory" in err
+
+
+def test_a_graph_is_given_up_where_that_makes_it_fit(capsys):
+    words = "gpt2-350m --recipe bf16 --data openwebtext --set batch=1"
+    _, found, _ = plan_json(capsys, words)
+    limit = (found["peak_gib"] + found["needs_gib"]) / 2
+    _, found, _ = plan_json(capsys, f"{words} --memory {limit:.3f}GiB")
+    assert found["instead"][0]["give"].endswith("batch=1,accumulate=64,graph=false")
+
+
+def test_a_table_shows_the_parts(capsys):
+    assert execute("train", ["plan", "shakespeare-char", "--memory", "80GB"]) == 0
+    out, err = capsys.readouterr()
+    assert "int8, 6 layers of width 384, vocabulary 65 (shakespeare-char), 64×256 tokens" in out
+    assert all(name in out for name in ("weights", "moments", "activations", "peak, in forward"))
+    assert err == ""
+
+
+CONFIG = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 999}
+
+
+def test_a_config_of_transformers(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt2"}))
+    code, found, _ = plan_json(capsys, f"{tmp_path}/config.json --set batch=2,dropout=0")
+    assert code == 0
+    assert found["vocabulary"] == 999
+    chosen = {name: found["settings"][name] for name in ("layers", "heads", "width", "context")}
+    assert chosen == {"layers": 2, "heads": 4, "width": 64, "context": 128}
+    assert (found["settings"]["batch"], found["settings"]["dropout"]) == (2, 0)
+
+
+def test_it_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None\nfrom jetfire.cli import execute\n"
+    code += "sys.exit(execute('train', ['plan', 'gpt2-350m', '--memory', '80GB']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "in all" in done.stdout
+
+
+@pytest.fixture
+def full(monkeypatch, tmp_path):
+    """A GPU that is full when training begins, of which 1 GiB could be had."""
+
+    def run(self, stop):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 PiB")
+
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Training, "run", run)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB // 2, GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB // 2)
+    own = command._planned
+
+    def on_a_gpu(settings, vocabulary, device):
+        class Gpu:
+            kind, torch_device = "cuda", CPU
+
+        return own(settings, vocabulary, Gpu)
+
+    monkeypatch.setattr(command, "_planned", on_a_gpu)
+    text = tmp_path / "text.txt"
+    text.write_text("hello world " * 3000)
+    return f"tiny --device cpu --data {text} -o {tmp_path / 'run'}"
+
+
+def test_out_of_memory_says_what_is_needed_and_what_needs_less(full, capsys):
+    sizes = "--set width=128,batch=4096,context=64"
+    assert execute("train", f"{full} {sizes}".split()) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    needs = memory.needs(make("tiny", {"batch": 4096}), 256)
+    assert err.startswith("jetfire: out of memory (CUDA out of memory. Tried to allocate 9.00 PiB)")
+    assert f"by its sizes the run needs {needs.total / GIB:.1f} GiB (activations" in err
+    assert "could have 1.0: expected --recipe int8 --set batch=1024,accumulate=4, which" in err
+
+
+def test_out_of_memory_where_no_plan_is_made():
+    settings = make("tiny", {"compile": "true"})
+    found = plan.advice(settings, 256, GIB)
+    assert found.startswith("expected a smaller batch, context or model (no plan: compile=true")
+    assert plan.advice(make("tiny", {}), 256, 1.0).endswith("expected a smaller model or context")
