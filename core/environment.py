@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jetfire.core import files
 
+replaced: list[str] = []  # the variables of caches that this process keeps for itself alone
 _AT_HOME = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR")  # caches of others, in the home
 
 
@@ -37,14 +38,16 @@ def caches() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="jetfire-", ignore_cleanup_errors=True) as folder:
-        replaced = dict.fromkeys(missing, folder)
+        values = dict.fromkeys(missing, folder)
         if "JETFIRE_CACHE" in missing and "JETFIRE_TOKENS" not in os.environ:
-            replaced["JETFIRE_TOKENS"] = str(files.cache())
-        os.environ |= replaced
+            values["JETFIRE_TOKENS"] = str(files.cache())
+        os.environ |= values
+        replaced[:] = missing
         try:
             yield
         finally:
-            for name in replaced:
+            replaced.clear()
+            for name in values:
                 del os.environ[name]
 
 
@@ -53,12 +56,12 @@ def _unwritable() -> list[str]:
     found = []
     if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
         found = [name for name in _AT_HOME if name not in os.environ]
-    if not os.environ.get("JETFIRE_CACHE") and not _holds_files(files.cache()):
+    if not os.environ.get("JETFIRE_CACHE") and not holds_files(files.cache()):
         found.append("JETFIRE_CACHE")
     return found
 
 
-def _holds_files(folder: Path) -> bool:
+def holds_files(folder: Path) -> bool:
     """Say whether a folder can hold files, or be made, by making one that is gone again.
 
     To root `os.access` grants /proc too.

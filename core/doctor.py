@@ -1,0 +1,244 @@
+"""What this machine has of all that kernels, training and tuning need, and what to do about it.
+
+Nothing of torch, Triton and CuPy is loaded here: another process imports each, so that one which is
+broken, or ends the process, is a line like any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from jetfire.core import environment, files, profiles
+
+TIMEOUT_S = 120.0  # of an import; torch's took 20 s on two busy cores
+LEAST_FREE = 2 * 2**30  # bytes for compiled kernels and profiles
+CUDA_PACKAGES = "pip install 'jetfire[cuda]'"
+PARAMETERS, STATUS = Path("/proc/driver/nvidia/params"), Path("/proc/self/status")
+_SYS_ADMIN = 1 << 21  # CAP_SYS_ADMIN (capabilities(7))
+
+
+class BrokenError(Exception):
+    """What is wrong with a part, in a line, and what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of a part.
+
+    Attributes:
+        found: what there is; where it is not ok, what is wrong.
+        remedy: what to do; empty where it is ok.
+    """
+
+    part: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return a finding of every part."""
+    _printed.cache_clear()
+    return [_finding(part, look) for part, look in PARTS.items()]
+
+
+def _finding(part: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(part, True, look())
+    except BrokenError as error:
+        return Finding(part, False, str(error), error.remedy)
+
+
+def _output(command: Sequence[str], remedy: str) -> str:
+    """Return what a program prints.
+
+    Raises:
+        BrokenError: it fails; with the last line that it says.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise BrokenError(f"took more than {TIMEOUT_S:g} s", remedy) from None
+    except OSError as error:
+        raise BrokenError(f"{command[0]}: {error.strerror}", remedy) from None
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        raise BrokenError(said[-1], remedy)
+    return done.stdout.strip()
+
+
+@cache
+def _printed(code: str, remedy: str) -> str:
+    """Return what Python code prints in a process of its own."""
+    return _output([sys.executable, "-c", code], remedy)
+
+
+def _driver() -> tuple[ctypes.CDLL, tuple[int, int]]:
+    """Return the driver's library once it has begun, and the newest CUDA that it runs."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BrokenError(
+            str(error),
+            "install NVIDIA's driver; a container is started with --gpus all",
+        ) from None
+    if code := library.cuInit(0):
+        raise BrokenError(
+            f"cuInit: error {code}",
+            "nvidia-smi says more; after an update of the driver restart the machine",
+        )
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return library, (version.value // 1000, version.value % 1000 // 10)
+
+
+def _gpus() -> str:
+    library, _ = _driver()
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    library.cuDeviceGetCount(ctypes.byref(count))
+    if not count.value:
+        raise BrokenError("no GPU", "unset CUDA_VISIBLE_DEVICES, or make a GPU visible by it")
+    library.cuDeviceGetName(name, 100, 0)
+    return f"{count.value} × {name.value.decode(errors='replace')}"
+
+
+def _torch() -> tuple[str, str]:
+    """Return the versions of torch and of the CUDA that it was built with, or ``None``."""
+    code = "import torch; print(torch.__version__, torch.version.cuda)"
+    version, cuda = _printed(code, "pip install torch (2.11 or later)").split()[-2:]
+    return version, cuda
+
+
+def _cuda() -> str:
+    _, (major, minor) = _driver()
+    _, built = _torch()
+    if built == "None":
+        raise BrokenError("torch is built for CPUs", "install a build of torch for CUDA")
+    if int(built.partition(".")[0]) > major:
+        raise BrokenError(
+            f"torch is built with CUDA {built}, the driver runs {major}.{minor}",
+            "update the driver, or install torch for an older CUDA",
+        )
+    return f"torch is built with {built}, the driver runs up to {major}.{minor}"
+
+
+def _pair() -> str:
+    """Return the versions of torch and of the Triton that it asks for, if it does."""
+    version, _ = _torch()
+    remedy = "pip install --force-reinstall torch, which brings its own Triton"
+    triton = _printed("import triton; print(triton.__version__)", remedy).split()[-1]
+    asked = " ".join(metadata.requires("torch") or ())
+    wanted = re.search(r"\btriton\s*\(?==\s*([0-9.]+)", asked)
+    if wanted and wanted[1] != triton.partition("+")[0]:
+        raise BrokenError(f"torch {version} asks for Triton {wanted[1]}, {triton} is here", remedy)
+    return f"torch {version}, Triton {triton}"
+
+
+def _cupy() -> str:
+    return f"CuPy {_printed('import cupy; print(cupy.__version__)', CUDA_PACKAGES).split()[-1]}"
+
+
+_COMPILES = """
+from cupy.cuda import nvrtc
+program = nvrtc.createProgram("__global__ void f() {}", "f.cu", (), ())
+nvrtc.compileProgram(program, ("-arch=sm_90a",))
+print(*nvrtc.getVersion(), len(nvrtc.getCUBIN(program)))
+"""
+
+
+def _nvrtc() -> str:
+    major, minor, _ = _printed(_COMPILES, CUDA_PACKAGES).split()[-3:]
+    return f"NVRTC {major}.{minor} compiles for sm_90a"
+
+
+def _compiles(variable: str, names: Sequence[str], source: str, needed: str) -> str:
+    """Return the first of some compilers, or the variable's, which compiles a source."""
+    chosen = [os.environ[variable]] if os.environ.get(variable) else names
+    found = next(filter(None, map(shutil.which, chosen)), None)
+    remedy = f"install {names[0]} and Python's headers (gcc, g++, python3-dev), or set {variable}"
+    if found is None:
+        raise BrokenError(f"no {' or '.join(chosen)}, which {needed}", remedy)
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's
+    include = sysconfig.get_paths(scheme)["include"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, source)
+        file.write_text("#include <Python.h>\nint main(void) { return 0; }\n")
+        _output([found, "-c", f"-I{include}", str(file), "-o", f"{file}.o"], remedy)
+    return found
+
+
+def _ncu() -> str:
+    remedy = "install Nsight Compute (of the CUDA toolkit), and put ncu on the PATH"
+    if shutil.which("ncu") is None:
+        raise BrokenError("no ncu on the PATH", remedy)
+    return _output(["ncu", "--version"], remedy).splitlines()[-1]
+
+
+def _counters() -> str:
+    """Return who may read a GPU's counters, by the driver's parameter and our capabilities."""
+    remedy = (
+        "run as root (a container with --cap-add SYS_ADMIN), or load the driver with "
+        "NVreg_RestrictProfilingToAdminUsers=0"
+    )
+    try:
+        restricted = "RmProfilingAdminOnly: 1" in PARAMETERS.read_text()
+        capable = re.search(r"^CapEff:\s*([0-9a-f]+)$", STATUS.read_text(), re.MULTILINE)
+    except OSError as error:
+        raise BrokenError(
+            f"{error.filename}: {error.strerror}", "install NVIDIA's driver"
+        ) from None
+    if restricted and not (capable and int(capable[1], 16) & _SYS_ADMIN):
+        raise BrokenError("the driver lets administrators alone read them", remedy)
+    return "for administrators, of whom this is one" if restricted else "for everybody"
+
+
+def _writable(folder: Path, variable: str) -> str:
+    if variable in environment.replaced or not environment.holds_files(folder):
+        where = "the usual folder" if variable in environment.replaced else str(folder)
+        raise BrokenError(f"{where} cannot be written", f"set {variable} to a folder that can be")
+    return str(folder)
+
+
+def _disk() -> str:
+    folder = files.cache()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    text = f"{free / 2**30:.1f} GiB free at {place}"
+    if free < LEAST_FREE:
+        remedy = f"free {LEAST_FREE >> 30} GiB, or set JETFIRE_CACHE to a folder on another disk"
+        raise BrokenError(text, remedy)
+    return text
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "driver": _gpus,
+    "CUDA": _cuda,
+    "torch and Triton": _pair,
+    "CuPy": _cupy,
+    "NVRTC": _nvrtc,
+    "C compiler": lambda: _compiles("CC", ("gcc", "clang"), "a.c", "Triton needs"),
+    "C++ compiler": lambda: _compiles("CXX", ("c++",), "a.cpp", "launches without Python need"),
+    "ncu": _ncu,
+    "counters": _counters,
+    "cache": lambda: _writable(files.cache(), "JETFIRE_CACHE"),
+    "profiles": lambda: _writable(profiles.user_folder(), "JETFIRE_PROFILES"),
+    "disk": _disk,
+}
