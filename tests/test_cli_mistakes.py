@@ -24,6 +24,7 @@ VERBS = (
     "audit",
     "report",
     "completion",
+    "doctor",
 )
 
 

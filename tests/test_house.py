@@ -150,6 +150,8 @@ NAMED = {
     "bench/suite.py": ["gemm"],
     # A setting of a run that is called dropout.
     "report/runs.py": ["dropout"],
+    # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
+    "gpt2/training/memory.py": ["adamw", "sample_rows"],
     # Layers are made of ops, and some modules of theirs have their names.
     "nn/__init__.py": ["gelu", "layernorm"],
     "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],

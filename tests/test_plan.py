@@ -167,6 +167,21 @@ def test_what_would_fit_fits(capsys):
         assert other["needs_gib"] == pytest.approx(one["needs_gib"])
 
 
+def test_recipes_that_a_width_does_not_have_are_not_named():
+    settings = make("tiny", {"width": 48, "heads": 4, "recipe": "bf16"})
+    names = {fit.words.split()[1] for fit in plan.fitting(settings, 256, 2.0**40)}
+    assert names == {name for name in RECIPES if name not in ("int4-hq-lss", "int4-hq")}
+
+
+def test_a_step_has_no_more_micro_batches_than_settings_allow():
+    settings = make("tiny", {"accumulate": 1 << 15})
+    least = memory.needs(make("tiny", {"accumulate": 1 << 16, "batch": 8}), 256).total
+    assert [fit.words for fit in plan.fitting(settings, 256, least)][:1] == [
+        "--recipe int8 --set batch=8,accumulate=65536"
+    ]
+    assert list(plan.fitting(settings, 256, 0.5 * least)) == []
+
+
 def test_nothing_fits(capsys):
     code, found, err = plan_json(capsys, "gpt2-1558m --memory 12GB")
     assert (code, found["instead"]) == (2, [])

@@ -74,9 +74,17 @@ def check(asked: TrainOptions) -> None:
             f"--init {asked.init}: no such folder: expected a run's, a checkpoint's or one of "
             "transformers' GPT-2"
         )
-    data = values.get("data")
-    if data is not None and data not in corpora.NAMED and not Path(data).exists():
-        given = asked.data or dict(split(asked.settings)).get("data", data)
+    if (data := values.get("data")) is not None:
+        check_data(data, asked.data or dict(split(asked.settings)).get("data", data))
+
+
+def check_data(data: str, given: str) -> None:
+    """Refuse data that is neither a corpus nor a file or folder.
+
+    Args:
+        given: the word that named it.
+    """
+    if data not in corpora.NAMED and not Path(data).exists():
         what = f"--data {given}: no such file, folder or corpus"
         raise unknown(what, given, corpora.NAMED, ", or a path")
 

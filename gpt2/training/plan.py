@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,15 +16,17 @@ from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
 from jetfire.gpt2.model.config import read_shape
 from jetfire.gpt2.training.memory import Needs, needs
-from jetfire.gpt2.training.options import TrainOptions
+from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
 from jetfire.nn.recipes import RECIPES
 from jetfire.report.table import Table
 from jetfire.report.text import fixed
 
 GIB = 2.0**30
-# Tokens by tokenizer, and by text whose characters are known without it.
+# Tokens by tokenizer, and by the text whose characters are known.
 _VOCABULARIES = {"byte": 256, "gpt2": tokenizers.GPT2_VOCABULARY, "shakespeare-char": 65}
+_MICROS = 1 << 16  # of a step at most, as `Settings` bounds them
+_OWN = dict.fromkeys(("group", "block", "flow", "head"), "recipe")
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,19 @@ class PlanOptions(TrainOptions):
         """
         if self.preset is None or not self.preset.endswith(".json"):
             settings = self.begun()
+            check_data(settings.data, self.data or settings.data)
             return settings, _vocabulary(settings)
-        shape = read_shape(Path(self.preset))
-        names = ("layers", "heads", "width", "context", "dropout")
-        given = {k: v for k, v in self.given().items() if k != "preset"}
-        sizes = {name: getattr(shape, name) for name in names}
-        return make("gpt2-124m", sizes | given), shape.vocabulary
+        sizes = dataclasses.asdict(read_shape(Path(self.preset)))
+        vocabulary = sizes.pop("vocabulary")
+        given = {name: value for name, value in self.given().items() if name != "preset"}
+        return make("gpt2-124m", sizes | given), vocabulary
 
 
 def _vocabulary(settings: Settings) -> int:
-    """Return the tokens that the run's data will have."""
-    data = settings.data
+    """Return how many tokens the run's data will have."""
+    data, name = settings.data, settings.tokenizer
     if data not in corpora.NAMED and (Path(data) / META).exists():
         return read_meta(Path(data))["vocabulary"]
-    name = settings.tokenizer
     if name == "auto":
         name = corpora.TOKENIZERS.get(data, "gpt2")
     known = _VOCABULARIES.get(data if name == "char" else name)
@@ -71,34 +73,33 @@ def _vocabulary(settings: Settings) -> int:
     return known
 
 
-class Choice(NamedTuple):
+class Fit(NamedTuple):
     """What to give in place of what was asked for, and what the run needs then."""
 
     words: str
     needs: Needs
 
 
-def choices(settings: Settings, vocabulary: int, limit: float) -> Iterator[Choice]:
-    """Yield of every recipe, the settings' own first, the largest micro-batch within the limit.
+def fitting(settings: Settings, vocabulary: int, limit: float) -> Iterator[Fit]:
+    """Yield for every recipe, the settings' own first, the largest micro-batch within the limit.
 
     A step has as many tokens as before. A recipe of which none fits is left out.
     """
+    batch, micros, width = settings.batch, settings.accumulate, settings.width
+    parts = [n for n in range(1, batch + 1) if batch % n == 0 and n * micros <= _MICROS]
+    graphs = dict.fromkeys((settings.graph, "false"))
     for recipe in sorted(RECIPES, key=lambda name: name != settings.recipe):
         own: dict[str, Any] = {} if recipe == settings.recipe else _OWN
-        parts = [n for n in range(1, settings.batch + 1) if settings.batch % n == 0]
-        for graph, n in product(dict.fromkeys((settings.graph, "false")), parts):
-            batch, accumulate = settings.batch // n, settings.accumulate * n
-            one = replace(settings, recipe=recipe, batch=batch, graph=graph, **own)
-            found = needs(replace(one, accumulate=accumulate), vocabulary)
+        if (int4 := RECIPES[recipe].int4) is not None and int4.why_not(width, width):
+            continue
+        for graph, n in product(graphs, parts):
+            sizes = {"batch": batch // n, "accumulate": micros * n}
+            found = needs(replace(settings, recipe=recipe, graph=graph, **sizes, **own), vocabulary)
             if found.total <= limit:
-                words = f"--recipe {recipe} --set batch={batch},accumulate={accumulate}"
-                if graph != settings.graph:
-                    words += f",graph={graph}"
-                yield Choice(words, found)
+                given = sizes if graph == settings.graph else {**sizes, "graph": graph}
+                words = ",".join(f"{name}={value}" for name, value in given.items())
+                yield Fit(f"--recipe {recipe} --set {words}", found)
                 break
-
-
-_OWN = dict.fromkeys(("group", "block", "flow", "head"), "recipe")
 
 
 def advice(settings: Settings, vocabulary: int, limit: float) -> str:
@@ -115,7 +116,7 @@ def advice(settings: Settings, vocabulary: int, limit: float) -> str:
     largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
     text = f"by its sizes the run needs {own.total / GIB:.1f} GiB ({largest}) and could have "
     text += f"{limit / GIB:.1f}: expected "
-    found = next(choices(settings, vocabulary, min(limit, 0.99 * own.total)), None)
+    found = next(fitting(settings, vocabulary, min(limit, 0.99 * own.total)), None)
     if found is None:
         return f"{text}a smaller model or context"
     return f"{text}{found.words}, which needs {found.needs.total / GIB:.1f}"
@@ -128,49 +129,40 @@ def plan(asked: PlanOptions) -> None:
         UsageError: it needs more than `memory`; or no plan can be made.
     """
     settings, vocabulary = asked.planned()
-    own, limit = needs(settings, vocabulary), asked.memory
-    short = limit is not None and own.total > limit
-    others = list(choices(settings, vocabulary, limit)) if short and limit is not None else []
+    own, limit = needs(settings, vocabulary), asked.memory or float("inf")
+    others = [] if own.total <= limit else list(fitting(settings, vocabulary, limit))
     if asked.as_json:
-        print(json.dumps(_fields(settings, vocabulary, own, limit, others), indent=1))
+        record: dict[str, Any] = {
+            "settings": settings.as_dict(),
+            "vocabulary": vocabulary,
+            "parts_gib": {name: size / GIB for name, size in own.parts.items()},
+            "peak": own.when,
+            "peak_gib": own.peak / GIB,
+            "evaluation_gib": own.beside / GIB,
+            "needs_gib": own.total / GIB,
+            "fits": None if asked.memory is None else own.total <= limit,
+            "instead": [{"give": x.words, "needs_gib": x.needs.total / GIB} for x in others],
+        }
+        print(json.dumps(record, indent=1))
     else:
         _show(settings, vocabulary, own, others)
-    if short and limit is not None:
-        wanted = "one of these" if others else "a smaller model or context"
+    if own.total > limit:
         what = f"{asked.preset} needs {own.total / GIB:.2f} GiB of {limit / GIB:.2f}"
+        wanted = "one of these" if others else "a smaller model or context"
         raise UsageError(f"{what}: expected {wanted}, or more memory")
 
 
-def _fields(
-    settings: Settings, vocabulary: int, own: Needs, limit: float | None, others: list[Choice]
-) -> dict[str, Any]:
-    instead = [{"give": one.words, "needs_gib": one.needs.total / GIB} for one in others]
-    return {
-        "settings": settings.as_dict(),
-        "vocabulary": vocabulary,
-        "parts_gib": {name: size / GIB for name, size in own.parts.items()},
-        "peak": own.when,
-        "peak_gib": own.peak / GIB,
-        "evaluation_gib": own.beside / GIB,
-        "needs_gib": own.total / GIB,
-        "fits": None if limit is None else own.total <= limit,
-        "instead": instead,
-    }
-
-
-def _show(settings: Settings, vocabulary: int, own: Needs, others: list[Choice]) -> None:
+def _show(settings: Settings, vocabulary: int, own: Needs, others: Sequence[Fit]) -> None:
     one, console = settings, terminal.console(100)
     console.print(
         f"{one.recipe}, {one.layers} layers of width {one.width}, vocabulary {vocabulary} "
         f"({one.data}), {one.batch}×{one.context} tokens, {one.accumulate} times a step"
     )
-    rows = [(name, fixed(size / GIB, 2)) for name, size in own.parts.items()]
-    rows.append((f"peak, in {own.when}", fixed(own.peak / GIB, 2)))
+    sizes = {**own.parts, f"peak, in {own.when}": own.peak}
     if own.beside:
-        rows.append(("an evaluation beside the CUDA graph", fixed(own.beside / GIB, 2)))
-    console.print(
-        Table(("held at the peak", "GiB"), [*rows, ("in all", fixed(own.total / GIB, 2))]).rich()
-    )
-    if others:
-        fits = [(choice.words, fixed(choice.needs.total / GIB, 2)) for choice in others]
-        console.print(Table(("would fit", "GiB"), fits).rich())
+        sizes |= {"an evaluation beside the CUDA graph": own.beside, "in all": own.total}
+    tables = {"held at the peak": sizes, "would fit": {x.words: x.needs.total for x in others}}
+    for title, rows in tables.items():
+        if rows:
+            texts = [(name, fixed(size / GIB, 2)) for name, size in rows.items()]
+            console.print(Table((title, "GiB"), texts).rich())
