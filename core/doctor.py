@@ -210,10 +210,19 @@ def _counters() -> str:
     return "for administrators, of whom this is one" if restricted else "for everybody"
 
 
+def _cache() -> str:
+    """Return the cache's folder, where those of Triton and CuPy can be written too."""
+    if environment.replaced:
+        names = ", ".join(environment.replaced)
+        what = f"the usual folder of {names} cannot be written"
+        raise BrokenError(what, "set each to a folder that can be, or what is compiled is not kept")
+    return _writable(files.cache(), "JETFIRE_CACHE")
+
+
 def _writable(folder: Path, variable: str) -> str:
-    if variable in environment.replaced or not environment.holds_files(folder):
-        where = "the usual folder" if variable in environment.replaced else str(folder)
-        raise BrokenError(f"{where} cannot be written", f"set {variable} to a folder that can be")
+    if not environment.holds_files(folder):
+        remedy = f"set {variable} to a folder that can be"
+        raise BrokenError(f"{folder} cannot be written", remedy)
     return str(folder)
 
 
@@ -238,7 +247,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "C++ compiler": lambda: _compiles("CXX", ("c++",), "a.cpp", "launches without Python need"),
     "ncu": _ncu,
     "counters": _counters,
-    "cache": lambda: _writable(files.cache(), "JETFIRE_CACHE"),
+    "cache": _cache,
     "profiles": lambda: _writable(profiles.user_folder(), "JETFIRE_PROFILES"),
     "disk": _disk,
 }

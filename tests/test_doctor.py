@@ -281,7 +281,7 @@ def test_the_usual_cache_that_cannot_be_written(machine, capsys, monkeypatch, tm
     monkeypatch.delenv("JETFIRE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     lines = examined(capsys)[1]
-    assert lines["cache"].startswith("the usual folder cannot be written: set JETFIRE_CACHE")
+    assert lines["cache"].startswith("the usual folder of JETFIRE_CACHE cannot be written: set")
 
 
 def test_as_json(machine, capsys):

@@ -200,24 +200,29 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         tokens * (4 + shape.heads),
         int(shape.dropout > 0),
     )
-    weights, copies, codes = 12 * shape.layers * s.w, 0.0, 0.0
-    # Bytes of an element of the stream, and at the peak of a block without gradients; `loose`.
-    wide, alone, loose = 4, 38, 16.0 * s.w
+    weights = 12 * shape.layers * s.w
+    codes = copies = 0.0  # of weights: what stands, and BF16 copies until backward
+    wide, alone = 4, 38  # bytes per element of the stream, and at a block's peak in evaluation
+    loose = 4.0 * 4 * s.w
     if recipe.block is not None:
-        wide, alone, loose, codes = 2, 30, 0.0, 2 * _code(recipe.block) * weights
+        wide, alone, loose = 2, 30, 0.0  # `Step` has the products add to what stands
+        codes = 2 * _code(recipe.block) * weights
         block = _int8_block(s, _code(recipe.block), _code(recipe.flow))
     elif recipe.int4 is not None:
-        codes = 2.0 * weights  # both ways, a byte each
+        codes = 2.0 * weights  # a byte each, both ways
         block = _int4_block(s, recipe.int4, tokens)
     else:
         copies = 2.0 * weights
         block = _plain_block(s)
+    scores = 2.0 * s.logits  # of an evaluation
     if recipe.plain:
-        head, scores = _plain_head(s), 2 * s.logits + 8 * s.valid + 2 * s.table
+        head = _plain_head(s)
+        scores += 8 * s.valid + 2 * s.table
     elif recipe.head is None:
-        head, scores = _head(s, wide), 2 * s.logits + 2 * s.table
+        head = _head(s, wide)
+        scores += 2 * s.table
     else:
-        head, scores = _int8_head(s, _code(recipe.head), shape), 2 * s.logits
+        head = _int8_head(s, _code(recipe.head), shape)
         codes += 2 * _code(recipe.head) * s.table
     positions = 4.0 * shape.context * width
     # dx, and again in FP32; torch's own embedding makes a second gradient of the table.

@@ -59,11 +59,11 @@ class PlanOptions(TrainOptions):
 
 def _vocabulary(settings: Settings) -> int:
     """Return how many tokens the run's data will have."""
-    data, name = settings.data, settings.tokenizer
+    data = settings.data
     if data not in corpora.NAMED and (Path(data) / META).exists():
         return read_meta(Path(data))["vocabulary"]
-    if name == "auto":
-        name = corpora.TOKENIZERS.get(data, "gpt2")
+    usual = corpora.TOKENIZERS.get(data, "gpt2")
+    name = usual if settings.tokenizer == "auto" else settings.tokenizer
     known = _VOCABULARIES.get(data if name == "char" else name)
     if known is None:
         raise UsageError(
