@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -26,6 +27,7 @@ TIMEOUT_S = 120.0  # of an import; torch's took 20 s on two busy cores
 LEAST_FREE = 2 * 2**30  # bytes for compiled kernels and profiles
 CUDA_PACKAGES = "pip install 'jetfire[cuda]'"
 PARAMETERS, STATUS = Path("/proc/driver/nvidia/params"), Path("/proc/self/status")
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
 _SYS_ADMIN = 1 << 21  # CAP_SYS_ADMIN (capabilities(7))
 
 
@@ -55,14 +57,13 @@ class Finding:
 def examine() -> list[Finding]:
     """Return a finding of every part."""
     _printed.cache_clear()
-    return [_finding(part, look) for part, look in PARTS.items()]
-
-
-def _finding(part: str, look: Callable[[], str]) -> Finding:
-    try:
-        return Finding(part, True, look())
-    except BrokenError as error:
-        return Finding(part, False, str(error), error.remedy)
+    found = []
+    for part, look in PARTS.items():
+        try:
+            found.append(Finding(part, True, look()))
+        except BrokenError as error:
+            found.append(Finding(part, False, str(error), error.remedy))
+    return found
 
 
 def _output(command: Sequence[str], remedy: str) -> str:
@@ -96,15 +97,14 @@ def _driver() -> tuple[ctypes.CDLL, tuple[int, int]]:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise BrokenError(
-            str(error),
-            "install NVIDIA's driver; a container is started with --gpus all",
-        ) from None
-    if code := library.cuInit(0):
-        raise BrokenError(
-            f"cuInit: error {code}",
-            "nvidia-smi says more; after an update of the driver restart the machine",
-        )
+        remedy = "install NVIDIA's driver; a container is started with --gpus all"
+        raise BrokenError(str(error), remedy) from None
+    code = library.cuInit(0)
+    if code == _NO_DEVICE:
+        raise BrokenError("no GPU", "unset CUDA_VISIBLE_DEVICES, or make a GPU visible by it")
+    if code:
+        remedy = "nvidia-smi says more; after an update of the driver restart the machine"
+        raise BrokenError(f"cuInit: error {code}", remedy)
     version = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(version))
     return library, (version.value // 1000, version.value % 1000 // 10)
@@ -114,8 +114,6 @@ def _gpus() -> str:
     library, _ = _driver()
     count, name = ctypes.c_int(), ctypes.create_string_buffer(100)
     library.cuDeviceGetCount(ctypes.byref(count))
-    if not count.value:
-        raise BrokenError("no GPU", "unset CUDA_VISIBLE_DEVICES, or make a GPU visible by it")
     library.cuDeviceGetName(name, 100, 0)
     return f"{count.value} × {name.value.decode(errors='replace')}"
 
@@ -145,7 +143,9 @@ def _pair() -> str:
     version, _ = _torch()
     remedy = "pip install --force-reinstall torch, which brings its own Triton"
     triton = _printed("import triton; print(triton.__version__)", remedy).split()[-1]
-    asked = " ".join(metadata.requires("torch") or ())
+    asked = ""
+    with suppress(metadata.PackageNotFoundError):  # of a torch that no installer put there
+        asked = " ".join(metadata.requires("torch") or ())
     wanted = re.search(r"\btriton\s*\(?==\s*([0-9.]+)", asked)
     if wanted and wanted[1] != triton.partition("+")[0]:
         raise BrokenError(f"torch {version} asks for Triton {wanted[1]}, {triton} is here", remedy)

@@ -25,10 +25,10 @@ FAKES = {
 
 
 class Libcuda:
-    """A driver of a machine with GPUs."""
+    """The driver of a machine with a GPU."""
 
-    def __init__(self, version=13000, gpus=1, error=0):
-        self.version, self.gpus, self.error = version, gpus, error
+    def __init__(self, version=13000, error=0):
+        self.version, self.error = version, error
 
     def cuInit(self, flags):
         return self.error
@@ -37,7 +37,7 @@ class Libcuda:
         pointer._obj.value = self.version
 
     def cuDeviceGetCount(self, pointer):
-        pointer._obj.value = self.gpus
+        pointer._obj.value = 1
 
     def cuDeviceGetName(self, buffer, length, index):
         buffer.value = b"NVIDIA H200"
@@ -143,8 +143,11 @@ BROKEN = {
         {"driver": ("cuInit: error 803", "restart the machine"), "CUDA": ("cuInit", "restart")},
     ),
     "no GPU": (
-        lambda m: m.driver(Libcuda(gpus=0)),
-        {"driver": ("no GPU", "unset CUDA_VISIBLE_DEVICES")},
+        lambda m: m.driver(Libcuda(error=100)),
+        {
+            "driver": ("no GPU", "unset CUDA_VISIBLE_DEVICES"),
+            "CUDA": ("no GPU", "unset CUDA_VISIBLE_DEVICES"),
+        },
     ),
     "an old driver": (
         lambda m: m.driver(Libcuda(version=12040)),
@@ -269,6 +272,14 @@ def test_an_import_that_never_ends(machine, capsys, monkeypatch):
     machine.package("cupy", "import time; time.sleep(60)")
     _, lines, _ = examined(capsys)
     assert lines["CuPy"] == "took more than 0.5 s: pip install 'jetfire[cuda]'"
+
+
+def test_a_torch_that_no_installer_put_there(machine, capsys, monkeypatch):
+    def requires(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert examined(capsys)[0] == 0
 
 
 def test_counters_for_administrators_of_whom_this_is_one(machine, capsys):

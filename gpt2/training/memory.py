@@ -54,12 +54,15 @@ class Part:
         kept: from forward for backward.
         moments: of backward, in order; at the last, all its gradients are made.
         forward: what is held beside that at the peak of forward.
+        loose: the largest gradient that is made beside the one that stands and then added to it,
+            where the step is not at its first micro-batch.
     """
 
     name: str
     kept: float
     moments: tuple[Moment, ...]
     forward: float = 0.0
+    loose: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,13 @@ class Held:
     Attributes:
         codes: the weights' codes, which stand beside them.
         parts: in forward's order; the first reads tokens, the last gives the loss.
-        loose: the largest gradient that is made beside the one that stands and then added to it,
-            where the step is not at its first micro-batch.
-        carried: the same, of the gradient that the last layer makes and the first one adds.
+        carried: as `loose`, the gradient that the last layer makes and the first one adds.
         evaluation: the peak of a forward without gradients.
     """
 
     parameters: int
     codes: float
     parts: tuple[Part, ...]
-    loose: float
     carried: float
     evaluation: float
 
@@ -160,7 +160,7 @@ def _moments(held: Held, again: bool) -> Iterator[tuple[str, dict[str, float]]]:
                     "gradients": whole if again else made + moment.made,
                     "activations": kept if head else kept + still,
                     "logits, head": still if head else 0.0,
-                    "workspaces": moment.more + (held.loose + carried if again else 0.0),
+                    "workspaces": moment.more + (part.loose + carried if again else 0.0),
                 },
             )
         made += part.moments[-1].made
@@ -203,9 +203,8 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
     weights = 12 * shape.layers * s.w
     codes = copies = 0.0  # of weights: what stands, and BF16 copies until backward
     wide, alone = 4, 38  # bytes per element of the stream, and at a block's peak in evaluation
-    loose = 4.0 * 4 * s.w
     if recipe.block is not None:
-        wide, alone, loose = 2, 30, 0.0  # `Step` has the products add to what stands
+        wide, alone = 2, 30
         codes = 2 * _code(recipe.block) * weights
         block = _int8_block(s, _code(recipe.block), _code(recipe.flow))
     elif recipe.int4 is not None:
@@ -232,7 +231,6 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         sum(math.prod(size) for size in shape.parameters().values()),
         codes,
         (ids, *[block] * shape.layers, head),
-        loose,
         4.0 * s.table,
         max(alone * s.x, 4 * s.x + scores) + copies,
     )
@@ -265,11 +263,13 @@ def _plain_block(s: _Sizes) -> Part:
         Moment(30 * s.x + 18 * s.w, (4 + 6 + 2) * s.x + 6 * s.w, 36 * s.w),  # and dnorm
         Moment(32 * s.x + 24 * s.w, (4 + 4 + 4) * s.x, 48 * s.w),
     )
-    return Part("block", kept, moments, (2 + 4) * s.x)  # y, the next x
+    return Part("block", kept, moments, (2 + 4) * s.x, 16 * s.w)  # y, the next x
 
 
 def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
     """Return `Int8Block` (nn/flow.py): x in BF16, weights' gradients in FP32 at once.
+
+    `Step` has its products add to the gradients that stand.
 
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
@@ -307,7 +307,7 @@ def _int4_block(s: _Sizes, how: Int4, tokens: int) -> Part:
         Moment(after_attention * s.x, (4 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
         Moment(after_attention * s.x, (4 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
     )
-    return Part("block", kept, moments, (8 + 4 + 2) * s.x)  # u and its codes, y
+    return Part("block", kept, moments, (8 + 4 + 2) * s.x, 16 * s.w)  # u and its codes, y
 
 
 def _plain_head(s: _Sizes) -> Part:
