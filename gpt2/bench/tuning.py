@@ -16,7 +16,7 @@ from jetfire.core import calls, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2.data import corpora, prepare, prepared, tokenizers
-from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Step
 from jetfire.measure.plan import Case
@@ -83,7 +83,7 @@ def cases(
         settings, layers=min(2, settings.layers), accumulate=1, compile=False, parallel="none"
     )
     with where:
-        model = GPT2(alone.shape(vocabulary), settings.precision())
+        model = model_of(alone.shape(vocabulary), settings.precision())
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
     return planned(lambda: step([(ids, ids)]), device, kernels)

@@ -1,4 +1,4 @@
-"""Llama's block as torch does it (Touvron et al., 2023), beside which INT8's is measured."""
+"""Llama (Touvron et al., 2023): RMSNorm, rotary positions, a gated MLP, no biases."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from jetfire.gpt2.model.language_model import LanguageModel
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.nn import Int4Linear, Int8LlamaBlock
 from jetfire.nn.llama import rotary_tables
 from jetfire.nn.recipes import Recipe
+
+EPS, THETA = 1e-5, 10000.0  # of Llama 2, and of TinyLlama (arXiv 2401.02385)
 
 
 class LlamaBlock(nn.Module):
@@ -20,30 +24,22 @@ class LlamaBlock(nn.Module):
     Parameters are named as `Int8LlamaBlock`'s.
 
     Args:
-        context: the most tokens of a sequence.
         linear: makes a linear layer of inputs and outputs.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        hidden: int,
-        context: int,
-        linear: Callable[[int, int], nn.Linear],
-    ) -> None:
+    def __init__(self, shape: LlamaShape, linear: Callable[[int, int], nn.Linear]) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
-        tables = rotary_tables(context, 1, width // heads, 10000.0, torch.get_default_device())
+        width, hidden = shape.width, shape.hidden
+        self.heads, self.kv_heads, self.dropout = shape.heads, shape.kv_heads, shape.dropout
+        head = width // shape.heads
+        tables = rotary_tables(shape.context, 1, head, THETA, torch.get_default_device())
         for name, table in zip(("cos", "sin"), tables, strict=True):
-            whole = torch.cat([table, table], dim=1)
-            self.register_buffer(name, whole.bfloat16(), persistent=False)
-        of_kv = width // heads * kv_heads
-        self.norm1, self.norm2 = (nn.RMSNorm(width, 1e-5, dtype=torch.float32) for _ in range(2))
+            self.register_buffer(name, torch.cat([table, table], dim=1), persistent=False)
+        of_kv = head * shape.kv_heads
+        self.norm1, self.norm2 = (nn.RMSNorm(width, EPS, dtype=torch.float32) for _ in range(2))
         self.query, self.key, self.value = (linear(width, n) for n in (width, of_kv, of_kv))
         self.projection = linear(width, width)
         self.gate, self.up, self.down = (
@@ -54,22 +50,25 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
+        dropout = self.dropout if self.training else 0.0
         h = self.norm1(x)
         query, key, value = (
             layer(h).view(batch, length, -1, width // self.heads).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = (table[:length].to(query.dtype) for table in (self.cos, self.sin))
         attended = F.scaled_dot_product_attention(
             _turned(query, cos, sin),
             _turned(key, cos, sin),
             value,
+            dropout_p=dropout,
             is_causal=True,
             enable_gqa=self.kv_heads != self.heads,
         )
-        x = x + self.projection(attended.transpose(1, 2).reshape(x.shape))
+        y = self.projection(attended.transpose(1, 2).reshape(x.shape))
+        x = x + F.dropout(y, dropout)
         h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), dropout)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -78,14 +77,34 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def llama_block_of(
-    width: int, heads: int, kv_heads: int, hidden: int, context: int, recipe: Recipe
-) -> LlamaBlock | Int8LlamaBlock:
-    """Return a block whose products are a recipe's."""
-    sizes = width, heads, kv_heads, hidden
-    if recipe.block is not None:
-        return Int8LlamaBlock(*sizes, block=recipe.block, flow=recipe.flow)
-    if recipe.int4 is not None:
-        kind = partial(Int4Linear, bias=False, int4=recipe.int4, dtype=torch.float32)
-        return LlamaBlock(*sizes, context, kind)
-    return LlamaBlock(*sizes, context, partial(nn.Linear, bias=False, dtype=torch.float32))
+class Llama(LanguageModel):
+    """Llama, whose blocks turn queries and keys by their positions."""
+
+    norm: nn.RMSNorm
+
+    @staticmethod
+    def block_of(shape: Shape, recipe: Recipe) -> LlamaBlock | Int8LlamaBlock:
+        assert isinstance(shape, LlamaShape)
+        if recipe.block is not None:
+            return Int8LlamaBlock(
+                shape.width,
+                shape.heads,
+                shape.kv_heads,
+                shape.hidden,
+                dropout=shape.dropout,
+                eps=EPS,
+                theta=THETA,
+                block=recipe.block,
+                flow=recipe.flow,
+            )
+        if recipe.int4 is not None:
+            kind = partial(Int4Linear, bias=False, int4=recipe.int4, dtype=torch.float32)
+            return LlamaBlock(shape, kind)
+        return LlamaBlock(shape, partial(nn.Linear, bias=False, dtype=torch.float32))
+
+    @staticmethod
+    def norm_of(width: int) -> nn.RMSNorm:
+        return nn.RMSNorm(width, EPS, dtype=torch.float32)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.norm.normalized_shape, self.norm.weight.to(x.dtype), EPS)

@@ -12,7 +12,7 @@ from jetfire.core.errors import JetfireError, UsageError
 from jetfire.gpt2.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from jetfire.gpt2.model.gpt2 import GPT2
+    from jetfire.gpt2.model.language_model import LanguageModel
 
 
 class Sampling(TypedDict, total=False):
@@ -25,7 +25,7 @@ class Sampling(TypedDict, total=False):
 
 @torch.no_grad()
 def generate(
-    model: GPT2,
+    model: LanguageModel,
     ids: torch.Tensor,
     count: int,
     *,
@@ -85,7 +85,7 @@ def _check(ids: torch.Tensor, count: int, temperature: float, top_k: int | None)
 
 
 def text(
-    model: GPT2,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     count: int,

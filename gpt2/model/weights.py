@@ -1,16 +1,17 @@
-"""GPT-2's weights from and to a folder as `transformers` keeps them.
+"""A model's weights from and to a folder as `transformers` keeps them.
 
-Theirs: `transformer.h.N.attn.c_attn.weight` and so on, each linear layer a Conv1D (in×out). Ours:
-`blocks.N.qkv.weight`, out×in, and the embedding table padded to a multiple of 64 rows.
+Theirs are named by a family's `Layout`, `transformer.h.N.attn.c_attn.weight` of GPT-2. Ours:
+`blocks.N.qkv.weight`, out×in, and the tables of all tokens padded to a multiple of 64 rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -21,14 +22,11 @@ from jetfire.core import files, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable
 from jetfire.core.schema import Name
-from jetfire.gpt2.data.tokenizers import GPT2_VOCABULARY
 from jetfire.gpt2.model import tensors
-from jetfire.gpt2.model.config import SAME, read_shape
+from jetfire.gpt2.model.language_model import LanguageModel
+from jetfire.gpt2.model.layouts import LAYOUTS, Layout, layout_of
 from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.model.tensors import Kind
-
-if TYPE_CHECKING:
-    from jetfire.gpt2.model.gpt2 import GPT2
 
 State = dict[str, torch.Tensor]
 CONFIG, MODEL, INDEX, PICKLED = (
@@ -37,33 +35,9 @@ CONFIG, MODEL, INDEX, PICKLED = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
 )
-
-_OUTER = {
-    "tokens.weight": "wte.weight",
-    "positions.weight": "wpe.weight",
-    "norm.weight": "ln_f.weight",
-    "norm.bias": "ln_f.bias",
-}
-_NORMS = {"norm1": "ln_1", "norm2": "ln_2"}
-_LINEARS = {
-    "qkv": "attn.c_attn",
-    "projection": "attn.c_proj",
-    "expand": "mlp.c_fc",
-    "contract": "mlp.c_proj",
-}
-
-
-def names(layers: int) -> dict[str, tuple[str, bool]]:
-    """Our parameters' names → theirs without `transformer.`, and whether to transpose."""
-    found = {ours: (theirs, False) for ours, theirs in _OUTER.items()}
-    for i in range(layers):
-        for part in ("weight", "bias"):
-            for ours, theirs in _NORMS.items():
-                found[f"blocks.{i}.{ours}.{part}"] = (f"h.{i}.{theirs}.{part}", False)
-            for ours, theirs in _LINEARS.items():
-                name = f"blocks.{i}.{ours}.{part}"
-                found[name] = (f"h.{i}.{theirs}.{part}", part == "weight")
-    return found
+# What has a row for each token, padded as `Shape.rows` has them. The model never predicts those.
+_TABLES = ("tokens.weight", "head.weight")
+_HEAD = "lm_head.weight"
 
 
 class _Index(TypedDict):
@@ -75,28 +49,30 @@ class _Index(TypedDict):
 def read_transformers(folder: Path) -> tuple[Shape, State]:
     """The sizes, and parameters by our names, fp32 on the CPU."""
     try:
-        shape = read_shape(folder / CONFIG)
+        layout = layout_of(folder / CONFIG)
+        shape = layout.read(folder / CONFIG)
         theirs = _weights(folder, shape)
     except Missing as error:
+        families = " or ".join(layout.title for layout in LAYOUTS.values())
         raise UsageError(
-            f"{error}: expected a folder of transformers' GPT-2, with {CONFIG} and {MODEL} or "
+            f"{error}: expected a folder of transformers' {families}, with {CONFIG} and {MODEL} or "
             f"{PICKLED}"
         ) from None
     state: State = {}
-    for ours, (name, transposed) in names(shape.layers).items():
+    for ours, (name, transposed) in layout.names(shape).items():
         value = theirs.pop(name).detach().to(torch.float32)
         state[ours] = value.T.contiguous() if transposed else value.contiguous()
-    head = theirs.get("lm_head.weight")
-    if head is not None and not torch.equal(head.to(torch.float32), state["tokens.weight"]):
-        raise UsageError(f"{folder}: lm_head.weight is not wte.weight: expected a tied head")
-    # Zero rows, as `Shape.rows` has them; the model never predicts them.
-    table = state["tokens.weight"]
-    state["tokens.weight"] = F.pad(table, (0, 0, 0, shape.rows - len(table)))
+    head, table = theirs.get(_HEAD), state["tokens.weight"]
+    if head is not None and not torch.equal(head.to(torch.float32), table):
+        name = layout.outside["tokens.weight"]
+        raise UsageError(f"{folder}: {_HEAD} is not {name}: expected a tied head")
+    for name in _TABLES & state.keys():
+        state[name] = F.pad(state[name], (0, 0, 0, shape.rows - len(table)))
     return shape, state
 
 
 def _weights(folder: Path, shape: Shape) -> State:
-    """The folder's weights by their names without `transformer.`, of which all are of the shape.
+    """The folder's weights by their names without the prefix, of which all are of the shape.
 
     Raises:
         Missing, Unreadable: a file is missing, damaged, or does not hold just those.
@@ -111,30 +87,37 @@ def _weights(folder: Path, shape: Shape) -> State:
         kinds = {name: kind for header in headers.values() for name, kind in header.items()}
         _check(kinds, shape, parts[0])
         found = {name: value for part in parts for name, value in tensors.load(part).items()}
-    return {_short(name): value for name, value in found.items()}
+    prefix = LAYOUTS[shape.family].prefix
+    return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("transformer.")
-
-
-def load(model: GPT2, folder: Path) -> None:
+def load(model: LanguageModel, folder: Path) -> None:
     """Initialise a model of any recipe; a shorter context takes the first positions."""
     given, state = read_transformers(folder)
     shape = model.shape
-    sizes = ("layers", "heads", "width", "vocabulary", "context")
-    differs = any(getattr(shape, name) != getattr(given, name) for name in sizes[:-1])
-    if differs or shape.context > given.context:
+    ours, theirs = _sizes(shape), _sizes(given)
+    longest = theirs.pop("context")
+    if {**theirs, "context": shape.context} != ours or shape.context > longest:
         has, wanted = (
-            ", ".join(f"{name}={getattr(one, name)}" for name in sizes) for one in (given, shape)
+            ", ".join(f"{name}={size}" for name, size in sizes.items())
+            for sizes in ({**theirs, "context": longest}, ours)
         )
         raise UsageError(f"{folder}: has {has}; the model expects {wanted}")
-    state["positions.weight"] = state["positions.weight"][: shape.context]
+    if "positions.weight" in state:
+        state["positions.weight"] = state["positions.weight"][: shape.context]
     tensors.load_model(model, state, folder)
 
 
+def _sizes(shape: Shape) -> dict[str, Any]:
+    """What of two shapes must be the same, and the context."""
+    found = dataclasses.asdict(shape)
+    del found["dropout"]
+    context = found.pop("context")
+    return {**found, "family": shape.family, "context": context}
+
+
 def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> Path:
-    """Write config.json and model.safetensors, which `from_pretrained` of GPT2LMHeadModel reads.
+    """Write config.json and model.safetensors, which `from_pretrained` of their class reads.
 
     Args:
         state: parameters by our names, of any dtype and device.
@@ -142,25 +125,14 @@ def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> P
     Raises:
         UsageError: the folder cannot be written.
     """
-    theirs = {}
-    for ours, (name, transposed) in names(shape.layers).items():
+    theirs, layout = {}, LAYOUTS[shape.family]
+    for ours, (name, transposed) in layout.names(shape).items():
         value = state[ours].detach().to("cpu", torch.float32)
-        if ours == "tokens.weight":
+        if ours in _TABLES:
             value = value[: shape.vocabulary]
-        theirs[f"transformer.{name}"] = (value.T if transposed else value).contiguous()
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        **{name: values[0] for name, values in SAME.items()},
-        "n_layer": shape.layers,
-        "n_head": shape.heads,
-        "n_embd": shape.width,
-        "n_positions": shape.context,
-        "vocab_size": shape.vocabulary,
-        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), shape.dropout),
-        "torch_dtype": "float32",
-    }
-    end = GPT2_VOCABULARY - 1 if shape.vocabulary == GPT2_VOCABULARY else None
-    config |= {"bos_token_id": end, "eos_token_id": end}
+        prefix = "" if name == _HEAD else layout.prefix
+        theirs[prefix + name] = (value.T if transposed else value).contiguous()
+    config = layout.described(shape)
     with files.new_files(folder) as part:
         tensors.save(theirs, part / MODEL, {"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -169,22 +141,26 @@ def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> P
 
 def _check(found: Mapping[str, Kind], shape: Shape, file: Path) -> None:
     """See that weights are those of a shape, before a byte of them is read."""
-    sizes = {**shape.parameters(), "tokens.weight": (shape.vocabulary, shape.width)}
+    layout: Layout = LAYOUTS[shape.family]
+    sizes = shape.parameters()
+    sizes |= dict.fromkeys(_TABLES & sizes.keys(), (shape.vocabulary, shape.width))
     wanted = {
         theirs: sizes[ours][::-1] if transposed else sizes[ours]
-        for ours, (theirs, transposed) in names(shape.layers).items()
+        for ours, (theirs, transposed) in layout.names(shape).items()
     }
-    there = {_short(name): kind for name, kind in found.items()}
+    there = {name.removeprefix(layout.prefix): kind for name, kind in found.items()}
     for name, size in wanted.items():
         if name not in there:
-            raise Unreadable(file, f"no weight {name}: expected {len(wanted)} as GPT-2 has")
+            reason = f"no weight {name}: expected {len(wanted)} as {layout.title} has"
+            raise Unreadable(file, reason)
         if there[name].shape != size or there[name].dtype not in ("F64", "F32", "F16", "BF16"):
             expected = Kind("floats", size)
             raise Unreadable(file, f"{name} is {there[name]}: expected {expected} as {CONFIG} says")
-    # Causal masks, in files of older versions, and the head, which is the embedding table.
+    # Buffers, in files of older versions, and the head, which is the embedding table.
     for name in there.keys() - wanted.keys():
-        if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight":
-            reason = f"weight {ascii(name)[:100]} has no place in GPT-2 with a tied head"
+        if not name.endswith(layout.buffers) and name != _HEAD:
+            reason = f"weight {ascii(name)[:100]} has no place in {layout.title}"
+            reason += "" if "head.weight" in sizes else " with a tied head"
             raise Unreadable(file, f"{reason}: expected {len(wanted)} others")
 
 

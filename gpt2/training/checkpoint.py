@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from pydantic import Field, FiniteFloat
+from pydantic import Discriminator, Field, FiniteFloat, Tag
 from torch import nn
 from typing_extensions import TypedDict
 
@@ -28,11 +28,11 @@ from jetfire.core.files import MIB, Missing, Unreadable
 from jetfire.core.schema import Fields, Plain
 from jetfire.gpt2.data.vocabulary import Vocabulary
 from jetfire.gpt2.model import tensors
-from jetfire.gpt2.model.shape import Shape
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.model.tensors import as_sharded, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import StepNumber
-from jetfire.nn import is_int4_state
+from jetfire.nn import RECIPES, is_int4_state
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (
@@ -43,6 +43,17 @@ MODEL, OPTIMIZER, STATE, SUMS = (
 )
 # What AdamW keeps of a parameter: two tensors of its shape, and the count of its updates.
 MOMENTS, COUNT = ("exp_avg", "exp_avg_sq"), "step"
+
+
+def _family(shape: Any) -> str:
+    """Return the family that a shape in a file is of; earlier versions had one and said none."""
+    family = shape.get("family") if isinstance(shape, dict) else None
+    return "llama" if family == "llama" else "gpt2"
+
+
+AnyShape = Annotated[
+    Annotated[Shape, Tag("gpt2")] | Annotated[LlamaShape, Tag("llama")], Discriminator(_family)
+]
 
 
 class Best(TypedDict):
@@ -62,7 +73,7 @@ class State(TypedDict):
     step: StepNumber
     settings: Fields
     vocabulary: Vocabulary
-    shape: Shape
+    shape: AnyShape
     processes: NotRequired[Annotated[int, Field(ge=1, le=1 << 16)]]
     tokens: NotRequired[Plain]
     best: NotRequired[Best | None]
@@ -134,13 +145,20 @@ def _check_state(saved: Checkpoint) -> None:
     name = saved.path.name
     if name.startswith(PREFIX) and name != f"{PREFIX}{saved.step:08d}":
         raise Unreadable(file, f"is of step {saved.step}, not {name}'s")
-    told = {**state["settings"], "vocabulary": state["vocabulary"]}
-    for name in ("layers", "heads", "width", "context", "vocabulary"):
-        if told.get(name) != (size := getattr(shape, name)):
+    told = {"family": "gpt2", **state["settings"], "vocabulary": state["vocabulary"]}
+    for name, size in _described(shape).items():
+        if name != "dropout" and told.get(name) != size:
             reason = f"{name} is {str(told.get(name))[:50]} in settings, {size} in shape"
             raise Unreadable(file, reason)
-    if shape.width % shape.heads:
-        raise Unreadable(file, f"width={shape.width}: no multiple of heads")
+    try:
+        shape.check(RECIPES["bf16"])
+    except UsageError as error:
+        raise Unreadable(file, str(error)) from None
+
+
+def _described(shape: Shape) -> dict[str, Any]:
+    """Return the sizes and their family, as a file has them."""
+    return {**dataclasses.asdict(shape), "family": shape.family}
 
 
 def _check_tensors(saved: Checkpoint, part: str) -> None:
@@ -300,7 +318,7 @@ def _write(
 ) -> None:
     tensors.save(model, part / MODEL)
     tensors.save(optimizer, part / OPTIMIZER)
-    kept = {**state, "shape": dataclasses.asdict(state["shape"]), "sums": SUMS}
+    kept = {**state, "shape": _described(state["shape"]), "sums": SUMS}
     text = json.dumps(kept, indent=1) + "\n"
     (part / STATE).write_text(text, encoding="utf-8")
     sums = (f"{files.digest(part / name)}  {name}\n" for name in (MODEL, OPTIMIZER, STATE))

@@ -25,7 +25,8 @@ from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.data.prepared import META
 from jetfire.gpt2.model import sample as sampling
 from jetfire.gpt2.model import weights
-from jetfire.gpt2.model.gpt2 import GPT2, check_fits
+from jetfire.gpt2.model.families import model_of
+from jetfire.gpt2.model.language_model import check_fits
 from jetfire.gpt2.model.sample import Sampling
 from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, log, parallel, plan
@@ -291,7 +292,7 @@ def sample(
         )
     check_fits(saved.shape, where)
     with where.torch_device:
-        model = GPT2(saved.shape, "bf16")
+        model = model_of(saved.shape, "bf16")
     load_model(model, saved.model(), saved.path)
     with autocast(where.torch_device):
         text = sampling.text(model, tokenizer, prompt, count, **how)

@@ -15,7 +15,18 @@ from pydantic import Field
 from jetfire.core import schema
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable
-from jetfire.gpt2.model.shape import Context, Depth, Dropout, Shape, Width, check_heads
+from jetfire.gpt2.model.shape import (
+    SHAPES,
+    Context,
+    Depth,
+    Dropout,
+    Family,
+    Hidden,
+    LlamaShape,
+    Shape,
+    SomeHeads,
+    Width,
+)
 from jetfire.nn import recipes
 
 # As `--set` has settings, which is what a preset stands for.
@@ -34,6 +45,15 @@ _PRESETS = {
     "gpt2-350m": f"{_LONG},layers=24,heads=16,width=1024,rate=3e-4",
     "gpt2-774m": f"{_LONG},layers=36,heads=20,width=1280,rate=2.5e-4",
     "gpt2-1558m": f"{_LONG},layers=48,heads=25,width=1600,rate=2e-4,batch=4,accumulate=128",
+    # Bytes of text, for a CPU: 0.5 M parameters.
+    "tiny-llama": "family=llama,tied=false,layers=2,heads=4,kv_heads=2,width=256,hidden=512,context=64,"
+    "batch=16,steps=50,rate=2e-3,warmup=5,evaluate_every=25,evaluate_batches=4,"
+    "checkpoint_every=25,tokenizer=byte",
+    # Blocks of as many weights as gpt2-124m's, and a head of its own: 162 M parameters.
+    "llama-160m": f"{_LONG},family=llama,tied=false,layers=12,heads=12,width=768,hidden=2048",
+    # TinyLlama 1.1B's sizes and rate (Zhang et al., 2024, arXiv 2401.02385).
+    "llama-1b": f"{_LONG},family=llama,tied=false,layers=22,heads=32,kv_heads=4,width=2048,"
+    "hidden=5632,context=2048,rate=4e-4,batch=4",
 }
 
 # A run's file of them, and what that has beside them.
@@ -68,6 +88,7 @@ class Settings:
 
     Attributes:
         recipe: a name of `jetfire.nn.recipes.RECIPES`.
+        family, kv_heads, hidden, tied: as `LlamaShape` has them; the last three are of Llama alone.
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
         block, flow, head: of an INT8 recipe's products, of the flow between and of the output
             head's products, in place of its own.
@@ -97,6 +118,10 @@ class Settings:
     head: Literal["recipe", "bf16", "32", "64", "128"] = "recipe"
     context: Context = 1024
     dropout: Dropout = 0.0
+    family: Family = "gpt2"
+    kv_heads: SomeHeads = 0
+    hidden: Hidden = 0
+    tied: bool = True
     batch: Some = 8
     accumulate: Some = 1
     steps: StepNumber = 1000
@@ -125,19 +150,27 @@ class Settings:
             value = getattr(self, name)
             if bounds and not bounds[0] <= value <= bounds[1]:
                 raise _wrong(name, value, _range(*bounds, value))
-        check_heads(self.width, self.heads)
-        if (parameters := 12 * self.layers * self.width**2) > MOST_PARAMETERS:
+        shape = self.shape(1)
+        for one in dataclasses.fields(LlamaShape):
+            if not hasattr(shape, one.name) and (value := getattr(self, one.name)) != one.default:
+                text = str(value).lower()  # true and false as they are given
+                raise UsageError(f"{one.name}={text} with family=gpt2: expected family=llama")
+        shape.check(self.precision())
+        if (parameters := shape.block_weights) > MOST_PARAMETERS:
             raise UsageError(
                 f"layers={self.layers} width={self.width}: {parameters:.2g} parameters: expected "
                 f"at most {MOST_PARAMETERS:.2g}"
             )
+        for name in _sizes(type(shape)):  # for 0 the size that it stands for
+            object.__setattr__(self, name, getattr(shape, name))
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def shape(self, vocabulary: int) -> Shape:
         """Return the sizes of the model."""
-        return Shape(self.layers, self.heads, self.width, self.context, vocabulary, self.dropout)
+        kind = SHAPES[self.family]
+        return kind(vocabulary=vocabulary, **{name: getattr(self, name) for name in _sizes(kind)})
 
     def precision(self) -> recipes.Recipe:
         """Return the recipe, with the group and the blocks that were asked for.
@@ -159,6 +192,12 @@ class Settings:
         share = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         low = self.floor * self.rate
         return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@cache
+def _sizes(kind: type[Shape]) -> tuple[str, ...]:
+    """The settings that are a shape's sizes."""
+    return tuple(one.name for one in dataclasses.fields(kind) if one.name != "vocabulary")
 
 
 @cache
@@ -259,13 +298,7 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
     for one in dataclasses.fields(Settings):
         if one.default is dataclasses.MISSING and one.name not in fields:
             raise UsageError(f"the setting {one.name} is missing")
-    settings = Settings(**fields)
-    precision = settings.precision()
-    if precision.int4 is not None:
-        reason = precision.int4.why_not(settings.width, settings.width)
-        if reason is not None:
-            raise UsageError(f"width={settings.width}: {reason}")
-    return settings
+    return Settings(**fields)
 
 
 def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:

@@ -12,7 +12,8 @@ import torch
 from jetfire.core.device import Device
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.data.prepared import TokenDigests
-from jetfire.gpt2.model.gpt2 import GPT2, check_fits
+from jetfire.gpt2.model.families import model_of
+from jetfire.gpt2.model.language_model import LanguageModel, check_fits
 from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
 from jetfire.gpt2.training.checkpoint import Best, Checkpoint, State
@@ -24,7 +25,7 @@ from jetfire.gpt2.training.step import Micro, Step, autocast
 Record = dict[str, Any]
 
 
-def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
+def build(settings: Settings, vocabulary: int, device: Device) -> LanguageModel:
     """A model initialised from the seed, the same for every recipe on a device.
 
     Raises:
@@ -34,7 +35,7 @@ def build(settings: Settings, vocabulary: int, device: Device) -> GPT2:
     check_fits(shape, device)
     torch.manual_seed(settings.seed)
     with device.torch_device:
-        return GPT2(shape, settings.precision())
+        return model_of(shape, settings.precision())
 
 
 class Clock:

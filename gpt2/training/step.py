@@ -17,7 +17,7 @@ from torch import nn
 from jetfire.gpt2.training import parallel
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import Settings
-from jetfire.nn import AdamW, Int8Block
+from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,11 +70,11 @@ class Step:
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer = self._optimizer(settings)
         for module in model.modules():
-            if isinstance(module, Int8Block):  # DDP and FSDP2 wait for autograd's accumulation
+            if isinstance(module, Int8Block | Int8LlamaBlock):  # DDP and FSDP2 wait for autograd's accumulation
                 module.adds_gradients = settings.parallel == "none" and not settings.compile
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
-        """Fused on any device; matrices decay, biases and LayerNorm's weights do not."""
+        """Fused on any device; matrices decay, biases and norms' weights do not."""
         groups = [
             {
                 "params": [p for p in self.parameters if p.dim() >= 2],
