@@ -1,9 +1,9 @@
-"""GPT-2: the model, its data, and a training loop that takes a recipe.
+"""GPT-2 and Llama: the models, their data, and a training loop that takes a recipe.
 
 Four packages, each of which imports those before it, and never one after it:
 
 - `data`: text, tokenizers, prepared tokens, and the batches that are read of them.
-- `model`: GPT-2 and its sizes, its weights in files, text that it writes.
+- `model`: families of models, their sizes, their weights in files, text that they write.
 - `training`: settings, `loop` and the step in it, checkpoints, logs, runs' folders, studies.
 - `bench`: a step measured against torch's own, and the kernels of one tuned.
 

@@ -6,6 +6,7 @@ Importing this imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
@@ -288,22 +289,15 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class PresetSource(ModelSource):
-    """A preset of `jetfire train`: our own GPT-2, in BF16."""
+    """A preset of `jetfire train`: our own GPT-2 or Llama, in BF16."""
 
     name: str
     problem: StepProblem
 
     def fields(self) -> dict[str, Any]:
-        p = self.problem
-        return {
-            "model": self.name,
-            "layers": p.layers,
-            "heads": p.heads,
-            "width": p.width,
-            "vocabulary": p.vocabulary,
-            "batch": p.batch,
-            "context": p.context,
-        }
+        sizes = dataclasses.asdict(self.problem)
+        del sizes["accumulate"]
+        return {"model": self.name, **sizes}
 
     def sample(self, batch: int, context: int, layers: int) -> PresetSource:
         p = self.problem
@@ -318,12 +312,11 @@ class PresetSource(ModelSource):
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
         import torch
 
-        from jetfire.gpt2.model.gpt2 import GPT2
-        from jetfire.gpt2.model.shape import Shape
+        from jetfire.gpt2.model.families import model_of
 
         p = self.problem
         with device:
-            model = GPT2(Shape(p.layers, p.heads, p.width, p.context, p.vocabulary), "bf16")
+            model = model_of(p.shape, "bf16")
         ids, targets = torch.randint(p.vocabulary, (2, p.batch, p.context), device=device)
         return model.train(), (ids, targets)
 

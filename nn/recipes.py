@@ -75,7 +75,7 @@ class Recipe:
         block: side of the blocks whose codes are multiplied.
         flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
             is `block`.
-        head: as `block`, of the output head's products in training GPT-2; None multiplies it in
+        head: as `block`, of the output head's products in `jetfire train`; None multiplies it in
             BF16. `convert` leaves a head, or replaces it in blocks of `block`.
         int4: how the products are made in 4 bits.
     """

@@ -13,8 +13,9 @@ from jetfire.report.rows import grouped, ratio
 from jetfire.report.table import Section, Table
 from jetfire.report.text import fixed, gib, times
 
-STEP, BLOCK, LLAMA_BLOCK, MODEL = "gpt2_step", "gpt2_block", "llama_block", "model_step"
-OPS = (STEP, BLOCK, LLAMA_BLOCK, MODEL)
+STEP, LLAMA_STEP, MODEL = "gpt2_step", "llama_step", "model_step"
+BLOCK, LLAMA_BLOCK = "gpt2_block", "llama_block"
+OPS = (STEP, LLAMA_STEP, BLOCK, LLAMA_BLOCK, MODEL)
 EAGER, COMPILE, OWN_LOSS = "eager", "compile", "compile_own_loss"
 REDUCE_OVERHEAD = "reduce_overhead"
 TENSORWISE, ROWWISE = "fp8_tensorwise", "fp8_rowwise"
@@ -114,15 +115,15 @@ _MEMORY = (
 
 def steps(results: Results) -> Section:
     text = (
-        "Forward, backward and clipped fused AdamW of GPT-2 (50304 tokens of vocabulary, fp32 "
-        "parameters), all in turns in one process after loss and gradients were checked against "
-        "BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 training under "
+        "Forward, backward and clipped fused AdamW of GPT-2 or Llama (50304 tokens of vocabulary, "
+        "fp32 parameters), all in turns in one process after loss and gradients were checked "
+        "against BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 training under "
         "torch.compile, the faster of its two recipes. INT8 runs as a CUDA graph, "
         "torch.compile as it launches. TFLOP/s count 6 for each weight and token, "
         f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )
-    return _section(results, [STEP], "Training steps", text)
+    return _section(results, [STEP, LLAMA_STEP], "Training steps", text)
 
 
 def blocks(results: Results) -> Section:

@@ -18,13 +18,15 @@ from jetfire.gpt2.bench.cases import (
     EAGER,
     BlockProblem,
     LlamaBlockProblem,
+    LlamaStepProblem,
     StepProblem,
     TrainingCase,
     problem_of,
 )
 from jetfire.gpt2.bench.steps import TrainingBench
 from jetfire.gpt2.bench.subjects import BlockSubject, StepSubject
-from jetfire.gpt2.model.gpt2 import Shape, block_of
+from jetfire.gpt2.model.families import block_of
+from jetfire.gpt2.model.shape import Shape
 from jetfire.measure import peaks
 from jetfire.measure.results import Results, Row
 from jetfire.measure.timer import Timing
@@ -37,6 +39,7 @@ CPU = Device.parse("cpu")
 STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)
 BLOCK = BlockProblem(width=32, heads=2, batch=2, context=16)
 LLAMA_BLOCK = LlamaBlockProblem(128, 2, 2, 16, kv_heads=2, hidden=256)
+LLAMA_STEP = LlamaStepProblem(1, 2, 128, 4, 32, 256, kv_heads=2, hidden=256)
 SIZES = "layers=1,heads=2,width=32,batch=2,context=16,vocabulary=64"
 PEAKS = {"copy_gbps": 1.0, "int8_tops": 1.0, "bf16_tflops": 1.0}
 WORDS = ["bench", "tiny", "--set", SIZES, "--device", "cpu", "--rounds", "2"]
@@ -55,7 +58,12 @@ def measure(problem, recipes=("int8-block32",)) -> tuple[list[Row], list[str]]:
 
 @pytest.mark.parametrize(
     ("problem", "op"),
-    [(STEP, "gpt2_step"), (BLOCK, "gpt2_block"), (LLAMA_BLOCK, "llama_block")],
+    [
+        (STEP, "gpt2_step"),
+        (BLOCK, "gpt2_block"),
+        (LLAMA_BLOCK, "llama_block"),
+        (LLAMA_STEP, "llama_step"),
+    ],
 )
 def test_a_right_recipe_is_timed_beside_eager(problem, op, tmp_path):
     (row, eager), notes = measure(problem)
@@ -73,7 +81,7 @@ def test_a_right_recipe_is_timed_beside_eager(problem, op, tmp_path):
     assert not notes
 
 
-@pytest.mark.parametrize("problem", [STEP, BLOCK])
+@pytest.mark.parametrize("problem", [STEP, BLOCK, LLAMA_STEP])
 def test_a_recipe_in_4_bits_is_checked_along_the_exact_gradient(problem):
     names = tuple(name for name in cases.MEASURED if name not in cases.INT8)
     (*rows, eager), notes = measure(problem, names)
@@ -114,8 +122,10 @@ def test_work_is_counted_as_documented():
     tokens, width, context = 2 * 16, 32, 16
     block = 6 * 12 * width**2 + 12 * width * context
     assert TrainingCase(BLOCK).flops == tokens * block
-    gated = 6 * LLAMA_BLOCK.weights + 12 * LLAMA_BLOCK.width * context
+    gated = 6 * (4 * 128**2 + 3 * 128 * 256) + 12 * 128 * context
     assert TrainingCase(LLAMA_BLOCK).flops == tokens * gated
+    per_token = gated + 12 * 128 * (32 - context) + 6 * 128 * 256
+    assert TrainingCase(LLAMA_STEP).flops == 4 * 32 * per_token
     assert TrainingCase(STEP).flops == tokens * (block + 6 * width * 64)
     assert (
         TrainingCase(dataclasses.replace(STEP, accumulate=3)).flops == 3 * TrainingCase(STEP).flops
@@ -224,7 +234,9 @@ def test_every_variant_begins_with_the_same_parameters():
         found.append(BlockSubject(BLOCK, name, x, x, seed=3).model.state_dict())
         y = torch.zeros(2, 16, 128, dtype=torch.bfloat16)
         found.append(BlockSubject(LLAMA_BLOCK, name, y, y, seed=3).model.state_dict())
-    int8, bf16, int4 = found[:3], found[3:6], found[6:]
+        of_llama = StepSubject(LLAMA_STEP, name, [], torch.device("cpu"), seed=3)
+        found.append(of_llama.model.state_dict())
+    int8, bf16, int4 = found[:4], found[4:8], found[8:]
     for ours, theirs in zip(int8, bf16, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -241,7 +253,16 @@ def test_cases_are_the_presets_and_three_more():
     llama = problem_of("llama-block", {"kv_heads": "8"})
     assert llama == LlamaBlockProblem(4096, 32, 4, 2048, 8, 11008)
     # Of query, key, value and projection, and of the MLP's three.
-    assert llama.weights == 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 11008
+    weights = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 11008
+    per_token = 6 * weights + 12 * 4096 * 2048
+    assert TrainingCase(llama).flops == 4 * 2048 * per_token
+    step = LlamaStepProblem(12, 12, 768, 8, 1024, kv_heads=12, hidden=2048)
+    assert problem_of("llama-160m") == step
+    assert problem_of("llama-1b", {"layers": "2"}).shape.flops_per_token == pytest.approx(
+        # Its 44.04 million weights of a layer, and the head's.
+        6 * (2 * 44.04e6 + 50304 * 2048) + 12 * 2 * 2048 * 2048,
+        rel=1e-4,
+    )
     assert {problem_of(name) for name in cases.SUITE} < {problem_of(n) for n in cases.names()}
 
 
@@ -429,6 +450,7 @@ def test_no_chart(tmp_path):
         StepProblem(2, 4, 256, 4, 256),
         BlockProblem(512, 4, 4, 256),
         LlamaBlockProblem(512, 4, 4, 256, kv_heads=2, hidden=1024),
+        LlamaStepProblem(2, 4, 256, 4, 256, kv_heads=2, hidden=512),
     ],
 )
 def test_the_whole_way_on_the_gpu(problem):

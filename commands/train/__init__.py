@@ -11,5 +11,7 @@ class TrainVerbs(Verbs):
     what = "preset", o.PRESETS
 
 
-app = typer.Typer(cls=TrainVerbs, add_completion=False, help="Train GPT-2 in INT8, INT4 or BF16.")
+app = typer.Typer(
+    cls=TrainVerbs, add_completion=False, help="Train GPT-2 or Llama in INT8, INT4 or BF16."
+)
 add(app, run, prepare, study, plot, sample, export, bench, tune, plan)

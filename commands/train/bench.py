@@ -29,8 +29,8 @@ def run(
         o.option(
             "--set",
             "KEY=V,...",
-            "layers, heads, width, batch, context, vocabulary, accumulate; of hf: kv_heads, hidden "
-            "and run too.",
+            "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
+            "kv_heads and hidden too; of hf: run.",
         ),
     ] = None,
     peers: Annotated[

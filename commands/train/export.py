@@ -15,7 +15,7 @@ def run(
     output: Annotated[Path, o.option("--output -o", "FOLDER", "For the weights.")],
     debug: o.Debug = False,
 ) -> None:
-    """Write a run's weights as transformers' GPT-2 reads them."""
+    """Write a run's weights as transformers' GPT-2 or Llama reads them."""
     from jetfire.gpt2.training.options import no_run
 
     if not run.is_dir():

@@ -43,7 +43,7 @@ def run(
         o.Text,
         o.argument(
             "PRESET",
-            "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m.",
+            "tiny, shakespeare-char, gpt2-124m, -350m, -774m, -1558m; tiny-llama, llama-160m, -1b.",
             complete=o.or_verb(o.PRESETS),
         ),
     ] = None,
@@ -65,7 +65,7 @@ def run(
         o.option(
             "--init",
             "FOLDER",
-            "Begin with the weights of a run, a checkpoint or a transformers GPT-2.",
+            "Begin with the weights of a run, a checkpoint, or of transformers' GPT-2 or Llama.",
         ),
     ] = None,
     sample: Annotated[int, o.integer("--sample", "Tokens to write at the end.", 0)] = 0,
@@ -75,7 +75,7 @@ def run(
     debug: o.Debug = False,
     version: o.Version = False,
 ) -> None:
-    """Train GPT-2: `jetfire-train PRESET`. Ctrl-C writes a checkpoint; --resume goes on from it."""
+    """Train GPT-2 or Llama. Ctrl-C writes a checkpoint; --resume goes on from it."""
     from jetfire.gpt2.training import options
 
     asked = o.collect(options.TrainOptions, locals())

@@ -6,15 +6,16 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from jetfire.core.errors import UsageError, unknown
-from jetfire.gpt2.model.shape import check_heads
+from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.training import settings
+from jetfire.gpt2.training.settings import Settings
 from jetfire.nn.recipes import RECIPES
-from jetfire.nn.sizes import check_llama
 
-STEP, BLOCK, LLAMA_BLOCK = "gpt2_step", "gpt2_block", "llama_block"
+STEP, LLAMA_STEP = "gpt2_step", "llama_step"
+BLOCK, LLAMA_BLOCK = "gpt2_block", "llama_block"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,43 @@ SUITE = ("block", "wide", "gpt2-350m", "gpt2-124m")
 
 
 @dataclass(frozen=True)
-class StepProblem:
+class _Sized:
+    """Sizes of a model or of a block.
+
+    Attributes:
+        op: of its rows; preset: of the family, whose other settings it has.
+    """
+
+    op: ClassVar[str]
+    preset: ClassVar[str] = "gpt2-124m"
+
+    def __post_init__(self) -> None:
+        self.run()
+
+    def run(self, **changes: Any) -> Settings:
+        """Return the settings of a run of one sequence, in BF16, but for some changes.
+
+        Raises:
+            UsageError: no model has these sizes.
+        """
+        sizes = {"layers": 1, **dataclasses.asdict(self), "batch": 1, "accumulate": 1}
+        sizes.pop("vocabulary", None)
+        return settings.make(self.preset, {**sizes, "recipe": "bf16", **changes})
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the model; a block alone has no vocabulary."""
+        return self.run().shape(getattr(self, "vocabulary", 0))
+
+
+@dataclass(frozen=True)
+class StepProblem(_Sized):
     """One optimizer step of a GPT-2: `accumulate` micro-batches of batch × context tokens.
 
     50304 tokens fill whole rows of 64, so that no logit is padding that must be masked.
     """
+
+    op = STEP
 
     layers: int
     heads: int
@@ -69,44 +102,37 @@ class StepProblem:
     vocabulary: int = 50304
     accumulate: int = 1
 
-    def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaStepProblem(StepProblem):
+    """The same of a Llama with a head of its own, whose MLP is `hidden` wide."""
+
+    op, preset = LLAMA_STEP, "llama-160m"
+
+    kv_heads: int
+    hidden: int
 
 
 @dataclass(frozen=True)
-class BlockProblem:
+class BlockProblem(_Sized):
     """Forward and backward of one block over batch × context tokens."""
+
+    op = BLOCK
 
     width: int
     heads: int
     batch: int
     context: int
 
-    def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
-
 
 @dataclass(frozen=True)
 class LlamaBlockProblem(BlockProblem):
     """The same of a block of Llama's, whose MLP is `hidden` wide."""
 
+    op, preset = LLAMA_BLOCK, "llama-160m"
+
     kv_heads: int
     hidden: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_llama(*self.sizes)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Width, heads of queries and of keys, and the MLP's width."""
-        return self.width, self.heads, self.kv_heads, self.hidden
-
-    @property
-    def weights(self) -> int:
-        """Weights that multiply each token."""
-        of_kv = self.width // self.heads * self.kv_heads
-        return self.width * (2 * self.width + 2 * of_kv + 3 * self.hidden)
 
 
 Problem = StepProblem | BlockProblem
@@ -145,15 +171,12 @@ class TrainingCase:
     recipes: Sequence[str] = INT8
 
     def __post_init__(self) -> None:
-        for recipe in map(RECIPES.__getitem__, self.recipes):
-            if isinstance(self.problem, LlamaBlockProblem) and recipe.block and recipe.flow:
-                check_llama(*self.problem.sizes, recipe.block, recipe.flow)
+        for recipe in self.recipes:
+            self.problem.run(recipe=recipe)
 
     @property
     def op(self) -> str:
-        if isinstance(self.problem, LlamaBlockProblem):
-            return LLAMA_BLOCK
-        return STEP if isinstance(self.problem, StepProblem) else BLOCK
+        return self.problem.op
 
     @property
     def tokens(self) -> int:
@@ -163,13 +186,7 @@ class TrainingCase:
     @property
     def flops(self) -> float:
         """Floating-point operations per call."""
-        one = self.problem
-        if isinstance(one, LlamaBlockProblem):
-            return self.tokens * (6.0 * one.weights + 12.0 * one.width * one.context)
-        sizes = {"layers": 1, "vocabulary": 0, **self.as_dict(), "batch": 1, "accumulate": 1}
-        vocabulary = sizes.pop("vocabulary")
-        shape = settings.make("gpt2-124m", sizes).shape(vocabulary)
-        return self.tokens * shape.flops_per_token
+        return self.tokens * self.problem.shape.flops_per_token
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self.problem)
@@ -181,34 +198,41 @@ class TrainingCase:
 
 # Beside the presets, whose micro-batches these replace in part.
 _SIZES: dict[str, dict[str, int]] = {
-    "wide": {"layers": 4, "heads": 32, "width": 4096, "batch": 4, "context": 1024},
     "gpt2-124m": {"batch": 16},
     "tiny": {"vocabulary": 256},
+    "tiny-llama": {"vocabulary": 256},
 }
-_USUAL = {"batch": 8, "context": 1024}
+_STEPS = {"gpt2": StepProblem, "llama": LlamaStepProblem}
 # What `jetfire.models.sources` reads.
 OTHER_MODELS = ", hf:NAME, a config.json or MODULE:FUNCTION"
-_BLOCKS = {
+_OTHERS: dict[str, Problem] = {
     "block": BlockProblem(width=4096, heads=32, batch=8, context=2048),
     "llama-block": LlamaBlockProblem(4096, 32, 4, 2048, kv_heads=32, hidden=11008),
+    "wide": StepProblem(layers=4, heads=32, width=4096, batch=4, context=1024),
 }
 
 
 def names() -> list[str]:
     """What can be measured."""
-    return [*_BLOCKS, "wide", *settings.PRESETS]
+    return [*_OTHERS, *settings.PRESETS]
 
 
 def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
     """A named problem with some of its sizes changed."""
     if name not in names():
         raise unknown(f"no case {name!r}", name, names(), OTHER_MODELS)
-    if name in _BLOCKS:
-        return replace(_BLOCKS[name], **_integers(_BLOCKS[name], changes or {}))
-    known = {field.name for field in dataclasses.fields(StepProblem)} - {"accumulate"}
-    preset = {size: n for size, n in settings.PRESETS.get(name, {}).items() if size in known}
-    found = StepProblem(**{**_USUAL, **preset, **_SIZES.get(name, {})})
-    return replace(found, **_integers(found, changes or {}))
+    found: Any = _OTHERS[name] if name in _OTHERS else _step_of(name)
+    changed: Problem = replace(found, **_integers(found, changes or {}))
+    return changed
+
+
+def _step_of(preset: str) -> StepProblem:
+    """Return a micro-batch's step of a preset."""
+    chosen = settings.make(preset, {})
+    kind = _STEPS[chosen.family]
+    known = {one.name for one in dataclasses.fields(kind)} - {"accumulate"}
+    sizes = {name: size for name, size in chosen.as_dict().items() if name in known}
+    return kind(**{**sizes, **_SIZES.get(preset, {})})
 
 
 def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:

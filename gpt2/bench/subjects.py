@@ -7,7 +7,6 @@ the same fp32 parameters and the same optimizer.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -20,13 +19,11 @@ from jetfire.core.errors import not_installed
 from jetfire.gpt2.bench.cases import (
     PEERS,
     BlockProblem,
-    LlamaBlockProblem,
     StepProblem,
     TorchVariant,
 )
-from jetfire.gpt2.model.gpt2 import GPT2, Shape, block_of
-from jetfire.gpt2.model.llama import llama_block_of
-from jetfire.gpt2.training import settings
+from jetfire.gpt2.model.families import block_of, model_of
+from jetfire.gpt2.model.language_model import LanguageModel
 from jetfire.gpt2.training.graph import GraphedStep
 from jetfire.gpt2.training.step import Micro, Step, autocast
 from jetfire.nn import Int8Block, Int8LlamaBlock, Stream, recipes, weights_changed
@@ -137,13 +134,10 @@ class StepSubject(Subject):
         # A recipe's own step is launched as it is, and its loss is its own.
         peer = PEERS.get(name, TorchVariant(name, compiled=False))
         recipe = "bf16" if name in PEERS else name
-        sizes = dataclasses.asdict(problem)
-        vocabulary = sizes.pop("vocabulary")
-        more = {"recipe": recipe, "compile": peer.compiled}
-        chosen = settings.make("gpt2-124m", {**sizes, **more})
+        chosen = problem.run(recipe=recipe, compile=peer.compiled, accumulate=problem.accumulate)
         torch.manual_seed(seed)  # the same parameters for every recipe
         with device:
-            self.model: GPT2 = GPT2(chosen.shape(vocabulary), recipe, peer.own_loss or None)
+            self.model: LanguageModel = model_of(problem.shape, recipe, peer.own_loss or None)
         if peer.fp8 is not None:
             in_fp8(self.model.blocks, peer.fp8)
         self.step = Step(self.model, chosen, device)
@@ -207,12 +201,7 @@ class BlockSubject(Subject):
         self.x, self.dy = x.detach().requires_grad_(), dy
         torch.manual_seed(seed)  # the same parameters for every recipe
         with x.device:
-            if isinstance(problem, LlamaBlockProblem):
-                sizes = *problem.sizes, problem.context
-                self.model: nn.Module = llama_block_of(*sizes, self.recipe)
-            else:
-                shape = Shape(1, problem.heads, problem.width, problem.context, vocabulary=64)
-                self.model = block_of(shape, self.recipe)
+            self.model = block_of(problem.shape, self.recipe)
         if isinstance(self.model, Int8Block | Int8LlamaBlock):
             self.model.adds_gradients = True  # as a `Step` has it
         peer = PEERS.get(name, TorchVariant(name, compiled=False))

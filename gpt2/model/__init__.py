@@ -1,1 +1,1 @@
-"""GPT-2 itself: sizes, modules, weights in files, and text drawn from it."""
+"""GPT-2 and Llama themselves: sizes, modules, weights in files, and text drawn from them."""

@@ -101,9 +101,9 @@ class LanguageModel(nn.Module, Int8Weights):
                 nn.init.normal_(parameter, std=0.02 / depth)
 
     @property
-    def output(self) -> nn.Parameter:
+    def output(self) -> torch.Tensor:
         """The head's weight, vocabulary × width: its own, or the embedding table."""
-        weight: nn.Parameter = (self.head or self.tokens).weight
+        weight: torch.Tensor = (self.head or self.tokens).weight
         return weight
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

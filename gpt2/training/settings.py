@@ -45,9 +45,9 @@ _PRESETS = {
     "gpt2-350m": f"{_LONG},layers=24,heads=16,width=1024,rate=3e-4",
     "gpt2-774m": f"{_LONG},layers=36,heads=20,width=1280,rate=2.5e-4",
     "gpt2-1558m": f"{_LONG},layers=48,heads=25,width=1600,rate=2e-4,batch=4,accumulate=128",
-    # Bytes of text, for a CPU: 0.5 M parameters.
-    "tiny-llama": "family=llama,tied=false,layers=2,heads=4,kv_heads=2,width=256,hidden=512,context=64,"
-    "batch=16,steps=50,rate=2e-3,warmup=5,evaluate_every=25,evaluate_batches=4,"
+    # Bytes of text, for a CPU: 1.3 M parameters.
+    "tiny-llama": "family=llama,tied=false,layers=2,heads=4,kv_heads=2,width=256,hidden=512,"
+    "context=64,batch=16,steps=50,rate=2e-3,warmup=5,evaluate_every=25,evaluate_batches=4,"
     "checkpoint_every=25,tokenizer=byte",
     # Blocks of as many weights as gpt2-124m's, and a head of its own: 162 M parameters.
     "llama-160m": f"{_LONG},family=llama,tied=false,layers=12,heads=12,width=768,hidden=2048",
@@ -194,7 +194,6 @@ class Settings:
         return low + (self.rate - low) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-@cache
 def _sizes(kind: type[Shape]) -> tuple[str, ...]:
     """The settings that are a shape's sizes."""
     return tuple(one.name for one in dataclasses.fields(kind) if one.name != "vocabulary")

@@ -70,7 +70,8 @@ class Step:
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer = self._optimizer(settings)
         for module in model.modules():
-            if isinstance(module, Int8Block | Int8LlamaBlock):  # DDP and FSDP2 wait for autograd's accumulation
+            # DDP and FSDP2 wait for autograd's accumulation.
+            if isinstance(module, Int8Block | Int8LlamaBlock):
                 module.adds_gradients = settings.parallel == "none" and not settings.compile
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
