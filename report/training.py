@@ -117,8 +117,8 @@ def steps(results: Results) -> Section:
     text = (
         "Forward, backward and clipped fused AdamW of GPT-2 or Llama (50304 tokens of vocabulary, "
         "fp32 parameters), all in turns in one process after loss and gradients were checked "
-        "against BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 training under "
-        "torch.compile, the faster of its two recipes. INT8 runs as a CUDA graph, "
+        "against BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 "
+        "training under torch.compile, the faster of its two recipes. INT8 runs as a CUDA graph, "
         "torch.compile as it launches. TFLOP/s count 6 for each weight and token, "
         f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."

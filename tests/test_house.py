@@ -148,10 +148,11 @@ NAMED = {
     "report/tuned.py": ["gemm"],
     # The name of a part of the suite `results`, not of the op.
     "bench/suite.py": ["gemm"],
-    # A setting of a run that is called dropout.
+    # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
     # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
     "gpt2/training/memory.py": ["adamw", "sample_rows"],
+    "gpt2/model/layouts.py": ["dropout"],
     # Layers are made of ops, and some modules of theirs have their names.
     "nn/__init__.py": ["gelu", "layernorm"],
     "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],

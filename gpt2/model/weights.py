@@ -95,25 +95,20 @@ def load(model: LanguageModel, folder: Path) -> None:
     """Initialise a model of any recipe; a shorter context takes the first positions."""
     given, state = read_transformers(folder)
     shape = model.shape
-    ours, theirs = _sizes(shape), _sizes(given)
-    longest = theirs.pop("context")
-    if {**theirs, "context": shape.context} != ours or shape.context > longest:
-        has, wanted = (
-            ", ".join(f"{name}={size}" for name, size in sizes.items())
-            for sizes in ({**theirs, "context": longest}, ours)
-        )
-        raise UsageError(f"{folder}: has {has}; the model expects {wanted}")
+    wanted = dataclasses.replace(given, context=shape.context, dropout=shape.dropout)
+    if wanted != shape or shape.context > given.context:
+        has = dataclasses.replace(given, dropout=shape.dropout)  # which may differ
+        raise UsageError(f"{folder}: has {_sizes(has)}; the model expects {_sizes(shape)}")
     if "positions.weight" in state:
         state["positions.weight"] = state["positions.weight"][: shape.context]
     tensors.load_model(model, state, folder)
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    """What of two shapes must be the same, and the context."""
-    found = dataclasses.asdict(shape)
-    del found["dropout"]
-    context = found.pop("context")
-    return {**found, "family": shape.family, "context": context}
+def _sizes(shape: Shape) -> str:
+    """The sizes as a text, the context last."""
+    found = {**dataclasses.asdict(shape), "family": shape.family}
+    found["context"] = found.pop("context")
+    return ", ".join(f"{name}={size}" for name, size in found.items())
 
 
 def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> Path:

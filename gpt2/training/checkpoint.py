@@ -147,7 +147,7 @@ def _check_state(saved: Checkpoint) -> None:
         raise Unreadable(file, f"is of step {saved.step}, not {name}'s")
     told = {"family": "gpt2", **state["settings"], "vocabulary": state["vocabulary"]}
     for name, size in _described(shape).items():
-        if name != "dropout" and told.get(name) != size:
+        if told.get(name) != size:
             reason = f"{name} is {str(told.get(name))[:50]} in settings, {size} in shape"
             raise Unreadable(file, reason)
     try:
