@@ -1,11 +1,15 @@
-"""GPT-2 in every recipe: the same parameters, near the same logits, and what backward keeps."""
+"""GPT-2 and Llama in every recipe: the same parameters, near the same logits, what is kept."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.model import families
+from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.nn import (
     RECIPES,
     Int4,
@@ -23,14 +27,21 @@ INT8 = [name for name, recipe in RECIPES.items() if recipe.block]
 INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
 # What the blocks' linear layers have of their own, and how far a recipe's logits are from BF16's.
 STEPS = ("step_x", "step_w", "calibration")
-LINEARS = ("qkv", "projection", "expand", "contract")
 ERRORS = dict.fromkeys(INT8, 0.05) | dict.fromkeys(INT4, 0.5)
 SHAPE = Shape(layers=2, heads=2, width=64, context=32, vocabulary=90)
+# Heads of keys and values are as wide together as the largest block.
+LLAMA = LlamaShape(2, 4, 256, 32, 90, kv_heads=2, hidden=256, tied=False)
+SHAPES = {"gpt2": SHAPE, "llama": LLAMA, "tied": replace(LLAMA, tied=True)}
 
 
-def model_of(recipe, device, shape=SHAPE):
+@pytest.fixture(params=["gpt2", "llama"])
+def shape(request):
+    return SHAPES[request.param]
+
+
+def model_of(recipe, device, shape):
     torch.manual_seed(0)
-    return GPT2(shape, recipe).to(device)
+    return families.model_of(shape, recipe).to(device)
 
 
 def ids_of(device, tokens=32):
@@ -42,8 +53,10 @@ def tensors_of(model):
 
 
 @pytest.mark.parametrize("recipe", INT8)
-def test_parameters_are_those_of_bf16(device, recipe):
-    exact, model = model_of("bf16", device), model_of(recipe, device)
+def test_parameters_are_those_of_bf16(device, recipe, shape):
+    exact, model = model_of("bf16", device, shape), model_of(recipe, device, shape)
+    sizes = {name: tuple(p.shape) for name, p in exact.named_parameters()}
+    assert sizes == shape.parameters()
     assert list(tensors_of(model).items()) == list(tensors_of(exact).items())
     assert list(model.state_dict()) == list(exact.state_dict())
     # A seed starts every recipe from the same numbers.
@@ -57,9 +70,10 @@ def test_parameters_are_those_of_bf16(device, recipe):
 
 
 @pytest.mark.parametrize("recipe", INT4)
-def test_int4_has_steps_beside_them(device, recipe):
-    exact, model = model_of("bf16", device), model_of(recipe, device)
-    own = {f"blocks.{i}.{name}.{step}" for i in range(2) for name in LINEARS for step in STEPS}
+def test_int4_has_steps_beside_them(device, recipe, shape):
+    exact, model = model_of("bf16", device, shape), model_of(recipe, device, shape)
+    names = shape.linears()
+    own = {f"blocks.{i}.{name}.{step}" for i in range(2) for name in names for step in STEPS}
     state = model.state_dict()
     assert {name for name in state if is_int4_state(name)} == own
     assert [name for name in state if name not in own] == list(exact.state_dict())
@@ -82,12 +96,12 @@ def test_a_recipe_of_ones_own(device):
     torch.manual_seed(0)
     model = GPT2(SHAPE, Recipe("mine", int4=Int4("search", "split"))).to(device)
     model(ids_of(device), ids_of(device)).backward()
-    groups = [getattr(block, name).group for block in model.blocks for name in LINEARS]
+    groups = [getattr(block, name).group for block in model.blocks for name in SHAPE.linears()]
     assert all(group in (1, 2, 4, 8, 16, 32, 64, 128, 256) for group in groups)
 
 
 def test_names_and_sizes():
-    found = {name: tuple(p.shape) for name, p in model_of("bf16", "cpu").named_parameters()}
+    found = {name: tuple(p.shape) for name, p in GPT2(SHAPE).named_parameters()}
     block = {
         "norm1.weight": (64,),
         "norm1.bias": (64,),
@@ -107,8 +121,31 @@ def test_names_and_sizes():
     assert found == {"tokens.weight": (128, 64), "positions.weight": (32, 64), **blocks, **ends}
 
 
-def test_initial_numbers():
-    shape = Shape(layers=8, heads=2, width=128, context=64, vocabulary=500)
+def test_names_and_sizes_of_llama():
+    found = {name: tuple(p.shape) for name, p in model_of("bf16", "cpu", LLAMA).named_parameters()}
+    block = {
+        "norm1.weight": (256,),
+        "norm2.weight": (256,),
+        "query.weight": (256, 256),
+        "key.weight": (128, 256),
+        "value.weight": (128, 256),
+        "projection.weight": (256, 256),
+        "gate.weight": (256, 256),
+        "up.weight": (256, 256),
+        "down.weight": (256, 256),
+    }
+    blocks = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    ends = {"tokens.weight": (128, 256), "norm.weight": (256,)}
+    assert found == {**ends, **blocks, "head.weight": (128, 256)}
+    tied = model_of("bf16", "cpu", SHAPES["tied"])
+    assert {name: tuple(p.shape) for name, p in tied.named_parameters()} == {**ends, **blocks}
+    usual = LlamaShape(1, 12, 768, 32, 90)
+    assert (usual.kv_heads, usual.hidden, usual.tied) == (12, 2048, True)
+
+
+@pytest.mark.parametrize("kind", [Shape, LlamaShape])
+def test_initial_numbers(kind):
+    shape = kind(layers=8, heads=2, width=128, context=64, vocabulary=500)
     model = model_of("bf16", "cpu", shape)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -116,19 +153,19 @@ def test_initial_numbers():
         elif "norm" in name:
             assert bool((p == 1).all())
         else:
-            residual = name.endswith(("projection.weight", "contract.weight"))
+            residual = name.endswith(("projection.weight", "contract.weight", "down.weight"))
             expected = 0.02 / 4 if residual else 0.02
             assert float(p.detach().std()) == pytest.approx(expected, rel=0.05), name
 
 
 @pytest.mark.parametrize("recipe", ERRORS)
 @pytest.mark.parametrize("tokens", [1, 19, 32])
-def test_logits_are_near_those_of_bf16(device, recipe, tokens):
-    exact, model = model_of("bf16", device), model_of(recipe, device)
+def test_logits_are_near_those_of_bf16(device, recipe, tokens, shape):
+    exact, model = model_of("bf16", device, shape), model_of(recipe, device, shape)
     with torch.no_grad():  # weights of which every layer's part matters
         for p in exact.parameters():
             if p.dim() == 2:
-                p.mul_(3)
+                p.mul_(24 / shape.width**0.5)
     model.load_state_dict(exact.state_dict())
     ids = ids_of(device, tokens)
     with torch.no_grad():
@@ -141,9 +178,9 @@ def test_logits_are_near_those_of_bf16(device, recipe, tokens):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
-def test_attends_to_the_past_alone(device, recipe):
+def test_attends_to_the_past_alone(device, recipe, shape):
     """A later token changes nothing earlier, up to codes: blocks of rows share their scale."""
-    model = model_of(recipe, device)
+    model = model_of(recipe, device, shape)
     ids = ids_of(device)
     other = ids.clone()
     other[:, 20:] = (other[:, 20:] + 1) % 90
@@ -154,8 +191,9 @@ def test_attends_to_the_past_alone(device, recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int8-block128", "int4-hq-lss"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
-    model = model_of(recipe, device)
+@pytest.mark.parametrize("family", SHAPES)
+def test_loss_is_the_logits_cross_entropy(device, recipe, autocast, family):
+    model = model_of(recipe, device, SHAPES[family])
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
     targets[0, :5] = -100
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -166,32 +204,40 @@ def test_loss_is_the_logits_cross_entropy(device, recipe, autocast):
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_bf16_with_our_loss_has_the_same(device):
-    plain, ours = model_of("bf16", device), GPT2(SHAPE, "bf16", own_loss=True).to(device)
+@pytest.mark.parametrize("family", SHAPES)
+def test_bf16_with_our_loss_has_the_same(device, family):
+    shape = SHAPES[family]
+    plain = model_of("bf16", device, shape)
+    ours = families.model_of(shape, "bf16", own_loss=True).to(device)
     ours.load_state_dict(plain.state_dict())
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
     assert not plain.own_loss
-    assert float(ours(ids, targets)) == pytest.approx(float(plain(ids, targets)), rel=1e-5)
+    losses = [model(ids, targets) for model in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
-def test_padding_is_never_predicted(device, recipe):
-    model = model_of(recipe, device)
+def test_padding_is_never_predicted(device, recipe, shape):
+    model = model_of(recipe, device, shape)
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
     before = model(ids, targets)
     before.backward()
-    assert model.tokens.weight.shape[0] == 128
-    assert not model.tokens.weight.grad[90:].any()
-    assert bool(model.tokens.weight.grad[:90].any(dim=1).all())
+    assert model.output.shape[0] == 128
+    assert not model.output.grad[90:].any()
+    assert bool(model.output.grad[:90].any(dim=1).all())
     with torch.no_grad():
-        model.tokens.weight[90:] = 100.0
+        model.output[90:] = 100.0
     assert float(model(ids, targets)) == pytest.approx(float(before), rel=1e-6)
     assert model(ids).shape[-1] == 90
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_learns(device, recipe):
-    model = model_of(recipe, device)
+def test_learns(device, recipe, shape):
+    model = model_of(recipe, device, shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
     losses = []
@@ -205,13 +251,16 @@ def test_learns(device, recipe):
 
 
 @pytest.mark.parametrize(("own_loss", "codes"), [(True, 1), (False, 0)])
-def test_a_table_has_codes_where_the_head_s_loss_is_ours(own_loss, codes):
-    model = GPT2(SHAPE, "int8", own_loss=own_loss)
-    assert len(quantised_weights(model)) == 4 * SHAPE.layers + codes
+def test_a_table_has_codes_where_the_head_s_loss_is_ours(own_loss, codes, shape):
+    model = families.model_of(shape, "int8", own_loss=own_loss)
+    found = quantised_weights(model)
+    assert len(found) == len(shape.linears()) * shape.layers + codes
+    assert (model.output in found) == own_loss
 
 
-def test_head_in_int8_has_nearly_the_loss_of_one_in_bf16(device):
-    head, plain = (GPT2(SHAPE, recipes.get("int8", head=h)).to(device) for h in (32, "bf16"))
+def test_head_in_int8_has_nearly_the_loss_of_one_in_bf16(device, shape):
+    both = (recipes.get("int8", head=head) for head in (32, "bf16"))
+    head, plain = (model_of(recipe, device, shape) for recipe in both)
     plain.load_state_dict(head.state_dict())
     ids, targets = ids_of(device), ids_of(device).roll(-1, 1)
     ours, theirs = (float(model(ids, targets)) for model in (head, plain))
@@ -220,15 +269,15 @@ def test_head_in_int8_has_nearly_the_loss_of_one_in_bf16(device):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
-def test_dropout(device, recipe):
-    shape = Shape(layers=1, heads=2, width=64, context=32, vocabulary=90, dropout=0.5)
+def test_dropout(device, recipe, shape):
+    shape = replace(shape, layers=1, dropout=0.5)
     model, ids = model_of(recipe, device, shape), ids_of(device)
     assert not torch.equal(model(ids), model(ids))
     model(ids, ids).backward()
     assert all(p.grad is not None for p in model.parameters())
     model.eval()
     assert torch.equal(model(ids), model(ids))
-    plain = GPT2(Shape(1, 2, 64, 32, 90), recipe).to(device)
+    plain = model_of(recipe, device, replace(shape, dropout=0.0))
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain(ids), model(ids))
 
@@ -236,6 +285,10 @@ def test_dropout(device, recipe):
 def test_refuses():
     with pytest.raises(UsageError, match="width=65: expected a multiple of heads=2"):
         GPT2(Shape(1, 2, 65, 32, 90))
+    with pytest.raises(UsageError, match="kv_heads=3: expected a divisor of heads=4"):
+        families.model_of(replace(LLAMA, kv_heads=3))
+    with pytest.raises(UsageError, match="keys of 64: expected a multiple of 128"):
+        families.model_of(replace(LLAMA, kv_heads=1), "int8")
     with pytest.raises(UsageError, match="no recipe 'int9'"):
         GPT2(SHAPE, "int9")
 

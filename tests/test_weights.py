@@ -1,4 +1,4 @@
-"""GPT-2's weights from and to transformers' folders, and sampling."""
+"""GPT-2's and Llama's weights from and to transformers' folders, and sampling."""
 
 import dataclasses
 import json
@@ -12,9 +12,12 @@ import torch
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.gpt2.data import tokenizers
 from jetfire.gpt2.model import sample, weights
-from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.model.families import model_of
+from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, context=24, vocabulary=70)
+LLAMA = LlamaShape(2, 4, 32, 24, 70, kv_heads=2, hidden=48, tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,7 @@ def test_a_shorter_context_takes_the_first_positions(tmp_path):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "llama"}, "model_type 'llama': expected 'gpt2'"),
+        ({"model_type": "bert"}, "model_type 'bert': expected 'gpt2' or 'llama'"),
         ({"activation_function": "relu"}, "expected 'gelu_new' or 'gelu_pytorch_tanh'"),
         ({"n_inner": 100}, "n_inner 100: expected 128"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False: expected True"),
@@ -129,6 +132,102 @@ def test_what_is_not_our_gpt2_is_refused(tmp_path, config, says):
     (tmp_path / "config.json").write_text(json.dumps(held | config))
     with pytest.raises(UsageError, match=says):
         weights.read_transformers(tmp_path)
+
+
+def _of_llama(transformers, **changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=32,
+        intermediate_size=48,
+        max_position_embeddings=24,
+        vocab_size=70,
+        rms_norm_eps=1e-5,
+        **changes,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin"])
+def test_llama_s_logits_are_those_of_transformers(transformers, tmp_path, layout, tied):
+    theirs = _of_llama(transformers, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB" if layout == "sharded" else "5GB")
+    if layout == "bin":
+        (tmp_path / "model.safetensors").unlink()
+        inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # once kept too
+        torch.save({**theirs.state_dict(), **inverse}, tmp_path / "pytorch_model.bin")
+    ours = model_of(dataclasses.replace(LLAMA, tied=tied)).eval()
+    weights.load(ours, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(_ids()), theirs(_ids()).logits, rtol=1e-4, atol=1e-4)
+    assert ours.output.shape == (128, 32)
+    assert not ours.output[70:].any()
+    with pytest.raises(UsageError, match=f"tied={tied}, .*; the model expects .*tied={not tied}"):
+        weights.load(model_of(dataclasses.replace(LLAMA, tied=not tied)), tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_llama_as_it_is_saved(transformers, tmp_path, tied):
+    torch.manual_seed(2)
+    shape = dataclasses.replace(LLAMA, tied=tied)
+    model = model_of(shape).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    weights.save_transformers(tmp_path, shape, model.state_dict())
+    theirs, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(_ids()), theirs(_ids()).logits, rtol=1e-4, atol=1e-4)
+    again, state = weights.read_transformers(tmp_path)
+    assert again == shape
+    for name, value in state.items():
+        valid = 70 if name in ("tokens.weight", "head.weight") else len(value)
+        assert torch.equal(value[:valid], model.state_dict()[name][:valid])
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06: expected 1e-05"),
+        ({"rope_theta": 5e5}, "rope_theta 500000.0: expected 10000.0"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters {'rope_type': 'llama3'}"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling {'type': 'linear'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu': expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias True: expected False"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3: expected a divisor of num_attention"),
+        ({"num_key_value_heads": 4}, "k_proj.weight is F32 16×32: expected floats 32×32"),
+        ({"head_dim": 16}, "head_dim 16: expected 8, hidden_size / num_attention_heads"),
+        ({"hidden_size": 36}, "hidden_size 36: expected num_attention_heads times an even number"),
+        ({"hidden_size": 1 << 20}, "hidden_size=1048576: expected less than or equal to 65536"),
+        ({"intermediate_size": None}, "intermediate_size=None: expected an integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': expected true or false"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not embed_tokens.weight"),
+        ({"model_type": "gpt2"}, "n_layer is missing"),
+    ],
+)
+def test_what_is_not_our_llama_is_refused(tmp_path, config, says):
+    weights.save_transformers(tmp_path, LLAMA, model_of(LLAMA).state_dict())
+    held = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(held | config))
+    with pytest.raises(UsageError, match=says):
+        weights.read_transformers(tmp_path)
+
+
+def test_of_llama_s_config_what_is_usual_may_be_absent(tmp_path):
+    shape = dataclasses.replace(LLAMA, kv_heads=4)
+    weights.save_transformers(tmp_path, shape, model_of(shape).state_dict())
+    held = json.loads((tmp_path / "config.json").read_text())
+    for name in ("num_key_value_heads", "tie_word_embeddings", "rope_theta", "rope_parameters"):
+        del held[name]
+    (tmp_path / "config.json").write_text(json.dumps(held))
+    assert weights.read_transformers(tmp_path)[0] == shape
 
 
 @pytest.fixture
@@ -246,13 +345,18 @@ def model() -> GPT2:
     return GPT2(SHAPE)
 
 
-def test_the_likeliest_tokens_are_those_of_transformers(theirs, tmp_path):
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_likeliest_tokens_are_those_of_transformers(family, theirs, transformers, tmp_path):
+    if family == "llama":
+        theirs = _of_llama(transformers, bos_token_id=None, eos_token_id=None)
     theirs.save_pretrained(tmp_path)
+    ours = model_of(LLAMA if family == "llama" else SHAPE).eval()
+    weights.load(ours, tmp_path)
     ids = _ids(2, 6)
     expected = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    assert torch.equal(sample.generate(_ours(tmp_path), ids, 12, temperature=0), expected)
+    assert torch.equal(sample.generate(ours, ids, 12, temperature=0), expected)
 
 
 def test_samples_repeat_with_their_seed_and_pass_the_context(model):
