@@ -1,6 +1,7 @@
 """Training in several processes: the sequences, losses, checkpoints and ends of a run in one."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -67,7 +68,7 @@ def make_runs(home: Path, runs: Path, device: str) -> None:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(home / "cache"))
-        for name, recipe in (("one", "bf16"), ("one-int8", "int8-block32")):
+        for name, recipe in itertools.product(("one-llama", "one"), ("bf16", "int8-block32")):
             words = [
                 "tiny",
                 "--recipe",
@@ -81,7 +82,10 @@ def make_runs(home: Path, runs: Path, device: str) -> None:
                 "--set",
                 "accumulate=4",
             ]
-            assert execute("train", [*words, "-o", str(runs / name)]) == 0
+            if name == "one-llama":
+                words += ["--set", "family=llama,tied=false,hidden=64"]
+            folder = runs / (name if recipe == "bf16" else f"{name}-int8")
+            assert execute("train", [*words, "-o", str(folder)]) == 0
     torch.set_num_threads(threads)
 
 
@@ -167,19 +171,28 @@ def test_a_gpu_is_not_named_where_torchrun_chooses_it(monkeypatch):
 # --- two processes, on the CPU and on two GPUs --------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["ddp", "ddp-graph", "fsdp"])
-def test_two_processes_train_as_one(how, runs):
+@pytest.mark.parametrize(
+    ("how", "one"),
+    [
+        ("ddp", "one"),
+        ("ddp-graph", "one"),
+        ("fsdp", "one"),
+        ("ddp-llama", "one-llama"),
+        ("fsdp-llama", "one-llama"),
+    ],
+)
+def test_two_processes_train_as_one(how, one, runs):
     """The same sequences a step, so the same losses but for the order of sums."""
     near = tolerance(runs / how)
-    assert losses(runs / how) == pytest.approx(losses(runs / "one"), rel=near)
-    assert norms(runs / how) == pytest.approx(norms(runs / "one"), rel=10 * near)
+    assert losses(runs / how) == pytest.approx(losses(runs / one), rel=near)
+    assert norms(runs / how) == pytest.approx(norms(runs / one), rel=10 * near)
     evaluations = losses(runs / how, "evaluation")
     assert len(evaluations) == 2
-    assert evaluations == pytest.approx(losses(runs / "one", "evaluation"), rel=near)
+    assert evaluations == pytest.approx(losses(runs / one, "evaluation"), rel=near)
     assert losses(runs / how)[-1] < losses(runs / how)[0] - 0.3
     ours, theirs = (
         load_file(runs / name / "checkpoints" / "step-00000008" / "model.safetensors")
-        for name in (how, "one")
+        for name in (how, one)
     )
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -202,11 +215,20 @@ def test_two_graphs_train_as_ddp(recipe, runs):
     assert not log.read(theirs)[0]["graphed"]
 
 
-@pytest.mark.parametrize("how", ["ddp", "ddp-graph", "fsdp"])
-def test_in_int8_too_but_for_the_rounding(how, runs):
+@pytest.mark.parametrize(
+    ("how", "one"),
+    [
+        ("ddp", "one"),
+        ("ddp-graph", "one"),
+        ("fsdp", "one"),
+        ("ddp-graph-llama", "one-llama"),
+        ("fsdp-llama", "one-llama"),
+    ],
+)
+def test_in_int8_too_but_for_the_rounding(how, one, runs):
     """Steps differ by the noise of stochastic rounding; the first loss is before any of it."""
-    ours, theirs = losses(runs / f"{how}-int8"), losses(runs / "one-int8")
-    assert ours[0] == pytest.approx(theirs[0], rel=tolerance(runs / how))
+    ours, theirs = losses(runs / f"{how}-int8"), losses(runs / f"{one}-int8")
+    assert ours[0] == pytest.approx(theirs[0], rel=tolerance(runs / f"{how}-int8"))
     assert ours == pytest.approx(theirs, rel=5e-3)
     assert ours[-1] < ours[0] - 0.3
 
@@ -249,6 +271,7 @@ def test_in_int4_they_share_the_first_batch(how, runs):
         "fsdp",
         "fsdp-int8",
         "fsdp-int4",
+        "fsdp-llama-int8",
     ],
 )
 def test_resuming_repeats_the_losses_of_two(name, runs):

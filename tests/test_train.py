@@ -1,4 +1,4 @@
-"""Training GPT-2: settings, the step, faults, checkpoints, the log, curves and the command."""
+"""Training GPT-2 and Llama: settings, the step, faults, checkpoints, the log, curves and the command."""
 
 import dataclasses
 import hashlib
@@ -20,6 +20,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.data import prepare as preparation
 from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.model.shape import LlamaShape
 from jetfire.gpt2.training import checkpoint, command, faults, graph, log, utilisation
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.parallel import Group
@@ -81,6 +82,10 @@ def run(tokens, folder=None, saved=None, **changes):
     return training, records
 
 
+# Llama's own settings beside SMALL: of a width of all keys that is a multiple of a block's side.
+LLAMA = {"family": "llama", "tied": "false", "hidden": "64"}
+
+
 def losses(records) -> list[tuple[int, float, float]]:
     return [(r["step"], r["loss"], r["norm"]) for r in records if r["kind"] == "step"]
 
@@ -96,6 +101,39 @@ def test_every_preset_is_whole():
     char = make("shakespeare-char", {})
     assert (char.layers, char.heads, char.width, char.context, char.batch) == (6, 6, 384, 256, 64)
     assert (char.dropout, char.steps, char.rate) == (0.2, 5000, 1e-3)
+
+
+def test_llama_s_presets_have_published_sizes():
+    def millions(name):
+        shape = make(name, {}).shape(50257)
+        return sum(map(math.prod, shape.parameters().values())) / 1e6
+
+    # As TinyLlama's paper has them, in table 1.
+    large = make("llama-1b", {})
+    assert (large.layers, large.heads, large.kv_heads, large.width) == (22, 32, 4, 2048)
+    assert (large.hidden, large.context, large.tied, large.rate) == (5632, 2048, False, 4e-4)
+    assert large.batch * large.accumulate * large.context == 524288
+    assert millions("llama-160m") == pytest.approx(162.2, abs=0.1)
+    assert make("llama-160m", {}).shape(50257).block_weights == 12 * 12 * 768**2
+    tiny = make("tiny-llama", {})
+    assert tiny.kv_heads < tiny.heads
+    for recipe in RECIPES:
+        dataclasses.replace(tiny, recipe=recipe)
+
+
+def test_sizes_that_are_left_open_are_the_usual_ones():
+    one = make("gpt2-124m", {"family": "llama"})
+    assert (one.kv_heads, one.hidden, one.tied) == (12, 2048, True)
+    assert make("llama-160m", {"kv_heads": 0, "hidden": 0}) == make("llama-160m", {})
+
+
+def test_settings_of_earlier_versions_are_gpt2_s():
+    before = settings_of().as_dict()
+    for name in ("family", "kv_heads", "hidden", "tied"):
+        del before[name]
+    assert resumed(before, {}, "run") == settings_of()
+    with pytest.raises(UsageError, match="--resume family=llama: run was begun with family=gpt2"):
+        resumed(settings_of().as_dict(), {"family": "llama"}, "run")
 
 
 def test_the_rate_rises_and_falls_to_the_floor():
@@ -122,6 +160,16 @@ USAGE = [
     (["tiny", "--set", "width=32768,layers=512"], "parameters take 24577 GiB"),
     (["tiny", "--set", "dropout=1"], "dropout=1.0: expected 0 to 0.999"),
     (["tiny", "--set", "heads=3"], "width=128: expected a multiple of heads=3"),
+    (["tiny", "--set", "family=mamba"], "expected gpt2 or llama"),
+    (["tiny", "--set", "kv_heads=2"], "kv_heads=2 with family=gpt2: expected family=llama"),
+    (["tiny", "--set", "tied=false"], "tied=false with family=gpt2: expected family=llama"),
+    (["tiny-llama", "--set", "hidden=-1"], "hidden=-1: expected 0 to 262144"),
+    (["tiny-llama", "--set", "kv_heads=3"], "kv_heads=3: expected a divisor of heads=4"),
+    (["tiny-llama", "--set", "kv_heads=1"], "keys of 64: expected a multiple of 128"),
+    (
+        ["tiny-llama", "--recipe", "int4-hq", "--set", "hidden=100"],
+        "hidden=100: group=32 with 100 inputs: expected 1 or 2 or 4",
+    ),
     (["tiny", "--set", "compile=maybe"], "compile=maybe: expected true or false"),
     (["tiny", "--set", "group=3"], "group=3: expected one of recipe, search, 1, 2, 4"),
     (
@@ -295,16 +343,22 @@ RESUMED = [
     {"recipe": "int4-hq-lss"},
     {"recipe": "int4-hq", "group": "search"},
     {"recipe": "int4-naive"},
+    {"recipe": "bf16", **LLAMA},
+    {"recipe": "int8-block32", **LLAMA},
+    {"recipe": "int8-block32", "head": "32", **LLAMA, "tied": "true"},
+    {"recipe": "int4-hq-lss", **LLAMA},
 ]
 
 
 @pytest.mark.parametrize("order", ["drawn", "shuffled"])
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
-def test_a_seed_gives_every_recipe_the_same_weights_and_batches(recipe, order, tokens):
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_seed_gives_every_recipe_the_same_weights_and_batches(recipe, order, family, tokens):
     """What `jetfire-train study` pairs its runs by; another seed gives others."""
+    sizes = {**LLAMA, "width": 256, "hidden": 128} if family == "llama" else {}
 
     def begun(recipe: str, seed: int):
-        one = settings_of(recipe=recipe, seed=seed, order=order, accumulate=2)
+        one = settings_of(recipe=recipe, seed=seed, order=order, accumulate=2, **sizes)
         training = Training(one, tokens, HERE, None, lambda record: None)
         batches = [torch.cat(pair) for step in (1, 8) for pair in training.micros(step)]
         return dict(training.model.named_parameters()), torch.cat(batches)
@@ -320,11 +374,19 @@ def test_a_seed_gives_every_recipe_the_same_weights_and_batches(recipe, order, t
 # --- the loop ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
-def test_tiny_learns(recipe, tokens):
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        ("tiny", "bf16"),
+        ("tiny", "int8-block32"),
+        ("tiny", "int4-hq-lss"),
+        ("tiny-llama", "int8"),
+    ],
+)
+def test_tiny_learns(preset, recipe, tokens):
     """Enough of the preset's own 50 steps to have fallen by a nat."""
     records: list[dict] = []
-    one = make("tiny", {"recipe": recipe, "steps": 12})
+    one = make(preset, {"recipe": recipe, "steps": 12})
     Training(one, tokens, HERE, None, records.append).run()
     first, last = records[0], records[-2]
     assert last["kind"] == "step"
@@ -374,23 +436,29 @@ def test_int4_goes_on_from_any_recipe_and_back(tokens, tmp_path):
 
 
 FAULTS = [
-    ("blocks.1.expand.weight", False, "loss is nan at step 6; first at blocks.1"),
-    ("tokens.weight", False, "first at the loss, after the last block: tokens.weight holds NaN"),
+    ({}, "blocks.1.expand.weight", False, "loss is nan at step 6; first at blocks.1"),
+    ({}, "tokens.weight", False, "at the loss, after the last block: tokens.weight holds NaN"),
     (
+        {},
         "blocks.0.qkv.weight",
         True,
         "the gradient's norm is inf at step 6; first at "
         "blocks.0.qkv.weight: its gradient holds Inf",
     ),
+    (LLAMA, "blocks.1.gate.weight", False, "loss is nan at step 6; first at blocks.1"),
+    (LLAMA, "head.weight", False, "at the loss, after the last block: head.weight holds NaN"),
+    (LLAMA, "blocks.0.key.weight", True, "blocks.0.key.weight: its gradient holds Inf"),
 ]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8-block32", "int4-hq-lss"])
-@pytest.mark.parametrize(("name", "gradient", "says"), FAULTS, ids=[name for name, *_ in FAULTS])
-def test_a_fault_names_step_and_layer(name, gradient, says, recipe, tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "name", "gradient", "says"), FAULTS, ids=[name for _, name, *_ in FAULTS]
+)
+def test_a_fault_names_step_and_layer(sizes, name, gradient, says, recipe, tokens, tmp_path):
     records: list[dict] = []
     # No graph would call a hook that came after it.
-    one = settings_of(recipe=recipe, graph="false" if gradient else "auto")
+    one = settings_of(recipe=recipe, graph="false" if gradient else "auto", **sizes)
     training = Training(one, tokens, HERE, tmp_path, records.append)
     launch, parameter = training._launch, training.model.get_parameter(name)
 
@@ -472,6 +540,13 @@ def test_flops_are_six_a_weight_and_attention():
     assert one.shape(50304).flops_per_token == pytest.approx(
         6 * (85e6 + 38.6e6) + 12 * 12 * 768 * 1024, rel=0.01
     )
+    # Query and output, keys and values, the gated MLP; the head once, tied or not.
+    layer = 2 * 2048**2 + 2 * 256 * 2048 + 3 * 2048 * 5632
+    for tied in (False, True):
+        shape = make("llama-1b", {"tied": tied}).shape(50257)
+        assert shape.flops_per_token == pytest.approx(
+            6 * (22 * layer + 50257 * 2048) + 12 * 22 * 2048 * 2048
+        )
 
 
 # --- checkpoints and the log --------------------------------------------------------------------
@@ -512,6 +587,25 @@ def test_a_checkpoint_cut_short_is_no_checkpoint(tokens, tmp_path, monkeypatch):
         checkpoint.save(tmp_path, training.state(), training.model, training.step.optimizer)
     assert checkpoint.find(tmp_path).step == 4
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def test_a_checkpoint_of_earlier_versions_is_gpt2_s(tokens, tmp_path):
+    training, _ = run(tokens, tmp_path, steps=2)
+    (path,) = checkpoint.listed(tmp_path)
+    kept = json.loads((path / "state.json").read_text())
+    del kept["shape"]["family"], kept["sums"]
+    for name in ("family", "kv_heads", "hidden", "tied"):
+        del kept["settings"][name]
+    (path / "state.json").write_text(json.dumps(kept))
+    (path / "SHA256SUMS").unlink()
+    with pytest.warns(JetfireWarning, match="has no SHA256SUMS"):
+        assert checkpoint.open_checkpoint(path).shape == training.model.shape
+
+
+def test_a_checkpoint_of_llama_has_its_shape(tokens, tmp_path):
+    training, _ = run(tokens, tmp_path, steps=2, **LLAMA)
+    found = checkpoint.find(tmp_path).shape
+    assert found == training.model.shape == LlamaShape(2, 2, 32, 16, 256, 0.0, 2, 64, False)
 
 
 def test_another_shape_is_refused(tokens, tmp_path):
@@ -655,6 +749,32 @@ def test_the_whole_way_on_the_command_line(text, tmp_path, capsys):
     svg = (tmp_path / "loss.svg").read_text()
     assert "run: tiny bf16, best validation" in svg
     assert "other: tiny int8-block32" in svg
+
+
+def test_a_llama_goes_the_whole_way(text, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", reason="the oracle is not installed")
+    folder, theirs = tmp_path / "run", tmp_path / "theirs"
+    small = [*SET, "--set", ",".join(f"{name}={value}" for name, value in LLAMA.items())]
+    words = ["tiny", "--recipe", "int8-block32", "--steps", "6", "--data", str(text), *small]
+    assert execute("train", [*words, "-o", str(folder)]) == 0
+    assert execute("train", ["--resume", "-o", str(folder), "--steps", "8"]) == 0
+    head, *_ = log.read(folder)
+    shape = checkpoint.find(folder).shape
+    assert head["parameters"] == sum(map(math.prod, shape.parameters().values()))
+    assert head["flops_per_token"] == shape.flops_per_token
+    capsys.readouterr()
+    assert execute("train", ["sample", str(folder), "--prompt", "12 ", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out.startswith("12 ")
+    assert execute("train", ["export", str(folder), "-o", str(theirs)]) == 0
+    loaded = transformers.LlamaForCausalLM.from_pretrained(theirs)
+    assert loaded.num_parameters() == head["parameters"]
+    back = [*words, "--init", str(theirs), "-o", str(tmp_path / "back")]
+    assert execute("train", back) == 0
+    assert losses(log.read(tmp_path / "back"))[0][1] < losses(log.read(folder))[0][1] - 0.2
+    capsys.readouterr()
+    other = ["tiny", "--data", str(text), *SET, "--init", str(folder)]
+    assert execute("train", [*other, "-o", str(tmp_path / "other")]) == 2
+    assert "the model's is" in capsys.readouterr().err
 
 
 def test_an_int4_run_is_sampled_and_exported(text, tmp_path, capsys):

@@ -231,6 +231,8 @@ HOSTILE: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("sample", f"{STEP}/state.json", layers(10**9), "=1000000000: expected less than or equal"),
     ("sample", f"{STEP}/state.json", layers(1024), "blocks.1.contract.bias is absent: expected"),
     ("sample", f"{STEP}/state.json", edit("shape", "width", to=64), "width is 32 in settings, 64"),
+    ("sample", f"{STEP}/state.json", edit("shape", "family", to="llama"), "kv_heads is 0 in"),
+    ("sample", f"{STEP}/state.json", edit("settings", "family", to="llama"), "family is llama in"),
     ("sample", f"{STEP}/state.json", edit("shape", "dropout", to=1), "dropout=1: expected"),
     ("sample", f"{STEP}/state.json", edit("vocabulary", to=0), "vocabulary=0: expected"),
     ("sample", f"{STEP}/state.json", edit("step", to=2), "is of step 2, not step-00000001's"),

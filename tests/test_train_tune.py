@@ -61,6 +61,21 @@ def test_a_step_asks_for_what_flows_between_the_products(asked_for):
     assert {(p.residual, p.layout) for p in backward} == {(True, "q"), (True, "both")}
 
 
+def test_a_step_of_llama_asks_for_its_own():
+    sizes = {"family": "llama", "tied": False, "heads": 4, "kv_heads": 2, "width": 128}
+    settings = make("tiny", {**SMALL, **sizes, "hidden": 192, "recipe": "int8-block64"})
+    found: dict[str, set] = {}
+    for wanted in tuning.cases(settings, 100, Device.parse("cpu")).values():
+        for case in wanted:
+            found.setdefault(case.op.name, set()).add(case.problem)
+    assert {"rmsnorm", "rope", "swiglu"} <= found.keys()
+    assert not {"add_rows", "gelu", "layernorm"} & found.keys()
+    linears = [(256, 128), (128, 128), (384, 128), (128, 192)]  # those of one input as one
+    assert {(p.m, p.n, p.k) for p in found["gemm"]} >= {
+        shape for out, inp in linears for shape in ((TOKENS, out, inp), (TOKENS, inp, out))
+    }
+
+
 def test_a_step_asks_for_the_update_of_every_weight(asked_for):
     weights = {(out * WIDTH, inp * WIDTH) for out, inp in ((3, 1), (1, 1), (4, 1), (1, 4))}
     assert {(p.m, p.n) for p in asked_for["adamw"]} == weights

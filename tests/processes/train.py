@@ -27,6 +27,7 @@ HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
 RANK = int(os.environ["RANK"])
 LAUNCH, TOKENS = Training._launch, command._tokens
 OUTCOMES: dict[str, dict] = {}
+LLAMA = "accumulate=2,family=llama,tied=false,hidden=64"
 
 
 def run(name: str, *words: str) -> None:
@@ -110,6 +111,11 @@ def all_runs() -> None:
     with graphs():
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
         begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=2,graph=true")
+        begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},graph=true")
+    for how in ("ddp", "fsdp"):
+        begin(f"{how}-llama", how, "bf16", LLAMA)
+    begin("fsdp-llama-int8", "fsdp", "int8-block32", LLAMA)
+    resume("fsdp-llama-int8-again", "fsdp-llama-int8", "fsdp")
     resume("fsdp-to-ddp", "fsdp", "ddp")
     command._tokens = apart
     begin("apart", "ddp", "bf16")
