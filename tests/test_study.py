@@ -1,5 +1,6 @@
 """`jetfire train study`: pairs and intervals, runs that go on, fail or are others', the record."""
 
+import itertools
 import json
 import math
 import shutil
@@ -195,6 +196,20 @@ def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
     assert anew["over"] is None
     other = study_record.added(found, {**first, "device": "NVIDIA A100"}, file)
     assert study_record.added(found, other, file)["device"] == other["device"]
+
+
+def test_a_record_of_earlier_versions_is_gpt2_s(tmp_path):
+    """When there was one family of models, none was said."""
+    for part, seeds in {"whole": (0, 1), "first": (0,), "second": (1,)}.items():
+        for recipe, seed in itertools.product(("bf16", "int8"), seeds):
+            write(tmp_path / part, recipe, seed, 0.01 * (recipe == "int8"))
+    whole, _, second = (made(tmp_path / part) for part in ("whole", "first", "second"))
+    file = tmp_path / "first" / "study.json"
+    kept = json.loads(file.read_text())
+    for name in ("family", "kv_heads", "hidden", "tied"):
+        del kept["settings"][name]
+    file.write_text(json.dumps(kept))
+    assert study_record.added(second, study_record.read(file), file) == whole
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training GPT-2 and Llama: settings, the step, faults, checkpoints, the log, curves and the command."""
+"""Training GPT-2 and Llama: settings, the step, faults, checkpoints, log, curves and command."""
 
 import dataclasses
 import hashlib

@@ -72,7 +72,7 @@ def check(asked: TrainOptions) -> None:
     if asked.init is not None and not asked.init.is_dir():
         raise UsageError(
             f"--init {asked.init}: no such folder: expected a run's, a checkpoint's or one of "
-            "transformers' GPT-2"
+            "transformers' GPT-2 or Llama"
         )
     if (data := values.get("data")) is not None:
         check_data(data, asked.data or dict(split(asked.settings)).get("data", data))

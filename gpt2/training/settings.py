@@ -63,7 +63,8 @@ PRECISION = ("recipe", "group", "block", "flow")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
-
+# What tells GPT-2 from other families. Earlier versions, which had no other, did not say it.
+GPT2_SETTINGS = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
 
 MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
 # A checkpoint's folder has eight digits for its step.

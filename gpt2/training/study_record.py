@@ -24,7 +24,13 @@ from jetfire.core.files import Missing
 from jetfire.core.schema import Count, Fields, Line, Measured, Name, NotNegative, Size
 from jetfire.gpt2.data.prepared import CorpusSource, TokenDigests
 from jetfire.gpt2.training import log
-from jetfire.gpt2.training.settings import PROCESSES, SETTINGS, Settings, resumed
+from jetfire.gpt2.training.settings import (
+    GPT2_SETTINGS,
+    PROCESSES,
+    SETTINGS,
+    Settings,
+    resumed,
+)
 from jetfire.nn.recipes import RECIPES
 from jetfire.report.runs import FinishedRun
 
@@ -518,4 +524,6 @@ def read(file: Path) -> StudyRecord:
     Raises:
         Unreadable: it is no study's record, or of another version.
     """
-    return schema.load(file, StudyRecord, version=SCHEMA)
+    record = schema.load(file, StudyRecord, version=SCHEMA)
+    record["settings"] = {**GPT2_SETTINGS, **record["settings"]}
+    return record
