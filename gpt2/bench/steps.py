@@ -1,4 +1,4 @@
-"""Training measured against torch's own: rows `gpt2_step` and `gpt2_block`, and of Llama `llama_…`.
+"""Training against torch's own: rows `gpt2_step`, `gpt2_block`, `llama_step`, `llama_block`.
 
 A row's kernel is the recipe. A step is forward, backward and clipped fused AdamW; a block is
 forward and backward. Every variant is checked against BF16 eager in the same process, its memory is
