@@ -382,6 +382,10 @@ def test_the_report_has_them_and_other_tables_do_not():
     line = "| 4 layers of width 4096, 4×1024 tokens | int8-block128 | 10.00 | graph | 500 | "
     assert f"{line}1.60× | 1.30× | 1.10× | 9.00 | 2.00 | 2.50× | 1.50× | – | 1.5 |" in page
     assert "| one block of width 4096, 8×2048 tokens | BF16 eager | 16.00 |" in page
+    problem = dataclasses.asdict(problem_of("llama-1b"))
+    of_llama = [dataclasses.replace(training_rows()[0], op="llama_step", problem=problem)]
+    page = documents.page(Results(device, of_llama), "r.json", [])
+    assert "| 22 layers of width 2048 (5632, 4 of 32 heads), 4×2048 tokens | int8-" in page
     rows = training_rows()
     rows += [
         dataclasses.replace(row, kernel="int8") for row in rows if row.kernel == "int8-block128"
@@ -390,8 +394,14 @@ def test_the_report_has_them_and_other_tables_do_not():
     assert "tokens, int8 | 10.0 | 1.60× | 1.30× | 1.10× | 2.00 | 2.50× | 1.50× |" in readme
     assert not any(name in readme.split("\n", 2)[2] for name in ("eager |", "int8-block128"))
     assert training_report.readme(Results(device, [])).rows == []
-    ops = training_report.STEP, training_report.BLOCK, training_report.LLAMA_BLOCK
-    assert ops == (cases.STEP, cases.BLOCK, cases.LLAMA_BLOCK)
+    steps, blocks = training_report.STEP, training_report.BLOCK
+    llamas = training_report.LLAMA_STEP, training_report.LLAMA_BLOCK
+    assert (steps, blocks, *llamas) == (
+        cases.STEP,
+        cases.BLOCK,
+        cases.LLAMA_STEP,
+        cases.LLAMA_BLOCK,
+    )
     assert {*training_report.NAMES} == {*cases.PEERS, *models.PEERS}
 
 
