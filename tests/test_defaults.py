@@ -6,6 +6,7 @@ dtype or device, or a float that torch makes of integers, follows them.
 
 import ast
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from jetfire import ops
 from jetfire.core import launch, registry
 from jetfire.core.device import Device
-from jetfire.gpt2.model.gpt2 import GPT2, Shape
+from jetfire.gpt2.model.families import model_of
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.training import settings
 from jetfire.gpt2.training.step import Step
 from jetfire.measure import data
@@ -273,26 +275,27 @@ def test_layers(which, usual):
     same(trained(which), usual(trained), "layers")
 
 
-def gpt2_steps(which):
-    """Two steps of a GPT-2 in every kind of arithmetic; the device is what the caller says."""
+def steps(which):
+    """Two steps of every family in every kind of arithmetic; the device is what the caller says."""
     found = {}
     ids = torch.arange(64, dtype=torch.int64, device=CPU).view(2, 32)
-    for recipe in ("bf16", "int8-block32", "int4-hq-lss"):
+    recipes = "bf16", "int8-block32", "int4-hq-lss"
+    for kind, recipe in itertools.product((Shape, LlamaShape), recipes):
         torch.manual_seed(0)
         with default(which), CPU:
-            shape = Shape(1, 2, 64, context=32, vocabulary=90, dropout=0.1)
-            model = GPT2(shape, RECIPES[recipe])
+            shape = kind(1, 2, 64, context=32, vocabulary=90, dropout=0.1)
+            model = model_of(shape, RECIPES[recipe])
         with default(which):
             step = Step(model, settings.make("tiny", {"recipe": recipe}), CPU)
             step.set_rate(0.01)
-            found[recipe] = [step([(ids, ids)]) for _ in range(2)]
-        found[recipe] += [p.detach() for p in model.parameters()]
+            losses = [step([(ids, ids)]) for _ in range(2)]
+        found[shape.family, recipe] = [*losses, *(p.detach() for p in model.parameters())]
     return found
 
 
 @changed
-def test_gpt2(which, usual):
-    same(gpt2_steps(which), usual(gpt2_steps), "GPT-2")
+def test_steps(which, usual):
+    same(steps(which), usual(steps), "steps")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -871,8 +871,10 @@ def test_a_smoothed_curve_begins_at_its_first_losses_and_follows_the_rest():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["int8-block32", "int4-hq-lss"])
 @pytest.mark.parametrize("how", ["false", "true"], ids=["eager", "graph"])
-def test_resuming_repeats_the_losses_on_a_gpu(how, recipe, tokens, tmp_path):
+@pytest.mark.parametrize("sizes", [{}, {**LLAMA, "kv_heads": "1"}], ids=["gpt2", "llama"])
+def test_resuming_repeats_the_losses_on_a_gpu(sizes, how, recipe, tokens, tmp_path):
     changes = {
+        **sizes,
         "recipe": recipe,
         "dropout": 0.1,
         "keep": 3,

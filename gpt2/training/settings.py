@@ -154,8 +154,8 @@ class Settings:
         shape = self.shape(1)
         for one in dataclasses.fields(LlamaShape):
             if not hasattr(shape, one.name) and (value := getattr(self, one.name)) != one.default:
-                text = str(value).lower()  # true and false as they are given
-                raise UsageError(f"{one.name}={text} with family=gpt2: expected family=llama")
+                given = f"{one.name}={str(value).lower()}"  # true and false as they are given
+                raise UsageError(f"{given} with family={self.family}: expected family=llama")
         shape.check(self.precision())
         if (parameters := shape.block_weights) > MOST_PARAMETERS:
             raise UsageError(
