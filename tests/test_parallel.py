@@ -84,6 +84,7 @@ def make_runs(home: Path, runs: Path, device: str) -> None:
             ]
             if name == "one-llama":
                 words += ["--set", "family=llama,tied=false,hidden=64"]
+                words += ["--set", "head=32"] if recipe != "bf16" else []
             folder = runs / (name if recipe == "bf16" else f"{name}-int8")
             assert execute("train", [*words, "-o", str(folder)]) == 0
     torch.set_num_threads(threads)

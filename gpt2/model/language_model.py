@@ -102,7 +102,7 @@ class LanguageModel(nn.Module, Int8Weights):
 
     @property
     def output(self) -> torch.Tensor:
-        """The head's weight, vocabulary × width: its own, or the embedding table."""
+        """The head's weight, rows × width: its own, or the embedding table."""
         weight: torch.Tensor = (self.head or self.tokens).weight
         return weight
 

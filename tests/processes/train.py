@@ -111,10 +111,10 @@ def all_runs() -> None:
     with graphs():
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
         begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=2,graph=true")
-        begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},graph=true")
+        begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},head=32,graph=true")
     for how in ("ddp", "fsdp"):
         begin(f"{how}-llama", how, "bf16", LLAMA)
-    begin("fsdp-llama-int8", "fsdp", "int8-block32", LLAMA)
+    begin("fsdp-llama-int8", "fsdp", "int8-block32", f"{LLAMA},head=32")
     resume("fsdp-llama-int8-again", "fsdp-llama-int8", "fsdp")
     resume("fsdp-to-ddp", "fsdp", "ddp")
     command._tokens = apart
