@@ -112,11 +112,14 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """Return what a run of one process on a GPU needs.
 
     Raises:
-        UsageError: torch.compile decides what is kept, or processes share it.
+        UsageError: torch.compile decides what is kept, processes share it, or it is no GPT-2.
     """
     if settings.compile:
         why = "what torch.compile keeps is known once it has compiled"
         raise UsageError(f"compile=true: {why}: expected compile=false")
+    if settings.family != "gpt2":
+        why = "what another family's blocks hold is not counted yet"
+        raise UsageError(f"family={settings.family}: {why}: expected gpt2")
     if settings.parallel != "none":
         why = "a plan is of one process"
         raise UsageError(f"parallel={settings.parallel}: {why}: expected parallel=none")

@@ -14,7 +14,7 @@ from jetfire.core import terminal
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
-from jetfire.gpt2.model.config import read_shape
+from jetfire.gpt2.model.layouts import layout_of
 from jetfire.gpt2.training.memory import Needs, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
@@ -51,7 +51,9 @@ class PlanOptions(TrainOptions):
             settings = self.begun()
             check_data(settings.data, self.data or settings.data)
             return settings, _vocabulary(settings)
-        sizes = dataclasses.asdict(read_shape(Path(self.preset)))
+        file = Path(self.preset)
+        shape = layout_of(file).read(file)
+        sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
         given = {name: value for name, value in self.given().items() if name != "preset"}
         return make("gpt2-124m", sizes | given), vocabulary
