@@ -20,6 +20,7 @@ from jetfire.nn.products import (
     FLOATS,
     flat,
     keys_for_backward,
+    times_weight,
     unflat,
 )
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
@@ -86,7 +87,7 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         w = Quantized.of(codes, "both", block)
         a = int8_quantize(x, block=block, layout="both")
-        logits = int8_gemm(a, w, out=FLOATS[x.dtype])
+        logits = times_weight(a, w, out=FLOATS[x.dtype])
         loss, lse = cross_entropy(logits, targets, valid=valid)
         ctx.save_for_backward(targets, logits, lse, seeds, *flat(a.t, w.t))
         ctx.valid, ctx.weight_dtype, ctx.tied, ctx.block = valid, weight.dtype, tied, block
@@ -113,7 +114,7 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
                 seed=seed,
             )
             if ctx.needs_input_grad[0]:
-                dxs.append(int8_gemm(g, wt, out=FLOATS[logits.dtype]))
+                dxs.append(times_weight(g, wt, out=FLOATS[logits.dtype]))
             if ctx.needs_input_grad[1]:
                 dw = int8_gemm(g.t, Quantized(q, scale, block=ctx.block), out="fp32", c=dw)
             del g  # else the next part's codes are made beside them

@@ -6,20 +6,30 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from jetfire.core.fused import bodies_in_python
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import products
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
-from jetfire.nn.products import MadeOfWeight, is_dtensor, quantised_weight
+from jetfire.nn.products import (
+    Int8Weights,
+    MadeOfWeight,
+    QuantisedWeight,
+    is_dtensor,
+    quantised_weight,
+)
 from jetfire.ops import int8_dequantize
 
 # Variance of a rounding error, in squares of a code's step: to nearest the error is uniform over
 # one step; stochastically it is f·(1 − f) of a fraction f that is uniform.
 _NEAREST, _STOCHASTIC = 1 / 12, 1 / 6
+# Elements that are looked at at once: what is made of each takes 20 bytes.
+_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class CodesQuality:
 
     Attributes:
         sqnr: signal to quantisation noise in dB, estimated: the codes' energy over that of errors
-            as rounding makes them. Infinite where all is 0.
+            as rounding makes them. Infinite where all is 0, NaN where something is not finite.
         zeros: share of the codes that are 0.
         clipped: share of the codes that are ±127, the largest.
         largest: the largest scale.
@@ -44,24 +54,33 @@ class CodesQuality:
         """Return the quality of a matrix's codes, rounded to nearest or stochastically."""
         assert x.q is not None
         assert x.scale is not None
-        q, scale = x.q, x.scale.double()
-        energy = int8_dequantize(products.alone(x), out="fp32").double().square().sum()
+        scale = x.scale.double()
         rows, columns = (
-            torch.full((blocks,), float(x.block), dtype=torch.float64, device=q.device)
+            torch.full((blocks,), float(x.block), dtype=torch.float64, device=x.q.device)
             for blocks in scale.shape
         )
-        for counts, size in ((rows, q.shape[0]), (columns, q.shape[1])):
+        for counts, size in ((rows, x.q.shape[0]), (columns, x.q.shape[1])):
             counts[-1] = size - (len(counts) - 1) * x.block
         noise = (_STOCHASTIC if stochastic else _NEAREST) * (rows @ scale.square() @ columns)
-        signal, error = float(energy), float(noise)
-        sqnr = 10 * math.log10(signal / error) if signal > 0 and error > 0 else math.inf
-        zeros, clipped = (q == 0).float().mean(), (q.abs() == 127).float().mean()
-        return cls(sqnr, float(zeros), float(clipped), float(scale.max()))
+        at_once = max(1, _AT_ONCE // (x.q.shape[1] * x.block))  # rows of blocks
+        parts = zip(x.q.split(at_once * x.block), x.scale.split(at_once), strict=True)
+        sums = torch.stack([_sums(Quantized(*part, block=x.block)) for part in parts]).sum(0)
+        found = torch.cat([sums, torch.stack([noise, scale.max()])])
+        signal, zeros, clipped, error, largest = found.tolist()  # waits for the device once
+        sqnr = 10 * math.log10(signal / error) if error else math.inf
+        return cls(sqnr, zeros / x.q.numel(), clipped / x.q.numel(), largest)
+
+
+def _sums(x: Quantized) -> torch.Tensor:
+    """Return the energy of codes, and how many are 0 and how many ±127, as float64."""
+    assert x.q is not None
+    energy = int8_dequantize(x, out="fp32").double().square().sum()
+    return torch.stack([energy, (x.q == 0).sum().double(), (x.q.abs() == 127).sum().double()])
 
 
 @dataclass
 class Watched:
-    """What was seen, by the name of each converted layer.
+    """What was seen, by the name of each converted layer, or of another weight without `.weight`.
 
     Layers that read the same input in a fused block are multiplied by as one: the gradients of
     their outputs are seen as one matrix. That of a layer whose input needs no gradient is not seen.
@@ -70,6 +89,16 @@ class Watched:
     weight: dict[str, CodesQuality] = field(default_factory=dict)
     input: dict[str, CodesQuality] = field(default_factory=dict)
     gradient: dict[str, CodesQuality] = field(default_factory=dict)
+
+    def worst(self, count: int = 1) -> list[tuple[str, str, CodesQuality]]:
+        """Return layer, ``weight``, ``input`` or ``gradient``, and quality: the lowest SQNR first.
+
+        What is not finite is lower than any.
+        """
+        kinds = {"weight": self.weight, "input": self.input, "gradient": self.gradient}
+        found = [(layer, kind, of[layer]) for kind, of in kinds.items() for layer in of]
+        found.sort(key=lambda one: -math.inf if math.isnan(one[2].sqnr) else one[2].sqnr)
+        return found[:count]
 
 
 @contextmanager
@@ -83,9 +112,9 @@ def watch(model: nn.Module) -> Iterator[Watched]:
     in inference mode, frozen layers and layers in 4 bits.
     """
     seen, layers = Watched(), _layers(model)
-    for name, module in layers.items():
+    for name, layer in layers.items():
         with torch.no_grad():
-            codes = quantised_weight(module.weight, module.block, "q")
+            codes = quantised_weight(layer.weight, layer.block, "q")
             seen.weight[name] = CodesQuality.of(codes)
     products_of = _products(model, layers)
     # By the address of codes, whose they are, and they themselves: nobody else has it meanwhile.
@@ -120,26 +149,41 @@ def watch(model: nn.Module) -> Iterator[Watched]:
         products.watchers.remove(see)
 
 
-def _layers(model: nn.Module) -> dict[str, Int8Linear | Int8Conv1D]:
-    """Return the converted layers by name, but those that are divided over processes."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Int8Linear | Int8Conv1D) and not is_dtensor(module.weight)
-    }
+class _Layer(NamedTuple):
+    """A weight that is multiplied by in INT8, and the module that says so."""
+
+    module: nn.Module
+    weight: torch.Tensor
+    cache: QuantisedWeight
+    block: Block
+
+
+def _layers(model: nn.Module) -> dict[str, _Layer]:
+    """Return the weights of INT8 products by name, but those that are divided over processes.
+
+    A layer's has the layer's name; one that a module reads but does not hold, its own.
+    """
+    found = {}
+    own = {weight: name.removesuffix(".weight") for name, weight in model.named_parameters()}
+    for name, module in model.named_modules():
+        for weight, *rest in module.int8_weights() if isinstance(module, Int8Weights) else ():
+            if not is_dtensor(weight):
+                layer = isinstance(module, Int8Linear | Int8Conv1D)
+                found[name if layer else own[weight]] = _Layer(module, weight, *rest)
+    return found
 
 
 def _products(
-    model: nn.Module, layers: Mapping[str, Int8Linear | Int8Conv1D]
+    model: nn.Module, layers: Mapping[str, _Layer]
 ) -> list[tuple[list[str], MadeOfWeight[Quantized], bool]]:
     """Return the layers that are multiplied by as one, or alone, and who keeps their codes.
 
     The last says whether these are of the weight as it is stored, in×out.
     """
-    names: dict[nn.Module, str] = {module: name for name, module in layers.items()}
+    names = {layer.module: name for name, layer in layers.items()}
     found: list[tuple[list[str], MadeOfWeight[Quantized], bool]] = [
-        ([name], module._quantised, isinstance(module, Int8Conv1D))
-        for name, module in layers.items()
+        ([name], layer.cache, isinstance(layer.module, Int8Conv1D))
+        for name, layer in layers.items()
     ]
     for block in model.modules():
         for joined, group in getattr(block, "joined_groups", tuple)():

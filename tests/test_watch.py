@@ -7,14 +7,18 @@ import torch
 from torch import nn
 
 from jetfire import ops
+from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.model.shape import Shape
 from jetfire.nn import (
     CodesQuality,
     Int8Block,
     Int8Linear,
     Int8LlamaBlock,
     Stream,
+    Watched,
     convert,
     watch,
+    watching,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,6 +45,33 @@ def test_sqnr_is_that_of_the_matrix(device, rounding, block, shape):
 def test_of_zeros(device):
     codes = ops.int8_quantize(torch.zeros(32, 32, device=device))
     assert CodesQuality.of(codes) == CodesQuality(math.inf, 1.0, 0.0, 0.0)
+
+
+def test_a_large_matrix_is_looked_at_in_parts(device, monkeypatch):
+    x = torch.randn(300, 70, device=device) * torch.rand(300, 1, device=device)
+    codes = ops.int8_quantize(x, block=32)
+    whole = CodesQuality.of(codes)
+    monkeypatch.setattr(watching, "_AT_ONCE", 2 * 32 * 70)
+    parts = CodesQuality.of(codes)
+    assert parts.sqnr == pytest.approx(whole.sqnr, abs=1e-9)
+    assert (parts.zeros, parts.clipped, parts.largest) == (
+        whole.zeros,
+        whole.clipped,
+        whole.largest,
+    )
+
+
+def test_what_is_not_finite_is_the_worst(device):
+    x = torch.randn(64, 64, device=device)
+    good, zero = CodesQuality.of(ops.int8_quantize(x)), CodesQuality(math.inf, 1.0, 0.0, 0.0)
+    x[40, 3] = math.inf
+    bad = CodesQuality.of(ops.int8_quantize(x))
+    assert math.isnan(bad.sqnr)
+    assert math.isnan(bad.largest)
+    seen = Watched({"a": good, "b": zero}, {"a": zero, "b": bad}, {"a": good})
+    found = [(layer, kind) for layer, kind, _ in seen.worst(4)]
+    assert found[:3] == [("b", "input"), ("a", "weight"), ("a", "gradient")]
+    assert seen.worst() == seen.worst(4)[:1]
 
 
 def test_layers_one_by_one(device):
@@ -165,3 +196,17 @@ def test_a_fused_block(device, kind):
     assert set(seen.weight) == set(seen.input) == set(seen.gradient) == layers
     if kind is Int8LlamaBlock:
         assert seen.input["query"] == seen.input["key"] != seen.input["gate"]
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-block32"])
+def test_a_whole_gpt2(device, recipe):
+    """Its blocks' layers by their parameters' names, and an output head in INT8."""
+    with device:
+        model = GPT2(Shape(2, 2, 32, 16, vocabulary=50), recipe)
+    ids = torch.randint(50, (2, 16), device=device)
+    with watch(model) as seen:
+        model(ids, ids).backward()
+    parts = ("qkv", "projection", "expand", "contract")
+    layers = {f"blocks.{number}.{part}" for number in range(2) for part in parts}
+    layers |= {"tokens"} if recipe == "int8" else set()
+    assert set(seen.weight) == set(seen.input) == set(seen.gradient) == layers
