@@ -95,8 +95,7 @@ class Watched:
 
         What is not finite is lower than any.
         """
-        kinds = {"weight": self.weight, "input": self.input, "gradient": self.gradient}
-        found = [(layer, kind, of[layer]) for kind, of in kinds.items() for layer in of]
+        found = [(layer, kind, of[layer]) for kind, of in vars(self).items() for layer in of]
         found.sort(key=lambda one: -math.inf if math.isnan(one[2].sqnr) else one[2].sqnr)
         return found[:count]
 

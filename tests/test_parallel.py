@@ -283,6 +283,20 @@ def test_resuming_repeats_the_losses_of_two(name, runs):
     assert losses(again, "evaluation") == losses(runs / name, "evaluation")[1:]
 
 
+@pytest.mark.parametrize("how", ["ddp", "ddp-graph"])
+def test_watching_changes_no_bit_of_two(how, runs):
+    """The first process looks at its own part, while the second waits for it in the step."""
+    watched, plain = runs / f"{how}-watched", runs / f"{how}-int8"
+    assert losses(watched) == losses(plain)[4:]
+    assert norms(watched) == norms(plain)[4:]
+    seen = [record for record in log.read(watched) if record["kind"] == "watch"]
+    assert [record["step"] for record in seen] == [6]
+    assert len(seen[0]["layers"]) == 8
+    first, second = (outcome(runs, watched.name, rank)["err"] for rank in range(2))
+    assert "step      6  lowest SQNR " in first
+    assert second == ""
+
+
 def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     """From FSDP2 to DDP, and to one process, which takes over the others' micro-batches."""
     monkeypatch.setenv("JETFIRE_CACHE", str(runs.parent / "cache"))
@@ -340,6 +354,7 @@ def test_a_failure_in_one_process_alone_is_said_by_that_one(runs):
         ("none", "parallel=none: expected ddp or fsdp with 2 processes"),
         ("graph", "graph=true: expected parallel=none or ddp, not fsdp"),
         ("compile", "compile=true: expected parallel=none or ddp, not fsdp"),
+        ("watch", "watch=2: expected parallel=none or ddp, not fsdp"),
         ("ddp-to-none", "parallel=none: expected ddp or fsdp with 2 processes"),
     ],
 )

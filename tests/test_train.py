@@ -27,6 +27,7 @@ from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.settings import PRESETS, Settings, make, resumed
 from jetfire.gpt2.training.state import build
 from jetfire.gpt2.training.step import Step, seed_step
+from jetfire.nn import CodesQuality, Watched, watch
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import curves
 
@@ -185,6 +186,11 @@ USAGE = [
         ["tiny", "--set", "graph=true", "--device", "cpu"],
         "graph=true: expected a CUDA device, not cpu",
     ),
+    (["tiny", "--watch", "x"], "--watch x: expected an integer"),
+    (["tiny", "--watch", "-1"], "--watch -1: expected at least 0"),
+    (["tiny", "--watch", "5", "--recipe", "bf16"], "watch=5: expected an INT8 recipe, not bf16"),
+    (["tiny", "--watch", "5", "--recipe", "int4-hq"], "watch=5: expected an INT8 recipe, not int4"),
+    (["tiny", "--set", "watch=5,parallel=fsdp"], "watch=5: expected parallel=none or ddp, not"),
     (["tiny", "--set", "parallel=x"], "parallel=x: expected none or ddp or fsdp"),
     (["tiny", "--steps", "x"], "--steps x: expected an integer"),
     (["tiny", "--data", "/none"], "/none: no such file"),
@@ -406,6 +412,87 @@ def test_resuming_repeats_the_losses(changes, tokens, tmp_path):
     assert training.done == 8
     evaluated = [r["loss"] for r in whole if r["kind"] == "evaluation"]
     assert [r["loss"] for r in rest if r["kind"] == "evaluation"] == evaluated[1:]
+
+
+def whole_state(training):
+    """All that a run's next step begins with."""
+    found = {**training.model.state_dict(), "failed": training.step.failed}
+    for parameter, state in training.step.optimizer.state.items():
+        name = next(n for n, p in training.model.named_parameters() if p is parameter)
+        found |= {f"{name}.{key}": value for key, value in state.items()}
+    return found
+
+
+def check_watching_changes_nothing(tokens, folder, **changes):
+    """Of a run and of one that goes on from its middle; returns what is watched."""
+    changes = {"dropout": 0.1, "accumulate": 2, "keep": 3, **changes}
+    plain, expected = run(tokens, **changes)
+    training, records = run(tokens, folder, watch=3, **changes)
+    saved = checkpoint.open_checkpoint(folder / "checkpoints" / "step-00000004")
+    again, rest = run(tokens, saved=saved, watch=1, **changes)
+    assert losses(records) == losses(expected)
+    assert losses(rest) == losses(expected)[4:]
+    for other in (training, again):
+        for name, value in whole_state(plain).items():
+            assert torch.equal(whole_state(other)[name], value), name
+    assert [r["step"] for r in rest if r["kind"] == "watch"] == [5, 6, 7, 8]
+    watched = [r for r in records if r["kind"] == "watch"]
+    assert [r["step"] for r in watched] == [3, 6]
+    assert watched[1] == next(r for r in rest if (r["kind"], r["step"]) == ("watch", 6))
+    return watched
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-block32"])
+def test_watching_changes_no_bit(recipe, tokens, tmp_path):
+    first, _ = check_watching_changes_nothing(tokens, tmp_path, recipe=recipe)
+    parts = ("qkv", "projection", "expand", "contract")
+    names = {f"blocks.{number}.{part}" for number in range(2) for part in parts}
+    assert first["layers"].keys() == names | ({"tokens"} if recipe == "int8" else set())
+    ratios = {
+        (layer, kind): codes["sqnr"]
+        for layer, of in first["layers"].items()
+        for kind, codes in of.items()
+    }
+    assert len(ratios) == 3 * len(first["layers"])
+    assert all(20 < ratio < 50 for ratio in ratios.values())
+    worst = first["worst"]
+    assert worst["sqnr"] == min(ratios.values()) == ratios[worst["layer"], worst["kind"]]
+
+
+def test_what_is_watched_is_what_the_step_multiplies(tokens, monkeypatch):
+    """The same codes: of the same batch, dropped out and rounded by the same draws."""
+    seen = []
+
+    def launch(training, step):
+        with watch(training.model) as found:
+            launched = launch_unseen(training, step)
+        seen.append(log.watched(step, found))
+        return launched
+
+    launch_unseen = Training._launch
+    monkeypatch.setattr(Training, "_launch", launch)
+    changes = {"recipe": "int8", "dropout": 0.1, "graph": "false", "deterministic": True}
+    with command.algorithms(settings_of(**changes)):
+        _, records = run(tokens, watch=1, steps=3, **changes)
+    assert [r for r in records if r["kind"] == "watch"] == seen
+
+
+def test_a_log_has_null_for_what_is_not_finite(tmp_path):
+    none, bad = CodesQuality(math.inf, 1.0, 0.0, 0.0), CodesQuality(math.nan, 0.0, 0.0, math.nan)
+    record = log.watched(3, Watched({"a": none, "b": none}, {"b": bad}))
+    assert record["worst"] == {"layer": "b", "kind": "input", "sqnr": None}
+    journal = log.Log(tmp_path)
+    for line in (HEAD, record, {**record, "layers": {"a": {"weight": {"sqnr": "high"}}}}):
+        journal.write(line)
+    journal.close()
+    with pytest.warns(JetfireWarning, match=r"line 3 passed over: line 3: .*sqnr='high': expected"):
+        assert log.read(tmp_path) == [HEAD, record]
+    assert record["layers"]["b"]["input"] == {
+        "sqnr": None,
+        "zeros": 0.0,
+        "clipped": 0.0,
+        "largest": None,
+    }
 
 
 def test_one_recipe_goes_on_in_another(tokens, tmp_path):
@@ -889,6 +976,15 @@ def test_resuming_repeats_the_losses_on_a_gpu(sizes, how, recipe, tokens, tmp_pa
         _, rest = run(tokens, saved=saved, **changes)
     assert losses(rest) == losses(whole)[4:]
     json.dumps(rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["false", "true"], ids=["eager", "graph"])
+def test_watching_changes_no_bit_on_a_gpu(how, tokens, tmp_path):
+    """The third step is captured, and those that are watched after it are replayed."""
+    changes = {"recipe": "int8", "width": 128, "graph": how, "deterministic": True}
+    with command.algorithms(settings_of(**changes)):
+        check_watching_changes_nothing(tokens, tmp_path, **changes)
 
 
 @pytest.mark.parametrize("text", ["1_6", "١٦", "9" * 5000])

@@ -68,6 +68,12 @@ def run(
             "Begin with the weights of a run, a checkpoint, or of transformers' GPT-2 or Llama.",
         ),
     ] = None,
+    watch: Annotated[
+        o.Count,
+        o.integer(
+            "--watch", "Log what INT8 does to each layer, every so many steps (0: never).", 0
+        ),
+    ] = None,
     sample: Annotated[int, o.integer("--sample", "Tokens to write at the end.", 0)] = 0,
     strict_profile: o.StrictProfile = False,
     device: o.Device = "auto",

@@ -31,6 +31,12 @@ def step_text(record: Record, short: bool = False) -> str:
     return "  ".join(parts)
 
 
+def worst_text(worst: Record) -> str:
+    """Return ``lowest SQNR 21.3 dB: gradient of blocks.11.contract``."""
+    sqnr = "not finite" if worst["sqnr"] is None else f"{worst['sqnr']:.1f} dB"
+    return f"lowest SQNR {sqnr}: {worst['kind']} of {worst['layer']}"
+
+
 class TrainingDisplay(ExitStack):
     """Shows the log's records.
 
@@ -58,6 +64,8 @@ class TrainingDisplay(ExitStack):
     def show(self, record: Record) -> None:
         if record["kind"] == "evaluation":
             self._line(f"step {record['step']:6d}  validation loss {record['loss']:.4f}")
+        elif record["kind"] == "watch":
+            self._line(f"step {record['step']:6d}  {worst_text(record['worst'])}")
         elif record["kind"] == "step" and self._progress is not None:
             self._progress.update(
                 self._task, completed=record["step"], description=step_text(record, short=True)

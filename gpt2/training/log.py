@@ -3,7 +3,8 @@
 ``{"kind": "run"}`` has settings, versions, device, how many runs shared it, the counts and digests
 of the tokens and what text they were made of; ``step`` has step, loss, norm, rate, ms,
 tokens_per_s, mfu and peak_gib; ``evaluation`` step and loss; ``checkpoint`` the step of one that
-was written; ``fault`` and ``end`` what they say. ``resume`` has what ``run`` has and the step that
+was written; ``watch`` what INT8 is about to do to the first micro-batch of a step, for the first
+process; ``fault`` and ``end`` what they say. ``resume`` has what ``run`` has and the step that
 a process goes on after, of which what was logged before of later steps no longer counts; ``cut``
 says that the line before it was never finished. Losses are nats a token.
 """
@@ -11,10 +12,11 @@ says that the line before it was never finished. Losses are nats a token.
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, FiniteFloat, Tag
 from typing_extensions import TypedDict
@@ -22,13 +24,17 @@ from typing_extensions import TypedDict
 from jetfire.core import files, schema
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import MIB, Unreadable
-from jetfire.core.schema import BadLine, Count, Line, Name, NotNegative, Size
+from jetfire.core.schema import MOST_ENTRIES, BadLine, Count, Line, Name, NotNegative, Size
 
+if TYPE_CHECKING:
+    from jetfire.nn import CodesQuality, Watched
+
+Share = Annotated[FiniteFloat, Field(ge=0, le=1)]
 NAME = "log.jsonl"
 # In the environment of a run: how many runs share its device, where they are more than one.
 RUNS_AT_ONCE = "JETFIRE_RUNS_AT_ONCE"
 Record = dict[str, Any]
-# Bytes: a million steps have 230 MB.
+# Bytes: a million steps have 230 MB, and 17000 that are watched at 124M.
 MOST = 256 * MIB
 MOST_LINES = 2_000_000
 
@@ -74,9 +80,56 @@ class _Step(_Evaluation, total=False):
     peak_gib: NotNegative | None
 
 
+class _Codes(_Open):
+    """What `CodesQuality` has; null where that is not finite."""
+
+    sqnr: FiniteFloat | None
+    zeros: Share
+    clipped: Share
+    largest: NotNegative | None
+
+
+class _Worst(_Open):
+    layer: Name
+    kind: Name
+    sqnr: FiniteFloat | None
+
+
+class _Layer(_Open, total=False):
+    weight: _Codes
+    input: _Codes
+    gradient: _Codes
+
+
+class _Watch(_Open):
+    kind: Name
+    step: Count
+    worst: _Worst
+    layers: Annotated[dict[Name, _Layer], schema.most(MOST_ENTRIES)]
+
+
+def watched(step: int, seen: Watched) -> Record:
+    """Return the line on what was seen of a step, four digits of a number."""
+    layers = {
+        layer: {kind: _codes(of[layer]) for kind, of in vars(seen).items() if layer in of}
+        for layer in seen.weight
+    }
+    ((layer, kind, quality),) = seen.worst()
+    worst = {"layer": layer, "kind": kind, "sqnr": _codes(quality)["sqnr"]}
+    return {"kind": "watch", "step": step, "worst": worst, "layers": layers}
+
+
+def _codes(quality: CodesQuality) -> dict[str, float | None]:
+    return {
+        name: float(f"{value:.4g}") if math.isfinite(value) else None
+        for name, value in vars(quality).items()
+    }
+
+
 def _tag(value: Any) -> str:
     kind = value.get("kind") if isinstance(value, dict) else None
-    tags = {"run": "head", "resume": "head", "step": "step", "evaluation": "evaluation"}
+    own = {name: name for name in ("step", "evaluation", "watch")}
+    tags = {"run": "head", "resume": "head", **own}
     return tags.get(kind, "other") if isinstance(kind, str) else "other"
 
 
@@ -84,6 +137,7 @@ _Record: Any = Annotated[
     Annotated[_Head, Tag("head")]
     | Annotated[_Step, Tag("step")]
     | Annotated[_Evaluation, Tag("evaluation")]
+    | Annotated[_Watch, Tag("watch")]
     | Annotated[_Other, Tag("other")],
     Discriminator(_tag),
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from jetfire.core.errors import Interrupted, JetfireError
-from jetfire.gpt2.training import checkpoint, faults
+from jetfire.gpt2.training import checkpoint, faults, log
 from jetfire.gpt2.training.state import Clock, Trained
 from jetfire.gpt2.training.step import seed_step
 
@@ -43,6 +43,10 @@ class Training(Trained):
             torch.cuda.reset_peak_memory_stats(self.device)
         pending: Launched | None = None
         for step in range(self.done + 1, self.settings.steps + 1):
+            if self.settings.watch and step % self.settings.watch == 0:
+                self._read(pending)
+                pending = None
+                self._watch(step)
             launched = self._launch(step)
             self._read(pending)
             pending = launched
@@ -59,6 +63,12 @@ class Training(Trained):
             if stopping and step < self.settings.steps:
                 on = "" if self.folder is None else f"; --resume goes on from {self.folder}"
                 raise Interrupted(f"interrupted after step {step}{on}")
+
+    def _watch(self, step: int) -> None:
+        """Report what quantisation is about to do to the first process's first micro-batch."""
+        if self.group.leads:
+            seed_step(self.settings.seed, step, self.group.rank)  # as the step itself, afterwards
+            self.report(log.watched(step, self.step.watched(*self.micros(step)[0])))
 
     def _launch(self, step: int) -> Launched:
         """Have the device take a step."""

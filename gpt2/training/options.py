@@ -28,6 +28,7 @@ class TrainOptions:
     init: Path | None = None
     device: str = "auto"
     seed: int | None = None
+    watch: int | None = None
     sample: int = 0
 
     def given(self) -> dict[str, Any]:
@@ -35,7 +36,8 @@ class TrainOptions:
         found: dict[str, Any] = dict(split(self.settings))
         if "preset" in found:
             raise UsageError("--set preset=…: expected PRESET, as the first word")
-        own = {name: getattr(self, name) for name in ("preset", "recipe", "steps", "data", "seed")}
+        names = ("preset", "recipe", "steps", "data", "seed", "watch")
+        own = {name: getattr(self, name) for name in names}
         found.update({name: value for name, value in own.items() if value is not None})
         if "data" in found and found["data"] not in corpora.NAMED:
             found["data"] = str(Path(found["data"]).absolute())

@@ -60,7 +60,7 @@ _PRESETS = {
 SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
 PRECISION = ("recipe", "group", "block", "flow")
-PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
+PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "watch")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 # What tells GPT-2 from other families. Earlier versions, which had no other, did not say it.
@@ -98,6 +98,7 @@ class Settings:
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
         evaluate_every, checkpoint_every: steps between, 0 for only the end.
         keep: checkpoints to keep beside the best.
+        watch: steps between looks at what INT8 does to each layer, 0 for none.
         order: windows of tokens drawn at random, any of them again, or all of them shuffled, each
             once an epoch.
         data: a data set's name, a folder of prepared tokens, or text to prepare.
@@ -137,6 +138,7 @@ class Settings:
     evaluate_batches: Some = 20
     checkpoint_every: Every = 250
     keep: Some = 2
+    watch: Every = 0
     seed: Seed = 0
     order: Literal["drawn", "shuffled"] = "drawn"
     data: str = "python"
@@ -298,7 +300,12 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
     for one in dataclasses.fields(Settings):
         if one.default is dataclasses.MISSING and one.name not in fields:
             raise UsageError(f"the setting {one.name} is missing")
-    return Settings(**fields)
+    settings = Settings(**fields)
+    if settings.watch and settings.precision().block is None:
+        raise UsageError(f"watch={settings.watch}: expected an INT8 recipe, not {settings.recipe}")
+    if settings.watch and settings.parallel == "fsdp":
+        raise UsageError(f"watch={settings.watch}: expected parallel=none or ddp, not fsdp")
+    return settings
 
 
 def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:

@@ -17,7 +17,7 @@ from torch import nn
 from jetfire.gpt2.training import parallel
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import Settings
-from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock
+from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock, Watched, watch
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -136,6 +136,19 @@ class Step:
             loss = self.forward(ids, targets) / self.shares
         loss.backward()
         return loss.detach()
+
+    def watched(self, ids: torch.Tensor, targets: torch.Tensor) -> Watched:
+        """See what quantisation does to a micro-batch, of a step that is yet to be taken.
+
+        The model runs by itself, not compiled, and its gradients are dropped: the step is what it
+        is without, and may be a CUDA graph's.
+        """
+        self.optimizer.zero_grad(set_to_none=True)  # or blocks would add to what is there
+        with watch(self.model) as seen:
+            with autocast(self.device):
+                loss = self.model(ids, targets) / self.shares
+            torch.autograd.grad(loss, self.parameters)
+        return seen
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,8 @@ SCHEMA: Final = 1
 # Of a run, beside its recipe and seed, what does not change which numbers it computes with; where
 # data was found, as its digests tell it from other data.
 FREE = frozenset(
-    {"data", "compile", "graph", "deterministic", "keep", "checkpoint_every", "recipe", "seed"}
+    {"recipe", "seed", "data", "compile", "graph", "deterministic"}
+    | {"keep", "checkpoint_every", "watch"}
 )
 Sources = Annotated[list[CorpusSource], Field(max_length=1000)]
 

@@ -58,13 +58,13 @@ def begin(name: str, how: str, recipe: str, more: str = "accumulate=2") -> None:
     )
 
 
-def resume(name: str, of: str, how: str) -> None:
+def resume(name: str, of: str, how: str, *more: str) -> None:
     """Go on with a copy of a run from its checkpoint at step 4."""
     if RANK == 0:
         source = OUT / of / "checkpoints" / "step-00000004"
         shutil.copytree(source, OUT / name / "checkpoints" / source.name)
     torch.distributed.barrier()  # else the other may find no run there
-    run(name, "--resume", "--set", f"parallel={how}")
+    run(name, "--resume", "--set", f"parallel={how}", *more)
 
 
 @contextlib.contextmanager
@@ -98,6 +98,8 @@ def runs_of(name: str, how: str, more: str) -> None:
     begin(f"{name}-int8", how, "int8-block32", more)
     resume(f"{name}-again", name, how)
     resume(f"{name}-int8-again", f"{name}-int8", how)
+    if how == "ddp":
+        resume(f"{name}-watched", f"{name}-int8", how, "--watch", "3")
     Training._launch = fault
     begin(f"{name}-fault", how, "bf16", more)
     Training._launch = LAUNCH
@@ -123,6 +125,7 @@ def all_runs() -> None:
     begin("none", "none", "bf16")
     begin("graph", "fsdp", "bf16", "graph=true")
     begin("compile", "fsdp", "bf16", "compile=true")
+    begin("watch", "fsdp", "int8", "watch=2")
     resume("ddp-to-none", "ddp", "none")
 
 
