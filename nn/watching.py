@@ -163,12 +163,15 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     A layer's has the layer's name; one that a module reads but does not hold, its own.
     """
     found = {}
-    own = {weight: name.removesuffix(".weight") for name, weight in model.named_parameters()}
+    own: dict[torch.Tensor, str] = {
+        weight: name.removesuffix(".weight") for name, weight in model.named_parameters()
+    }
     for name, module in model.named_modules():
-        for weight, *rest in module.int8_weights() if isinstance(module, Int8Weights) else ():
+        listed = module.int8_weights() if isinstance(module, Int8Weights) else ()
+        for weight, cache, block in listed:
             if not is_dtensor(weight):
                 layer = isinstance(module, Int8Linear | Int8Conv1D)
-                found[name if layer else own[weight]] = _Layer(module, weight, *rest)
+                found[name if layer else own[weight]] = _Layer(module, weight, cache, block)
     return found
 
 

@@ -31,6 +31,8 @@ KERNEL_COLOURS = (
 )
 PEER_COLOURS = ("#000000", "#777777", "#a6761d", "#66a61e", "#7570b3", "#bbbbbb")
 MARKERS = "osD^vP*X"
+# Of maps: dark is low, for matplotlib and Plotly; and where there is no value.
+HEAT, GAP = "viridis", "#dddddd"
 
 
 @dataclass(frozen=True)

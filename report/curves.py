@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core.errors import UsageError, not_installed
 from jetfire.core.files import write
+from jetfire.report import watched
 from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
+from jetfire.report.watched import WatchedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +32,7 @@ class Curve:
     losses: list[float]
     evaluated: list[int]
     validation: list[float]
+    watched: WatchedRun | None = None
 
     @classmethod
     def of(cls, path: Path, records: Sequence[Mapping[str, Any]], label: str) -> Curve:
@@ -47,6 +50,7 @@ class Curve:
             [r["loss"] for r in steps],
             [r["step"] for r in evaluations],
             [r["loss"] for r in evaluations],
+            WatchedRun.of(label, records),
         )
 
     def smooth(self) -> list[float]:
@@ -96,6 +100,11 @@ def _means(series: Sequence[Series]) -> Series:
     return steps, [fmean(column) for column in columns]
 
 
+def watched_of(groups: Sequence[CurveGroup]) -> list[WatchedRun]:
+    """Return what was watched of the groups' runs."""
+    return [run.watched for group in groups for run in group.runs if run.watched is not None]
+
+
 def apart(base: Curve, other: Curve) -> Series:
     """Steps that both evaluated, and there the other's validation loss above the base's, in %."""
     known = dict(zip(base.evaluated, base.validation, strict=True))
@@ -128,16 +137,21 @@ def image(
     description: str,
     title: str = "",
     first: str = "the first",
+    maps: Sequence[WatchedRun] = (),
 ) -> None:
-    """Losses, and below them how far the validation losses are from the first group's.
+    """Losses, and below them how far the validation losses are from the first group's, and maps.
 
     Args:
         first: what that is called there.
     """
     base = groups[0].mean
     below = any(apart(base, group.mean)[0] for group in groups[1:])
-    fig = canvas(9, 7.5 if below else 5, title)
-    axes = fig.subplots(
+    heights = [7.5 if below else 5, *(run.height for run in maps)]
+    fig = canvas(9, sum(heights), title)
+    top, *parts = fig.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, run in zip(parts, maps, strict=True):
+        watched.draw(part, run)
+    axes = top.subplots(
         2 if below else 1, 1, squeeze=False, sharex=True, height_ratios=[2, 1] if below else [1]
     )[:, 0]
     near = [group for group in groups if _near(base, group)]
@@ -206,8 +220,8 @@ def _band(ax: Axes, series: Sequence[Series], colour: str) -> None:
         )
 
 
-def page(groups: Sequence[CurveGroup], output: Path) -> None:
-    """Write a page with the losses, which its reader may enlarge.
+def page(groups: Sequence[CurveGroup], output: Path, maps: Sequence[WatchedRun] = ()) -> None:
+    """Write a page with the losses and the maps, which its reader may enlarge.
 
     Raises:
         UsageError: the file cannot be written, or Plotly is missing.
@@ -249,4 +263,10 @@ def page(groups: Sequence[CurveGroup], output: Path) -> None:
         yaxis={"title": "loss, nats a token; dashed: validation", "range": _limits(groups)},
         legend={"orientation": "h", "y": -0.15},
     )
-    write(output, figure.to_html(include_plotlyjs=True, full_html=True))
+    figures = [figure, *map(watched.page_figure, maps)]
+    parts = [
+        one.to_html(include_plotlyjs=number == 0, full_html=False)
+        for number, one in enumerate(figures)
+    ]
+    head = '<!doctype html><html><head><meta charset="utf-8"></head><body>'
+    write(output, "\n".join([head, *parts, "</body></html>\n"]))

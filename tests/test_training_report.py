@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 
@@ -9,9 +10,10 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import curves, keep, log
 from jetfire.gpt2.training.finished import addition
 from jetfire.measure.results import Results
-from jetfire.report import documents
+from jetfire.report import documents, watched
 from jetfire.report.curves import apart
 from jetfire.report.runs import _order
+from jetfire.report.watched import WatchedRun
 
 DEVICE = {"name": "NVIDIA H200", "kind": "cuda"}
 
@@ -121,6 +123,70 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
     curves.plot(files, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     curves.plot(files, tmp_path / "a.html")
+
+
+def watch_record(step, ratios):
+    """A line of a log; ratios of gradients by layer, of weights 40 dB, of inputs none."""
+    rest = {"zeros": 0.1, "clipped": 0.001, "largest": 1e-5}
+    layers = {
+        layer: {"weight": {"sqnr": 40.0, **rest}, "gradient": {"sqnr": sqnr, **rest}}
+        for layer, sqnr in ratios.items()
+    }
+    worst = {"layer": "tokens", "kind": "gradient", "sqnr": None}
+    return {"kind": "watch", "step": step, "worst": worst, "layers": layers}
+
+
+LAYERS = ["tokens", "blocks.0.qkv", "blocks.0.down", "blocks.2.qkv", "blocks.10.qkv"]
+
+
+def test_a_map_has_layers_of_one_name_together_and_the_lowest_of_steps(monkeypatch):
+    lines = [watch_record(5 * i, dict.fromkeys(LAYERS, 30.0 - i)) for i in range(1, 6)]
+    del lines[4]["layers"]["tokens"]
+    lines[1]["layers"]["blocks.10.qkv"]["gradient"]["sqnr"] = 7.0
+    lines[2]["layers"]["blocks.10.qkv"]["gradient"]["sqnr"] = None
+    run = WatchedRun.of("a run", lines)
+    assert run.layers == ["tokens", LAYERS[1], LAYERS[3], LAYERS[4], LAYERS[2]]
+    assert run.cells("gradient")[3].tolist() == pytest.approx(
+        [29, 7, math.nan, 26, 25], nan_ok=True
+    )
+    assert run.title("gradient") == "gradients of outputs\nlowest 7.0 dB: blocks.10.qkv, step 10"
+    assert run.title("input") == "inputs\nnothing seen"
+    assert [run.span(kind) for kind in ("gradient", "weight")] == [(7.0, 29.0), (34.0, 40.0)]
+    monkeypatch.setattr(watched, "COLUMNS", 2)
+    cells = run.cells("gradient")
+    assert [run.steps[start] for start in run.starts] == [5, 20]
+    assert cells[[0, 1, 3]].tolist() == [[27, 26], [27, 25], [7, 25]]
+    assert WatchedRun.of("not watched", records()) is None
+
+
+def test_what_was_watched_is_drawn_below_the_losses(tmp_path):
+    def drawn(run, suffix):
+        curves.plot([run], tmp_path / f"plot{suffix}")
+        return (tmp_path / f"plot{suffix}").read_bytes()
+
+    run = write(tmp_path)
+    unwatched = {suffix: drawn(run, suffix) for suffix in (".svg", ".html")}
+    with (run / log.NAME).open("a") as file:
+        for step in (10, 20):
+            print(json.dumps(watch_record(step, dict.fromkeys(LAYERS, 50.0 - step))), file=file)
+    for suffix, before in unwatched.items():
+        after = drawn(run, suffix)
+        for text in (b"signal to quantisation noise", b"lowest 30.0 dB: tokens, step 20"):
+            assert text in after
+            assert text not in before
+    assert drawn(run, ".svg") == drawn(run, ".svg")
+
+
+def test_runs_that_were_watched_unlike_are_one_curve(tmp_path):
+    def watching(seed, every):
+        run = write(tmp_path, f"run-{seed}", seed=seed)
+        head, *rest = map(json.loads, (run / log.NAME).read_text().splitlines())
+        head["settings"]["watch"] = every
+        (run / log.NAME).write_text("".join(json.dumps(line) + "\n" for line in (head, *rest)))
+        return run
+
+    (group,) = curves.grouped([watching(0, 0), watching(1, 10), write(tmp_path, "old", seed=2)])
+    assert len(group.runs) == 3
 
 
 def test_the_page_has_the_figures_of_the_logs(place):

@@ -1,7 +1,7 @@
-"""Loss curves of runs over each other, of their logs.
+"""Loss curves of runs over each other, of their logs, and maps of what was watched of them.
 
 Runs whose settings differ in the seed alone are drawn as one: their mean, between the lowest and
-the highest of them.
+the highest of them. How often they were watched does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import log
-from jetfire.report.curves import Curve, CurveGroup, image, page
+from jetfire.report.curves import Curve, CurveGroup, image, page, watched_of
 
 IMAGES, PAGE = (".png", ".svg", ".pdf"), ".html"
 
@@ -29,7 +29,8 @@ def grouped(runs: Sequence[Path]) -> list[CurveGroup]:
     logs = [(path, log.read(path)) for path in runs]
     kinds: dict[str, list[tuple[Path, list[log.Record]]]] = {}
     for path, records in logs:
-        rest = {key: value for key, value in records[0]["settings"].items() if key != "seed"}
+        settings = records[0]["settings"].items()
+        rest = {key: value for key, value in settings if key not in ("seed", "watch")}
         kinds.setdefault(repr(rest), []).append((path, records))
     groups = []
     for same in kinds.values():
@@ -57,10 +58,11 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     if kind not in (*IMAGES, PAGE):
         raise UsageError(f"-o {output}: expected a file named {', '.join(IMAGES)} or {PAGE}")
     groups = grouped(runs)
+    maps = watched_of(groups)
     try:
         if kind == PAGE:
-            page(groups, output)
+            page(groups, output, maps)
         else:
-            image(groups, output, "; ".join(group.mean.label for group in groups))
+            image(groups, output, "; ".join(group.mean.label for group in groups), maps=maps)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
