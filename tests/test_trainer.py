@@ -15,7 +15,8 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
-from jetfire.nn import is_int4_state
+import jetfire
+from jetfire.nn import is_int4_state, products
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -112,6 +113,32 @@ def test_checkpointing_changes_no_bit(tmp_path, recipe, reentrant):
     assert losses == expected
     for found, other in zip(run.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(found, other)
+
+
+def test_logs_the_worst_layers_by_the_callback_of_the_documents(tmp_path):
+    """By Trainer's own log, every second step; the losses are what they are without."""
+    page = (Path(jetfire.__file__).parent / "docs" / "models.md").read_text()
+    (block,) = (part for part in page.split("```python\n") if "TrainerCallback" in part)
+    names: dict = {}
+    exec(block.partition("```")[0], names)
+    options = {"gradient_accumulation_steps": 2, "dropout": 0.1, "layers": 2}
+    expected, _ = trained(tmp_path, "gpt2", "int8", 4, **options)
+    run = toy.trainer(tmp_path, "gpt2", "int8", 4, **options)
+    run.add_callback(names["Watching"](run, every=2))
+    run.train()
+    assert toy.losses(run) == expected
+    seen = [
+        {key: value for key, value in line.items() if key.startswith("sqnr/")}
+        for line in run.state.log_history
+        if any(key.startswith("sqnr/") for key in line)
+    ]
+    assert [len(line) for line in seen] == [3, 3]
+    assert seen[0] != seen[1]
+    layers = {name for name, _ in run.model.named_modules()}
+    for key, value in (item for line in seen for item in line.items()):
+        assert 15 < value < 50
+        assert key.split("/")[2] in layers
+    assert products.watchers == []
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("int8", "aot_eager"), ("int4-hq-lss", "eager")])

@@ -15,7 +15,7 @@ def run(
     output: Annotated[Path, o.option("--output -o", "FILE", ".png, .svg, .pdf or .html.")],
     debug: o.Debug = False,
 ) -> None:
-    """Draw loss curves of runs over each other."""
+    """Draw loss curves of runs over each other, and maps of what was watched of them."""
     from jetfire.gpt2.training import curves
 
     curves.plot(runs, output)
