@@ -7,9 +7,9 @@ the first block on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,56 +26,53 @@ COLUMNS = 300  # of a map; more are finer than it is wide
 _BIT = 6.0  # dB; colours span as much at least, so that what differs by less looks alike
 _LABELS = 20  # of rows; more would overlap
 
-Grid = np.ndarray[Any, np.dtype[np.float64]]  # layers × steps
+Grid = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run's watched steps.
+    """A run's watched steps, of which neighbours share a column where they are many.
 
     Attributes:
-        layers: as the maps have their rows.
-        sqnr: by kind, layers × steps in dB; NaN where there is none.
+        steps: the first of each column.
+        layers: as the maps have their rows: those of the first and of the last watched step.
+        sqnr: by kind, layers × columns in dB, the lowest of each column's steps; NaN without any.
+        lowest: by kind, of all steps: dB, layer and step.
     """
 
     label: str
     steps: list[int]
     layers: list[str]
     sqnr: dict[str, Grid]
+    lowest: dict[str, tuple[float, str, int]]
 
     @classmethod
     def of(cls, label: str, records: Sequence[Mapping[str, Any]]) -> WatchedRun | None:
         """Return what a log says; None of a run that was not watched."""
         seen = [record for record in records if record["kind"] == "watch"]
-        layers = _ordered(
-            list(dict.fromkeys(layer for record in seen for layer in record["layers"]))
-        )
+        layers = _ordered([*{**seen[0]["layers"], **seen[-1]["layers"]}]) if seen else []
         if not layers:
             return None
-        sqnr = {
-            kind: np.array([[_ratio(r, layer, kind) for r in seen] for layer in layers])
-            for kind in KINDS
-        }
-        return cls(label, [record["step"] for record in seen], layers, sqnr)
-
-    @property
-    def starts(self) -> range:
-        """The first step of each column, by its place among the steps."""
-        return range(0, len(self.steps), -(-len(self.steps) // COLUMNS))
-
-    def cells(self, kind: str) -> Grid:
-        """Return a map: layers × columns, the lowest of each column's steps."""
-        found: Grid = np.fmin.reduceat(self.sqnr[kind], self.starts, axis=1)
-        return found
+        rows = {layer: row for row, layer in enumerate(layers)}
+        stride = -(-len(seen) // COLUMNS)
+        steps = [record["step"] for record in seen[::stride]]
+        sqnr = {kind: np.full((len(layers), len(steps)), np.nan) for kind in KINDS}
+        lowest: dict[str, tuple[float, str, int]] = {}
+        for number, record in enumerate(seen):
+            for layer, kind, value in _ratios(record):
+                if layer in rows:
+                    cell = rows[layer], number // stride
+                    sqnr[kind][cell] = np.fmin(sqnr[kind][cell], value)
+                    found = value, layer, record["step"]
+                    lowest[kind] = min(lowest.get(kind, found), found)
+        return cls(label, steps, layers, sqnr, lowest)
 
     def title(self, kind: str) -> str:
         """Return a map's title, with the lowest value in it."""
-        grid = self.sqnr[kind]
-        if np.isnan(grid).all():
+        if kind not in self.lowest:
             return f"{KINDS[kind]}\nnothing seen"
-        layer, step = np.unravel_index(np.nanargmin(grid), grid.shape)
-        where = f"{self.layers[layer]}, step {self.steps[step]}"
-        return f"{KINDS[kind]}\nlowest {grid[layer, step]:.1f} dB: {where}"
+        value, layer, step = self.lowest[kind]
+        return f"{KINDS[kind]}\nlowest {value:.1f} dB: {layer}, step {step}"
 
     def span(self, kind: str) -> tuple[float, float]:
         """Return the ratios of the darkest and the lightest colour."""
@@ -89,9 +86,13 @@ class WatchedRun:
         return 2 + min(6.0, max(1.5, 0.06 * len(self.layers)))
 
 
-def _ratio(record: Mapping[str, Any], layer: str, kind: str) -> float:
-    found = record["layers"].get(layer, {}).get(kind)
-    return math.nan if found is None or found["sqnr"] is None else found["sqnr"]
+def _ratios(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Yield layer, kind and dB of what is finite."""
+    for layer, kinds in record["layers"].items():
+        for kind in KINDS:
+            value = kinds.get(kind, {}).get("sqnr")
+            if value is not None:
+                yield layer, kind, value
 
 
 def _parted(layer: str) -> tuple[str, tuple[int, ...]]:
@@ -116,12 +117,12 @@ def draw(part: SubFigure, run: WatchedRun) -> None:
         ax.set_facecolor(GAP)
         low, high = run.span(kind)
         shown = ax.imshow(
-            run.cells(kind), HEAT, aspect="auto", interpolation="nearest", vmin=low, vmax=high
+            run.sqnr[kind], HEAT, aspect="auto", interpolation="nearest", vmin=low, vmax=high
         )
         part.colorbar(shown, ax=ax, location="bottom", aspect=30).ax.tick_params(labelsize=8)
         ax.set_title(run.title(kind), fontsize=8)
-        ticks = range(0, len(run.starts), math.ceil(len(run.starts) / 5))
-        ax.set_xticks(ticks, [str(run.steps[run.starts[i]]) for i in ticks], fontsize=8)
+        ticks = range(0, len(run.steps), math.ceil(len(run.steps) / 5))
+        ax.set_xticks(ticks, [str(run.steps[i]) for i in ticks], fontsize=8)
         ax.set_xlabel("step", fontsize=8)
     _label_rows(axes, run.layers)
 
@@ -132,7 +133,7 @@ def _label_rows(axes: Sequence[Axes], layers: Sequence[str]) -> None:
         (name.rpartition(".")[2], len(list(of)))
         for name, of in groupby(layers, lambda layer: _parted(layer)[0])
     ]
-    ends = [sum(count for _, count in groups[: i + 1]) - 0.5 for i in range(len(groups))]
+    ends = [end - 0.5 for end in accumulate(count for _, count in groups)]
     middles = [end - count / 2 for end, (_, count) in zip(ends, groups, strict=True)]
     named = slice(None, None, max(1, math.ceil(len(groups) / _LABELS)))
     axes[0].set_yticks(middles[named], [name for name, _ in groups[named]], fontsize=8)
@@ -147,14 +148,16 @@ def page_figure(run: WatchedRun) -> go.Figure:
     from plotly.subplots import make_subplots
 
     titles = [run.title(kind).replace("\n", "<br>") for kind in KINDS]
-    figure = make_subplots(1, len(KINDS), shared_yaxes=True, subplot_titles=titles)
+    figure = make_subplots(
+        1, len(KINDS), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles
+    )
     for column, kind in enumerate(KINDS):
         bar = {"orientation": "h", "x": (column + 0.5) / len(KINDS), "y": -0.15, "len": 0.28}
         low, high = run.span(kind)
         cells = go.Heatmap(
-            x=[run.steps[start] for start in run.starts],
+            x=run.steps,
             y=run.layers,
-            z=run.cells(kind),
+            z=run.sqnr[kind],
             zmin=low,
             zmax=high,
             colorscale=HEAT,
@@ -163,6 +166,7 @@ def page_figure(run: WatchedRun) -> go.Figure:
         )
         figure.add_trace(cells, 1, column + 1)
     figure.update_yaxes(autorange="reversed")
+    figure.update_annotations(font_size=12)
     figure.update_layout(
         template="plotly_white",
         title=f"signal to quantisation noise, dB: {run.label}",

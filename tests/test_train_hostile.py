@@ -291,13 +291,18 @@ def test_a_hostile_file_is_told_in_one_line(verb, name, change, says, home, caps
     assert len(line) < 1000
 
 
-@pytest.mark.parametrize("says", ["settings", "kind", "loss", "nested"])
+WATCHED = {"kind": "watch", "step": 1, "worst": {"layer": "a", "kind": "weight", "sqnr": None}}
+
+
+@pytest.mark.parametrize("says", ["settings", "kind", "loss", "layer", "layers", "nested"])
 def test_a_hostile_log_is_passed_over_line_by_line(says, home, capsys):
     head, *rest = (home / "run/log.jsonl").read_text().splitlines()
     bad = {
         "settings": json.dumps({"kind": "resume", "settings": {"preset": "\x1b[2J"}}),
         "kind": json.dumps({"kind": "\x1b[2J"}),
         "loss": '{"kind": "step", "step": 1, "loss": 1e999}',
+        "layer": json.dumps({**WATCHED, "layers": {"\x1b[2J": {}}}),
+        "layers": json.dumps({**WATCHED, "layers": {f"a.{i}": {} for i in range(10_001)}}),
         "nested": NESTED,
     }[says]
     (home / "run/log.jsonl").write_text("\n".join([head, bad, *rest]) + "\n")

@@ -146,16 +146,15 @@ def test_a_map_has_layers_of_one_name_together_and_the_lowest_of_steps(monkeypat
     lines[2]["layers"]["blocks.10.qkv"]["gradient"]["sqnr"] = None
     run = WatchedRun.of("a run", lines)
     assert run.layers == ["tokens", LAYERS[1], LAYERS[3], LAYERS[4], LAYERS[2]]
-    assert run.cells("gradient")[3].tolist() == pytest.approx(
-        [29, 7, math.nan, 26, 25], nan_ok=True
-    )
+    assert run.sqnr["gradient"][3].tolist() == pytest.approx([29, 7, math.nan, 26, 25], nan_ok=True)
     assert run.title("gradient") == "gradients of outputs\nlowest 7.0 dB: blocks.10.qkv, step 10"
     assert run.title("input") == "inputs\nnothing seen"
     assert [run.span(kind) for kind in ("gradient", "weight")] == [(7.0, 29.0), (34.0, 40.0)]
     monkeypatch.setattr(watched, "COLUMNS", 2)
-    cells = run.cells("gradient")
-    assert [run.steps[start] for start in run.starts] == [5, 20]
-    assert cells[[0, 1, 3]].tolist() == [[27, 26], [27, 25], [7, 25]]
+    run = WatchedRun.of("a run", lines)
+    assert run.steps == [5, 20]
+    assert run.title("gradient") == "gradients of outputs\nlowest 7.0 dB: blocks.10.qkv, step 10"
+    assert run.sqnr["gradient"][[0, 1, 3]].tolist() == [[27, 26], [27, 25], [7, 25]]
     assert WatchedRun.of("not watched", records()) is None
 
 
@@ -171,7 +170,7 @@ def test_what_was_watched_is_drawn_below_the_losses(tmp_path):
             print(json.dumps(watch_record(step, dict.fromkeys(LAYERS, 50.0 - step))), file=file)
     for suffix, before in unwatched.items():
         after = drawn(run, suffix)
-        for text in (b"signal to quantisation noise", b"lowest 30.0 dB: tokens, step 20"):
+        for text in (b"signal to quantisation noise", b"lowest 30.0 dB: blocks.0.down, step 20"):
             assert text in after
             assert text not in before
     assert drawn(run, ".svg") == drawn(run, ".svg")
