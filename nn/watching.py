@@ -85,10 +85,11 @@ def _sums(q: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
 
 @dataclass
 class Watched:
-    """What was seen, by the name of each converted layer, or of another weight without `.weight`.
+    """What was seen, by the name of each converted layer.
 
-    Layers that read the same input in a fused block are multiplied by as one: the gradients of
-    their outputs are seen as one matrix. That of a layer whose input needs no gradient is not seen.
+    An output head that multiplies by an embedding's table has the embedding's name. Layers that
+    read the same input in a fused block are multiplied by as one: the gradients of their outputs
+    are seen as one matrix. That of a layer whose input needs no gradient is not seen.
     """
 
     weight: dict[str, CodesQuality] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class _Layer(NamedTuple):
 def _layers(model: nn.Module) -> dict[str, _Layer]:
     """Return the weights of INT8 products by name, but those that are divided over processes.
 
-    A layer's has the layer's name; one that a module reads but does not hold, its own.
+    That of a layer has the layer's name, any other the parameter's, less `.weight`.
     """
     found = {}
     own: dict[torch.Tensor, str] = {

@@ -265,7 +265,7 @@ def page(groups: Sequence[CurveGroup], output: Path, maps: Sequence[WatchedRun] 
     )
     figures = [figure, *map(watched.page_figure, maps)]
     parts = [
-        one.to_html(include_plotlyjs=number == 0, full_html=False)
+        one.to_html(include_plotlyjs=number == 0, full_html=False, default_height="90vh")
         for number, one in enumerate(figures)
     ]
     head = '<!doctype html><html><head><meta charset="utf-8"></head><body>'

@@ -34,7 +34,7 @@ NAME = "log.jsonl"
 # In the environment of a run: how many runs share its device, where they are more than one.
 RUNS_AT_ONCE = "JETFIRE_RUNS_AT_ONCE"
 Record = dict[str, Any]
-# Bytes: a million steps have 230 MB, and 17000 that are watched at 124M.
+# Bytes: a million steps have 230 MB, and 16000 that are watched at 124M.
 MOST = 256 * MIB
 MOST_LINES = 2_000_000
 
