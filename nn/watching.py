@@ -67,7 +67,7 @@ class CodesQuality:
         sums = torch.stack([_sums(*part, x.block) for part in parts]).sum(0)
         found = torch.cat([sums, torch.stack([noise, scale.max()])])
         signal, zeros, clipped, error, largest = found.tolist()  # waits for the device once
-        sqnr = 10 * math.log10(signal / error) if error else math.inf
+        sqnr = 10 * math.log10(signal / error) if signal and error else math.inf
         return cls(sqnr, zeros / x.q.numel(), clipped / x.q.numel(), largest)
 
 
