@@ -127,7 +127,7 @@ class Adamw(StandardOp):
 
     def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
         """Return the codes: the rest is updated in place."""
-        return {name: value for name, value in outputs.items() if name not in UPDATED}
+        return {name: value for name, value in outputs.items() if name not in self.contiguous}
 
     def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
         """Draw any step of a long training; one that is left out; moments that were just made."""
@@ -150,14 +150,24 @@ class Adamw(StandardOp):
 
     def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
-        import torch
-
-        param, grad, exp_avg, exp_avg_sq = ([inputs[name].clone()] for name in STATE)
+        step, param = self.fused(problem, inputs)
         codes = QuantizeProblem(
             problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
         )
 
         def eager() -> Any:
+            step()
+            return in_torch(codes, param)
+
+        return eager
+
+    def fused(self, problem: AdamwProblem, inputs: Tensors) -> tuple[Callable[[], object], Tensor]:
+        """Return a step of torch's fused AdamW, and the param of its own that it updates."""
+        import torch
+
+        param, grad, exp_avg, exp_avg_sq = ([inputs[name].clone()] for name in STATE)
+
+        def step() -> None:
             torch._fused_adamw_(
                 param,
                 grad,
@@ -175,9 +185,8 @@ class Adamw(StandardOp):
                 grad_scale=inputs.get("grad_scale"),
                 found_inf=inputs.get("found_inf"),
             )
-            return in_torch(codes, param[0])
 
-        return eager
+        return step, param[0]
 
 
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:

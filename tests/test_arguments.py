@@ -216,7 +216,7 @@ def test_messages(call, message):
 
 
 @pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["int8_layernorm", "int8_add", "int8_adamw"])
+@pytest.mark.parametrize("name", ["int8_layernorm", "int8_add", "int8_adamw", "int8_adamw8"])
 def test_eps(name, eps):
     message = refused(getattr(ops, name), **{**functions.call(name), "eps": eps})
     assert message == f"eps={eps}: expected a finite number of at least 0"
@@ -229,11 +229,12 @@ def test_probability(p):
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, math.nan])
-def test_a_step_of_adamw_is_counted_from_one(step):
-    keywords = functions.call("int8_adamw", step=torch.tensor([step]))
+@pytest.mark.parametrize("name", ["int8_adamw", "int8_adamw8"])
+def test_a_step_of_adamw_is_counted_from_one(name, step):
+    keywords = functions.call(name, step=torch.tensor([step]))
     before = keywords["param"].clone()
     message = f"step={step:g}: expected at least 1, for it counts this step too"
-    assert refused(ops.int8_adamw, **keywords) == message
+    assert refused(getattr(ops, name), **keywords) == message
     assert torch.equal(keywords["param"], before)
 
 
@@ -281,6 +282,7 @@ IN_PLACE = {
     "int8_gelu_backward": ({"layout": "both", "inplace": True}, ("dy",)),
     "cross_entropy_backward": ({"dtype": "fp32", "inplace": True}, ("logits",)),
     "int8_adamw": ({}, ("param", "exp_avg", "exp_avg_sq")),
+    "int8_adamw8": ({}, ("param", "exp_avg_scale", "exp_avg_sq_scale")),
     "add_rows": ({"k": functions.M}, ("table",)),
 }
 
@@ -290,7 +292,9 @@ def writing(name):
     return functions.call(name, **IN_PLACE[name][0])
 
 
-@pytest.mark.parametrize("name", ["int8_gemm", "cross_entropy_backward", "int8_adamw", "add_rows"])
+@pytest.mark.parametrize(
+    "name", ["int8_gemm", "cross_entropy_backward", "int8_adamw", "int8_adamw8", "add_rows"]
+)
 def test_a_leaf_that_requires_grad_is_not_written(name):
     function = getattr(ops, name)
     for key in IN_PLACE[name][1]:

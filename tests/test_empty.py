@@ -164,6 +164,16 @@ def test_adamw(device, run, m, n):
     assert [tuple(tensor.shape) for tensor in found.tensors] == shapes_of(m, n, "both")
 
 
+@pytest.mark.parametrize(("m", "n"), EMPTY)
+def test_adamw8(device, run, m, n):
+    codes = torch.zeros(m, n, dtype=torch.int8, device=device)
+    scales = torch.zeros(m, -(-n // 128), device=device)
+    moments = codes, scales, codes.clone(), scales.clone()
+    param, one = torch.randn(m, n, device=device), torch.ones((), device=device)
+    found = run(int8.int8_adamw8, param, param.clone(), *moments, one, one)
+    assert [tuple(tensor.shape) for tensor in found.tensors] == shapes_of(m, n, "both")
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(40, 33, 0), (40, 0, 34), (0, 33, 0), (0, 0, 0)])
 def test_add_rows(device, run, m, n, k):
     table, ids = torch.randn(m, n, device=device), torch.zeros(k, device=device).long()

@@ -153,6 +153,10 @@ NAMED = {
     # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
     "gpt2/training/memory.py": ["adamw", "sample_rows"],
     "gpt2/model/layouts.py": ["dropout"],
+    # A setting's values.
+    "gpt2/training/checkpoint.py": ["adamw8"],
+    "gpt2/training/settings.py": ["adamw", "adamw8"],
+    "gpt2/training/step.py": ["adamw8"],
     # Layers are made of ops, and some modules of theirs have their names.
     "nn/__init__.py": ["gelu", "layernorm"],
     "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],
@@ -174,9 +178,11 @@ NAMED = {
     "kernels_cpu/quantize_dlogits/__init__.py": ["cross_entropy"],
     "kernels_triton/quantize_dlogits/__init__.py": ["cross_entropy", "quantize"],
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
+    "kernels_triton/adamw8/__init__.py": ["adamw"],
     # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
     # field that have an op's name.
     "ops/adamw.py": ["quantize"],
+    "ops/adamw8.py": ["adamw"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],
     "ops/int4_gemm.py": ["sample_rows"],

@@ -14,6 +14,7 @@ from jetfire.measure.data import DISTRIBUTIONS, Source
 
 INT8_OPS = (
     "adamw",
+    "adamw8",
     "add",
     "column_sum",
     "dequantize",

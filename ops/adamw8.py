@@ -1,0 +1,227 @@
+"""AdamW whose moments are kept in INT8: the update, and the new weight's codes where wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
+
+from jetfire.core import expect
+from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
+from jetfire.core.operators import Operator, Shape
+from jetfire.core.problem import Block
+from jetfire.core.tensors import (
+    Quantized,
+    Spec,
+    Specs,
+    Tensors,
+    ceil_div,
+    names_of,
+    quantized,
+)
+from jetfire.measure.bounds import OVER, ROUNDING
+from jetfire.measure.data import Source
+from jetfire.ops.adamw import OP as ADAMW
+from jetfire.ops.adamw import UPDATE, Adamw, AdamwProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["int8_adamw8"]
+
+Codes = Literal["none", "q", "qt", "both"]
+MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+UPDATED = ("param", *MOMENTS)
+
+
+def scales(m: int, n: int) -> tuple[int, int]:
+    """Return the shape of the scales of an m×n moment: one for every 128 numbers of a row."""
+    return m, ceil_div(n, 128)
+
+
+@dataclass(frozen=True)
+class Adamw8Problem(AdamwProblem):
+    """param (m×n fp32) and its moments' codes after a step, and the codes of the new param.
+
+    The moments are int8 m×n with fp32 scales m×⌈n/128⌉. With the layout `none` no codes of the
+    param are written, and `block` is of no matter. The rest is as in `AdamwProblem`.
+    """
+
+    layout: Codes = "both"  # type: ignore[assignment]
+
+
+class Adamw8(Adamw):
+    name = "adamw8"
+    summary = "AdamW's update of a weight with INT8 moments, and its codes both ways"
+    Problem = Adamw8Problem
+    contiguous = frozenset(UPDATED)
+    untuned = True
+
+    def _moments(self, problem: AdamwProblem) -> Specs:
+        m, n = problem.m, problem.n
+        codes, groups = Spec("int8", (m, n)), Spec("fp32", scales(m, n))
+        return dict(zip(MOMENTS, (codes, groups, codes, groups), strict=True))
+
+    def reads(self, problem: AdamwProblem) -> Specs:
+        return {**super().reads(problem), **self._moments(problem)}
+
+    def writes(self, problem: AdamwProblem) -> Specs:
+        m, n, layout = problem.m, problem.n, problem.layout
+        codes = {} if layout == "none" else quantized(m, n, problem.block, layout=layout)
+        return {"param": Spec("fp32", (m, n)), **self._moments(problem), **codes}
+
+    def drawn(self, problem: AdamwProblem, source: Source) -> Tensors:
+        from jetfire.reference.adamw8 import first_codes, second_codes
+
+        inputs = ADAMW.drawn(problem, source)
+        codes = *first_codes(inputs["exp_avg"]), *second_codes(inputs["exp_avg_sq"])
+        return inputs | dict(zip(MOMENTS, codes, strict=True))
+
+    def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
+        return UPDATED
+
+    def reference(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
+        """Return the moments' codes, which are exact, and the update in float64 with its bounds.
+
+        The bounds are a few roundings of its terms, and what `UPDATE` says.
+        """
+        import torch
+
+        from jetfire.reference import adamw8
+        from jetfire.reference.adamw import rounded
+
+        p = inputs["param"]
+        kept = {name: inputs[name] for name in MOMENTS}
+        if "found_inf" in inputs and float(inputs["found_inf"]) != 0:
+            unmoved = {"param_bound": torch.zeros_like(p, dtype=torch.float64)}
+            return {"param": p.double(), **kept, **unmoved}
+        m, v = adamw8.moments(
+            adamw8.first_values(*(kept[name] for name in MOMENTS[:2])),
+            adamw8.second_values(*(kept[name] for name in MOMENTS[2:])),
+            inputs["grad"],
+            problem.beta1,
+            problem.beta2,
+            inputs.get("grad_scale"),
+        )
+        codes = *adamw8.first_codes(m), *adamw8.second_codes(v)
+        options = problem.beta1, problem.beta2, problem.eps, problem.decay
+        new = adamw8.update(p, m, v, inputs["rate"], inputs["step"], *options)
+        beta1, beta2, eps = map(rounded, options[:3])
+        lr, t = float(inputs["rate"]), float(inputs["step"])
+        size, least = lr / (1 - beta1**t), 4 * 2.0**-149
+        denominator = (v.double() / (1 - beta2**t)).sqrt() + eps
+        moved = size * m.double().abs()
+        bound = (UPDATE * moved + least) / denominator + 3 * ROUNDING * p.double().abs() + least
+        largest = m.double().abs() * (max(size, 1.0) / denominator).clamp(min=size)
+        return {
+            "param": new,
+            "param_bound": bound.nan_to_num(0.0),
+            "param_over": (largest >= OVER) | torch.isinf(p),
+            **dict(zip(MOMENTS, codes, strict=True)),
+        }
+
+    def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
+        """Draw as for fp32's moments, those just made as scales of 0."""
+        import torch
+
+        rare = super().edges(problem, inputs, rng)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if rare.pop(name, None) is not None:
+                rare[f"{name}_scale"] = torch.zeros_like(inputs[f"{name}_scale"])
+        return rare
+
+    def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return torch's fused AdamW of fp32's moments, then plain torch's quantisation if any."""
+        from jetfire.reference.adamw8 import first_values, second_values
+
+        m = first_values(inputs["exp_avg"], inputs["exp_avg_scale"])
+        v = second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"])
+        wide = {**inputs, "exp_avg": m, "exp_avg_sq": v}
+        if problem.layout == "none":
+            return self.fused(problem, wide)[0]
+        return super().eager(problem, wide)
+
+
+OP = Adamw8()
+
+
+def _codes_given(
+    param: Shape, q: Shape | None, qt: Shape | None, grad_scale: Shape | None
+) -> dict[str, Any]:
+    """Return fields: the codes that are given say the layout."""
+    m, n = param
+    layout = {(True, True): "none", (False, True): "q", (True, False): "qt"}
+    found = layout.get((q is None, qt is None), "both")
+    return {"m": m, "n": n, "layout": found, "guarded": grad_scale is not None}
+
+
+_adamw8 = Operator(
+    "adamw8(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
+    " Tensor(e!) exp_avg_sq_scale, Tensor(f!)? q, Tensor(g!)? scale, Tensor(h!)? qt,"
+    " Tensor(i!)? scale_t, Tensor grad, Tensor rate, Tensor step, Tensor? grad_scale,"
+    " Tensor? found_inf, int block, float beta1, float beta2, float eps, float decay) -> ()",
+    derive=_codes_given,
+)
+
+
+@checked
+def int8_adamw8(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor,
+    rate: Tensor,
+    step: Tensor,
+    *,
+    block: Block = 32,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    decay: float = 0.01,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    layout: Codes = "both",
+    out: Quantized | None = None,
+) -> Quantized | None:
+    """Make a step of AdamW in place, and return the new param's codes, rounded to nearest.
+
+    Args:
+        param, grad: fp32 m×n, param contiguous. What is written shares no memory with another
+            argument.
+        exp_avg, exp_avg_sq: the moments' codes, int8 m×n, contiguous; before the first step zeros.
+        exp_avg_scale, exp_avg_sq_scale: their scales, fp32 m×⌈n/128⌉, contiguous; at first zeros.
+        layout: `none` for no codes of the param: None is returned.
+        rest: as in `int8_adamw`.
+    """
+    expect.same_shape("param", param, param)
+    expect.same_shape("grad", grad, param)
+    expect.contiguous("param", param)
+    m, n = param.shape
+    moments = dict(
+        zip(MOMENTS, (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), strict=True)
+    )
+    for i, (name, x) in enumerate(moments.items()):
+        dtype, shape = (("int8", (m, n)), ("float32", scales(m, n)))[i % 2]
+        expect.exactly(name, x, dtype, shape, param)
+        expect.contiguous(name, x)
+    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
+    if (grad_scale is None) != (found_inf is None):
+        raise UsageError("grad_scale and found_inf: expected both or neither")
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            expect.scalar(name, scalar, param)
+    expect.choice("block", block, Block)
+    expect.choice("layout", layout, Codes)
+    codes = {} if layout == "none" else expect.room(out, m, n, block, layout, param)
+    refuse_in_place({"param": param, **moments, **codes}, {"grad": grad, **scalars})
+    given = (codes.get(part) for part in names_of())
+    options = block, beta1, beta2, eps, decay
+    _adamw8(param, *moments.values(), *given, grad, *scalars.values(), *options)
+    if layout == "none":
+        return None
+    return Quantized.of(tuple(codes.values()), layout, block) if out is None else out

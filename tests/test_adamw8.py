@@ -1,0 +1,240 @@
+"""adamw8: codes of moments to the bit, the update against float64, and beside torch's own."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from jetfire.core import registry
+from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.launch import verify
+from jetfire.ops import int8_adamw8, int8_quantize
+from jetfire.reference.adamw8 import first_codes, first_values, second_codes, second_values
+
+OP = registry.get("adamw8")
+KERNEL = registry.get_kernel("adamw8", "triton")
+
+
+def check(problem, inputs, config=None, kernel=KERNEL):
+    config = config or kernel.default(problem, Device.of(inputs["param"]))
+    result = verify(OP, kernel, problem, config, inputs)
+    assert result.ok, f"{problem}, {config}: {result.message}"
+
+
+# The codes
+
+
+def test_a_code_is_the_nearest_root():
+    """Of all that there are, found in float64."""
+    generator = torch.Generator().manual_seed(0)
+    m = torch.randn((3, 128), generator=generator) * 10.0 ** torch.arange(-8, -2, 2)[:3, None]
+    q, scale = first_codes(m)
+    roots = torch.arange(-127, 128) * m.abs().amax(1, keepdim=True).double().sqrt() / 127
+    exact = m.double().abs().sqrt() * m.sign()
+    assert torch.equal(q.long(), (exact[:, :, None] - roots[:, None]).abs().argmin(2) - 127)
+    assert torch.allclose(scale[:, 0].double(), roots[:, -1] / 127, rtol=1e-7)
+    q, scale = second_codes(m.square())
+    levels = torch.arange(1, 255) * m.abs().amax(1, keepdim=True).double().sqrt() / 254
+    exact = m.double().abs().sqrt()
+    assert torch.equal(q.long(), (exact[:, :, None] - levels[:, None]).abs().argmin(2) - 126)
+
+
+def test_codes_of_what_codes_stand_for_are_these_codes():
+    every = torch.arange(-127, 128, dtype=torch.int8).view(1, -1).expand(4, 255)
+    scale = torch.tensor([1e-9, 3e-5, 1.0, 7e3]).view(4, 1).expand(4, 2)
+    assert torch.equal(first_codes(first_values(every[:, :128], scale[:, :1]))[0], every[:, :128])
+    high = every[:, 127:]  # a group that holds its largest code
+    assert torch.equal(second_codes(second_values(high, scale))[0][:, :128], high[:, :128])
+
+
+def test_no_code_of_a_second_moment_stands_for_zero():
+    v = torch.zeros((1, 128))
+    v[0, 0] = 1.0
+    q, scale = second_codes(v)
+    assert q.tolist() == [[127] + [-126] * 127]
+    assert second_values(q, scale)[0, 1] == pytest.approx(254.0**-4)
+
+
+def test_a_group_without_a_finite_number_above_zero():
+    m = torch.zeros((3, 130))
+    m[0, 5], m[1, 5] = math.nan, math.inf
+    for codes in (first_codes, second_codes):
+        q, scale = codes(m)
+        assert not q[:, :128].any()
+        assert scale[:2, 0].isnan().all()
+        assert not scale[2].any()
+        assert not scale[:, 1].any()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
+def test_a_moment_is_kept_to_some_hundredths(spread):
+    """Of all from a thousandth of their group's largest, whose sizes are log-normal."""
+    generator = torch.Generator().manual_seed(1)
+    m = torch.randn((64, 128), generator=generator)
+    m *= (spread * torch.randn((64, 128), generator=generator)).exp()
+    kept, v = first_values(*first_codes(m)), m.square()
+    of_root = second_values(*second_codes(v)).sqrt() / v.sqrt() - 1
+    large = m.abs() > m.abs().amax(1, keepdim=True) / 1000
+    assert float((kept / m - 1)[large].abs().mean()) < 0.05
+    assert float(of_root[large].abs().mean()) < 0.03
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 50), (70, 160), (129, 128)])
+def test_any_shape(device, block, m, n):
+    problem = OP.Problem(m, n, block=block)
+    check(problem, OP.inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NaN and ∞
+@pytest.mark.parametrize(("tile_n", "slices"), [(128, 1), (128, 4), (256, 2)])
+def test_slices_of_a_block(device, tile_n, slices):
+    problem = OP.Problem(140, 300, block=128)
+    config = KERNEL.Config(128, tile_n, 16, slices=slices)
+    inputs = OP.inputs(problem, device, data="outlier")
+    inputs["grad"][100, 7], inputs["grad"][130, 200] = math.nan, math.inf
+    check(problem, inputs, config)
+
+
+def test_tiles_hold_whole_groups():
+    device = Device(kind="cuda", capability=(9, 0))
+    reason = KERNEL.legal(OP.Problem(64, 64), KERNEL.Config(32, 64, 4), device)
+    assert reason == "tile_n=64: expected a multiple of the moments' 128"
+
+
+@pytest.mark.parametrize("data", ["outlier", "gradient"])
+@pytest.mark.parametrize("layout", ["none", "q", "qt"])
+def test_layouts_and_guards(device, layout, data):
+    problem = OP.Problem(45, 160, layout=layout, guarded=True)
+    check(problem, OP.inputs(problem, device, data=data))
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_found_inf_leaves_all_as_it_was(device, name):
+    kernel = registry.get_kernel("adamw8", name)
+    problem = OP.Problem(40, 140, guarded=True)
+    inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
+    inputs["found_inf"].fill_(1)
+    inputs["grad_scale"].fill_(math.nan)
+    inputs["grad"][3, 5] = math.inf
+    check(problem, inputs, kernel=kernel)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # 0/0, in the padding
+def test_from_nothing_and_without_eps(device):
+    problem = OP.Problem(5, 130, eps=0.0)
+    inputs = OP.inputs(problem, device)
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        inputs[name].zero_()
+    check(problem, inputs)
+
+
+def test_row_strided_gradient(device):
+    problem = OP.Problem(33, 130)
+    inputs = OP.inputs(problem, device)
+    wide = torch.full((33, 138), math.nan, device=device)
+    wide[:, 8:] = inputs["grad"]
+    check(problem, inputs | {"grad": wide[:, 8:]})
+
+
+def test_bytes():
+    """Of an element: 2 of moments and 8/128 of their scales, both ways, and 12 of the rest."""
+    problem = OP.Problem(4096, 4096, layout="none")
+    scalars = 8
+    assert OP.bytes(problem) == 4096**2 * (2 * (2 + 8 / 128) + 12) + scalars
+
+
+@pytest.mark.parametrize("layout", ["none", "qt"])
+def test_the_peer_makes_the_same_step(device, layout):
+    problem = OP.Problem(40, 140, layout=layout)
+    inputs = OP.inputs(problem, device)
+    expected = OP.reference(problem, inputs)["param"]
+    step, param = OP.fused(
+        problem,
+        inputs
+        | {
+            "exp_avg": first_values(inputs["exp_avg"], inputs["exp_avg_scale"]),
+            "exp_avg_sq": second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"]),
+        },
+    )
+    step()
+    assert torch.allclose(param.double(), expected, rtol=1e-5, atol=1e-7)
+    assert (OP.eager(problem, inputs)() is None) == (layout == "none")
+
+
+# The function
+
+
+def start(m, n, device):
+    codes = [torch.zeros((m, n), dtype=torch.int8, device=device) for _ in range(2)]
+    groups = [torch.zeros((m, -(-n // 128)), device=device) for _ in range(2)]
+    return [x for pair in zip(codes, groups, strict=True) for x in pair]
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_follows_torch_s_adamw(device, beta2):
+    """The first step's update to 1e-5, the others' to 5% in the norm."""
+    generator = torch.Generator(device).manual_seed(3)
+    param = torch.randn((40, 200), device=device, generator=generator)
+    theirs = param.clone().requires_grad_()
+    rate = torch.tensor(1e-2, device=device)
+    options = {"betas": (0.9, beta2), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([theirs], lr=rate, fused=True, **options)
+    moments = start(40, 200, device)
+    for step in range(1, 31):
+        grad = torch.randn((40, 200), device=device, generator=generator) + 0.5
+        before, own = theirs.detach().clone(), param.clone()
+        theirs.grad = grad.clone()
+        optimizer.step()
+        count = torch.tensor(float(step), device=device)
+        int8_adamw8(param, grad, *moments, rate, count, beta2=beta2, decay=0.0, layout="none")
+        moved = theirs.detach() - before
+        error = float((param - own - moved).norm() / moved.norm())
+        assert error < (1e-5 if step == 1 else 0.05), f"step {step}"
+
+
+def test_writes_in_place_and_gives_the_codes(device):
+    problem = OP.Problem(40, 140)
+    inputs = OP.inputs(problem, device)
+    param, version = inputs["param"], inputs["param"]._version
+    codes = int8_adamw8(**inputs, block=64)
+    assert param._version > version
+    expected = int8_quantize(param, block=64, layout="both")
+    assert all(map(torch.equal, codes.tensors, expected.tensors))
+    again = int8_adamw8(**inputs, block=64, out=codes)
+    assert again is codes
+    expected = int8_quantize(param, block=64, layout="both")
+    assert all(map(torch.equal, codes.tensors, expected.tensors))
+    assert int8_adamw8(**inputs, layout="none") is None
+
+
+def test_bad_inputs(device):
+    inputs = OP.inputs(OP.Problem(4, 130), device)
+    wide = torch.zeros((4, 256), dtype=torch.int8, device=device)
+    refused = [
+        ({"grad": inputs["grad"][:, :7]}, r"grad has shape \(4, 7\): expected \(4, 130\)"),
+        (
+            {"exp_avg": inputs["exp_avg"].float()},
+            r"exp_avg is float32 \(4, 130\): expected int8 \(4, 130\)",
+        ),
+        ({"exp_avg": wide[:, :130]}, r"exp_avg has strides \(256, 1\): expected a contiguous"),
+        (
+            {"exp_avg_sq_scale": inputs["exp_avg_sq_scale"][:, :1]},
+            r"exp_avg_sq_scale is float32 \(4, 1\): expected float32 \(4, 2\)",
+        ),
+        ({"found_inf": torch.ones((), device=device)}, "grad_scale and found_inf: expected both"),
+        ({"layout": "packed"}, "layout=packed: expected none or q or qt or both"),
+        ({"beta2": 1.0}, "beta2=1.0: expected at least 0 and less than 1"),
+    ]
+    for change, message in refused:
+        with pytest.raises(UsageError, match=message):
+            int8_adamw8(**{**inputs, **change})
+    for one, other in itertools.pairwise(("param", "exp_avg_scale", "exp_avg_sq_scale")):
+        shared = inputs[one].flatten()[: inputs[other].numel()].view(inputs[other].shape)
+        with pytest.raises(UsageError, match=f"{other} and {one} share memory"):
+            int8_adamw8(**{**inputs, other: shared})
