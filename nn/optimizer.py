@@ -1,7 +1,8 @@
 """AdamW that leaves INT8 layers the codes of their new weights: the next forward quantises nothing.
 
 torch's fused update and then quantisation move a weight of fp32 through memory three times; one
-kernel that does both moves 30 bytes per element where they move 38.
+kernel that does both moves 30 bytes per element where they move 38. With moments in 8 bits it moves
+18, and 2.06 bytes are kept per element where fp32's moments take 8.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 
+from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
+from jetfire.nn import moments
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.products import QuantisedWeight, stamp, weights_changed
 from jetfire.nn.streams import branches
-from jetfire.ops import int8_adamw
+from jetfire.ops import int8_adamw, int8_adamw8
 
 _REFUSED = ("amsgrad", "maximize", "foreach", "differentiable")
 _LANES = 3  # weights that are updated beside each other, so that one's end overlaps the next
@@ -75,8 +78,15 @@ class AdamW(torch.optim.AdamW):
     they are set, have the fused update's meaning; but the gradient of an INT8 layer's weight is not
     overwritten by what `grad_scale` makes of it.
 
+    With 8 bits the moments of fp32 parameters of two dimensions and more are INT8 codes
+    (`jetfire.reference.adamw8`), where a row has 128 numbers and the whole 4096 at least. Those of
+    all others, a thousandth of GPT-2, are torch's. Of a DTensor each process keeps the codes of
+    its rows, which are those of one process; one that is divided otherwise is torch's. A state
+    dict, ours or torch's, loads in whatever bits it was kept, and is then kept in these.
+
     Args:
         model: what has the INT8 layers.
+        bits: 32 or 8; a group of parameters may have its own.
     """
 
     @checked
@@ -89,12 +99,14 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         model: nn.Module,
+        bits: Literal[8, 32] = 32,
         capturable: bool = False,
         **refused: Any,
     ) -> None:
         for name in refused:
             if name not in _REFUSED:
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+        self._bits = bits
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, fused=True, **refused
         )
@@ -105,13 +117,14 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy or what was pickled knows no model: it is torch's own.
-        for name, empty in (("_int8", {}), ("_updated", []), ("_last", [])):
+        for name, empty in (("_int8", {}), ("_updated", []), ("_last", []), ("_bits", 32)):
             self.__dict__.setdefault(name, empty)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add as torch does; amsgrad, maximize, foreach and differentiable are refused."""
-        super().add_param_group(param_group)
+        super().add_param_group({"bits": self._bits, **param_group})
         group = self.param_groups[-1]
+        expect.choice("bits", group["bits"], Literal[8, 32])
         for name in _REFUSED:
             if group[name]:
                 raise UsageError(f"{name}={group[name]}: expected False, or torch.optim.AdamW")
@@ -127,25 +140,44 @@ class AdamW(torch.optim.AdamW):
         # Which implementation wrote it is no matter: counts belong where the fused one reads them.
         own = {"fused": True, "foreach": None, "differentiable": False}
         own["capturable"] = self.defaults["capturable"]
-        groups = [{**group, **own} for group in state_dict["param_groups"]]
+        groups = [
+            {**group, **own, "bits": mine["bits"]}
+            for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ]
+        groups += state_dict["param_groups"][len(groups) :]  # more than there are: torch says so
         super().load_state_dict({**state_dict, "param_groups": groups})
+        moments.fit(self)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         """Collect a group's tensors for torch's update, less those that are updated here."""
-        found = super()._init_group(group, *lists)
+        in_codes = [p for p in group["params"] if self._in_codes(group, p)]
+        rest = set(group["params"]).difference(in_codes)
+        left = {**group, "params": [p for p in group["params"] if p in rest]}
+        found = super()._init_group(left, *lists)
         params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True))
         ours = [row for row in rows if row[0] in self._int8 and _takes(*row)]
         if ours:
-            self._update(group, ours)
             others = [row for row in rows if row[0] not in {mine[0] for mine in ours}]
             for i, column in enumerate((params, grads, exp_avgs, exp_avg_sqs, steps)):
                 column[:] = [row[i] for row in others]
+        ours += [(p, *moments.row(p, self.state[p])) for p in in_codes]
+        if ours:
+            self._update(group, ours)
         return found
 
+    def _in_codes(self, group: dict[str, Any], param: torch.Tensor) -> bool:
+        """Return whether a parameter is updated now, and its moments are codes."""
+        if param.grad is None or param.grad.layout != torch.strided:
+            return False
+        state = self.state[param]
+        if not state and group["bits"] == 8:
+            state.update(moments.zeros(param) or {})
+        return moments.SCALES[0] in state
+
     def _update(self, group: dict[str, Any], rows: Sequence[tuple[Any, ...]]) -> None:
-        """Make a step of INT8 layers' weights: (param, grad, exp_avg, exp_avg_sq, step) each."""
-        steps = [row[4] for row in rows]
+        """Make a step of some parameters: each with gradient, what is kept of it, and its count."""
+        steps = [row[-1] for row in rows]
         torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         scalars = {row[0].device: self._scalars(group, row[0].device) for row in rows}
@@ -158,17 +190,17 @@ class AdamW(torch.optim.AdamW):
         with ExitStack() as stack:
             lanes = {device: stack.enter_context(branches(device, _LANES)) for device in scalars}
             for i, (param, *state, step) in enumerate(rows):
-                mine, lane = self._int8[param], lanes[param.device][i % _LANES]
-                room = mine.room()
+                mine, lane = self._int8.get(param), lanes[param.device][i % _LANES]
+                room = mine.room() if mine else None
                 # Codes that are made here for the first time must belong to the current stream.
-                with nullcontext() if room is None else lane:
+                with nullcontext() if mine and room is None else lane:
                     rate, *guards = scalars[param.device]
                     guarded = dict(zip(("grad_scale", "found_inf"), guards, strict=True))
-                    codes = int8_adamw(
-                        param, *state, rate, step, block=mine.block, out=room, **options, **guarded
-                    )
-                mine.written(codes)
-                self._updated.append(mine)
+                    codes = _stepped(mine, room, param, state, rate, step, **options, **guarded)
+                if mine:
+                    assert codes is not None
+                    mine.written(codes)
+                    self._updated.append(mine)
         failed = {
             device: (found_inf != 0).float()
             for device, (_, _, found_inf) in scalars.items()
@@ -202,6 +234,25 @@ class AdamW(torch.optim.AdamW):
         self._last, self._updated = self._updated, []
         for mine in self._last:
             mine.leave()
+
+
+def _stepped(
+    mine: _Weight | None,
+    room: Quantized | None,
+    param: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    rate: torch.Tensor,
+    step: torch.Tensor,
+    **options: Any,
+) -> Quantized | None:
+    """Make a parameter's step, with moments as they are kept; return an INT8 weight's codes."""
+    if len(state) == 3:
+        assert mine is not None
+        return int8_adamw(param, *state, rate, step, block=mine.block, out=room, **options)
+    where: dict[str, Any] = {"layout": "none"}
+    if mine is not None:
+        where = {"block": mine.block, "out": room}
+    return int8_adamw8(moments.matrix(param), *state, rate, step, **where, **options)
 
 
 def _takes(

@@ -333,13 +333,15 @@ def test_a_weight_of_another_shape_has_new_codes(device):
 
 
 @pytest.mark.gpu
-def test_a_graphed_step_trains_as_an_eager_one(device):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8"])
+def test_a_graphed_step_trains_as_an_eager_one(device, optimizer):
     from jetfire.gpt2.training.graph import GraphedStep
 
     settings = make(
         "tiny",
         {
             "recipe": "int8-block32",
+            "optimizer": optimizer,
             "layers": 2,
             "heads": 2,
             "width": 32,
@@ -364,11 +366,20 @@ def test_a_graphed_step_trains_as_an_eager_one(device):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_step_uses_it_where_it_helps(device):
-    recipes = {"int8-block32": AdamW, "bf16": torch.optim.AdamW}
-    for recipe, kind in recipes.items():
-        settings = make("tiny", {"recipe": recipe})
-        assert type(Step(GPT2(SHAPE, recipe).to(device), settings, device).optimizer) is kind
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "kind", "bits"),
+    [
+        ("int8-block32", "adamw", AdamW, 32),
+        ("bf16", "adamw", torch.optim.AdamW, None),
+        ("int8-block32", "adamw8", AdamW, 8),
+        ("bf16", "adamw8", AdamW, 8),
+    ],
+)
+def test_a_step_uses_it_where_it_helps(device, recipe, optimizer, kind, bits):
+    settings = make("tiny", {"recipe": recipe, "optimizer": optimizer})
+    made = Step(GPT2(SHAPE, recipe).to(device), settings, device).optimizer
+    assert type(made) is kind
+    assert {group.get("bits") for group in made.param_groups} == {bits}
 
 
 def test_what_it_refuses(device):

@@ -288,6 +288,7 @@ def losses(outcomes: list[dict[str, Any]], name: str) -> list[list[float]]:
         ("codes", "alone"),
         ("kept", "alone-fused"),
         ("ours", "alone-fused"),
+        ("ours8", "alone-ours8"),
         ("micros", "alone-micros"),
         ("offload", "alone"),
     ],

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from jetfire.cli import execute
+from jetfire.core import files
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.data import prepare, prepared
 from jetfire.gpt2.data import tokens as data
+from jetfire.gpt2.model import tensors
 from jetfire.gpt2.training import checkpoint, command, log
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.parallel import Group
@@ -140,6 +142,41 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(damage, run, home,
     ]
     for path in checkpoint.listed(run):
         checkpoint.open_checkpoint(path)
+
+
+def test_moments_in_8_bits_go_on_bit_for_bit(run, home):
+    folder = run.parent / "run8"
+    words = ["--steps", "8", "--set", f"{SETTINGS},optimizer=adamw8", "-o", str(folder)]
+    assert execute("train", ["tiny", "--data", str(home / "text.txt"), *words]) == 0
+    whole, own = losses(folder), saved(folder, 8) / "optimizer.safetensors"
+    expected = own.read_bytes()
+    assert of_moment(own) == "I8"
+    assert whole[-1] != losses(home / "run")[-1]
+    flip(saved(folder, 8) / "model.safetensors")
+    assert resume(folder) == 0
+    assert losses(folder) == whole
+    assert own.read_bytes() == expected
+
+
+def test_moments_go_on_in_other_bits(run):
+    for steps, optimizer, kind in ((10, "adamw8", "I8"), (12, "adamw", "F32")):
+        assert resume(run, "--steps", str(steps), "--set", f"optimizer={optimizer}") == 0
+        assert of_moment(saved(run, steps) / "optimizer.safetensors") == kind
+    assert losses(run)[-1][1] < losses(run)[7][1]
+
+
+def test_a_checkpoint_that_holds_moments_of_other_bits_than_it_says(run, capsys):
+    state, sums = saved(run, 8) / "state.json", saved(run, 8) / "SHA256SUMS"
+    digest = files.digest(state)
+    state.write_text(state.read_text().replace('"optimizer": "adamw"', '"optimizer": "adamw8"'))
+    sums.write_text(sums.read_text().replace(digest, files.digest(state)))
+    assert resume(run) == 0
+    assert "contract.weight/exp_avg is F32" in capsys.readouterr().err
+
+
+def of_moment(file: Path) -> str:
+    """The dtype of a moment of a matrix that is large enough for codes."""
+    return tensors.header(file)["blocks.0.contract.weight/exp_avg"].dtype
 
 
 def test_going_on_from_an_older_checkpoint_is_bit_for_bit(run, home):

@@ -32,7 +32,7 @@ from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.model.tensors import as_sharded, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import StepNumber
-from jetfire.nn import RECIPES, is_int4_state
+from jetfire.nn import RECIPES, is_int4_state, moments
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (
@@ -41,8 +41,6 @@ MODEL, OPTIMIZER, STATE, SUMS = (
     "state.json",
     "SHA256SUMS",
 )
-# What AdamW keeps of a parameter: two tensors of its shape, and the count of its updates.
-MOMENTS, COUNT = ("exp_avg", "exp_avg_sq"), "step"
 
 
 def _family(shape: Any) -> str:
@@ -163,17 +161,30 @@ def _described(shape: Shape) -> dict[str, Any]:
 
 def _check_tensors(saved: Checkpoint, part: str) -> None:
     """See that a file's tensors are those of the shape, before a model is built of it."""
-    sizes = saved.shape.parameters()
+    wanted = {name: tensors.Kind("F32", size) for name, size in saved.shape.parameters().items()}
     if part == OPTIMIZER:
-        kinds = (*MOMENTS, COUNT)
-        sizes = {f"{n}/{kind}": () if kind == COUNT else sizes[n] for n in sizes for kind in kinds}
-    wanted = {name: tensors.Kind("F32", size) for name, size in sizes.items()}
+        in_codes = saved.state["settings"].get("optimizer") == "adamw8"
+        wanted = {
+            f"{name}/{what}": kind
+            for name, whole in wanted.items()
+            for what, kind in _kept(whole.shape, in_codes).items()
+        }
     found = tensors.header(saved.path / part)
     for name in sorted(wanted.keys() | found.keys()):
         parameter = name if part == MODEL else name.rpartition("/")[0]
         if found.get(name) != wanted.get(name) and not is_int4_state(parameter):
             reason = f"{name} is {found.get(name, 'absent')}: expected {wanted.get(name, 'none')}"
             raise Unreadable(saved.path / part, reason)
+
+
+def _kept(shape: tuple[int, ...], in_codes: bool) -> dict[str, tensors.Kind]:
+    """Return what AdamW keeps of a parameter: moments, in fp32 or as codes, and a count."""
+    scales = moments.scales_of(shape) if in_codes else None
+    of_moment = tensors.Kind("F32" if scales is None else "I8", shape)
+    kept = {"step": tensors.Kind("F32", ()), **dict.fromkeys(moments.MOMENTS, of_moment)}
+    if scales is not None:
+        kept |= dict.fromkeys(moments.SCALES, tensors.Kind("F32", scales))
+    return kept
 
 
 def _is_step(name: str) -> bool:
@@ -265,14 +276,16 @@ def load_optimizer(
         parameter = parameters.get(name)
         if parameter is None and is_int4_state(name):
             continue
-        sizes = {} if parameter is None else dict.fromkeys(MOMENTS, parameter.shape) | {COUNT: ()}
-        if parameter is None or value.shape != sizes.get(kind):
+        in_codes = f"{name}/{moments.SCALES[0]}" in given
+        kinds = {} if parameter is None else _kept(tuple(parameter.shape), in_codes)
+        if parameter is None or kind not in kinds or value.shape != kinds[kind].shape:
             raise UsageError(f"optimizer state {key}: the model has no such parameter")
         # Where the update reads counts: on a GPU beside the parameter, as with moments.
         value = value.to(parameter.device, copy=True)
         if value.dim():
             value = as_sharded(value, parameter).clone()
         optimizer.state[parameter][kind] = value
+    moments.fit(optimizer)
 
 
 def _on_cpu(values: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
@@ -301,11 +314,11 @@ def save(
     """
     path = run / FOLDER / f"{PREFIX}{state['step']:08d}"
     parameters = _on_cpu(model.state_dict(), group)
-    moments = _on_cpu(optimizer_state(model, optimizer), group)
+    kept = _on_cpu(optimizer_state(model, optimizer), group)
 
     def keep() -> Path:
         with files.new_folder(path, alone=True) as part:
-            _write(part, state, parameters, moments)
+            _write(part, state, parameters, kept)
         best = state.get("best")
         prune(run, int(state["settings"]["keep"]), best["step"] if best else None)
         return path

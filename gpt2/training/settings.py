@@ -59,7 +59,7 @@ _PRESETS = {
 # A run's file of them, and what that has beside them.
 SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
-PRECISION = ("recipe", "group", "block", "flow")
+PRECISION = ("recipe", "group", "block", "flow", "optimizer")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "watch")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
@@ -95,6 +95,7 @@ class Settings:
             head's products, in place of its own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
+        optimizer: AdamW with moments in fp32, or in 8 bits.
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
         evaluate_every, checkpoint_every: steps between, 0 for only the end.
         keep: checkpoints to keep beside the best.
@@ -130,6 +131,7 @@ class Settings:
     rate: Amount = 6e-4
     floor: Share = 0.1
     warmup: Every = 50
+    optimizer: Literal["adamw", "adamw8"] = "adamw"
     decay: Amount = 0.1
     beta1: Beta = 0.9
     beta2: Beta = 0.95

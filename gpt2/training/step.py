@@ -88,12 +88,16 @@ class Step:
             "betas": (settings.beta1, settings.beta2),
             "capturable": self.device.type == "cuda",
         }
+        # What is compiled quantises its weights itself, and so do INT4 layers.
+        quantises = settings.precision().block is not None and not settings.compile
         optimizer: torch.optim.AdamW
-        if settings.precision().block is None or settings.compile:
-            # What is compiled quantises its weights itself, and so do INT4 layers.
-            optimizer = torch.optim.AdamW(groups, fused=True, **options)
-        else:
+        if settings.optimizer == "adamw8":
+            model = self.model if quantises else nn.Module()
+            optimizer = AdamW(groups, model=model, bits=8, **options)
+        elif quantises:
             optimizer = AdamW(groups, model=self.model, **options)
+        else:
+            optimizer = torch.optim.AdamW(groups, fused=True, **options)
         # What GradScaler would set: the fused update divides by the one and minds the other.
         optimizer.grad_scale = torch.ones((), dtype=torch.float32, device=self.device)  # type: ignore[attr-defined]
         optimizer.found_inf = self.failed  # type: ignore[attr-defined]

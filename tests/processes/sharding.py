@@ -204,6 +204,8 @@ def optimizer(kind: str = "default") -> Callable:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         if kind == "ours":
             return AdamW(model.parameters(), 1e-2, model=model)
+        if kind == "ours8":  # without layers in INT8, as sharded ones: what is small is torch's
+            return AdamW(model.parameters(), 1e-2, model=nn.Module(), bits=8)
         options = {} if kind == "default" else {kind: True}
         return torch.optim.AdamW(model.parameters(), 1e-2, **options)
 
@@ -218,6 +220,8 @@ def fsdp() -> None:
     OUTCOMES["codes"] = together(sharded(toy()), optimizer())
     OUTCOMES["kept"] = together(sharded(toy(), reshard_after_forward=False), optimizer("fused"))
     OUTCOMES["ours"] = together(sharded(toy()), optimizer("ours"))
+    OUTCOMES["alone-ours8"] = alone(optimizer("ours8"))
+    OUTCOMES["ours8"] = together(sharded(toy()), optimizer("ours8"))
     OUTCOMES["micros"] = together(sharded(toy()), optimizer(), micros=2)
     OUTCOMES["clipped"] = together(sharded(toy()), optimizer("foreach"), clip=0.5)
     offload = CPUOffloadPolicy(pin_memory=False)
