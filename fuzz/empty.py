@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from jetfire.core import calls, functions, registry
 from jetfire.core.device import Device
 from jetfire.core.op import Op
+from jetfire.core.problem import hints_of
 from jetfire.core.tensors import Specs, Tensors, dtype_of
 from jetfire.fuzz.example import Example, Outcome
 
@@ -64,8 +65,13 @@ def _sums(op: Op, problem: Any, inputs: Tensors) -> Tensors:
 
 
 def _sized(op: Op, fields: Mapping[str, Any], size: int) -> Any:
-    """The problem with a size in place of 0."""
-    zeros = [name for name, value in fields.items() if type(value) is int and value == 0]
+    """The problem with a size in place of 0; a field with choices is none."""
+    hints = hints_of(op.Problem)
+    zeros = [
+        name
+        for name, value in fields.items()
+        if type(value) is int and value == 0 and get_origin(hints[name]) is not Literal
+    ]
     return op.Problem.parse({**fields, **dict.fromkeys(zeros, size)})
 
 

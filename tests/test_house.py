@@ -183,6 +183,13 @@ NAMED = {
     # field that have an op's name.
     "ops/adamw.py": ["quantize"],
     "ops/adamw8.py": ["adamw"],
+    "kernels_cpu/fallback_gemm/__init__.py": ["gemm"],
+    "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
+    # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
+    # field that have an op's name.
+    "ops/adamw.py": ["quantize"],
+    "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
+    "ops/fallback_quantize.py": ["quantize"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],
     "ops/int4_gemm.py": ["sample_rows"],
