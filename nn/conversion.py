@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.nn import recipes
+from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
@@ -67,7 +68,8 @@ def convert(
 
     `torch.nn.Linear` and `transformers`' Conv1D are; names and shapes of parameters, and so state
     dicts and optimizers, stay as they are, but for the steps that an INT4 layer learns beside them:
-    make optimizers afterwards, or leave the steps as the first batch sets them. A module that has
+    make optimizers afterwards, or leave the steps as the first batch sets them. With fallback a
+    layer has a threshold beside them, ``….fallback.threshold``. A module that has
     two names is replaced under both. Converting a model again changes nothing.
 
     `torch.nn.MultiheadAttention` multiplies by its weights itself: its projections stay as they
@@ -97,6 +99,8 @@ def convert(
     for name, asked in (("frozen", frozen), ("fused", fused)):
         if asked and recipe.block is None:
             raise UsageError(f"{name}=True with recipe={recipe.name}: expected an INT8 recipe")
+    if frozen and recipe.fallback is not None:
+        raise UsageError(f"frozen=True with recipe={recipe.name}: expected one without fallback")
     if frozen and fused:
         raise UsageError("frozen=True fused=True: expected one of them")
     if _is_linear(model) or isinstance(model, CONVERTED):
@@ -163,13 +167,14 @@ def _fuse(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Give blocks INT8 between their layers; return which, and why not of the others."""
     fused, single = [], {}
-    assert recipe.flow is not None
     for name, module in model.named_modules():
         kind = type(module)
         if not any(base.__name__ == "GradientCheckpointingLayer" for base in kind.__mro__):
             continue
         if name in skipped:
             single[name] = "asked to"
+        elif recipe.flow is None:
+            single[name] = f"recipe {recipe.name} has no flow"
         elif kind.__module__.startswith("jetfire."):
             single[name] = "fused already"
         elif (form := _form_of(kind)) is None:
@@ -312,9 +317,11 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool) -> nn.Module:
         weight = module.weight.t() if _is_conv1d(module) else module.weight
         return FrozenInt8Linear(weight, module.bias, recipe.block).train(module.training)
     if _is_conv1d(module):
-        new = Int8Conv1D(module.weight, module.bias, recipe.block)
+        new = Int8Conv1D(module.weight, module.bias, recipe.block, recipe.fallback)
     else:
         sizes = module.in_features, module.out_features
         new = Int8Linear(*sizes, module.bias is not None, recipe.block, device="meta")
         new.weight, new.bias = module.weight, module.bias
+        if recipe.fallback is not None:
+            new.fallback = Fallback(recipe.fallback, module.weight.device)
     return new.train(module.training)

@@ -5,6 +5,7 @@ What backward needs of the input and the weight is kept as INT8 codes, already t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.fused import Fused
 from jetfire.core.problem import Block, FloatName
 from jetfire.core.tensors import Quantized
+from jetfire.nn.fallback import Fallback
 from jetfire.nn.products import (
     FLOATS,
     Int8Weights,
@@ -27,7 +29,7 @@ from jetfire.nn.products import (
     quantised_gradient,
     times_weight,
 )
-from jetfire.ops import int8_column_sum, int8_gemm, int8_quantize
+from jetfire.ops import int8_column_sum, int8_fallback_gemm, int8_gemm, int8_quantize
 
 
 def _forward(
@@ -45,6 +47,25 @@ def _forward(
     return [y, *a.t.tensors[:2]] if learns else [y]
 
 
+def _fallback_forward(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    r: torch.Tensor,
+    r_scale: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: Block,
+    *_: Any,
+) -> list[torch.Tensor]:
+    """Return y = x·Wᵀ + b of the two planes of the codes of x."""
+    codes, missed, weight = (
+        Quantized(*part, block=block) for part in ((a, a_scale), (r, r_scale), (q, scale))
+    )
+    return [times_weight(codes, weight, missed, out=FLOATS[x.dtype], bias=bias)]
+
+
 def _backward(
     g: torch.Tensor,
     seed: torch.Tensor,
@@ -60,19 +81,68 @@ def _backward(
     of_weight: bool,
     of_bias: bool,
 ) -> list[torch.Tensor]:
+    """Return the gradients that are wanted."""
+    a = Quantized(at, at_scale, block=block)
+
+    def of_the_weight(gt: Quantized) -> torch.Tensor:
+        product: torch.Tensor = int8_gemm(*((a, gt) if transposed else (gt, a)), out=dtype)
+        return product
+
+    weight = Quantized(wt, wt_scale, block=block)
+    return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
+
+
+def _fallback_backward(
+    g: torch.Tensor,
+    seed: torch.Tensor,
+    wt: torch.Tensor,
+    wt_scale: torch.Tensor,
+    at: torch.Tensor | None,
+    at_scale: torch.Tensor | None,
+    rt: torch.Tensor | None,
+    rt_scale: torch.Tensor | None,
+    block: Block,
+    transposed: bool,
+    dtype: FloatName,
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> list[torch.Tensor]:
+    """Return the gradients that are wanted, the weight's of both planes of the input's codes."""
+    a, r = (Quantized(*part, block=block) for part in ((at, at_scale), (rt, rt_scale)))
+
+    def of_the_weight(gt: Quantized) -> torch.Tensor:
+        return int8_fallback_gemm(a, r, gt, out=dtype, transpose=not transposed)
+
+    weight = Quantized(wt, wt_scale, block=block)
+    return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
+
+
+def _gradients(
+    g: torch.Tensor,
+    seed: torch.Tensor,
+    weight: Quantized,
+    block: Block,
+    of_the_weight: Callable[[Quantized], torch.Tensor],
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> list[torch.Tensor]:
     """Return the gradients that are wanted.
 
     The result's gradient is quantised stochastically, so both products are unbiased.
+
+    Args:
+        weight: the codes of Wᵀ, in such blocks.
+        of_the_weight: makes the weight's gradient of the codes of gᵀ.
     """
     both = of_weight or of_bias
-    a = Quantized(at, at_scale, block=block)
     codes = quantised_gradient(g, block, seed, "both" if both else "q")
     found = []
     if of_x:
-        found.append(times_weight(codes, Quantized(wt, wt_scale, block=block), out=FLOATS[g.dtype]))
+        found.append(times_weight(codes, weight, out=FLOATS[g.dtype]))
     if of_weight:
-        factors = (a, codes.t) if transposed else (codes.t, a)
-        found.append(int8_gemm(*factors, out=dtype))
+        found.append(of_the_weight(codes.t))
     if of_bias:
         found.append(int8_column_sum(codes))
     return found
@@ -89,6 +159,15 @@ _linear = Fused(
     " bool of_bias) -> Tensor[]",
     _backward,
 )
+_fallback_linear = Fused(
+    "fallback_linear(Tensor x, Tensor a, Tensor a_scale, Tensor r, Tensor r_scale, Tensor q,"
+    " Tensor scale, Tensor? bias, int block, bool transposed, str dtype) -> Tensor[]",
+    _fallback_forward,
+    "fallback_linear_backward(Tensor g, Tensor seed, Tensor wt, Tensor wt_scale, Tensor? at,"
+    " Tensor? at_scale, Tensor? rt, Tensor? rt_scale, int block, bool transposed, str dtype,"
+    " bool of_x, bool of_weight, bool of_bias) -> Tensor[]",
+    _fallback_backward,
+)
 
 
 def _apply(
@@ -98,6 +177,7 @@ def _apply(
     codes: Quantized,
     transposed: bool,
     training: bool,
+    fallback: Fallback | None,
 ) -> torch.Tensor:
     """Map (…, in features) to (…, out features), in the autocast dtype if there is one."""
     assert codes.q is not None
@@ -105,12 +185,19 @@ def _apply(
     x = rows(input, inputs)
     seed = keys_for_backward(1, x.device, training)
     learns = weight.requires_grad and torch.is_grad_enabled()
-    y = _linear(
-        (x, weight, bias),
-        (x, codes.q, codes.scale, None if bias is None else wide(bias)),
-        (seed, codes.qt, codes.scale_t),
-        (codes.block, learns, transposed, FLOATS[weight.dtype]),
-    )
+    leaves = x, weight, bias
+    factors = codes.q, codes.scale, None if bias is None else wide(bias)
+    kept, dtype = (seed, codes.qt, codes.scale_t), FLOATS[weight.dtype]
+    if fallback is None:
+        y = _linear(leaves, (x, *factors), kept, (codes.block, learns, transposed, dtype))
+    else:
+        a, r = fallback(x.detach(), codes.block, "both" if learns else "q")
+        y = _fallback_linear(
+            leaves,
+            (x, a.q, a.scale, r.q, r.scale, *factors),
+            (*kept, a.qt, a.scale_t, r.qt, r.scale_t),
+            (codes.block, transposed, dtype),
+        )
     return y if input.dim() == 2 else y.reshape(*input.shape[:-1], outputs)
 
 
@@ -119,6 +206,8 @@ class Int8Linear(nn.Linear, Int8Weights):
 
     Args:
         block: 32, 64 or 128, the side of a quantisation block.
+        fallback: the share of the input's blocks that have two planes of codes (`Fallback`); None
+            has none.
     """
 
     @checked
@@ -130,9 +219,11 @@ class Int8Linear(nn.Linear, Int8Weights):
         block: int = 32,
         device: Placed = None,
         dtype: torch.dtype | None = None,
+        fallback: float | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block = checked_block(block)
+        self.fallback = None if fallback is None else Fallback(fallback, device)
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Quantized:
@@ -149,14 +240,23 @@ class Int8Linear(nn.Linear, Int8Weights):
             from jetfire.nn.tensor_parallel import divided_linear
 
             return divided_linear(input, self.weight, self.bias, self._multiply)
-        return _apply(input, self.weight, self.bias, self.codes(), False, self.training)
+        return self._with(input, self.weight, self.bias, self.codes())
 
     def _multiply(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Multiply by this process's part of the weight: the codes are of the part itself."""
         codes = self._quantised.of(own_part(self.weight), self.block)
-        return _apply(input, weight, bias, codes, False, self.training)
+        return self._with(input, weight, bias, codes)
+
+    def _with(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        codes: Quantized,
+    ) -> torch.Tensor:
+        return _apply(input, weight, bias, codes, False, self.training, self.fallback)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"
@@ -168,13 +268,21 @@ class Int8Conv1D(nn.Module, Int8Weights):
     Args:
         weight: in×out; bias: out.
         block: 32, 64 or 128, the side of a quantisation block.
+        fallback: as of `Int8Linear`.
     """
 
     @checked
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, block: int = 32) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter,
+        block: int = 32,
+        fallback: float | None = None,
+    ) -> None:
         super().__init__()
         checked_conv1d(weight, bias)
         self.weight, self.bias, self.block = weight, bias, checked_block(block)
+        self.fallback = None if fallback is None else Fallback(fallback, weight.device)
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Quantized:
@@ -183,7 +291,8 @@ class Int8Conv1D(nn.Module, Int8Weights):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
-        return _apply(input, self.weight, self.bias, self.codes(), True, self.training)
+        codes = self.codes()
+        return _apply(input, self.weight, self.bias, codes, True, self.training, self.fallback)
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
         """Return the weight with its codes and block."""

@@ -17,7 +17,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName, Layout
 from jetfire.core.tensors import Quantized
 from jetfire.nn.gathered import GatheredWeight
-from jetfire.ops import int8_gemm, int8_quantize
+from jetfire.ops import int8_fallback_gemm, int8_gemm, int8_quantize
 
 Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.
@@ -87,14 +87,23 @@ def alone(value: Quantized) -> Quantized:
     return Quantized(value.q, value.scale, block=value.block)
 
 
-# What sees the operands of every product with a layer's weight, or with its transpose.
-watchers: list[Callable[[Quantized, Quantized], None]] = []
+# What sees the operands of every product with a layer's weight, or with its transpose: an input or
+# a gradient, what its codes miss where it has fallback, and the weight.
+watchers: list[Callable[[Quantized, Quantized | None, Quantized], None]] = []
 
 
-def times_weight(x: Quantized, weight: Quantized, **options: Any) -> Any:
-    """Return `int8_gemm` of the codes of an input or a gradient and of a layer's weight."""
+def times_weight(
+    x: Quantized, weight: Quantized, missed: Quantized | None = None, **options: Any
+) -> Any:
+    """Return `int8_gemm` of the codes of an input or a gradient and of a layer's weight.
+
+    Args:
+        missed: the second plane of x's codes, for `int8_fallback_gemm`.
+    """
     for see in watchers:
-        see(x, weight)
+        see(x, missed, weight)
+    if missed is not None:
+        return int8_fallback_gemm(x, missed, weight, **options)
     return int8_gemm(x, weight, **options)
 
 

@@ -74,10 +74,12 @@ class Recipe:
     Attributes:
         block: side of the blocks whose codes are multiplied.
         flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
-            is `block`.
+            is `block`, or with fallback none.
         head: as `block`, of the output head's products in `jetfire train`; None multiplies it in
             BF16. `convert` leaves a head, or replaces it in blocks of `block`.
         int4: how the products are made in 4 bits.
+        fallback: the share of an input's blocks that have two planes of codes (`Fallback`). Such
+            layers are converted one by one: nothing flows between them in INT8.
     """
 
     name: str
@@ -85,9 +87,10 @@ class Recipe:
     flow: Block | None = None
     head: Block | None = None
     int4: Int4 | None = None
+    fallback: float | None = None
 
     def __post_init__(self) -> None:
-        if self.flow is None:
+        if self.flow is None and self.fallback is None:
             object.__setattr__(self, "flow", self.block)
 
     @property
@@ -106,6 +109,7 @@ RECIPES = {
         # ended 0.0106 over it, and 0.0017 with both in blocks of 32, which multiply half as fast.
         Recipe("int8", 128, 32, head=128),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
+        Recipe("int8-fallback", 128, fallback=0.2),
         Recipe("int4-hq-lss", int4=DEFAULT),
         Recipe("int4-hq", int4=Int4(gradient="split")),
         Recipe("int4-naive", int4=Int4(1, "nearest")),
@@ -137,6 +141,8 @@ def get(
     for field, side in sides.items():
         if recipe.block is None:
             raise UsageError(f"{field}={side} with recipe={name}: expected an INT8 recipe")
+    if flow is not None and recipe.flow is None:
+        raise UsageError(f"flow={flow} with recipe={name}: expected a recipe with a flow")
     if head == "bf16":
         sides["head"] = None
     recipe = replace(recipe, **sides)

@@ -42,33 +42,46 @@ class CodesQuality:
         zeros: share of the codes that are 0.
         clipped: share of the codes that are ±127, the largest.
         largest: the largest scale.
+        fallback: share of the blocks that have a second plane of codes.
     """
 
     sqnr: float
     zeros: float
     clipped: float
     largest: float
+    fallback: float = 0.0
 
     @classmethod
-    def of(cls, x: Quantized, stochastic: bool = False) -> CodesQuality:
-        """Return the quality of a matrix's codes, rounded to nearest or stochastically."""
+    def of(
+        cls, x: Quantized, stochastic: bool = False, missed: Quantized | None = None
+    ) -> CodesQuality:
+        """Return the quality of a matrix's codes, rounded to nearest or stochastically.
+
+        Args:
+            missed: the second plane of codes, where there is one.
+        """
         assert x.q is not None
         assert x.scale is not None
         scale = x.scale.double()
+        step, share = scale, scale.new_zeros(())
+        if missed is not None:
+            assert missed.scale is not None
+            falls = missed.scale != 0
+            step, share = torch.where(falls, missed.scale.double(), scale), falls.double().mean()
         rows, columns = (
             torch.full((blocks,), float(x.block), dtype=torch.float64, device=x.q.device)
             for blocks in scale.shape
         )
         for counts, size in ((rows, x.q.shape[0]), (columns, x.q.shape[1])):
             counts[-1] = size - (len(counts) - 1) * x.block
-        noise = (_STOCHASTIC if stochastic else _NEAREST) * (rows @ scale.square() @ columns)
+        noise = (_STOCHASTIC if stochastic else _NEAREST) * (rows @ step.square() @ columns)
         at_once = max(1, _AT_ONCE // (x.q.shape[1] * x.block))  # rows of blocks
         parts = zip(x.q.split(at_once * x.block), scale.split(at_once), strict=True)
         sums = torch.stack([_sums(*part, x.block) for part in parts]).sum(0)
-        found = torch.cat([sums, torch.stack([noise, scale.max()])])
-        signal, zeros, clipped, error, largest = found.tolist()  # waits for the device once
+        found = torch.cat([sums, torch.stack([noise, scale.max(), share])])
+        signal, zeros, clipped, error, largest, fallback = found.tolist()  # waits once
         sqnr = 10 * math.log10(signal / error) if signal and error else math.inf
-        return cls(sqnr, zeros / x.q.numel(), clipped / x.q.numel(), largest)
+        return cls(sqnr, zeros / x.q.numel(), clipped / x.q.numel(), largest, fallback)
 
 
 def _sums(q: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
@@ -137,13 +150,13 @@ def watch(model: nn.Module) -> Iterator[Watched]:
                             known[part.data_ptr()] = names, backward, codes
         return known.get(place)
 
-    def see(x: Quantized, weight: Quantized) -> None:
+    def see(x: Quantized, missed: Quantized | None, weight: Quantized) -> None:
         assert weight.q is not None
         if x.q is None or not x.q.numel() or (found := find(weight.q.data_ptr())) is None:
             return
         names, backward, _ = found
         with torch.no_grad():
-            quality = CodesQuality.of(x, stochastic=backward)
+            quality = CodesQuality.of(x, stochastic=backward, missed=missed)
         (seen.gradient if backward else seen.input).update(dict.fromkeys(names, quality))
 
     products.watchers.append(see)

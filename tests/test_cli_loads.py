@@ -242,7 +242,12 @@ COMPLETED = {
     "jetfire-fuzz --sanitizer m": ["memcheck"],
     "jetfire-export gemm --target t": ["torch"],
     "jetfire-train s": ["shakespeare-char", "study", "sample"],
-    "jetfire-train tiny --recipe int8": ["int8", "int8-block32", "int8-block64", "int8-block128"],
+    "jetfire-train tiny --recipe int8-": [
+        "int8-block32",
+        "int8-block64",
+        "int8-block128",
+        "int8-fallback",
+    ],
     "jetfire-train sample --te": ["--temperature"],
     "jetfire-train prepare sh": ["shakespeare", "shakespeare-char"],
     "jetfire-train prepare python --tokenizer b": ["byte"],

@@ -23,7 +23,7 @@ from jetfire.nn import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-INT8 = [name for name, recipe in RECIPES.items() if recipe.block]
+INT8 = [name for name, recipe in RECIPES.items() if recipe.flow]
 INT4 = [name for name, recipe in RECIPES.items() if recipe.int4]
 # What the blocks' linear layers have of their own, and how far a recipe's logits are from BF16's.
 STEPS = ("step_x", "step_w", "calibration")

@@ -178,16 +178,13 @@ NAMED = {
     "kernels_cpu/quantize_dlogits/__init__.py": ["cross_entropy"],
     "kernels_triton/quantize_dlogits/__init__.py": ["cross_entropy", "quantize"],
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
+    "kernels_cpu/fallback_gemm/__init__.py": ["gemm"],
+    "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
     # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
     # field that have an op's name.
     "ops/adamw.py": ["quantize"],
     "ops/adamw8.py": ["adamw"],
-    "kernels_cpu/fallback_gemm/__init__.py": ["gemm"],
-    "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
-    # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
-    # field that have an op's name.
-    "ops/adamw.py": ["quantize"],
     "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
     "ops/fallback_quantize.py": ["quantize"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],

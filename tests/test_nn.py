@@ -70,11 +70,13 @@ def sequential(device):
 
 def test_recipes():
     int8 = ["int8", "int8-block32", "int8-block64", "int8-block128"]
-    assert list(RECIPES) == ["bf16", *int8, "int4-hq-lss", "int4-hq", "int4-naive"]
-    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, 128, None, None, None]
-    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, None, None, None]
-    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 6]
-    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 7]
+    int4 = ["int4-hq-lss", "int4-hq", "int4-naive"]
+    assert list(RECIPES) == ["bf16", *int8, "int8-fallback", *int4]
+    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, 128, 128, None, None, None]
+    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, *[None] * 4]
+    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 7]
+    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 8]
+    assert [r.fallback for r in RECIPES.values()] == [*[None] * 5, 0.2, *[None] * 3]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
@@ -83,6 +85,8 @@ def test_a_recipe_takes_other_blocks():
     assert get("int8", head="bf16") == Recipe("int8", 128, 32)
     assert get("int8-block32", head=64) == Recipe("int8-block32", 32, head=64)
     assert get("int8-block128", flow=64) == Recipe("int8-block128", 128, 64)
+    with pytest.raises(UsageError, match="flow=32 with recipe=int8-fallback: expected a recipe wi"):
+        get("int8-fallback", flow=32)
     for name in ("bf16", "int4-hq"):
         with pytest.raises(UsageError, match=f"flow=32 with recipe={name}: expected an INT8 recip"):
             get(name, flow=32)

@@ -38,6 +38,7 @@ from jetfire.nn import (
 from jetfire.nn import flow as block_module
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.dropout import drop_threshold
+from jetfire.reference.fallback_quantize import fallback_quantize
 from jetfire.reference.philox import STREAM_DROPOUT, random_u16
 from jetfire.reference.quantize import block_amax, quantize, scales, spread
 
@@ -138,27 +139,41 @@ def unbiased(draws, exact, deviation, rounding, bound, seen=0.01):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "block"),
+    ("kind", "dtype", "block", "fallback"),
     [
-        *((Int8Linear, torch.float32, block) for block in BLOCKS),
-        (Int8Linear, torch.bfloat16, 128),
-        (Int8Linear, torch.bfloat16, 32),
-        (Int8Conv1D, torch.float32, 64),
+        *((Int8Linear, torch.float32, block, None) for block in BLOCKS),
+        (Int8Linear, torch.bfloat16, 128, None),
+        (Int8Linear, torch.bfloat16, 32, None),
+        (Int8Conv1D, torch.float32, 64, None),
+        (Int8Linear, torch.float32, 32, 0.5),
+        (Int8Conv1D, torch.bfloat16, 32, 0.5),
     ],
 )
-def test_linear(device, block, dtype, kind):
+def test_linear(device, block, dtype, kind, fallback):
+    """With fallback in the block of an outlier, whose values both planes of codes hold."""
     torch.manual_seed(0)
     rows, inputs, outputs = 75, 70, 140
     x = leaf(rows, inputs, device=device, dtype=dtype)
-    linear = Int8Linear(inputs, outputs, block=block, device=device)
+    linear = Int8Linear(inputs, outputs, block=block, device=device, fallback=fallback)
     if kind is Int8Conv1D:
         weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
-        linear = Int8Conv1D(weight, linear.bias, block)
+        linear = Int8Conv1D(weight, linear.bias, block, fallback)
+    if fallback is not None:
+        linear.load_state_dict({**linear.state_dict(), "fallback.threshold": torch.tensor([20.0])})
+        with torch.no_grad():
+            x[40, 50] = 30.0
     g = torch.randn(rows, outputs, device=device).to(dtype)
     leaves = (x, linear.weight, linear.bias)
     wide = double(*leaves)
     matrix = wide[1] if kind is Int8Linear else wide[1].t()
-    xq, wq = quantised(wide[0], block), quantised(matrix, block)
+    wq = quantised(matrix, block)
+    xq = quantised(wide[0], block)
+    if fallback is not None:
+        q, scale, r, r_scale = fallback_quantize(x.detach(), block, linear.fallback.threshold)
+        assert r_scale.nonzero().tolist() == [[1, 1]]
+        first, second = values((q, scale), block), values((r, r_scale), block)
+        assert bool(((first + second - wide[0]).abs()[32:64, 32:64] < 1e-3).all())
+        xq = straight_through(wide[0], first + second)
     y = xq @ wq.t() + wide[2]
     rounding = BF16 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(linear(x).double(), y, rtol=rounding, atol=1e-5)

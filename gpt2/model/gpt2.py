@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire.gpt2.model.language_model import LanguageModel
+from jetfire.gpt2.model.language_model import LanguageModel, linear_of
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn import Int4Linear, Int8Block
+from jetfire.nn import Int8Block
 from jetfire.nn.recipes import Recipe
 
 
@@ -53,11 +52,9 @@ class GPT2(LanguageModel):
 
     @staticmethod
     def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
-        if recipe.block is not None:
+        if recipe.block is not None and recipe.flow is not None:
             return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block, recipe.flow)
-        if recipe.int4 is not None:
-            return Block(shape, partial(Int4Linear, int4=recipe.int4, dtype=torch.float32))
-        return Block(shape, partial(nn.Linear, dtype=torch.float32))
+        return Block(shape, linear_of(recipe))
 
     @staticmethod
     def norm_of(width: int) -> nn.LayerNorm:

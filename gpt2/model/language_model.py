@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +16,15 @@ from jetfire.core import problem
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn import Stream, TiedGradient, linear_cross_entropy, recipes, tied_embedding
+from jetfire.nn import (
+    Int4Linear,
+    Int8Linear,
+    Stream,
+    TiedGradient,
+    linear_cross_entropy,
+    recipes,
+    tied_embedding,
+)
 from jetfire.nn.products import Int8Weights, QuantisedWeight
 from jetfire.nn.recipes import Recipe
 from jetfire.reference.cross_entropy import IGNORED
@@ -35,6 +45,16 @@ def check_fits(shape: Shape, device: Device) -> None:
             f"layers={shape.layers}, width={shape.width}, context={shape.context}: parameters take "
             f"{needed / 2**30:.0f} GiB: {device.label} has {there / 2**30:.0f}"
         )
+
+
+def linear_of(recipe: Recipe) -> Callable[..., nn.Linear]:
+    """Return what makes a recipe's linear layers where nothing flows between them in INT8."""
+    kind: Callable[..., nn.Linear] = nn.Linear
+    if recipe.int4 is not None:
+        kind = partial(Int4Linear, int4=recipe.int4)
+    elif recipe.block is not None:
+        kind = partial(Int8Linear, block=recipe.block, fallback=recipe.fallback)
+    return partial(kind, dtype=torch.float32)
 
 
 class LanguageModel(nn.Module, Int8Weights):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jetfire.gpt2.model.language_model import LanguageModel
+from jetfire.gpt2.model.language_model import LanguageModel, linear_of
 from jetfire.gpt2.model.shape import LlamaShape, Shape
-from jetfire.nn import Int4Linear, Int8LlamaBlock
+from jetfire.nn import Int8LlamaBlock
 from jetfire.nn.llama import rotary_tables
 from jetfire.nn.recipes import Recipe
 
@@ -85,7 +85,7 @@ class Llama(LanguageModel):
     @staticmethod
     def block_of(shape: Shape, recipe: Recipe) -> LlamaBlock | Int8LlamaBlock:
         assert isinstance(shape, LlamaShape)
-        if recipe.block is not None:
+        if recipe.block is not None and recipe.flow is not None:
             return Int8LlamaBlock(
                 shape.width,
                 shape.heads,
@@ -97,10 +97,7 @@ class Llama(LanguageModel):
                 block=recipe.block,
                 flow=recipe.flow,
             )
-        if recipe.int4 is not None:
-            kind = partial(Int4Linear, bias=False, int4=recipe.int4, dtype=torch.float32)
-            return LlamaBlock(shape, kind)
-        return LlamaBlock(shape, partial(nn.Linear, bias=False, dtype=torch.float32))
+        return LlamaBlock(shape, partial(linear_of(recipe), bias=False))
 
     @staticmethod
     def norm_of(width: int) -> nn.RMSNorm:

@@ -151,7 +151,8 @@ class LlamaShape(Shape):
         return found if self.tied else found | {"head.weight": table}
 
     def _check_heads(self, recipe: Recipe) -> None:
-        sides = recipe.block or 1, recipe.flow or 1
+        flows = recipe.block is not None and recipe.flow is not None  # else any size is taken
+        sides = (recipe.block, recipe.flow) if flows else (1, 1)
         check_llama(self.width, self.heads, self.kv_heads, self.hidden, *sides)
 
 

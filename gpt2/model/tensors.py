@@ -20,6 +20,7 @@ from jetfire.nn.products import is_dtensor
 
 # Bytes of a header: that of the largest preset's optimizer has 0.2 MB.
 HEADER = 16 * MIB
+THRESHOLD = ".fallback.threshold"
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,200}")
 
 
@@ -107,17 +108,20 @@ def as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(there, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
+def of_recipe(name: str) -> bool:
+    """Return whether a state's entry is a recipe's own: an INT4 layer's steps, a threshold."""
+    return is_int4_state(name) or name.endswith(THRESHOLD)
+
+
 def load_model(model: nn.Module, values: Mapping[str, torch.Tensor], where: Path) -> None:
     """Put parameters back; every name and shape must agree.
 
-    But an INT4 recipe's steps may be absent on either side: another recipe has none, and where
-    there are none the next batch in training sets them.
+    But a recipe's own, `of_recipe`, may be absent on either side: another recipe has none, and
+    where there are none training sets them.
     """
     own = model.state_dict()
-    given = {
-        name: value for name, value in values.items() if name in own or not is_int4_state(name)
-    }
-    steps = {name for name in own if is_int4_state(name)}
+    given = {name: value for name, value in values.items() if name in own or not of_recipe(name)}
+    steps = {name for name in own if of_recipe(name)}
     for name in [*own, *given]:
         if name in steps and not steps & given.keys():
             continue
@@ -125,7 +129,7 @@ def load_model(model: nn.Module, values: Mapping[str, torch.Tensor], where: Path
         wanted = tuple(own[name].shape) if name in own else "absent"
         if there != wanted:
             raise UsageError(f"{where}: {name} is {there}: the model's is {wanted}")
-        if name.endswith(".calibration") and not bool(given[name].isfinite().all()):
-            raise UsageError(f"{where}: {name} holds NaN or Inf: expected steps and a group")
+        if name.endswith((".calibration", THRESHOLD)) and not bool(given[name].isfinite().all()):
+            raise UsageError(f"{where}: {name} holds NaN or Inf: expected finite numbers")
     model.load_state_dict({name: as_sharded(value, own[name]) for name, value in given.items()})
     weights_changed()  # of a sharded weight the layers see no change

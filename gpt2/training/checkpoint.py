@@ -29,10 +29,10 @@ from jetfire.core.schema import Fields, Plain
 from jetfire.gpt2.data.vocabulary import Vocabulary
 from jetfire.gpt2.model import tensors
 from jetfire.gpt2.model.shape import LlamaShape, Shape
-from jetfire.gpt2.model.tensors import as_sharded, whole
+from jetfire.gpt2.model.tensors import as_sharded, of_recipe, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import StepNumber
-from jetfire.nn import RECIPES, is_int4_state, moments
+from jetfire.nn import RECIPES, moments
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (
@@ -172,7 +172,7 @@ def _check_tensors(saved: Checkpoint, part: str) -> None:
     found = tensors.header(saved.path / part)
     for name in sorted(wanted.keys() | found.keys()):
         parameter = name if part == MODEL else name.rpartition("/")[0]
-        if found.get(name) != wanted.get(name) and not is_int4_state(parameter):
+        if found.get(name) != wanted.get(name) and not of_recipe(parameter):
             reason = f"{name} is {found.get(name, 'absent')}: expected {wanted.get(name, 'none')}"
             raise Unreadable(saved.path / part, reason)
 
@@ -274,7 +274,7 @@ def load_optimizer(
     for key, value in given.items():
         name, _, kind = key.rpartition("/")
         parameter = parameters.get(name)
-        if parameter is None and is_int4_state(name):
+        if parameter is None and of_recipe(name):
             continue
         in_codes = f"{name}/{moments.SCALES[0]}" in given
         kinds = {} if parameter is None else _kept(tuple(parameter.shape), in_codes)

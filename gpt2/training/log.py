@@ -87,6 +87,7 @@ class _Codes(_Open):
     zeros: Share
     clipped: Share
     largest: NotNegative | None
+    fallback: NotRequired[Share]
 
 
 class _Worst(_Open):
