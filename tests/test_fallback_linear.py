@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jetfire.core.errors import UsageError
+from jetfire.gpt2.model.families import block_of
 from jetfire.gpt2.model.gpt2 import GPT2
-from jetfire.gpt2.model.llama import LlamaBlock, llama_block_of
-from jetfire.gpt2.model.shape import Shape
+from jetfire.gpt2.model.llama import LlamaBlock
+from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.model.tensors import load_model
 from jetfire.nn import RECIPES, Int8Linear, convert, watch
 from jetfire.nn.fallback import Fallback
@@ -266,7 +267,8 @@ def test_gpt2_trains_and_any_checkpoint_loads(device, tmp_path):
 
 
 def test_llama_s_block(device):
-    block = llama_block_of(64, 2, 1, 96, 32, RECIPES[RECIPE]).to(device)
+    shape = LlamaShape(1, 2, 64, 32, vocabulary=64, kv_heads=1, hidden=96)
+    block = block_of(shape, RECIPES[RECIPE]).to(device)
     assert isinstance(block, LlamaBlock)
     assert block.gate.fallback.rate == 0.2
     assert block.gate.bias is None

@@ -492,6 +492,7 @@ def test_a_log_has_null_for_what_is_not_finite(tmp_path):
         "zeros": 0.0,
         "clipped": 0.0,
         "largest": None,
+        "fallback": 0.0,
     }
 
 
