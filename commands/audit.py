@@ -22,6 +22,7 @@ def run(
     arch: Annotated[
         o.Texts, o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES)
     ] = None,
+    load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
     """Compile GPU kernels for any architecture; show registers, spills, instructions."""

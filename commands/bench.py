@@ -55,6 +55,7 @@ def run(
         bool, o.flag("--remeasure-peaks", "Measure the device's peaks anew.")
     ] = False,
     strict_profile: o.StrictProfile = False,
+    load: o.Load = None,
     debug: o.Debug = False,
     version: o.Version = False,
 ) -> None:

@@ -45,6 +45,7 @@ def run(
     ] = None,
     folder: Annotated[o.File, o.option("--output -o", "DIR", "A new or empty folder.")] = None,
     check: Annotated[bool, o.flag("--check/--no-check", "Build and test what was written.")] = True,
+    load: o.Load = None,
     debug: o.Debug = False,
     version: o.Version = False,
 ) -> None:

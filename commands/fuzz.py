@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 from jetfire.commands import options as o
@@ -42,10 +41,7 @@ def run(
     reproduce: Annotated[
         o.Text, o.option("--reproduce", "ID", "Run a saved failure again: its ID, or a file.")
     ] = None,
-    load: Annotated[
-        list[Path] | None,
-        o.option("--load", "FILE", "Python whose KERNELS join those of their ops."),
-    ] = None,
+    load: o.Load = None,
     sanitizer: Annotated[
         o.Text,
         o.choice(
@@ -73,8 +69,7 @@ def run(
 
     devices.check_name(device)
     chosen = [found.name for found in plan.choose_ops(ops or ["all"])]
-    if not load:  # or it may bring them
-        plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
+    plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
     budget_s = None if budget is None else o.duration("--budget", budget)
     if interpreter and device not in ("auto", "cpu"):
         raise UsageError(f"--interpreter --device {device}: expected cpu, where it interprets")
@@ -84,6 +79,6 @@ def run(
     from jetfire.fuzz import command
 
     if reproduce is not None:
-        command.reproduce(reproduce, device, load or (), sanitizer)
+        command.reproduce(reproduce, device, bool(load), sanitizer)
         return
     command.fuzz(o.collect(command.FuzzOptions, locals(), ops=chosen if ops else ()))

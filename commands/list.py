@@ -7,7 +7,7 @@ from jetfire.commands import options as o
 EPILOG = "Example: jetfire list | less"
 
 
-def run(debug: o.Debug = False) -> None:
+def run(load: o.Load = None, debug: o.Debug = False) -> None:
     """List ops, kernels, workloads and peers."""
     from jetfire.bench import command
 

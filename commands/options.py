@@ -289,6 +289,14 @@ def _be_strict(asked: bool) -> None:
         os.environ["JETFIRE_STRICT_PROFILE"] = "1"
 
 
+def _load(files: list[Path] | None) -> list[Path] | None:
+    """Have the ops and kernels of files be known, here and in the processes that are started."""
+    from jetfire.core import loaded
+
+    loaded.add(files or ())
+    return files
+
+
 # Types of what may not be given, which is None then.
 Text = str | None
 Texts = list[str] | None
@@ -303,6 +311,15 @@ Debug = Annotated[bool, flag("--debug", "Show a traceback where something fails.
 StrictProfile = Annotated[
     bool,
     flag("--strict-profile", "Fail where no profile was tuned for a problem.", callback=_be_strict),
+]
+Load = Annotated[
+    list[Path] | None,
+    option(
+        "--load",
+        "FILE.py",
+        "Run a Python file: its OP and its KERNELS are known beside ours.",
+        callback=_load,
+    ),
 ]
 DryBench = Annotated[bool, flag("--dry-run", "Show what would be measured.")]
 DryTune = Annotated[bool, flag("--dry-run", "Show what would be searched.")]

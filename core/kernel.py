@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jetfire.core import sources
 from jetfire.core.device import Device
@@ -41,6 +41,8 @@ class Kernel(ABC):
     """An implementation of an op for some devices.
 
     Attributes:
+        backend: what it is written in: cpu (torch, for the CPU alone), cuda, triton, or python for
+            any other call.
         candidate: it is not tuned yet for all problems that profiles are shipped for, so it runs
             where no other kernel takes the problem, or where a profile has it as the fastest.
         choices: the values that a tuner may try for each config field.
@@ -49,6 +51,7 @@ class Kernel(ABC):
     op: ClassVar[str]
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
+    backend: ClassVar[Literal["cpu", "cuda", "triton", "python"]] = "python"
     candidate: ClassVar[bool] = False
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
 

@@ -63,7 +63,7 @@ def _fastest(
 
 def interpreted(kernel: Kernel, device: Device) -> bool:
     """Return whether Triton's interpreter would run a kernel on a device."""
-    return device.interpreted and type(kernel).__module__.startswith("jetfire.kernels_triton")
+    return device.interpreted and kernel.backend == "triton"
 
 
 def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -> None:

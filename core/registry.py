@@ -1,19 +1,22 @@
 """The ops and their kernels, by name.
 
 An op is found by its module's name in `ops`, its kernels by their folder's name in each
-`kernels_*`. So adding either changes nothing here. Importing this imports no torch.
+`kernels_*`. So adding either changes nothing here. Beside them are those from elsewhere (`loaded`).
+Importing this imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jetfire.core import broken
+from jetfire.core import broken, loaded
 from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -26,15 +29,31 @@ _BACKENDS = ("kernels_cpu", "kernels_cuda", "kernels_triton")
 
 
 @cache
-def names() -> tuple[str, ...]:
-    """Return the names of all ops."""
+def _own_names() -> tuple[str, ...]:
     found = (m.name for m in pkgutil.iter_modules([str(_ROOT / "ops")]))
     return tuple(sorted(found))
 
 
-@cache
-def get(name: str) -> Op:
-    """Return the op of a name; dashes may stand for underscores.
+def names() -> tuple[str, ...]:
+    """Return the names of all ops.
+
+    Raises:
+        UsageError: one from elsewhere has the name of another.
+    """
+    found = list(_own_names())
+    for name in [*(m.OP.name for m in _loaded_ops()), *loaded.installed_ops()]:
+        if name in found:
+            raise UsageError(f"there is an op {name!r} already: expected another name")
+        found.append(name)
+    return tuple(sorted(found))
+
+
+def _loaded_ops() -> list[ModuleType]:
+    return [module for module in loaded.modules() if hasattr(module, "OP")]
+
+
+def module(name: str) -> ModuleType:
+    """Return the module of an op; dashes may stand for underscores.
 
     Raises:
         UsageError: there is no such op.
@@ -42,22 +61,69 @@ def get(name: str) -> Op:
     stem = name.replace("-", "_")
     if stem not in names():
         raise unknown(f"no op {name!r}", name, names())
-    return importlib.import_module(f"jetfire.ops.{stem}").OP
+    if stem in _own_names():
+        return importlib.import_module(f"jetfire.ops.{stem}")
+    files = (module for module in _loaded_ops() if module.OP.name == stem)
+    return next(files, None) or loaded.installed(loaded.OPS, stem)[0]
+
+
+def get(name: str) -> Op:
+    """Return the op of a name; dashes may stand for underscores.
+
+    Raises:
+        UsageError: there is no such op.
+    """
+    op: Op = module(name).OP
+    return op
+
+
+def kernels(op: str) -> dict[str, Kernel]:
+    """Return the kernels of an op by name: ours, then those from elsewhere.
+
+    Raises:
+        UsageError: a module cannot be imported; its `details` show the line. Or two have one name.
+    """
+    return _kernels(op, loaded.modules())
 
 
 @cache
-def kernels(op: str) -> dict[str, Kernel]:
-    """Return the kernels of an op by name, from the op's folder in every `kernels_*`.
-
-    Raises:
-        UsageError: a module cannot be imported; its `details` show the line.
-    """
+def _kernels(op: str, files: tuple[ModuleType, ...]) -> dict[str, Kernel]:
+    """Return an op's kernels, those of loaded files among them."""
     found: dict[str, Kernel] = {}
     for backend in _BACKENDS:
         if (_ROOT / backend / op / "__init__.py").exists():
             with broken.loading(f"{op} of {backend}", _ROOT / backend):
                 module = importlib.import_module(f"jetfire.{backend}.{op}")
             found.update({kernel.name: kernel for kernel in module.KERNELS})
+    for kernel in _elsewhere(op, files):
+        if kernel.name in found:
+            raise UsageError(
+                f"{op} has a kernel {kernel.name!r} already: expected another name than in "
+                f"{sys.modules[type(kernel).__module__].__file__}"
+            )
+        found[kernel.name] = kernel
+    return found
+
+
+def _elsewhere(op: str, files: Iterable[ModuleType]) -> list[Kernel]:
+    """Return an op's kernels of loaded files and of installed packages."""
+    modules = [*files]
+    for group in (loaded.OPS, loaded.KERNELS):
+        modules += loaded.installed(group, op)
+    every = (kernel for module in dict.fromkeys(modules) for kernel in _kernels_of(module))
+    return [kernel for kernel in every if kernel.op == op]
+
+
+def _kernels_of(module: ModuleType) -> Sequence[Kernel]:
+    """Return the kernels of a module from elsewhere.
+
+    Raises:
+        UsageError: one is for an op that there is not.
+    """
+    found: Sequence[Kernel] = getattr(module, "KERNELS", ())
+    for kernel in found:
+        if kernel.op not in names():
+            raise unknown(f"{module.__file__}: no op {kernel.op!r}", kernel.op, names())
     return found
 
 
@@ -68,9 +134,18 @@ def beside(op: str, module: str) -> tuple[ModuleType, ...]:
     return tuple(importlib.import_module(f"jetfire.{b}.{op}.{module}") for b in folders)
 
 
-@cache
 def kernel_names(op: str) -> tuple[str, ...]:
-    """Return the names of an op's kernels, mostly without importing these."""
+    """Return the names of an op's kernels, mostly without importing ours."""
+    return tuple(
+        dict.fromkeys(
+            [*_declared(op), *(kernel.name for kernel in _elsewhere(op, loaded.modules()))]
+        )
+    )
+
+
+@cache
+def _declared(op: str) -> tuple[str, ...]:
+    """Return the names of our kernels of an op."""
     from jetfire.core import declared
 
     folders = [_ROOT / backend / op for backend in _BACKENDS]
@@ -78,18 +153,6 @@ def kernel_names(op: str) -> tuple[str, ...]:
     if any(some is None for some in found):
         return tuple(kernels(op))
     return tuple(dict.fromkeys(name for some in found for name in some or ()))
-
-
-def register(kernel: Kernel) -> None:
-    """Add a kernel from elsewhere to its op's, in this process.
-
-    Raises:
-        UsageError: there is no such op, or it has a kernel of that name.
-    """
-    known = kernels(get(kernel.op).name)
-    if kernel.name in known:
-        raise UsageError(f"{kernel.op} has a kernel {kernel.name!r} already: expected another name")
-    known[kernel.name] = kernel
 
 
 def get_kernel(op: str, name: str) -> Kernel:

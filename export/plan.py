@@ -22,8 +22,6 @@ from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
 from jetfire.measure.plan import Case
 
-CPU, CUDA = "jetfire.kernels_cpu", "jetfire.kernels_cuda"
-
 
 @dataclass(frozen=True)
 class TunedProblem:
@@ -155,7 +153,7 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
 
 def _has_form(kernel: Kernel) -> bool:
     """Return whether an export can hold a kernel: one in CUDA C++ only with its host code."""
-    return not type(kernel).__module__.startswith(CUDA) or kernel.name in hosts(kernel.op)
+    return kernel.backend == "triton" or kernel.name in hosts(kernel.op)
 
 
 def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
@@ -181,9 +179,7 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
 
 def _check_tunable(op: Op, problem: Any, device: Device) -> None:
     """Raise UsageError where no kernel of the op for a GPU has anything to tune."""
-    kernels = [
-        k for k in registry.kernels(op.name).values() if not type(k).__module__.startswith(CPU)
-    ]
+    kernels = [k for k in registry.kernels(op.name).values() if k.backend != "cpu"]
     if not any(kernel.space(problem, device) for kernel in kernels):
         raise UsageError(
             f"{op.name}: it has nothing to tune: it launches the kernels of other ops; export those"
@@ -227,7 +223,7 @@ def make(
     kernel = (
         registry.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
     )
-    if type(kernel).__module__.startswith(CPU):
+    if kernel.backend == "cpu":
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     name = name or f"jetfire_{op.name}"
     naming.check(name)

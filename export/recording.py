@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from jetfire.core import broken
+from jetfire.core import broken, registry
 from jetfire.core.errors import JetfireError, UsageError
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def record(requests: Sequence[Request]) -> list[LaunchRecording]:
 
 def main() -> None:
     """Answer `record` on standard output: recordings, or why there are none."""
-    requests: list[Request] = pickle.load(sys.stdin.buffer)
     answer: list[LaunchRecording] | JetfireError
+    requests: list[Request] = pickle.load(sys.stdin.buffer)
     try:
         answer = [_compiled(request) for request in requests]
     except JetfireError as error:
@@ -225,7 +225,6 @@ def _record(
 ) -> LaunchRecording:
     from triton import knobs
 
-    from jetfire.core import registry
     from jetfire.core.device import Device, target_device
     from jetfire.export.signature import name_of_output
     from jetfire.kernels_triton.crosscompile import record_launches

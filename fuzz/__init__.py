@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetfire.fuzz.example import Example, Failure, Outcome
     from jetfire.fuzz.search import PairReport, fuzz_kernel
-    from jetfire.fuzz.worker import Executor, InProcess, Isolated, load
+    from jetfire.fuzz.worker import Executor, InProcess, Isolated
 
 __all__ = [
     "Example",
@@ -20,12 +20,11 @@ __all__ = [
     "Outcome",
     "PairReport",
     "fuzz_kernel",
-    "load",
 ]
 _IN = {
     "example": ("Example", "Failure", "Outcome"),
     "search": ("PairReport", "fuzz_kernel"),
-    "worker": ("Executor", "InProcess", "Isolated", "load"),
+    "worker": ("Executor", "InProcess", "Isolated"),
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core import registry, terminal
+from jetfire.core import loaded, registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable, is_stream, write
@@ -58,7 +58,6 @@ class FuzzOptions:
     budget_s: float | None = None
     jobs: int | None = None
     device: str = "auto"
-    load: Sequence[Path] = ()
     sanitizer: str | None = None
     format: str = "table"
     output: Path | None = None
@@ -74,16 +73,10 @@ def fuzz(asked: FuzzOptions) -> None:
         NoDeviceError: none of the kernels runs on the device.
         UsageError: no such op, kernel or file; or `--against` had nothing to compare with.
     """
-    for file in asked.load:  # before torch is imported
-        if not file.is_file():
-            raise UsageError(f"--load {file}: expected a Python file")
     if asked.output is not None:
         check_writable(asked.output)
     from jetfire.fuzz import jobs
-    from jetfire.fuzz.worker import load
 
-    for file in asked.load:
-        load(file)
     pairs = _pairs(asked)
     plan = _plan(asked, pairs)
     for name in dict.fromkeys(name for name, _ in plan.extents):
@@ -203,7 +196,6 @@ def _plan(asked: FuzzOptions, pairs: Sequence[Pair]) -> FuzzPlan:
         jobs=asked.jobs or max(1, count),
         deadline=time.monotonic() + limit,
         against=asked.against,
-        loaded=tuple(file.resolve() for file in asked.load),
         case_s=_case_s(device, tool),
         sanitizer=tool,
         device=asked.device,
@@ -265,7 +257,7 @@ def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
         line = f"{case.op} {case.kernel}: {failure.kind}: {short}; {' '.join(words)}"
         out = sys.stdout if form == "table" else sys.stderr
         print(terminal.visible(line), flush=True, file=out)
-        store.save(failure, device, plan.loaded)
+        store.save(failure, device)
 
 
 def _summary(plan: FuzzPlan, results: FuzzResults, elsewhere: Sequence[Pair]) -> dict[str, Any]:
@@ -370,36 +362,35 @@ def _result(pair: dict[str, Any], is_short: bool, against: str | None) -> Text:
 
 
 def reproduce(
-    name: str, device_name: str, loaded: Sequence[Path] = (), sanitizer: str | None = None
+    name: str, device_name: str, given: bool = False, sanitizer: str | None = None
 ) -> None:
     """Run a saved case again, up to `RACY_RUNS` times where a race may be what was wrong.
 
     Args:
-        loaded: files in place of those that it was saved with.
+        given: files were named in place of those that it was saved with.
 
     Raises:
         WrongResultError: it still fails.
         UsageError: its kernel, or the one that it is compared with, does not run it here.
     """
     saved = store.find(name)
-    if saved.load and not saved.own and not loaded:
+    if saved.load and not saved.own and not given:
         listed = ", ".join(map(ascii, saved.load))
         raise UsageError(
             f"--reproduce {name}: its kernels are those of {listed}, which are not run because a "
             "file lists them: expected --load FILE for each"
         )
-    from jetfire.fuzz.worker import Isolated, load
+    from jetfire.fuzz.worker import Isolated
 
     runs = 1 if saved.kind in ENDED else RACY_RUNS
-    files = [file.resolve() for file in loaded] or [Path(file) for file in saved.load]
     device = Device.parse(device_name)
     tool = None if sanitizer is None else _tool(sanitizer, device)
-    for file in files:
-        load(file)
+    if not given:
+        loaded.add(Path(file) for file in saved.load)
     if reason := _illegal(saved.case, device):
         raise UsageError(f"--reproduce {name}: {reason}")
     limit, end = _case_s(device, tool), time.monotonic() + RACY_S
-    with contextlib.closing(Isolated(device, tuple(files), limit, tool)) as executor:
+    with contextlib.closing(Isolated(device, limit, tool)) as executor:
         outcome, run = executor.run(saved.case), 1
         while outcome.kind is None and run < runs and time.monotonic() < end:
             outcome, run = executor.run(saved.case), run + 1

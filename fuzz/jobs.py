@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -24,7 +23,7 @@ from jetfire.core.processes import Worker
 from jetfire.fuzz.draw import FuzzExtent, FuzzTarget
 from jetfire.fuzz.sanitize import Tool
 from jetfire.fuzz.search import PairReport, run_batch, run_huge
-from jetfire.fuzz.worker import CASE_S, Isolated, load
+from jetfire.fuzz.worker import CASE_S, Isolated
 
 Pair = tuple[str, str]
 END_S = 3.0  # for jobs to end by themselves, with their workers
@@ -58,7 +57,6 @@ class FuzzPlan:
         deadline: of `time.monotonic`, after which no case is begun; but for the time that making
             failures small takes, by which it is later.
         against: the kernel of each op that outputs are compared with.
-        loaded: files with kernels of their own.
         case_s: seconds that a case may take.
         sanitizer: the tool that workers run under.
         device: as it was asked for.
@@ -70,13 +68,12 @@ class FuzzPlan:
     jobs: int = 1
     deadline: float = math.inf
     against: str | None = None
-    loaded: Sequence[Path] = ()
     case_s: float = CASE_S
     sanitizer: Tool | None = None
     device: str = "auto"
 
     def executor(self, device: Device) -> Isolated:
-        return Isolated(device, self.loaded, self.case_s, self.sanitizer)
+        return Isolated(device, self.case_s, self.sanitizer)
 
     def rounds(self) -> Iterator[list[Unit]]:
         """A batch of each pair that has one left, all together; huge ones among them once."""
@@ -253,8 +250,6 @@ def drive(connection: Connection, plan: FuzzPlan, device: Device, folder: str) -
     """
     tempfile.tempdir = folder
     with contextlib.closing(plan.executor(device)) as executor:
-        for file in plan.loaded:
-            load(file)
         while True:
             (unit,) = connection.recv()
             try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from jetfire.core import schema, terminal
+from jetfire.core import loaded, schema, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Missing, Unwritable, write
@@ -54,20 +53,20 @@ def as_dict(failure: Failure) -> dict[str, Any]:
     }
 
 
-def content(failure: Failure, device: Device, loaded: Sequence[Path]) -> dict[str, Any]:
+def content(failure: Failure, device: Device) -> dict[str, Any]:
     """Return what a failure's file holds."""
     return {
         "schema": SCHEMA,
         **as_dict(failure),
         "device": device.label,
         "interpreted": device.interpreted,
-        "load": [str(file.resolve()) for file in loaded],
+        "load": list(map(str, loaded.files())),
     }
 
 
-def save(failure: Failure, device: Device, loaded: Sequence[Path]) -> None:
+def save(failure: Failure, device: Device) -> None:
     """Write a failure's file; where it cannot be written, print on stderr what it would hold."""
-    path, saved = folder() / f"{failure.case.id}.json", content(failure, device, loaded)
+    path, saved = folder() / f"{failure.case.id}.json", content(failure, device)
     try:
         write(path, json.dumps(saved, indent=1) + "\n", folders=True)
     except Unwritable as error:

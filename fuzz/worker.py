@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from jetfire.core import broken, registry
+from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.processes import Worker
@@ -38,27 +33,6 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-@cache
-def load(path: Path) -> None:
-    """Add the `KERNELS` of a file to those of their ops.
-
-    Raises:
-        UsageError: it cannot be read or run, or lists no kernels.
-    """
-    spec = importlib.util.spec_from_file_location(f"jetfire_loaded_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"--load {path}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with broken.loading(f"--load {path}", path.parent):
-        spec.loader.exec_module(module)
-    kernels = getattr(module, "KERNELS", None)
-    if not kernels:
-        raise UsageError(f"--load {path}: expected KERNELS, a tuple of Kernel objects")
-    for kernel in kernels:
-        registry.register(kernel)
-
-
 class InProcess:
     """Runs cases here: fast, for kernels that neither crash nor hang."""
 
@@ -79,7 +53,6 @@ class Isolated:
     """Runs cases in a worker, which is started again where a case has ended it.
 
     Args:
-        loaded: files whose kernels it adds to those of their ops.
         case_s: seconds that a case may take, compilation included.
         sanitizer: the tool that it runs under, if any.
     """
@@ -87,11 +60,10 @@ class Isolated:
     def __init__(
         self,
         device: Device,
-        loaded: Sequence[Path] = (),
         case_s: float = CASE_S,
         sanitizer: sanitize.Tool | None = None,
     ) -> None:
-        self._device, self._loaded, self._case_s = device, tuple(loaded), case_s
+        self._device, self._case_s = device, case_s
         self._sanitizer = sanitizer
         self._worker: Worker | None = None
         self._session: sanitize.SanitizerSession | None = None
@@ -166,7 +138,7 @@ class Isolated:
             self._session = sanitize.SanitizerSession(self._sanitizer)
             mode = sanitize.mode(self._sanitizer)
         under = self._session.command() if self._session else ()
-        self._worker = Worker(serve, self._device, self._loaded, mode, under=under)
+        self._worker = Worker(serve, self._device, mode, under=under)
         reason: str | None = f"no worker started in {START_S:.0f} s"
         if self._worker.connection.poll(START_S):
             try:
@@ -190,7 +162,7 @@ class Isolated:
         self._session = None
 
 
-def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: Mode) -> None:
+def serve(connection: Connection, device: Device, mode: Mode) -> None:
     """Answer with None once it has started, or with why not; then cases.
 
     A case is answered with None once its kernels have been imported: from here on the time is its
@@ -198,8 +170,6 @@ def serve(connection: Connection, device: Device, loaded: Sequence[Path], mode: 
     leaves the device's context unusable.
     """
     try:
-        for path in loaded:
-            load(path)
         if not device.works():
             raise UsageError(f"{device.label} is unusable")
     except UsageError as error:

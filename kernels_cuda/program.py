@@ -71,6 +71,7 @@ class CudaKernel(Kernel):
         needs: what it says where that is not so.
     """
 
+    backend = "cuda"
     least: ClassVar[tuple[int, int]] = (8, 0)
     needs: ClassVar[str]
 

@@ -112,6 +112,7 @@ class TritonKernel(Kernel):
     """A kernel whose machine code is what its own `launch` would have Triton compile."""
 
     name = "triton"
+    backend = "triton"
 
     def launches(self, problem: Any, config: Any, device: Device) -> Sequence[Launch]:
         """Return what a call launches, in order; it is asked once for the same arguments."""

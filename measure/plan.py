@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,8 +199,6 @@ def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
     """
     chosen = [op.name for op in choose_ops(op_names)] if kernels else []
     known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
-    if "torch" in sys.modules:  # kernels may be loaded, and further ones registered
-        known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
     for name in kernels:
         if name not in known:
             raise unknown(f"no kernel {name!r}", name, known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ from jetfire.nn import Int8Conv1D, Int8Linear
 @cache
 def _operators() -> dict[str, Operator]:
     """Return every op's operators by the name of their schema."""
-    modules = [importlib.import_module(f"jetfire.ops.{name}") for name in registry.names()]
+    modules = [registry.module(name) for name in registry.names()]
     found = (value for module in modules for value in vars(module).values())
     return {one.name: one for one in found if isinstance(one, Operator)}
 

@@ -20,7 +20,6 @@ Stochastic rounding needs `seed`, an int64 tensor of one element on that device.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from functools import cache
 from types import ModuleType
@@ -47,7 +46,7 @@ sys.modules[__name__].__class__ = _Package
 @cache
 def _homes() -> dict[str, ModuleType]:
     """Return the public functions' names, and the module that each is in."""
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in registry.names()]
+    modules = [registry.module(name) for name in registry.names()]
     return {name: module for module in modules for name in getattr(module, "__all__", ())}
 
 

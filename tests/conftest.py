@@ -121,6 +121,14 @@ def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     torch.set_default_device(None)
 
 
+@pytest.fixture(autouse=True)
+def _named() -> Iterator[None]:
+    """What a command has loaded is known to it alone."""
+    before = os.environ.get("JETFIRE_LOAD", "")
+    yield
+    os.environ["JETFIRE_LOAD"] = before
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 
@@ -169,14 +177,12 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _unload() -> Iterator[Callable[[], None]]:
     """Kernels that were loaded are gone after it, or once it is called: of ops, and as modules."""
-    from jetfire.core import registry
-    from jetfire.fuzz import load
+    from jetfire.core import loaded
 
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules, named = list(sys.path), set(sys.modules), os.environ.get(loaded.VARIABLE, "")
 
     def unload() -> None:
-        load.cache_clear()
-        registry.kernels.cache_clear()
+        os.environ[loaded.VARIABLE] = named
         added = tuple(f"{folder}{os.sep}" for folder in set(sys.path) - set(path))
         sys.path[:] = path
         for name in set(sys.modules) - modules:

@@ -42,9 +42,9 @@ def said(capsys):
 
 @pytest.fixture
 def unloaded():
-    registry.kernels.cache_clear()
+    registry._kernels.cache_clear()
     yield
-    registry.kernels.cache_clear()
+    registry._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -178,10 +178,7 @@ class Mine(TritonTranspose):
         mine_kernel[(1,)](inputs["q"], N=32)
 
 
-if __name__ == "__main__":
-    registry.register(Mine())
-    words = "transpose --m 64 --block 32 --arch 90 --kernel mine"
-    raise SystemExit(execute("audit", words.split()))
+KERNELS = (Mine(),)
 """
 
 
@@ -189,7 +186,13 @@ def test_triton_s_caret_reaches_the_author(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, env=environment)
+    words = "audit transpose --m 64 --block 32 --arch 90 --kernel mine --load"
+    done = subprocess.run(
+        [sys.executable, "-m", "jetfire.cli", *words.split(), file],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 3, done.stderr
     _, first, *rest = done.stderr.splitlines()  # after what is compiled
     line = MINE.splitlines().index("    return tl.no_such_function(x)") + 1

@@ -113,7 +113,7 @@ def test_a_table(here, capsys):
 def test_a_saved_case_that_is_right_by_now(capsys):
     problem = registry.get("transpose").Problem(3, 5)
     case = Example("transpose", "torch", problem.as_dict(), {})
-    store.save(Failure(case, "was gone\nonce", "crash"), CPU, ())
+    store.save(Failure(case, "was gone\nonce", "crash"), CPU)
     assert fuzz("--reproduce", case.id) == 0
     assert capsys.readouterr().out == f"ok on {CPU.label} (it was crash: was gone)\n"
 
@@ -122,7 +122,7 @@ def test_a_saved_case_that_is_right_by_now(capsys):
 def test_what_may_be_a_race_is_run_more_often(kind, monkeypatch, capsys):
     problem = registry.get("transpose").Problem(3, 5)
     case = Example("transpose", "torch", problem.as_dict(), {})
-    store.save(Failure(case, "q: 1 of 2 differ", kind), CPU, ())
+    store.save(Failure(case, "q: 1 of 2 differ", kind), CPU)
     outcomes = [Outcome()] * 6 + [Outcome(kind, "differs")]
 
     monkeypatch.setattr(Isolated, "run", lambda self, case: outcomes.pop(0))
@@ -452,7 +452,7 @@ def saved_gemm(kernel, other=None):
     problem = op.Problem(128, 128, 128)
     config = registry.get_kernel("gemm", kernel).default(problem, device).as_dict()
     case = Example("gemm", kernel, problem.as_dict(), config, other=other)
-    store.save(Failure(case, "was wrong", "wrong"), device, ())
+    store.save(Failure(case, "was wrong", "wrong"), device)
     return case.id, config
 
 
@@ -465,15 +465,22 @@ def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
     assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
 
 
+def save_with(file, case):
+    """Save a failure of a kernel of a file that is named."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JETFIRE_LOAD", str(file))
+        store.save(Failure(case, "was wrong", "wrong"), CPU)
+
+
 def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload):
     problem = registry.get("gelu").Problem(3, 11)
     case = Example("gelu", "wrong", problem.as_dict(), {"tile": 1})
-    store.save(Failure(case, "was wrong", "wrong"), CPU, (tmp_path / "gone.py",))
+    save_with(tmp_path / "gone.py", case)
     assert fuzz("--reproduce", case.id) == 2
     assert "gone.py: expected a Python file" in capsys.readouterr().err
     assert fuzz("--reproduce", case.id, "--load", str(FILE)) == 3
     unload()
-    store.save(Failure(case, "was wrong", "wrong"), CPU, (FILE,))
+    save_with(FILE, case)
     moved = tmp_path / "moved.py"
     moved.write_text(FILE.read_text())
     assert fuzz("--reproduce", case.id, "--load", str(moved)) == 3
@@ -485,7 +492,7 @@ def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
     code.write_text(f"open({str(ran)!r}, 'w').close()\n" + FILE.read_text())
     problem = registry.get("gelu").Problem(3, 11)
     case = Example("gelu", "wrong", problem.as_dict(), {"tile": 1})
-    store.save(Failure(case, "was wrong", "wrong"), CPU, (code,))
+    save_with(code, case)
     given = tmp_path / "given"
     given.mkdir()
     (store.folder() / f"{case.id}.json").rename(given / "it.json")
@@ -604,7 +611,7 @@ def test_a_long_failure_that_cannot_be_saved_is_shown_whole(folder, tmp_path, ca
     folder.write_text("in the way")
     config = {f"field_{i}": "v" * 100 for i in range(60)}
     case = Example("transpose", "torch", registry.get("transpose").Problem(3, 5).as_dict(), config)
-    store.save(Failure(case, "x\x1b" * 10**5, "wrong"), CPU, ())
+    store.save(Failure(case, "x\x1b" * 10**5, "wrong"), CPU)
     _, saved = capsys.readouterr().err.splitlines()
     file = tmp_path / "failure.json"
     file.write_text(saved)

@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
-from jetfire.core import registry
+from jetfire.core import loaded, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load
+from jetfire.fuzz import InProcess, Isolated, fuzz_kernel
 from jetfire.fuzz.example import Mode
 from jetfire.fuzz.worker import serve
 
@@ -21,8 +22,8 @@ CPU = Device.parse("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loaded(unload_after_all):
-    load(FILE)
+def _loaded(unload_after_all):
+    loaded.add([FILE])
 
 
 def found(name, executor, **options):
@@ -67,7 +68,7 @@ class Knowing(Isolated):
 )
 def test_a_worker_that_ends_or_hangs_is_the_case_s(name, kind, said, monkeypatch):
     monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)  # every failure starts a worker
-    with contextlib.closing(Knowing(CPU, [FILE])) as executor:
+    with contextlib.closing(Knowing(CPU)) as executor:
         failure = found(name, executor, examples=100)
         assert (failure.kind, said in failure.message) == (kind, True), failure
         assert failure.case.problem["n"] > 10
@@ -75,26 +76,24 @@ def test_a_worker_that_ends_or_hangs_is_the_case_s(name, kind, said, monkeypatch
         assert executor.run(right).kind is None
 
 
-def test_files_that_are_no_kernels(tmp_path):
+def test_files_that_are_no_kernels(tmp_path, monkeypatch):
     file = tmp_path / "none.py"
     with pytest.raises(UsageError, match="expected a Python file"):
-        load(file)
-    file.write_text("x = 1\n")
-    with pytest.raises(UsageError, match="expected KERNELS"):
-        load(file)
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(UsageError, match="ZeroDivisionError"):
-        load(tmp_path / "broken.py")
-    (tmp_path / "again.py").write_text(FILE.read_text())
-    with pytest.raises(UsageError, match="has a kernel 'aborts' already"):
-        load(tmp_path / "again.py")
-    ours, theirs = multiprocessing.Pipe()
-    serve(theirs, CPU, [file], Mode())
-    assert "expected KERNELS" in ours.recv()
+        loaded.add([file])
+
+    def refused(name, text, reason):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv("JETFIRE_LOAD", f"{FILE}{os.pathsep}{tmp_path / name}")
+        with pytest.raises(UsageError, match=reason):
+            registry.kernels("gelu")
+
+    refused("none.py", "x = 1\n", "expected OP, an Op, or KERNELS")
+    refused("broken.py", "1 / 0\n", "ZeroDivisionError")
+    refused("again.py", FILE.read_text(), "has a kernel 'aborts' already")
 
 
 def test_a_worker_says_that_its_device_is_unusable(monkeypatch):
     monkeypatch.setattr("jetfire.core.device.Device.works", lambda device: False)
     ours, theirs = multiprocessing.Pipe()
-    serve(theirs, CPU, [], Mode())
+    serve(theirs, CPU, Mode())
     assert ours.recv() == f"{CPU.label} is unusable"

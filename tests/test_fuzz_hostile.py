@@ -25,7 +25,7 @@ def good() -> dict:
     """A failure of a kernel of the tree, which has been mended since."""
     problem = registry.get("gemm").Problem(33, 20, 40, block=32)
     case = Example("gemm", "int_mm", problem.as_dict(), {}, layout={"x": (3, 1)}, offset=2)
-    return json.loads(json.dumps(store.content(Failure(case, "was wrong", "wrong"), CPU, ())))
+    return json.loads(json.dumps(store.content(Failure(case, "was wrong", "wrong"), CPU)))
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_what_is_saved_can_be_read_again(tmp_path, monkeypatch):
     """Whatever a kernel that raised has said."""
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path))
     case = Example("gelu", "torch", registry.get("gelu").Problem(3, 11).as_dict(), {})
-    store.save(Failure(case, ESC + "\ud800\r" + "x" * 10**7, "raised"), CPU, ())
+    store.save(Failure(case, ESC + "\ud800\r" + "x" * 10**7, "raised"), CPU)
     found = store.find(case.id)
     assert found.case == case
     assert found.message.startswith(r"\x1b]0;title\x07\x1b[2J\ud800\rxxx")

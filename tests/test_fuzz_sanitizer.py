@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.core import registry
+from jetfire.core import loaded, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
-from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, load, sanitize
+from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, sanitize
 from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.example import Mode
 from jetfire.fuzz.run import run_case
@@ -91,13 +91,15 @@ def case(n):
 
 @pytest.fixture
 def file(tmp_path):
+    """A file that is named: workers run it."""
     file = tmp_path / "odd.py"
     file.write_text(KERNELS)
+    loaded.add([file])
     return file
 
 
 def test_what_it_says_is_the_case_s(fake, file):
-    with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
+    with contextlib.closing(Isolated(CPU, sanitizer="memcheck")) as executor:
         assert executor.run(case(8)).kind is None
         found = executor.run(case(9))
         assert found.kind == "sanitizer"
@@ -111,7 +113,7 @@ def test_what_it_says_is_the_case_s(fake, file):
 def test_what_it_says_late_is_of_the_case_before(fake, file, tmp_path, monkeypatch):
     late, said = tmp_path / "late", tmp_path / "late.said"
     monkeypatch.setenv("FAKE_LATE", str(late))
-    with contextlib.closing(Isolated(CPU, [file], sanitizer="memcheck")) as executor:
+    with contextlib.closing(Isolated(CPU, sanitizer="memcheck")) as executor:
         assert executor.run(case(8)).kind is None
         assert executor.late() is None
         assert executor.run(case(19)).kind is None
@@ -178,7 +180,7 @@ def gone(pid):
 
 def test_what_runs_a_worker_ends_with_it(hanging, file):
     folder, pids = hanging
-    with contextlib.closing(Isolated(CPU, [file], 1.0, "memcheck")) as executor:
+    with contextlib.closing(Isolated(CPU, 1.0, "memcheck")) as executor:
         assert executor.run(case(8)).kind == "timeout"
     until(lambda: all(map(gone, pids())))
     assert list(folder.iterdir()) == []
@@ -192,14 +194,14 @@ from jetfire.core import schema
 from jetfire.core.device import Device
 
 if __name__ == "__main__":
-    executor = Isolated(Device.parse("cpu"), [Path(sys.argv[1])], sanitizer="memcheck")
-    executor.run(schema.decode(sys.argv[2].encode(), Example, Path("case")))
+    executor = Isolated(Device.parse("cpu"), sanitizer="memcheck")
+    executor.run(schema.decode(sys.argv[1].encode(), Example, Path("case")))
 """
 
 
 def test_what_runs_a_worker_ends_with_whoever_started_it(hanging, file, tmp_path):
     (tmp_path / "start.py").write_text(START)
-    words = [sys.executable, str(tmp_path / "start.py"), str(file), case(8).as_json()]
+    words = [sys.executable, str(tmp_path / "start.py"), case(8).as_json()]
     starter, (_, pids) = subprocess.Popen(words), hanging
     found = pids()
     assert not any(map(gone, found))
@@ -210,21 +212,16 @@ def test_what_runs_a_worker_ends_with_whoever_started_it(hanging, file, tmp_path
 
 def test_jobs_that_must_be_killed_leave_nothing(hanging, file):
     folder, pids = hanging
-    load(file)
     pairs = [("transpose", "torch"), ("transpose", "odd")]
     extents = dict.fromkeys(pairs, FuzzExtent(5, 40))
-    plan = jobs.FuzzPlan(extents, [CPU], 0, jobs=2, loaded=(file,), sanitizer="memcheck")
-    try:
-        reports = jobs.run(plan, jobs.FuzzResults(plan))
-        assert any(report.kernel == "torch" for report in reports)
-        found = pids()
-        assert list(folder.iterdir())
-        reports.close()
-        until(lambda: all(map(gone, found)))
-        assert list(folder.iterdir()) == []
-    finally:
-        load.cache_clear()
-        registry.kernels("transpose").pop("odd")
+    plan = jobs.FuzzPlan(extents, [CPU], 0, jobs=2, sanitizer="memcheck")
+    reports = jobs.run(plan, jobs.FuzzResults(plan))
+    assert any(report.kernel == "torch" for report in reports)
+    found = pids()
+    assert list(folder.iterdir())
+    reports.close()
+    until(lambda: all(map(gone, found)))
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
@@ -242,7 +239,7 @@ def test_a_right_kernel_is_right_in_every_tool_s_mode(op, tool):
 @pytest.mark.parametrize(("tool", "kind"), [("memcheck", "wrong"), ("initcheck", None)])
 def test_results_are_checked_where_outputs_are_filled(tool, kind, unload):
     problem = registry.get("gelu").Problem(2, 11)
-    load(FAULTS)
+    loaded.add([FAULTS])
     made = Example("gelu", "wrong", problem.as_dict(), {})
     assert run_case(made, CPU, sanitize.mode(tool)).kind == kind
 

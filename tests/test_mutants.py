@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from jetfire.cli import execute
-from jetfire.core import registry
+from jetfire.core import loaded, registry
 from jetfire.core.device import Device
-from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, load, store
+from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, store
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.simplify import simplify
 from jetfire.tests.mutants.build import MovedOnError, build
@@ -78,14 +78,14 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("mutant", ANYWHERE, ids=lambda mutant: mutant.name)
 def test_found_in_a_triton_kernel(mutant, plant, quick):
-    load(plant(mutant))
+    loaded.add([plant(mutant)])
     device = Device.parse("auto")
     check(mutant, device, InProcess(device))
 
 
 @pytest.mark.parametrize("mutant", ON_THE_CPU, ids=lambda mutant: mutant.name)
 def test_found_in_a_cpu_kernel(mutant, plant, quick):
-    load(plant(mutant))
+    loaded.add([plant(mutant)])
     device = Device.parse("cpu")
     check(mutant, device, InProcess(device))
 
@@ -94,8 +94,8 @@ def test_found_in_a_cpu_kernel(mutant, plant, quick):
 @pytest.mark.parametrize("mutant", ON_A_GPU, ids=lambda mutant: mutant.name)
 def test_found_on_a_gpu(mutant, plant, quick):
     file, device = plant(mutant), Device.parse("cuda")
-    load(file)
-    with contextlib.closing(Isolated(device, [file])) as executor:
+    loaded.add([file])
+    with contextlib.closing(Isolated(device)) as executor:
         check(mutant, device, executor)
 
 
@@ -135,7 +135,7 @@ def test_every_class_of_bug_is_planted_where_no_gpu_is():
 @pytest.mark.parametrize("mutant", ON_A_GPU, ids=lambda mutant: mutant.name)
 def test_a_mutant_for_the_gpu_loads(mutant, plant):
     """Its text is there once, and its kernel is one that a problem may be given to."""
-    load(plant(mutant))
+    loaded.add([plant(mutant)])
     kernel = registry.get_kernel(mutant.op, mutant.name)
     assert kernel.op == mutant.op
 
@@ -147,14 +147,13 @@ def test_what_a_test_loads_is_gone_after_it(tmp_path):
     (tmp_path / "conftest.py").write_text("from jetfire.tests.conftest import unload\n")
     (tmp_path / "test_it.py").write_text(
         f"""import pathlib, sys
-from jetfire.core import registry
-from jetfire.fuzz import load
+from jetfire.core import loaded, registry
 
 def seen():
     return [name for name in sys.modules if name.startswith(("mutant_", "jetfire_loaded_"))]
 
 def test_first(unload):
-    load(pathlib.Path({str(file)!r}))
+    loaded.add([pathlib.Path({str(file)!r})])
     assert {mutant.name!r} in registry.kernels({mutant.op!r}) and len(seen()) > 2
 
 def test_second():

@@ -84,6 +84,7 @@ def run(
     device: o.Device = "auto",
     seed: o.Seed = 0,
     dry_run: o.DryTune = False,
+    load: o.Load = None,
     debug: o.Debug = False,
     version: o.Version = False,
 ) -> None:

@@ -20,6 +20,7 @@ def run(
     kernels: o.Kernels = None,
     device: o.Device = "auto",
     as_json: Annotated[bool, o.flag("--json", "As JSON.")] = False,
+    load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
     """List the profiles: of all ops and devices, or of what the options leave."""
