@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jetfire import __version__
 from jetfire.core import device as devices
-from jetfire.core import registry, terminal
+from jetfire.core import loaded, registry, terminal
 from jetfire.core.errors import (
     Interrupted,
     NoDeviceError,
@@ -438,6 +438,7 @@ def replay(asked: BenchOptions, first: Case) -> str:
     ]
     pairs += [("--mode", ",".join(asked.mode))] if tuple(asked.mode) != ("fwd",) else []
     pairs += [("--set", text) for text in asked.settings]
+    pairs += [("--load", str(file)) for file in loaded.files()]
     pairs += [("--kernel", name) for name in asked.kernels]
     pairs += [("--config", text) for text in asked.config]
     pairs += [("--peer", name) for name in asked.peers]

@@ -24,7 +24,6 @@ def run(
     ignore_config: Annotated[
         bool, o.flag("--ignore-config", "Match rows whose configs differ.")
     ] = False,
-    load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
     """Match the rows of two results files and show what got faster and slower."""

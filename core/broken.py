@@ -135,7 +135,12 @@ def _python_files(trace: TracebackType | None) -> list[Path]:
 
 
 def _cuda_file(name: str, what: str) -> Path | None:
-    """Return the source file of a name; where several ops have one, that of the kernel's op."""
+    """Return the source file of a name; where several ops have one, that of the kernel's op.
+
+    CUDA C++ in a Python file has that file's path for a name.
+    """
+    if Path(name).is_absolute():
+        return Path(name)
     files = sorted(ROOT.glob(f"kernels_cuda/**/{Path(name).name}"))
     own = [file for file in files if file.parent.name == what.partition(" ")[0]]
     return next(iter(own or files), None)

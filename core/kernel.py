@@ -146,3 +146,31 @@ class Kernel(ABC):
             UsageError: a compiler is missing.
         """
         return None
+
+
+class PythonKernel(Kernel):
+    """A kernel that is any Python call: of torch, of a library, of another kernel language.
+
+    What it returns is copied into the outputs, which counts in its time. One that writes into them
+    has a `launch` of its own.
+    """
+
+    Config = Config
+
+    @abstractmethod
+    def results(self, problem: Any, config: Any, inputs: Tensors) -> Tensors:
+        """Return the op's outputs by name, and what else there is."""
+
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        return self.outside(config)
+
+    def default(self, problem: Any, device: Device) -> Any:
+        return self.Config()
+
+    def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:
+        import torch
+
+        with torch.no_grad():
+            found = self.results(problem, config, inputs)
+            for name, out in outputs.items():
+                out.copy_(found[name])

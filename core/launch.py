@@ -6,7 +6,7 @@ import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core import profiles, registry
+from jetfire.core import loaded, profiles, registry
 from jetfire.core.device import SHARED_KIB, Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
@@ -140,6 +140,8 @@ def command_for(op: Op, problem: Any) -> str:
         if name not in plain or value != plain[name]:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             words += ["--set", f"{name}={text}"]
+    for file in loaded.files():
+        words += ["--load", str(file)]
     return shlex.join(words)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -29,7 +29,7 @@ VARIABLE = "JETFIRE_LOAD"
 OPS, KERNELS = "jetfire.ops", "jetfire.kernels"
 
 
-def add(given: Iterable[Path]) -> None:
+def add(given: Sequence[Path]) -> None:
     """Name files, here and for the processes that are started; none of them is run yet.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A profile keeps the hash of the kernel that was tuned. Device code is
 
-* for a CUDA kernel, the ``.cu`` files that its host code names, the headers that these include,
-  and Python functions that write CUDA;
+* for a CUDA kernel, the ``.cu`` files that its host code names, its texts with a kernel function,
+  the headers that these include, and Python functions that write CUDA;
 * for a Triton or Gluon kernel, the jit functions that its host code names, and all functions and
   globals that those reach;
 * for a kernel with neither, as on the CPU, its class and all that it reaches.
@@ -85,11 +85,15 @@ def device_code(classes: Iterable[type]) -> dict[str, str]:
     host = _reached(own, lambda found: not found.is_class() and not found.is_device_code())
     named = {needed for found in host for needed in _needs(found)}
     device = _reached((found for found in named if found.is_device_code()), lambda _: True)
-    files = _with_headers(file for found in host for file in _cuda_files(found))
-    if not device and not files:
+    texts = [(found, text) for found in host for text in _cuda_texts(found)]
+    included = (file for found, text in texts for file in _included(text, found.file))
+    named_files = (file for found in host for file in _cuda_files(found))
+    files = _with_headers([*named_files, *included])
+    if not device and not files and not texts:
         device = _reached(own, lambda _: True)
     return {
         **{f"{found.file}:{found.name}": _code(list(found.nodes)) for found in device},
+        **{f"{found.file}:{found.name}": cuda_code(text) for found, text in texts},
         **{str(file): cuda_code(file.read_text(encoding="utf-8")) for file in files},
     }
 
@@ -230,20 +234,31 @@ def _cuda_files(definition: _Definition) -> Iterator[Path]:
             yield file
 
 
-def _with_headers(files: Iterable[Path]) -> set[Path]:
-    """Return CUDA files and the headers that they include, directly or not.
+def _cuda_texts(definition: _Definition) -> Iterator[str]:
+    """Yield a definition's texts of several lines that have a kernel function."""
+    for node in definition.nodes:
+        yield from (text for text in _texts(node) if "__global__" in text and "\n" in text)
 
-    Headers lie beside a file or at its backend's root. `config.cuh` is written at run time.
+
+def _included(text: str, file: Path) -> Iterator[Path]:
+    """Yield the headers that CUDA C++ of a file includes.
+
+    They lie beside it, above it or at our backend's root. `config.cuh` is written at run time.
     """
+    folders = (file.parent, file.parent.parent, ROOT / "kernels_cuda")
+    places = (folder / name for name in _INCLUDE.findall(text) for folder in folders)
+    yield from filter(Path.exists, places)
+
+
+def _with_headers(files: Iterable[Path]) -> set[Path]:
+    """Return CUDA files and the headers that they include, directly or not."""
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
         file = waiting.pop()
         if file not in found:
             found.add(file)
-            for name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
-                places = (file.parent / name, file.parent.parent / name)
-                waiting += (place for place in places if place.exists())
+            waiting += _included(file.read_text(encoding="utf-8"), file)
     return found
 
 

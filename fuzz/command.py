@@ -386,7 +386,7 @@ def reproduce(
     device = Device.parse(device_name)
     tool = None if sanitizer is None else _tool(sanitizer, device)
     if not given:
-        loaded.add(Path(file) for file in saved.load)
+        loaded.add([Path(file) for file in saved.load])
     if reason := _illegal(saved.case, device):
         raise UsageError(f"--reproduce {name}: {reason}")
     limit, end = _case_s(device, tool), time.monotonic() + RACY_S

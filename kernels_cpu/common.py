@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Config, Kernel
+from jetfire.core.kernel import Config, PythonKernel
 from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.reference.quantize import quantize
@@ -21,13 +20,14 @@ class NoConfig(Config):
     """A config without choices."""
 
 
-class TorchKernel(Kernel):
+class TorchKernel(PythonKernel):
     """A kernel of vectorised torch operations, in fp32; each op's own computes a dict of results.
 
     Results may hold more than the outputs that were asked for.
     """
 
     name = "torch"
+    backend = "cpu"
     Config = NoConfig
 
     @abstractmethod
@@ -37,17 +37,8 @@ class TorchKernel(Kernel):
     def legal(self, problem: Any, config: NoConfig, device: Device) -> str | None:
         return None if device.kind == "cpu" else "runs on the CPU only"
 
-    def default(self, problem: Any, device: Device) -> NoConfig:
-        return NoConfig()
-
-    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
-        return {}
-
-    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
-        with torch.no_grad():
-            results = self.compute(problem, inputs)
-            for name, out in outputs.items():
-                out.copy_(results[name])
+    def results(self, problem: Any, config: NoConfig, inputs: Tensors) -> Tensors:
+        return self.compute(problem, inputs)
 
 
 def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jetfire.core.tensors import blocks_of
+from jetfire.core.tensors import blocks_of, dtype_of
 
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.core.problem import FloatName
     from jetfire.core.tensors import Tensors
 
 ROUNDING = 2.0**-24  # the relative error of one fp32 operation
@@ -58,6 +59,29 @@ def of_sum(
     """
     bound = relative * size.nan_to_num(0.0) + lost
     return {name: total, f"{name}_bound": bound, f"{name}_over": size >= OVER}
+
+
+def of_float(
+    name: str,
+    value: torch.Tensor,
+    dtype: FloatName,
+    noise: torch.Tensor,
+    over: torch.Tensor | None = None,
+) -> Tensors:
+    """Return what is expected of a float: within its evaluation's noise and two roundings' error.
+
+    Args:
+        value: in float64.
+        noise: what evaluation in fp32 may add to it; numbers below 2^-126 may be lost besides.
+        over: where evaluation may overflow.
+    """
+    import torch
+
+    kind = torch.finfo(dtype_of(dtype))
+    least = max(kind.smallest_normal * kind.eps, 2.0**-126)
+    bound = kind.eps * value.abs() + noise + least
+    found = {name: value, f"{name}_bound": bound.nan_to_num(0.0, 0.0)}
+    return found if over is None else {**found, f"{name}_over": over}
 
 
 def bf16_unit(size: torch.Tensor) -> torch.Tensor:
