@@ -71,7 +71,7 @@ class CudaRowNorm(InlineKernel):
 
 // One block per row. WARPS and UNROLL are the config's.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-row_norm(const float* x, float* y, long long n, long long x_stride) {
+row_norm_kernel(const float* x, float* y, long long n, long long x_stride) {
   __shared__ float parts[WARPS];
   const float* row = x + blockIdx.x * x_stride;
   float sum = 0.0f;

@@ -159,13 +159,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
+def _gradient(ctx: Any, dy: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return row_softmax_backward(x, dy)
+
+
 _row_softmax_backward = Operator(
     "row_softmax_backward(Tensor x, Tensor dy) -> Tensor", dtype_field="dtype"
 )
 _row_softmax = Differentiable(
     "row_softmax(Tensor x) -> Tensor",
     leaf=0,
-    backward=lambda ctx, dy: row_softmax_backward(*ctx.saved_tensors, dy),
+    backward=_gradient,
     setup=_keep,
     dtype_field="dtype",
 )

@@ -15,10 +15,9 @@ from jetfire.core.errors import UsageError
 from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.library import Library
 from jetfire.export.options import check_new
-from jetfire.export.plan import ExportPlan
+from jetfire.export.plan import EMBEDDED, ExportPlan
 from jetfire.export.render import stamped
 from jetfire.export.target import ExportTarget, require
-from jetfire.kernels_triton.kernel import TritonKernel
 
 if TYPE_CHECKING:
     from jetfire.measure.results import Row
@@ -37,7 +36,7 @@ def implement(plan: ExportPlan, target_name: str) -> Library:
         )
     if target_name != "cubin" and cuda.takes(plan.kernel):
         return cuda.library(plan)
-    if isinstance(plan.kernel, TritonKernel):
+    if isinstance(plan.kernel, EMBEDDED):
         return embedded.library(plan)
     return cuda.compiled_library(plan)
 

@@ -20,7 +20,12 @@ from jetfire.core.profiles import Entry, Found
 from jetfire.export import naming
 from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
+from jetfire.kernels_cuda.inline import InlineKernel
+from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
+
+# Kernels of which compiled code is exported, with a table of what each problem launches.
+EMBEDDED = (TritonKernel, InlineKernel)
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
 
 def _has_form(kernel: Kernel) -> bool:
     """Return whether an export can hold a kernel: one in CUDA C++ only with its host code."""
-    return kernel.backend == "triton" or kernel.name in hosts(kernel.op)
+    return isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)
 
 
 def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
@@ -225,6 +230,8 @@ def make(
     )
     if kernel.backend == "cpu":
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
+    if kernel.backend == "python" and kernel.space(problems[0], device):
+        raise UsageError(f"{op.name}/{kernel.name} is a Python call: expected Triton or CUDA C++")
     name = name or f"jetfire_{op.name}"
     naming.check(name)
     tuned = []

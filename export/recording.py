@@ -1,5 +1,6 @@
-"""Launches of a Triton kernel's `launch`, every argument traced to where it comes from.
+"""Launches of a kernel's `launch`, every argument traced to where it comes from.
 
+Those of CUDA C++ in a Python file are known by their parameters' names. Of a Triton kernel
 `record` runs the kernel's own `launch` in a process of its own, on meta tensors, under a driver
 that compiles and launches nothing: this process may interpret Triton, or have launched it already.
 """
@@ -19,12 +20,17 @@ from unittest import mock
 
 from jetfire.core import broken, registry
 from jetfire.core.errors import JetfireError, UsageError
+from jetfire.export.signature import name_of_output
+from jetfire.kernels_cuda.inline import InlineKernel
 
 if TYPE_CHECKING:
     import torch
 
     from jetfire.core.tensors import Tensors
     from jetfire.kernels_triton.crosscompile import Launch
+
+
+_SCALARS = {"int": "i32", "long long": "i64", "float": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,9 @@ def record(requests: Sequence[Request]) -> list[LaunchRecording]:
         UsageError: a launch does what a C program could not do after it.
         WrongResultError: the kernel does not compile.
     """
+    kernel = registry.get_kernel(*requests[0][:2])
+    if isinstance(kernel, InlineKernel):
+        return [_inline(kernel, *request[2:]) for request in requests]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", "from jetfire.export.recording import main; main()"],
@@ -133,10 +142,30 @@ def record(requests: Sequence[Request]) -> list[LaunchRecording]:
     return answer
 
 
+def _inline(
+    kernel: InlineKernel, capability: tuple[int, int], problem: Any, config: Any
+) -> LaunchRecording:
+    """Return the launch of a kernel whose parameters' names say what they get."""
+    op = registry.get(kernel.op)
+    inputs, outputs = op.on_meta(problem)
+    owners = {name: name_of_output(op, problem, inputs, name) for name in outputs}
+    arguments = tuple(
+        Argument(name, "pointer", Address(owners.get(name, name), 0))
+        if kind == "*"
+        else Argument(name, _SCALARS[kind], value)
+        for kind, name, value in kernel.arguments(problem, {**inputs, **outputs})
+    )
+    (cubin,) = kernel.cubins(problem, config, capability)
+    grid = (kernel.blocks(problem, config), 1, 1)
+    threads = 32 * cubin.warps
+    call = Call(cubin.name, cubin.code, grid, threads, cubin.shared_bytes, arguments)
+    return LaunchRecording((call,), ())
+
+
 def main() -> None:
     """Answer `record` on standard output: recordings, or why there are none."""
-    answer: list[LaunchRecording] | JetfireError
     requests: list[Request] = pickle.load(sys.stdin.buffer)
+    answer: list[LaunchRecording] | JetfireError
     try:
         answer = [_compiled(request) for request in requests]
     except JetfireError as error:
@@ -226,7 +255,6 @@ def _record(
     from triton import knobs
 
     from jetfire.core.device import Device, target_device
-    from jetfire.export.signature import name_of_output
     from jetfire.kernels_triton.crosscompile import record_launches
 
     op = registry.get(op_name)

@@ -12,6 +12,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,31 @@ ROOT = Path(__file__).parent
 # Two first compilations at once have failed to open NVRTC's own libraries.
 _one_at_a_time = threading.Lock()
 OPTIONS = ("-std=c++17", "--define-macro=NDEBUG", "-lineinfo")
+
+
+@dataclass(frozen=True)
+class CudaText:
+    """CUDA C++ that is read as if it were a file, in the place of the one that it stands in."""
+
+    file: Path
+    line: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The Python file's, so that NVRTC's errors have its path and its lines."""
+        return str(self.file)
+
+    @property
+    def stem(self) -> str:
+        return self.file.stem
+
+    @property
+    def parent(self) -> Path:
+        return self.file.parent
+
+    def read_text(self) -> str:
+        return f"#line {self.line}\n{self.text}"
 
 
 class CompileError(JetfireError):
@@ -64,7 +90,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "cubin"
 
 
-def _compile(source: Path, config: str, architecture: str) -> bytes:
+def _compile(source: Path | CudaText, config: str, architecture: str) -> bytes:
     from cupy.cuda import nvrtc
 
     headers = {**_sources(source.parent), "config.cuh": config}
@@ -103,7 +129,7 @@ def _cached(file: Path) -> bytes | None:
     return cubin if len(cubin) >= start + size * count else None
 
 
-def compile_cubin(source: Path, config: str, architecture: str) -> bytes:
+def compile_cubin(source: Path | CudaText, config: str, architecture: str) -> bytes:
     """Return the machine code of a source with a `config.cuh`, from the disk cache if it is there.
 
     The key is all that the code depends on: sources, constants, options, architecture and

@@ -6,7 +6,6 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,41 +15,14 @@ import numpy as np
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors
-from jetfire.kernels_cuda.compile import header
+from jetfire.kernels_cuda.compile import CudaText, header
 from jetfire.kernels_cuda.program import CudaKernel, Program
 
 _SCALARS = {
     "int": np.int32,
-    "unsigned": np.uint32,
     "long long": np.int64,
     "float": np.float32,
-    "double": np.float64,
 }
-
-
-@dataclass(frozen=True)
-class CudaText:
-    """CUDA C++ that is read as if it were a file, in the place of the one that it stands in."""
-
-    file: Path
-    line: int
-    text: str
-
-    @property
-    def name(self) -> str:
-        """The Python file's, so that NVRTC's errors have its path and its lines."""
-        return str(self.file)
-
-    @property
-    def stem(self) -> str:
-        return self.file.stem
-
-    @property
-    def parent(self) -> Path:
-        return self.file.parent
-
-    def read_text(self) -> str:
-        return f"#line {self.line}\n{self.text}"
 
 
 @cache
@@ -84,7 +56,7 @@ def parameters_of(code: str, function: str) -> tuple[tuple[str, str], ...]:
 
 
 class InlineKernel(CudaKernel):
-    """A kernel of one CUDA C++ function, which is called as its op.
+    """A kernel of one CUDA C++ function, which is called ``<op>_kernel``.
 
     The fields of a config are constants, in capitals, of the header ``config.cuh``. A parameter's
     name says what it gets: a pointer the tensor of that name, ``x_stride`` how far apart the rows
@@ -97,6 +69,10 @@ class InlineKernel(CudaKernel):
     name = "cuda"
     needs = "needs sm_80 or newer"
     code: ClassVar[str]
+
+    @property
+    def _function(self) -> str:
+        return f"{self.op}_kernel"
 
     @abstractmethod
     def blocks(self, problem: Any, config: Any) -> int:
@@ -115,12 +91,12 @@ class InlineKernel(CudaKernel):
     def programs(self, problem: Any, config: Any) -> tuple[Program]:
         constants = {name.upper(): value for name, value in config.as_dict().items()}
         shared, source = self.shared_bytes(problem, config), text_of(type(self))
-        return (Program(source, header(constants), shared, config.warps, self.op),)
+        return (Program(source, header(constants), shared, config.warps, self._function),)
 
     def arguments(self, problem: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         """Return type, name and value of each parameter; of a pointer the tensor."""
         found = []
-        for kind, name in parameters_of(self.code, self.op):
+        for kind, name in parameters_of(self.code, self._function):
             tensor = tensors.get(name.removesuffix("_stride"))
             if kind == "*" and tensor is None:
                 raise UsageError(f"{self.op}/{self.name}: {name}: expected a tensor's name")

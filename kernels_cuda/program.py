@@ -13,7 +13,7 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import Cubin
 from jetfire.kernels_cuda import driver
-from jetfire.kernels_cuda.compile import compile_cubin
+from jetfire.kernels_cuda.compile import CudaText, compile_cubin
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Program:
         features: letter of the architecture's own instructions, ``a`` of sm_90a.
     """
 
-    source: Path
+    source: Path | CudaText
     header: str
     shared_bytes: int
     warps: int
