@@ -108,6 +108,7 @@ REFUSED = {
     "advise tiny --least-sqnr x": "--least-sqnr x: expected 0 or a positive number",
     "advise tiny --data /none": "--data /none: expected a folder that jetfire train prepare",
     "advise tiny --device tpu": "device 'tpu'",
+    "new gelu": "new gelu: there is such an op already",
     "audit gemm --arch 75": "architecture sm_75",
     "audit gemm --kernel nope": "no kernel 'nope'",
     "audit gemm --m x": "--m x",
@@ -178,9 +179,9 @@ def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path)
         declared._tree.cache_clear()
         assert declared.names(package) is None
     monkeypatch.setattr(declared, "names", lambda package: None)
-    registry.kernel_names.cache_clear()
+    registry._declared.cache_clear()
     assert registry.kernel_names("gemm") == tuple(registry.kernels("gemm"))
-    registry.kernel_names.cache_clear()
+    registry._declared.cache_clear()
 
 
 def test_names_that_stand_apart_are_those_of_their_modules():
@@ -198,12 +199,12 @@ def test_names_that_stand_apart_are_those_of_their_modules():
 BENCH, TUNE = "bench.command.BenchOptions", "tuner.options.TuneOptions"
 # The options classes that a command fills, and its parameters that are no field of theirs.
 FILLED = {
-    "bench": ([BENCH], "listing strict_profile version"),
-    "audit": ([BENCH], "arch"),
-    "tune.run": ([BENCH, TUNE], "shipped budget trial_timeout replay version"),
-    "tune.show": ([BENCH], "as_json"),
-    "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce interpreter debug version"),
-    "export": ([BENCH, "export.options.ExportOptions"], "arch version"),
+    "bench": ([BENCH], "listing load strict_profile version"),
+    "audit": ([BENCH], "arch load"),
+    "tune.run": ([BENCH, TUNE], "shipped budget trial_timeout replay load version"),
+    "tune.show": ([BENCH], "as_json load"),
+    "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce load interpreter debug version"),
+    "export": ([BENCH, "export.options.ExportOptions"], "arch load version"),
     "advise": (["models.options.AdviseOptions"], ""),
     "train.run": (["gpt2.training.options.TrainOptions"], "strict_profile debug version"),
     "train.plan": (["gpt2.training.plan.PlanOptions"], "debug"),

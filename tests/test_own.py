@@ -1,0 +1,405 @@
+"""Ops and kernels from elsewhere: what `jetfire new` writes, examples/, and the page that says how.
+
+Each file is loaded once per process, under a name of its own: an operator is defined for good.
+"""
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetfire.cli import execute
+from jetfire.commands.new import EXAMPLES, renamed
+from jetfire.core import loaded, profiles, registry
+from jetfire.core.device import Device, target_device
+from jetfire.core.errors import UsageError
+from jetfire.fuzz import InProcess, fuzz_kernel
+from jetfire.measure import provenance
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "own-kernels.md").read_text()
+KINDS = {"triton": "row_softmax", "cuda": "row_norm", "cpu": "row_logsumexp"}
+# A file of any op, in place of which its own are put.
+PLAIN = (EXAMPLES / "row_logsumexp.py").read_text()
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in Triton's interpreter
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to work in, with profiles and the like of its own."""
+    for name in ("PROFILES", "STUDIES", "FUZZ", "CACHE"):
+        monkeypatch.setenv(f"JETFIRE_{name}", str(tmp_path / name.lower()))
+    monkeypatch.chdir(tmp_path)
+    profiles.forget()
+    yield tmp_path
+    profiles.forget()
+
+
+@pytest.fixture
+def named(here, monkeypatch):
+    """Writes a file and has it be the only one that is named."""
+
+    def name(file, text):
+        (here / file).write_text(text)
+        monkeypatch.setenv("JETFIRE_LOAD", str(here / file))
+        return here / file
+
+    return name
+
+
+def aside(*words):
+    """A command in a process that does not interpret Triton."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "jetfire.cli", *words]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def commands():
+    """The page's first block: the words of each command."""
+    block = PAGE.partition("\n    jetfire new")[2].partition("\n\n")[0]
+    lines = [line.strip() for line in f"jetfire new{block}".splitlines()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_the_page_has_few_commands():
+    assert len(commands()) <= 15
+    assert [words[1] for words in commands() if words[0] == "jetfire"] == [
+        *("new", "list", "bench", "fuzz", "tune", "tune", "tune", "bench", "compare"),
+        *("audit", "export"),
+    ]
+
+
+# What a machine without a GPU needs besides, so that it takes seconds.
+QUICK = {
+    "bench": ("--rounds", "1", "--kernel", "KERNEL"),
+    "fuzz": ("--examples", "15", "--largest", "60"),
+    "tune": ("--kernel", "KERNEL", "--trials", "2", "--peer", "none"),
+    "show": (),
+}
+
+
+@pytest.mark.parametrize("kind", ["triton", "cpu"])
+def test_the_page_is_followed_on_the_cpu(kind, here, monkeypatch, capsys):
+    op, kernel = f"page_{kind}", {"triton": "triton", "cpu": "torch"}[kind]
+    sizes = {"8192": "48", "4096": "70", "softmax": op}
+    for first, *words in commands():
+        if first == "export":
+            monkeypatch.setenv("JETFIRE_LOAD", str(here / f"{op}.py"))
+        if first != "jetfire":
+            continue
+        verb = "show" if "show" in words else words[0]
+        words = [sizes.get(word, word) for word in words]
+        if kind == "cpu" and (verb in ("audit", "export") or "bwd" in words):
+            continue
+        if kind == "cpu":
+            words = [word for word in words if word not in ("--mode", "fwd,bwd")]
+        if verb == "new":
+            words.append(f"--{kind}")
+        elif verb in ("audit", "export"):
+            tuned_on_an_h200(op)
+            print(aside(*words, *(["--no-check"] if verb == "export" else [])))
+        words += [kernel if word == "KERNEL" else word for word in QUICK.get(verb, ())]
+        if verb not in ("audit", "export"):
+            assert execute(None, words) == 0, (words, capsys.readouterr())
+    out = capsys.readouterr().out
+    assert f"kernels: {kernel}" in out.partition(f"  {op} ")[2]
+    assert f"  {op}   {kernel}           15 " in out
+    if kind == "triton":
+        assert f"{op}_kernel" in out
+        assert (here / "wheel" / f"jetfire_{op}" / "selftest.py").exists()
+
+
+def tuned_on_an_h200(name):
+    """Keep a profile as tuning there would: of the default config, with made-up times."""
+    op, device = registry.get(name), target_device((9, 0))
+    (kernel,) = registry.kernels(name).values()
+    problem = op.Problem(48, 70)
+    entry = profiles.Entry(
+        kernel=kernel.name,
+        problem=problem.as_dict(),
+        config=kernel.default(problem, device).as_dict(),
+        ms=1.0,
+        ms_p20=1.0,
+        ms_p80=1.0,
+        samples=9,
+        default_ms=1.0,
+        joules=None,
+        objective="time",
+        vs_peer={},
+        trials=1,
+        strategy="tpe",
+        provenance=provenance.of(kernel, device, None),
+    )
+    profiles.save(profiles.user_folder(), device, op.name, [entry])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["triton", "cuda"])
+def test_the_page_is_followed_on_a_gpu(kind, here, monkeypatch):
+    """Word by word, but for the name, the kernel's language and, of an op without one, its bwd."""
+    op = f"gpu_{kind}"
+    site = here / "site"
+    for first, *words in commands():
+        words = [word.replace("softmax", op) for word in words]
+        if kind == "cuda":
+            if "bwd" in words:
+                continue
+            words = [word for word in words if word not in ("--mode", "fwd,bwd")]
+        if first == "export":
+            monkeypatch.setenv("JETFIRE_LOAD", str(here / f"{op}.py"))
+        elif first == "jetfire":
+            aside(*words, *([f"--{kind}"] if words[0] == "new" else []))
+        elif first == "pip":
+            (wheel,) = (here / "wheel" / "dist").glob("*.whl")
+            options = ["--no-deps", "--no-index", "--target", str(site)]
+            subprocess.run([sys.executable, "-m", "pip", "install", *options, wheel], check=True)
+        else:
+            environment = {**os.environ, "PYTHONPATH": str(site)}
+            subprocess.run([sys.executable, *words], check=True, env=environment)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The op of an example and its kernel."""
+
+    def load(name):
+        monkeypatch.setenv("JETFIRE_LOAD", str(EXAMPLES / f"{name}.py"))
+        return registry.get(name), *registry.kernels(name).values()
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["row_logsumexp", "row_softmax"])
+def test_an_example_is_right(name, example):
+    op, kernel = example(name)
+    device = Device.parse("auto")
+    largest, examples = (130, 40) if device.interpreted else (400, 100)
+    report = fuzz_kernel(
+        op, kernel, device, examples=examples, largest=largest, executor=InProcess(device)
+    )
+    assert report.examples == examples
+    assert not report.failures
+
+
+@pytest.mark.gpu
+def test_the_cuda_example_is_right(example):
+    op, kernel = example("row_norm")
+    device = Device.parse("cuda")
+    report = fuzz_kernel(op, kernel, device, examples=200, executor=InProcess(device))
+    assert report.examples == 200
+    assert not report.failures
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs NVRTC")
+def test_a_cuda_function_is_launched_by_its_parameters_names(example):
+    op, kernel = example("row_norm")
+    problem = op.Problem(5, 40)
+    config = kernel.Config(warps=2, unroll=1)
+    inputs, outputs = {"x": torch.empty(5, 48)[:, :40]}, {"y": torch.empty(5)}
+    found = kernel.arguments(problem, {**inputs, **outputs})
+    assert [(kind, name) for kind, name, _ in found] == [
+        *(("*", "x"), ("*", "y"), ("long long", "n"), ("long long", "x_stride"))
+    ]
+    assert [value for *_, value in found[2:]] == [40, 48]
+    (cubin,) = kernel.cubins(problem, config, (9, 0))
+    assert (cubin.name, cubin.warps) == ("row_norm_kernel", 2)
+    assert kernel.cubins(problem, kernel.Config(warps=4), (9, 0))[0].code != cubin.code
+
+
+def test_the_functions_are_those_of_the_package(example):
+    """With autograd through the operator, beside torch's own."""
+    example("row_softmax")
+    from jetfire import ops
+
+    x = torch.randn(7, 33).to(Device.parse("auto").torch_device).requires_grad_()
+    for softmax in (ops.row_softmax, torch.ops.jetfire.row_softmax):
+        y = softmax(x)
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+        expected = torch.softmax(x, dim=1)
+        (dx,) = torch.autograd.grad(expected.square().sum(), x)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(found, dx)
+        if softmax is ops.row_softmax:
+            with pytest.raises(UsageError, match="expected two dimensions"):
+                softmax(x[0])
+
+
+def test_a_kernel_for_an_op_that_there_is(named, capsys):
+    """The page's own, by the page's commands."""
+    named("views.py", PAGE.partition("```python\n")[2].partition("```")[0])
+    words = ["transpose", "--device", "cpu", "--kernel", "views", "--block", "32"]
+    assert execute("bench", [*words, "--m", "64", "--rounds", "1"]) == 0
+    assert execute("fuzz", [*words[:-2], "--examples", "25", "--largest", "60"]) == 0
+    assert "views" in capsys.readouterr().out
+    assert registry.kernel_names("transpose")[-1] == "views"
+
+
+CHANGES = [
+    ("row_softmax", "e / tl.sum(e, axis=0)", "e * (1 / tl.sum(e, axis=0))", True),
+    ("row_softmax", "warps: int = 4", "warps: int = 8", False),
+    ("row_softmax", "2e-5 * y", "3e-5 * y", False),
+    ("row_norm", "sqrtf(sum)", "sqrtf(2 * sum)", True),
+    ("row_norm", "// One block per row.", "// A block per row.", False),
+    ("row_norm", "warps: int = 4", "warps: int = 8", False),
+    ("row_logsumexp", "torch.logsumexp(part", "torch.softmax(part", True),
+    ("row_logsumexp", "2e-5", "3e-5", False),
+]
+
+
+@pytest.mark.parametrize(("example", "old", "new", "differs"), CHANGES)
+def test_what_makes_a_profile_stale(example, old, new, differs, named):
+    text = (EXAMPLES / f"{example}.py").read_text()
+    assert text.count(old) == 1
+    hashes = []
+    for name, changed in (("before", text), ("after", text.replace(old, new))):
+        changed = re.sub("(?m)^_row.* = (Operator|Differentiable)", "_ = dict", changed)
+        named(f"{name}.py", changed.replace("] = dict(", "").replace('    "row', '    name="row'))
+        (kernel,) = registry.kernels(example).values()
+        hashes.append(kernel.source_hash())
+    assert (hashes[0] != hashes[1]) == differs
+
+
+def test_a_mistake_in_a_text_of_cuda_is_shown_at_its_line(named):
+    pytest.importorskip("cupy")
+    text = renamed((EXAMPLES / "row_norm.py").read_text(), "row_norm", "broken_norm")
+    file = named("broken_norm.py", text.replace("float sum = 0.0f;", "float sum = nothing;"))
+    line = file.read_text().splitlines().index("  float sum = nothing;") + 1
+    words = ["audit", "broken_norm", "--m", "64", "--arch", "90"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jetfire.cli", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 3
+    _, first, *_ = done.stderr.splitlines()
+    assert first.startswith(f"jetfire: {file}:{line}: broken_norm cuda (sm_90) does not compile: ")
+    assert 'identifier "nothing" is undefined' in first
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("const float* x", "const double x", "parameter x is double: expected int, long long"),
+        ("row_norm_kernel(", "another(", "__global__ void row_norm_kernel"),
+        ("float* y", "float* z", "z: expected a tensor's name"),
+    ],
+)
+def test_parameters_that_nobody_gives(old, new, says, example):
+    op, kernel = example("row_norm")
+    wrong = type(kernel)()
+    wrong.code = kernel.code.replace(old, new)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        wrong.arguments(op.Problem(4, 4), dict.fromkeys("xy", torch.empty(4, 4)))
+
+
+REFUSED = {
+    "a name of ours": ('name = "row_logsumexp"', 'name = "gelu"', "there is an op 'gelu' already"),
+    "no summary": ("    summary =", "    other =", "RowLogsumexp: expected `summary = …`"),
+    "no such op": ('op = "row_logsumexp"', 'op = "row_lse"', "no op 'row_lse' (did you mean"),
+    "no name": ('    name = "torch"\n', "", "TorchRowLogsumexp: expected `name = …`"),
+    "an abstract op": ("    def reads", "    def read", "abstract"),
+    "classes": ("(TorchRowLogsumexp(),)", "(TorchRowLogsumexp,)", "KERNELS, a tuple of Kernel"),
+    "a file that ends": ("OP = ", "raise SystemError('gone')\nOP = ", "SystemError: gone"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_wrong_with_a_file_is_one_line(kind, here, capsys):
+    old, new, says = REFUSED[kind]
+    assert PLAIN.count(old) == 1
+    text = PLAIN.replace(old, new).partition("\n\n# ---")[0]
+    (here / "mine.py").write_text(text)
+    assert execute("bench", ["row_logsumexp", "--load", "mine.py", "--m", "8"]) == 2
+    err = capsys.readouterr().err
+    assert says in err.splitlines()[0]
+    assert "internal error" not in err
+
+
+def test_two_files_with_one_op(here, capsys):
+    for name in ("one", "two"):
+        (here / f"{name}.py").write_text(PLAIN.partition("\n\n# ---")[0])
+    words = ["--load", "one.py", "--load", "two.py"]
+    assert execute("list", words) == 2
+    assert "there is an op 'row_logsumexp' already" in capsys.readouterr().err
+
+
+def test_a_file_is_run_once_it_is_named_and_not_before(here, capsys):
+    """Not for lying there, nor by a profile or a results file that names its op."""
+    (here / "mine.py").write_text("open('ran', 'a').close()\n" + PLAIN.partition("\n\n# ---")[0])
+    assert execute("bench", ["row_logsumexp", "--m", "8"]) == 2
+    assert "no op 'row_logsumexp'" in capsys.readouterr().err
+    words = ["row_logsumexp", "--m", "8", "--rounds", "1", "--device", "cpu", "-o", "rows.json"]
+    assert not Path("ran").exists()
+    assert execute("bench", [*words, "--load", "mine.py"]) == 0
+    assert Path("ran").exists()
+    Path("ran").unlink()
+    os.environ["JETFIRE_LOAD"] = ""
+    assert execute("compare", ["rows.json", "rows.json"]) == 0
+    assert execute("tune", ["show"]) == 0
+    assert not Path("ran").exists()
+
+
+def test_an_installed_package_is_found_by_its_entry_points(here, monkeypatch):
+    """Its modules are imported once their op is asked for, and not for its name."""
+    package = here / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    text = renamed(PLAIN.partition("\n\n# ---")[0], "row_logsumexp", "packaged")
+    (package / "packaged.py").write_text(text)
+    views = PAGE.partition("```python\n")[2].partition("```")[0]
+    (package / "transpose.py").write_text(views)
+    (package / "broken.py").write_text("1 / 0\n")
+    info = here / "own_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
+    lines = PAGE.partition("```toml\n")[2].partition("```")[0]
+    points = lines.replace("project.entry-points.", "").replace('"', "").replace("my_", "own_")
+    points = re.sub(r" +#.*", "", points).replace("softmax", "packaged")
+    (info / "entry_points.txt").write_text(points + "gelu = own_package.broken\n")
+    monkeypatch.syspath_prepend(here)
+    importlib.metadata.MetadataPathFinder.invalidate_caches()
+    loaded._entry_points.cache_clear()
+    registry._kernels.cache_clear()
+    try:
+        assert "packaged" in registry.names()
+        assert "own_package.packaged" not in sys.modules
+        assert list(registry.kernels("transpose"))[-1] == "views"
+        assert list(registry.kernels("packaged")) == ["torch"]
+        assert registry.get("packaged").summary.startswith("logarithm")
+        with pytest.raises(UsageError, match="broken.py:1: own_package.broken .* ZeroDivision"):
+            registry.kernels("gelu")
+    finally:
+        loaded._entry_points.cache_clear()
+        registry._kernels.cache_clear()
+
+
+def test_classes_of_a_loaded_file_are_found_by_other_processes(named):
+    """Of a process that has asked for none of its ops yet, as a tuner's worker has not."""
+    import pickle
+
+    named("plain.py", PLAIN.partition("\n\n# ---")[0])
+    problem = registry.get("row_logsumexp").Problem(3, 4)
+    code = "import pickle, sys; import jetfire.core.registry; print(pickle.load(sys.stdin.buffer))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(problem), capture_output=True
+    )
+    assert done.stdout.decode().strip() == "m=3 n=4", done.stderr.decode()
+
+
+def test_paths_that_the_variable_cannot_hold(here):
+    file = here / "a:b.py"
+    file.write_text(PLAIN)
+    with pytest.raises(UsageError, match="expected a path without ':'"):
+        loaded.add([file])
+    assert SimpleNamespace(files=loaded.files()).files == ()
