@@ -24,6 +24,7 @@ from jetfire.kernels_cuda.inline import InlineKernel
 from jetfire.kernels_triton.kernel import TritonKernel
 from jetfire.measure.plan import Case
 
+GPU = ("cuda", "triton")
 # Kernels of which compiled code is exported, with a table of what each problem launches.
 EMBEDDED = (TritonKernel, InlineKernel)
 
@@ -182,13 +183,14 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
     return registry.get_kernel(op.name, min(times, key=lambda name: times[name]))
 
 
-def _check_tunable(op: Op, problem: Any, device: Device) -> None:
-    """Raise UsageError where no kernel of the op for a GPU has anything to tune."""
-    kernels = [k for k in registry.kernels(op.name).values() if k.backend != "cpu"]
-    if not any(kernel.space(problem, device) for kernel in kernels):
+def _check_exportable(op: Op) -> None:
+    """Raise UsageError where no kernel of the op is one that an export can hold."""
+    if op.composite:
         raise UsageError(
             f"{op.name}: it has nothing to tune: it launches the kernels of other ops; export those"
         )
+    if not any(kernel.backend in GPU for kernel in registry.kernels(op.name).values()):
+        raise UsageError(f"{op.name}: it has no kernel in Triton or CUDA C++ to export")
 
 
 def _alike(op: Op, problems: Sequence[Any]) -> None:
@@ -224,13 +226,13 @@ def make(
     op = cases[0].op
     problems = [case.problem for case in cases]
     _alike(op, problems)
-    _check_tunable(op, problems[0], device)
+    _check_exportable(op)
     kernel = (
         registry.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
     )
     if kernel.backend == "cpu":
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
-    if kernel.backend == "python" and kernel.space(problems[0], device):
+    if kernel.backend == "python":
         raise UsageError(f"{op.name}/{kernel.name} is a Python call: expected Triton or CUDA C++")
     name = name or f"jetfire_{op.name}"
     naming.check(name)

@@ -43,10 +43,13 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-@cache
 def _homes() -> dict[str, ModuleType]:
     """Return the public functions' names, and the module that each is in."""
-    modules = [registry.module(name) for name in registry.names()]
+    return _homes_in(tuple(map(registry.module, registry.names())))
+
+
+@cache
+def _homes_in(modules: tuple[ModuleType, ...]) -> dict[str, ModuleType]:
     return {name: module for module in modules for name in getattr(module, "__all__", ())}
 
 
