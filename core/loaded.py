@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -91,7 +91,11 @@ class _Loader(SourceFileLoader):
                 super().exec_module(module)
         finally:
             _running.remove(file)
-        _check(file, module)
+        _check(f"--load {file}", module)
+
+    def path_stats(self, path: Any) -> Mapping[str, Any]:
+        """Have no bytecode: it would hide an edit within a second that keeps the file's size."""
+        raise OSError
 
 
 class _Finder(MetaPathFinder):
@@ -107,7 +111,7 @@ class _Finder(MetaPathFinder):
 sys.meta_path.append(_Finder())
 
 
-def _check(file: Path, module: ModuleType) -> None:
+def _check(what: str, module: ModuleType) -> None:
     """Raise UsageError where a module has neither an op nor kernels, or one without its name."""
     from jetfire.core.kernel import Kernel
     from jetfire.core.op import Op
@@ -116,14 +120,14 @@ def _check(file: Path, module: ModuleType) -> None:
     right = isinstance(kernels, tuple | list) and all(isinstance(k, Kernel) for k in kernels)
     if not (isinstance(op, Op | None) and right and (op or kernels)):
         raise UsageError(
-            f"--load {file}: expected OP, an Op, or KERNELS, a tuple of Kernel objects, or both"
+            f"{what}: expected OP, an Op, or KERNELS, a tuple of Kernel objects, or both"
         )
     needed = [(kernel, ("op", "name", "Config")) for kernel in kernels]
     needed += [(op, ("name", "summary", "Problem"))] if op else []
     for thing, names in needed:
         for name in names:
             if not hasattr(thing, name):
-                raise UsageError(f"--load {file}: {type(thing).__name__}: expected `{name} = …`")
+                raise UsageError(f"{what}: {type(thing).__name__}: expected `{name} = …`")
 
 
 @cache
@@ -146,10 +150,15 @@ def installed(group: str, op: str) -> list[ModuleType]:
     """Import an op's modules, or its kernels', from the packages that have such.
 
     Raises:
-        UsageError: one cannot be imported.
+        UsageError: one cannot be imported, or has not what its group says.
     """
     found = []
     for name in _entry_points(group).get(op, ()):
-        with broken.loading(f"{name} ({group})", Path(sys.prefix)):
-            found.append(importlib.import_module(name))
+        what = f"{name} ({group})"
+        with broken.loading(what, Path(sys.prefix)):
+            module = importlib.import_module(name)
+        _check(what, module)
+        if group == OPS and getattr(getattr(module, "OP", None), "name", None) != op:
+            raise UsageError(f"{what}: expected OP, an Op with the name {op!r}")
+        found.append(module)
     return found

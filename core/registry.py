@@ -41,9 +41,11 @@ def names() -> tuple[str, ...]:
         UsageError: one from elsewhere has the name of another.
     """
     found = list(_own_names())
-    for name in [*(m.OP.name for m in _loaded_ops()), *loaded.installed_ops()]:
+    others = [(module.OP.name, f"--load {module.__file__}") for module in _loaded_ops()]
+    others += [(name, f"entry points of {loaded.OPS}") for name in loaded.installed_ops()]
+    for name, where in others:
         if name in found:
-            raise UsageError(f"there is an op {name!r} already: expected another name")
+            raise UsageError(f"{where}: there is an op {name!r} already: expected another name")
         found.append(name)
     return tuple(sorted(found))
 
@@ -136,11 +138,8 @@ def beside(op: str, module: str) -> tuple[ModuleType, ...]:
 
 def kernel_names(op: str) -> tuple[str, ...]:
     """Return the names of an op's kernels, mostly without importing ours."""
-    return tuple(
-        dict.fromkeys(
-            [*_declared(op), *(kernel.name for kernel in _elsewhere(op, loaded.modules()))]
-        )
-    )
+    others = (kernel.name for kernel in _elsewhere(op, loaded.modules()))
+    return tuple(dict.fromkeys([*_declared(op), *others]))
 
 
 @cache
@@ -151,7 +150,7 @@ def _declared(op: str) -> tuple[str, ...]:
     folders = [_ROOT / backend / op for backend in _BACKENDS]
     found = [declared.names(folder) for folder in folders if (folder / "__init__.py").exists()]
     if any(some is None for some in found):
-        return tuple(kernels(op))
+        return tuple(_kernels(op, ()))
     return tuple(dict.fromkeys(name for some in found for name in some or ()))
 
 

@@ -88,10 +88,13 @@ class InlineKernel(CudaKernel):
     def default(self, problem: Any, device: Device) -> Any:
         return self.Config()
 
-    def programs(self, problem: Any, config: Any) -> tuple[Program]:
+    def program(self, problem: Any, config: Any, access: None = None) -> Program:
         constants = {name.upper(): value for name, value in config.as_dict().items()}
         shared, source = self.shared_bytes(problem, config), text_of(type(self))
-        return (Program(source, header(constants), shared, config.warps, self._function),)
+        return Program(source, header(constants), shared, config.warps, self._function)
+
+    def programs(self, problem: Any, config: Any) -> tuple[Program]:
+        return (self.program(problem, config),)
 
     def arguments(self, problem: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         """Return type, name and value of each parameter; of a pointer the tensor."""
@@ -111,6 +114,5 @@ class InlineKernel(CudaKernel):
             np.uint64(value.data_ptr()) if kind == "*" else _SCALARS[kind](value)
             for kind, _, value in self.arguments(problem, {**inputs, **outputs})
         ]
-        (program,) = self.programs(problem, config)
         device = Device.of(next(iter(inputs.values())))
-        program.launch(device, self.blocks(problem, config), *given)
+        self.run(problem, config, None, device, self.blocks(problem, config), *given)

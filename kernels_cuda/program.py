@@ -44,8 +44,12 @@ class Program:
 
     def launch(self, device: Device, blocks: int, *arguments: Any) -> None:
         """Launch it on the device's current stream, with scalars and structs of these bytes."""
-        given = [driver.struct_argument(x, len(x)) if type(x) is bytes else x for x in arguments]
-        loaded(self, device)(blocks, 32 * self.warps, given)
+        loaded(self, device)(blocks, 32 * self.warps, _given(arguments))
+
+
+def _given(arguments: Sequence[Any]) -> list[Any]:
+    """Return arguments as a launch takes them: a struct is given by its bytes."""
+    return [driver.struct_argument(x, len(x)) if type(x) is bytes else x for x in arguments]
 
 
 @cache
@@ -99,9 +103,8 @@ class CudaKernel(Kernel):
         access: Any,
         device: Device,
         blocks: int,
-        content: bytes,
+        *arguments: Any,
     ) -> None:
-        """Launch `program` with a struct of these bytes; it is looked up once for a problem."""
-        argument = driver.struct_argument(content, len(content))
+        """Launch `program`, as `Program.launch` does; it is looked up once for a problem."""
         function = _loaded(self, problem, config, access, device)
-        function(blocks, 32 * config.warps, (argument,))
+        function(blocks, 32 * config.warps, _given(arguments))
