@@ -20,12 +20,10 @@ EXAMPLES = Path(jetfire.__path__[0]) / "examples"
 def run(
     name: Annotated[str, o.argument("NAME", "Of the op and of the file, NAME.py.")],
     triton: Annotated[
-        bool, o.flag("--triton", "A Triton kernel, of a softmax and its gradient (so if none).")
+        bool, o.flag("--triton", "A Triton kernel: softmax and its gradient (this if none).")
     ] = False,
-    cuda: Annotated[bool, o.flag("--cuda", "A CUDA C++ kernel, of rows' norms.")] = False,
-    cpu: Annotated[
-        bool, o.flag("--cpu", "A library's call, of rows' logsumexp, on the CPU or a GPU.")
-    ] = False,
+    cuda: Annotated[bool, o.flag("--cuda", "A CUDA C++ kernel: the norm of each row.")] = False,
+    cpu: Annotated[bool, o.flag("--cpu", "A library's call: the logsumexp of each row.")] = False,
     debug: o.Debug = False,
 ) -> None:
     """Write a file with an op and a kernel of your own, which runs as it stands: see --load."""

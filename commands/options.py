@@ -289,10 +289,12 @@ def _be_strict(asked: bool) -> None:
         os.environ["JETFIRE_STRICT_PROFILE"] = "1"
 
 
-def _load(files: list[Path] | None) -> list[Path] | None:
-    """Have the ops and kernels of files be known, here and in the processes that are started."""
+def _load(ctx: typer.Context, files: list[Path] | None) -> list[Path] | None:
+    """Have a command, and the processes that it starts, know the ops and kernels of files."""
     from jetfire.core import loaded
 
+    before = os.environ.get(loaded.VARIABLE, "")
+    ctx.call_on_close(lambda: os.environ.update({loaded.VARIABLE: before}))
     loaded.add(files or ())
     return files
 

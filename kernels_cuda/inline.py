@@ -97,16 +97,21 @@ class InlineKernel(CudaKernel):
         return (self.program(problem, config),)
 
     def arguments(self, problem: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-        """Return type, name and value of each parameter; of a pointer the tensor."""
+        """Return type, name and value of each parameter; of a pointer the tensor.
+
+        Raises:
+            UsageError: a name says of nothing what it gets.
+        """
+        matrices = [(name, tensor) for name, tensor in tensors.items() if tensor.dim()]
+        strides = {f"{name}_stride": tensor.stride(0) for name, tensor in matrices}
+        scalars = {**vars(problem), **strides}
         found = []
         for kind, name in parameters_of(self.code, self._function):
-            tensor = tensors.get(name.removesuffix("_stride"))
-            if kind == "*" and tensor is None:
-                raise UsageError(f"{self.op}/{self.name}: {name}: expected a tensor's name")
-            if name.endswith("_stride") and tensor is not None:
-                found.append((kind, name, tensor.stride(0)))
-            else:
-                found.append((kind, name, tensor if kind == "*" else getattr(problem, name)))
+            known = tensors if kind == "*" else scalars
+            if name not in known:
+                what = f"{self.op}/{self.name}: parameter {name}"
+                raise UsageError(f"{what}: expected one of {', '.join(known)}")
+            found.append((kind, name, known[name]))
         return found
 
     def launch(self, problem: Any, config: Any, inputs: Tensors, outputs: Tensors) -> None:

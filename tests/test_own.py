@@ -298,7 +298,8 @@ def test_a_mistake_in_a_text_of_cuda_is_shown_at_its_line(named):
     [
         ("const float* x", "const double x", "parameter x is double: expected int, long long"),
         ("row_norm_kernel(", "another(", "__global__ void row_norm_kernel"),
-        ("float* y", "float* z", "z: expected a tensor's name"),
+        ("float* y", "float* z", "parameter z: expected one of x, y"),
+        ("long long n", "int k", "parameter k: expected one of m, n, x_stride"),
     ],
 )
 def test_parameters_that_nobody_gives(old, new, says, example):
@@ -349,7 +350,6 @@ def test_a_file_is_run_once_it_is_named_and_not_before(here, capsys):
     assert execute("bench", [*words, "--load", "mine.py"]) == 0
     assert Path("ran").exists()
     Path("ran").unlink()
-    os.environ["JETFIRE_LOAD"] = ""
     assert execute("compare", ["rows.json", "rows.json"]) == 0
     assert execute("tune", ["show"]) == 0
     assert not Path("ran").exists()
