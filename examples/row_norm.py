@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.kernel import Config
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Problem
@@ -97,6 +98,7 @@ KERNELS = (CudaRowNorm(),)
 # --- what a model calls, and torch.ops.jetfire has ----------------------------------------------
 
 
+@checked
 def row_norm(x: Tensor) -> Tensor:
     """Return the Euclidean norm of each row of x (m×n fp32): m fp32."""
     expect.matrix("x", x, ("float32",))

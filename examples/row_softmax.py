@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core import expect
+from jetfire.core.arguments import checked
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.op import Gradient
@@ -143,12 +144,14 @@ KERNELS = (TritonRowSoftmax(),)
 # --- what a model calls, and torch.ops.jetfire has ----------------------------------------------
 
 
+@checked
 def row_softmax(x: Tensor) -> Tensor:
     """Return the softmax of each row of x (m×n bf16, fp16 or fp32), with a gradient."""
     expect.matrix("x", x, expect.FLOATS)
     return _row_softmax(x)
 
 
+@checked
 def row_softmax_backward(x: Tensor, dy: Tensor) -> Tensor:
     """Return dx of `row_softmax`, from its input and its output's gradient."""
     expect.matrix("x", x, expect.FLOATS)

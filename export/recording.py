@@ -120,10 +120,11 @@ def record(requests: Sequence[Request]) -> list[LaunchRecording]:
     """Return what a kernel's launch does, for each request.
 
     Raises:
-        UsageError: a launch does what a C program could not do after it.
+        UsageError: a launch does what a C program could not do after it; or no such kernel.
         WrongResultError: the kernel does not compile.
     """
-    kernel = registry.get_kernel(*requests[0][:2])
+    op, name, *_ = requests[0]
+    kernel = registry.get_kernel(registry.get(op).name, name)
     if isinstance(kernel, InlineKernel):
         return [_inline(kernel, *request[2:]) for request in requests]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -23,6 +23,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.fuzz import InProcess, fuzz_kernel
 from jetfire.measure import provenance
+from jetfire.measure.plan import Case
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "own-kernels.md").read_text()
@@ -226,6 +227,35 @@ def test_a_cuda_function_is_launched_by_its_parameters_names(example):
     assert kernel.cubins(problem, kernel.Config(warps=4), (9, 0))[0].code != cubin.code
 
 
+def test_cuda_in_a_file_is_exported_as_compiled_code(example, here):
+    """With samples of the reference, as there is no kernel for the CPU."""
+    pytest.importorskip("cupy")
+    from jetfire.export import folder
+    from jetfire.export.plan import make
+
+    op, _ = example("row_norm")
+    tuned_on_an_h200(op.name)
+    plan = make([Case(op, op.Problem(48, 70))], None, (9, 0), None)
+    files = folder.contents(plan, folder.default_target(plan), check=False)
+    code = files["jetfire_row_norm.c"].decode()
+    assert "{ROW_NORM_KERNEL, {48, 1, 1}, 4, ARGUMENTS_1}" in code
+    first = code.partition("ARGUMENTS_1[] = {")[2].partition("};")[0]
+    assert re.findall(r"\.value = (\d+)}, *// (\w+)", first) == [
+        *(("0", "x"), ("0", "y"), ("70", "n"), ("70", "x_stride"))
+    ]
+    small = plan.with_sizes(m=208, n=336)
+    x = torch.frombuffer(bytearray(files["samples/x.bin"]), dtype=torch.float32)
+    y = torch.frombuffer(bytearray(files["samples/expected_y.bin"]), dtype=torch.float32)
+    torch.testing.assert_close(y, x.view(small.m, small.n).norm(dim=1))
+
+
+def test_what_no_export_holds(example, here, capsys):
+    example("row_logsumexp")
+    words = ["row_logsumexp", "--m", "64", "-o", "out", "--no-check"]
+    assert execute("export", words) == 2
+    assert "it has no kernel in Triton or CUDA C++ to export" in capsys.readouterr().err
+
+
 def test_the_functions_are_those_of_the_package(example):
     """With autograd through the operator, beside torch's own."""
     example("row_softmax")
@@ -242,6 +272,8 @@ def test_the_functions_are_those_of_the_package(example):
         if softmax is ops.row_softmax:
             with pytest.raises(UsageError, match="expected two dimensions"):
                 softmax(x[0])
+            with pytest.raises(UsageError, match="expected a tensor"):
+                softmax(5)
 
 
 def test_a_kernel_for_an_op_that_there_is(named, capsys):
