@@ -367,14 +367,14 @@ def reproduce(
     """Run a saved case again, up to `RACY_RUNS` times where a race may be what was wrong.
 
     Args:
-        given: files were named in place of those that it was saved with.
+        given: files were named by --load, in place of those that it was saved with.
 
     Raises:
         WrongResultError: it still fails.
         UsageError: its kernel, or the one that it is compared with, does not run it here.
     """
     saved = store.find(name)
-    if saved.load and not saved.own and not given:
+    if saved.load and not saved.own and not loaded.files():
         listed = ", ".join(map(ascii, saved.load))
         raise UsageError(
             f"--reproduce {name}: its kernels are those of {listed}, which are not run because a "
@@ -385,7 +385,7 @@ def reproduce(
     runs = 1 if saved.kind in ENDED else RACY_RUNS
     device = Device.parse(device_name)
     tool = None if sanitizer is None else _tool(sanitizer, device)
-    if not given:
+    if saved.own and not given:
         loaded.add([Path(file) for file in saved.load])
     if reason := _illegal(saved.case, device):
         raise UsageError(f"--reproduce {name}: {reason}")

@@ -486,7 +486,7 @@ def test_a_given_file_takes_the_place_of_the_saved_one(tmp_path, capsys, unload)
     assert fuzz("--reproduce", case.id, "--load", str(moved)) == 3
 
 
-def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
+def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload, monkeypatch):
     """Under whatever name: only an ID of one's own folder may load what was saved with it."""
     ran, code = tmp_path / "ran", tmp_path / "code.py"
     code.write_text(f"open({str(ran)!r}, 'w').close()\n" + FILE.read_text())
@@ -503,6 +503,12 @@ def test_what_a_strangers_file_lists_is_not_run(tmp_path, capsys, unload):
     err = capsys.readouterr().err
     assert f"its kernels are those of '{code}', which are not run" in err
     assert "expected --load FILE" in err
+    named = tmp_path / "named.py"
+    named.write_text(FILE.read_text())
+    monkeypatch.setenv("JETFIRE_LOAD", str(named))
+    assert fuzz("--reproduce", str(given / "it.json")) == 3
+    assert not ran.exists()
+    monkeypatch.setenv("JETFIRE_LOAD", "")
     assert fuzz("--reproduce", str(given / "it.json"), "--load", str(code)) == 3
     assert ran.exists()
 

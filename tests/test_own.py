@@ -5,13 +5,13 @@ Each file is loaded once per process, under a name of its own: an operator is de
 
 import importlib
 import os
+import pickle
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,37 +90,41 @@ def test_the_page_has_few_commands():
     ]
 
 
-# What a machine without a GPU needs besides, so that it takes seconds.
+def followed(op, kind):
+    """The page's commands for an op of another name and kind: one without a backward has no bwd."""
+    for first, *words in commands():
+        words = [word.replace("softmax", op) for word in words]
+        if kind != "triton":
+            if "bwd" in words:
+                continue
+            words = [word for word in words if word not in ("--mode", "fwd,bwd")]
+        yield first, [*words, f"--{kind}"] if words[0] == "new" else words
+
+
+# What the interpreter needs besides, so that it takes seconds.
+SMALLER = {"8192": "48", "4096": "70"}
 QUICK = {
     "bench": ("--rounds", "1", "--kernel", "KERNEL"),
     "fuzz": ("--examples", "9", "--largest", "20"),
     "tune": ("--kernel", "KERNEL", "--trials", "2", "--peer", "none"),
-    "show": (),
 }
 
 
-@pytest.mark.parametrize("kind", ["triton", "cpu"])
-def test_the_page_is_followed_on_the_cpu(kind, here, monkeypatch, capsys):
-    op, kernel = f"page_{kind}", {"triton": "triton", "cpu": "torch"}[kind]
-    sizes = {"8192": "48", "4096": "70", "softmax": op}
-    for first, *words in commands():
+@pytest.mark.parametrize(("kind", "kernel"), [("triton", "triton"), ("cpu", "torch")])
+def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys):
+    """But for what is installed; a library's call is neither audited nor exported."""
+    op = f"page_{kind}"
+    for first, words in followed(op, kind):
+        words = [SMALLER.get(word, word) for word in words]
         if first == "export":
             monkeypatch.setenv("JETFIRE_LOAD", str(here / f"{op}.py"))
-        if first != "jetfire":
-            continue
-        verb = "show" if "show" in words else words[0]
-        words = [sizes.get(word, word) for word in words]
-        if kind == "cpu" and (verb in ("audit", "export") or "bwd" in words):
-            continue
-        if kind == "cpu":
-            words = [word for word in words if word not in ("--mode", "fwd,bwd")]
-        if verb == "new":
-            words.append(f"--{kind}")
-        elif verb in ("audit", "export"):
-            tuned_on_an_h200(op)
-            print(aside(*words, *(["--no-check"] if verb == "export" else [])))
-        words += [kernel if word == "KERNEL" else word for word in QUICK.get(verb, ())]
-        if verb not in ("audit", "export"):
+        elif first == "jetfire" and words[0] in ("audit", "export"):
+            if kind == "triton":
+                tuned_on_an_h200(op)
+                print(aside(*words, *(["--no-check"] if words[0] == "export" else [])))
+        elif first == "jetfire":
+            more = () if "show" in words else QUICK.get(words[0], ())
+            words += [kernel if word == "KERNEL" else word for word in more]
             assert execute(None, words) == 0, (words, capsys.readouterr())
     out = capsys.readouterr().out
     assert f"kernels: {kernel}" in out.partition(f"  {op} ")[2]
@@ -157,19 +161,13 @@ def tuned_on_an_h200(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["triton", "cuda"])
 def test_the_page_is_followed_on_a_gpu(kind, here, monkeypatch):
-    """Word by word, but for the name, the kernel's language and, of an op without one, its bwd."""
-    op = f"gpu_{kind}"
-    site = here / "site"
-    for first, *words in commands():
-        words = [word.replace("softmax", op) for word in words]
-        if kind == "cuda":
-            if "bwd" in words:
-                continue
-            words = [word for word in words if word not in ("--mode", "fwd,bwd")]
+    """Word by word, but for where the wheel is installed."""
+    op, site = f"gpu_{kind}", here / "site"
+    for first, words in followed(op, kind):
         if first == "export":
             monkeypatch.setenv("JETFIRE_LOAD", str(here / f"{op}.py"))
         elif first == "jetfire":
-            aside(*words, *([f"--{kind}"] if words[0] == "new" else []))
+            aside(*words)
         elif first == "pip":
             (wheel,) = (here / "wheel" / "dist").glob("*.whl")
             options = ["--no-deps", "--no-index", "--target", str(site)]
@@ -423,8 +421,6 @@ def test_an_installed_package_is_found_by_its_entry_points(here, monkeypatch):
 
 def test_classes_of_a_loaded_file_are_found_by_other_processes(named):
     """Of a process that has asked for none of its ops yet, as a tuner's worker has not."""
-    import pickle
-
     named("plain.py", PLAIN)
     problem = registry.get("row_logsumexp").Problem(3, 4)
     code = "import pickle, sys; import jetfire.core.registry; print(pickle.load(sys.stdin.buffer))"
@@ -439,4 +435,4 @@ def test_paths_that_the_variable_cannot_hold(here):
     file.write_text(PLAIN)
     with pytest.raises(UsageError, match="expected a path without ':'"):
         loaded.add([file])
-    assert SimpleNamespace(files=loaded.files()).files == ()
+    assert loaded.files() == ()
