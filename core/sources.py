@@ -2,8 +2,8 @@
 
 A profile keeps the hash of the kernel that was tuned. Device code is
 
-* for a CUDA kernel, the ``.cu`` files that its host code names, its texts with a kernel function,
-  the headers that these include, and Python functions that write CUDA;
+* for a CUDA kernel, the ``.cu`` and ``.cubin`` files that its host code names, its texts with a
+  kernel function, the headers that these include, and Python functions that write CUDA;
 * for a Triton or Gluon kernel, the jit functions that its host code names, and all functions and
   globals that those reach;
 * for a kernel with neither, as on the CPU, its class and all that it reaches.
@@ -94,7 +94,7 @@ def device_code(classes: Iterable[type]) -> dict[str, str]:
     return {
         **{f"{found.file}:{found.name}": _code(list(found.nodes)) for found in device},
         **{f"{found.file}:{found.name}": cuda_code(text) for found, text in texts},
-        **{str(file): cuda_code(file.read_text(encoding="utf-8")) for file in files},
+        **{str(file): cuda_code(_file_text(file)) for file in files},
     }
 
 
@@ -228,9 +228,9 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _cuda_files(definition: _Definition) -> Iterator[Path]:
-    """Yield the ``.cu`` files beside its module that a definition names."""
+    """Yield the ``.cu`` and ``.cubin`` files beside its module that a definition names."""
     for text in (text for node in definition.nodes for text in _texts(node)):
-        if text.endswith(".cu") and (file := definition.file.parent / text).exists():
+        if text.endswith((".cu", ".cubin")) and (file := definition.file.parent / text).exists():
             yield file
 
 
@@ -258,8 +258,15 @@ def _with_headers(files: Iterable[Path]) -> set[Path]:
         file = waiting.pop()
         if file not in found:
             found.add(file)
-            waiting += _included(file.read_text(encoding="utf-8"), file)
+            waiting += _included(_file_text(file), file)
     return found
+
+
+def _file_text(file: Path) -> str:
+    """Return a file's text; of a cubin a digest."""
+    if file.suffix == ".cubin":
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    return file.read_text(encoding="utf-8")
 
 
 # Python code as text.

@@ -41,7 +41,7 @@ def parameters_of(code: str, function: str) -> tuple[tuple[str, str], ...]:
         UsageError: there is no such function, or a parameter is neither a pointer nor one of
             `_SCALARS`.
     """
-    found = re.search(rf"\b{function}\s*\(([^)]*)\)\s*\{{", code)
+    found = re.search(rf"\b{function}\s*\(([^)]*)\)\s*[{{;]", code)
     if found is None or "__global__" not in code:
         raise UsageError(f'expected extern "C" __global__ void {function}(…) in the code')
     parameters = []
@@ -63,12 +63,14 @@ class InlineKernel(CudaKernel):
     of the tensor ``x`` are, any other the field of the problem. A config has ``warps``.
 
     Attributes:
-        code: the source.
+        code: the source; of a `binary` the function's declaration.
+        binary: a cubin that was compiled elsewhere, for `least`.
     """
 
     name = "cuda"
     needs = "needs sm_80 or newer"
     code: ClassVar[str]
+    binary: ClassVar[Path | None] = None
 
     @property
     def _function(self) -> str:
@@ -83,6 +85,9 @@ class InlineKernel(CudaKernel):
         return 0
 
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        capability = device.capability or self.least
+        if self.binary is not None and capability[0] != self.least[0]:
+            return f"{self.binary.name} is for sm_{self.least[0]}{self.least[1]}"
         return self.unfit(device) or self.outside(config)
 
     def default(self, problem: Any, device: Device) -> Any:
@@ -91,7 +96,14 @@ class InlineKernel(CudaKernel):
     def program(self, problem: Any, config: Any, access: None = None) -> Program:
         constants = {name.upper(): value for name, value in config.as_dict().items()}
         shared, source = self.shared_bytes(problem, config), text_of(type(self))
-        return Program(source, header(constants), shared, config.warps, self._function)
+        return Program(
+            source,
+            header(constants),
+            shared,
+            config.warps,
+            self._function,
+            binary=self.binary,
+        )
 
     def programs(self, problem: Any, config: Any) -> tuple[Program]:
         return (self.program(problem, config),)

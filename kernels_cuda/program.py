@@ -23,6 +23,7 @@ class Program:
     Attributes:
         name: the function's, where it is not the source's.
         features: letter of the architecture's own instructions, ``a`` of sm_90a.
+        binary: a cubin that was compiled elsewhere, in place of the source.
     """
 
     source: Path | CudaText
@@ -31,6 +32,7 @@ class Program:
     warps: int
     name: str = ""
     features: str = ""
+    binary: Path | None = None
 
     @property
     def function(self) -> str:
@@ -39,7 +41,10 @@ class Program:
     def cubin(self, capability: tuple[int, int]) -> Cubin:
         """Return its machine code."""
         major, minor = capability
-        code = compile_cubin(self.source, self.header, f"sm_{major}{minor}{self.features}")
+        if self.binary is not None:
+            code = self.binary.read_bytes()
+        else:
+            code = compile_cubin(self.source, self.header, f"sm_{major}{minor}{self.features}")
         return Cubin(self.function, code, self.shared_bytes, self.warps)
 
     def launch(self, device: Device, blocks: int, *arguments: Any) -> None:

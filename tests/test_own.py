@@ -18,7 +18,7 @@ import torch
 
 from jetfire.cli import execute
 from jetfire.commands.new import EXAMPLES, renamed
-from jetfire.core import loaded, profiles, registry
+from jetfire.core import loaded, profiles, registry, sources
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.fuzz import InProcess, fuzz_kernel
@@ -223,6 +223,54 @@ def test_a_cuda_function_is_launched_by_its_parameters_names(example):
     (cubin,) = kernel.cubins(problem, config, (9, 0))
     assert (cubin.name, cubin.warps) == ("row_norm_kernel", 2)
     assert kernel.cubins(problem, kernel.Config(warps=4), (9, 0))[0].code != cubin.code
+
+
+BINARY = '''
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetfire.core.kernel import Config
+from jetfire.kernels_cuda.inline import InlineKernel
+
+
+@dataclass(frozen=True)
+class Warps(Config):
+    warps: int = 4
+
+
+class Binary(InlineKernel):
+    op = "transpose"
+    name = "binary"
+    Config = Warps
+    least = (9, 0)
+    binary = Path(__file__).parent / "mine.cubin"
+    code = """
+extern "C" __global__ void transpose_kernel(const char* q, char* qt, int m, int n);
+"""
+
+    def blocks(self, problem, config):
+        return problem.m
+
+
+KERNELS = (Binary(),)
+'''
+
+
+def test_a_cubin_in_place_of_a_source(named):
+    """It is run as it is, on the architecture that it is for, and hashed."""
+    file = named("binary.py", BINARY).parent / "mine.cubin"
+    file.write_bytes(b"ELF")
+    kernel, problem = registry.get_kernel("transpose", "binary"), registry.get("transpose").Problem
+    (cubin,) = kernel.cubins(problem(4, 4), kernel.Config(), (9, 0))
+    assert (cubin.name, cubin.code, cubin.warps) == ("transpose_kernel", b"ELF", 4)
+    reason = kernel.legal(problem(4, 4), kernel.Config(), target_device((8, 0)))
+    assert reason == "mine.cubin is for sm_90"
+    given = kernel.arguments(problem(4, 6), dict.fromkeys(("q", "qt"), torch.empty(4, 6)))
+    assert [name for _, name, _ in given] == ["q", "qt", "m", "n"]
+    known = kernel.source_hash()
+    file.write_bytes(b"ELF of another")
+    sources.digest.cache_clear()
+    assert kernel.source_hash() != known
 
 
 def test_cuda_in_a_file_is_exported_as_compiled_code(example, here):
