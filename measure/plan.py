@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -199,6 +200,8 @@ def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
     """
     chosen = [op.name for op in choose_ops(op_names)] if kernels else []
     known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
+    if "torch" in sys.modules:  # kernels may be loaded, and a caller have added some
+        known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
     for name in kernels:
         if name not in known:
             raise unknown(f"no kernel {name!r}", name, known)
