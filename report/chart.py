@@ -75,6 +75,11 @@ def readable(axis: MplAxis) -> None:
     axis.set_tick_params(labelsize=8)
 
 
+def verbatim(text: str) -> str:
+    """Return a text that is shown as it is: what two $ enclose would be read as mathematics."""
+    return text.replace("$", r"\$")
+
+
 def note(ax: Axes, text: str, at: tuple[float, float], away: tuple[int, int], **more: Any) -> None:
     """Write a small text so many points away from a place."""
     style = {"textcoords": "offset points", "fontsize": 8, "color": "#666666", **more}

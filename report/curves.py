@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core.errors import UsageError, not_installed
 from jetfire.core.files import write
 from jetfire.report import watched
-from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
+from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save, verbatim
 from jetfire.report.watched import WatchedRun
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool, aw
         _band(ax, [(run.evaluated, run.validation) for run in group.runs], colour)
     elif raw:
         ax.plot(mean.steps, mean.losses, color=colour, linewidth=0.6, alpha=0.25)
-    ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=mean.label + away)
+    label = verbatim(mean.label + away)
+    ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=label)
     ax.plot(
         mean.evaluated,
         mean.validation,

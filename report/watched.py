@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetfire.report.chart import GAP, HEAT
+from jetfire.report.chart import GAP, HEAT, verbatim
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -111,7 +111,7 @@ def _ordered(layers: Sequence[str]) -> list[str]:
 
 def draw(part: SubFigure, run: WatchedRun) -> None:
     """Draw a run's maps side by side."""
-    part.suptitle(f"signal to quantisation noise, dB: {run.label}", fontsize=10)
+    part.suptitle(f"signal to quantisation noise, dB: {verbatim(run.label)}", fontsize=10)
     axes = part.subplots(1, len(KINDS), sharey=True)
     for ax, kind in zip(axes, KINDS, strict=True):
         ax.set_facecolor(GAP)

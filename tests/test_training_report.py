@@ -176,6 +176,17 @@ def test_what_was_watched_is_drawn_below_the_losses(tmp_path):
     assert drawn(run, ".svg") == drawn(run, ".svg")
 
 
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_a_name_is_drawn_as_it_is(suffix, tmp_path):
+    """What two $ enclose is no mathematics; nothing ends a page's script."""
+    run = write(tmp_path, r"$\frac$-<b>")
+    with (run / log.NAME).open("a") as file:
+        print(json.dumps(watch_record(10, dict.fromkeys(LAYERS, 30.0))), file=file)
+    curves.plot([run], tmp_path / f"plot{suffix}")
+    text = (tmp_path / f"plot{suffix}").read_text()
+    assert text.count(r"$\frac$-&lt;b&gt;" if suffix == ".svg" else r"$\\frac$-\u003cb\u003e") >= 2
+
+
 def test_runs_that_were_watched_unlike_are_one_curve(tmp_path):
     def watching(seed, every):
         run = write(tmp_path, f"run-{seed}", seed=seed)
