@@ -187,6 +187,16 @@ def test_a_name_is_drawn_as_it_is(suffix, tmp_path):
     assert text.count(r"$\frac$-&lt;b&gt;" if suffix == ".svg" else r"$\\frac$-\u003cb\u003e") >= 2
 
 
+def test_logs_of_earlier_versions_are_gpt2_s(tmp_path):
+    new, old = write(tmp_path, "new"), write(tmp_path, "old", seed=1)
+    head, *rest = (new / log.NAME).read_text().splitlines()
+    begun = json.loads(head)
+    begun["settings"] |= {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
+    (new / log.NAME).write_text("\n".join([json.dumps(begun), *rest]) + "\n")
+    (group,) = curves.grouped([new, old])
+    assert len(group.runs) == 2
+
+
 def test_runs_that_were_watched_unlike_are_one_curve(tmp_path):
     def watching(seed, every):
         run = write(tmp_path, f"run-{seed}", seed=seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import log
+from jetfire.gpt2.training.settings import GPT2_SETTINGS
 from jetfire.report.curves import Curve, CurveGroup, image, page, watched_of
 
 IMAGES, PAGE = (".png", ".svg", ".pdf"), ".html"
@@ -29,8 +30,8 @@ def grouped(runs: Sequence[Path]) -> list[CurveGroup]:
     logs = [(path, log.read(path)) for path in runs]
     kinds: dict[str, list[tuple[Path, list[log.Record]]]] = {}
     for path, records in logs:
-        settings = records[0]["settings"].items()
-        rest = {key: value for key, value in settings if key not in ("seed", "watch")}
+        settings = {**GPT2_SETTINGS, **records[0]["settings"]}
+        rest = {key: value for key, value in settings.items() if key not in ("seed", "watch")}
         kinds.setdefault(repr(rest), []).append((path, records))
     groups = []
     for same in kinds.values():
