@@ -24,7 +24,7 @@ from jetfire.gpt2.model.shape import LlamaShape
 from jetfire.gpt2.training import checkpoint, command, faults, graph, log, utilisation
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.settings import PRESETS, Settings, make, resumed
+from jetfire.gpt2.training.settings import MOST_LOOKS, PRESETS, Settings, make, resumed
 from jetfire.gpt2.training.state import build
 from jetfire.gpt2.training.step import Step, seed_step
 from jetfire.nn import CodesQuality, Watched, watch
@@ -133,8 +133,26 @@ def test_settings_of_earlier_versions_are_gpt2_s():
     for name in ("family", "kv_heads", "hidden", "tied"):
         del before[name]
     assert resumed(before, {}, "run") == settings_of()
-    with pytest.raises(UsageError, match="--resume family=llama: run was begun with family=gpt2"):
-        resumed(settings_of().as_dict(), {"family": "llama"}, "run")
+    for kept in (before, settings_of().as_dict()):
+        with pytest.raises(UsageError, match="--resume family=llama: run was begun with family=g"):
+            resumed(kept, {"family": "llama"}, "run")
+    with pytest.raises(UsageError, match="--resume tied=false: run was begun with tied=true"):
+        resumed(before, {"tied": False}, "run")
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "least"), [("gpt2-124m", 49, 2), ("llama-1b", 155, 7)]
+)
+def test_a_run_is_not_watched_so_often_that_its_log_is_too_long(preset, layers, least):
+    assert make(preset, {"watch": least}).watch == least
+    wanted = f"20000 steps of {layers} layers would be too long to read: expected at least {least}"
+    with pytest.raises(UsageError, match=wanted):
+        make(preset, {"watch": least - 1})
+    codes = CodesQuality(-12.34, 1.234e-05, 1.234e-05, 1.234e-05)
+    names = [f"blocks.{number}.projection" for number in range(layers)]
+    seen = Watched(*(dict.fromkeys(names, codes) for _ in range(3)))
+    line = json.dumps(log.watched(20000, seen))
+    assert MOST_LOOKS * len(line) / layers < 0.75 * log.MOST
 
 
 def test_the_rate_rises_and_falls_to_the_floor():

@@ -66,6 +66,8 @@ CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 # What tells GPT-2 from other families. Earlier versions, which had no other, did not say it.
 GPT2_SETTINGS = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
 
+# Looks at layers in a run: their lines are 170 MB of the 256 that are read of a log.
+MOST_LOOKS = 500_000
 MOST_PARAMETERS = 10**13  # of the blocks: no machine holds more
 # A checkpoint's folder has eight digits for its step.
 MOST_STEPS = 10**8 - 1
@@ -158,7 +160,7 @@ class Settings:
         shape = self.shape(1)
         for one in dataclasses.fields(LlamaShape):
             if not hasattr(shape, one.name) and (value := getattr(self, one.name)) != one.default:
-                given = f"{one.name}={str(value).lower()}"  # true and false as they are given
+                given = f"{one.name}={_text(value)}"
                 raise UsageError(f"{given} with family={self.family}: expected family=llama")
         shape.check(self.precision())
         if (parameters := shape.block_weights) > MOST_PARAMETERS:
@@ -235,7 +237,7 @@ _TRUTHS = {
 def _value(name: str, annotation: Any, given: Any) -> Any:
     """One setting from text, or from itself as JSON has it."""
     # A word may be yes or no in JSON, as checkpoints had it once.
-    text = str(given).lower() if isinstance(given, bool) else str(given)
+    text = _text(given)
     if get_origin(annotation) is Literal:
         if text in get_args(annotation):
             return text
@@ -259,8 +261,13 @@ def _wrong(name: str, given: Any, expected: str) -> UsageError:
     return UsageError(f"{name}={_shown(given)}: expected {expected}")
 
 
+def _text(value: Any) -> str:
+    """Return a setting as it is given: true and false, not Python's names of them."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _shown(given: Any) -> str:
-    text = str(given)
+    text = _text(given)
     return text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
 
 
@@ -307,7 +314,18 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
         raise UsageError(f"watch={settings.watch}: expected an INT8 recipe, not {settings.recipe}")
     if settings.watch and settings.parallel == "fsdp":
         raise UsageError(f"watch={settings.watch}: expected parallel=none or ddp, not fsdp")
+    if settings.watch:
+        _check_looks(settings)
     return settings
+
+
+def _check_looks(settings: Settings) -> None:
+    """Refuse a run that would be watched so often that its log is too long to be read."""
+    layers = len(settings.shape(1).linears()) * settings.layers + 1  # and the head
+    if layers * (settings.steps // settings.watch) > MOST_LOOKS:
+        least = settings.steps // (MOST_LOOKS // layers + 1) + 1
+        what = f"the log of {settings.steps} steps of {layers} layers would be too long to read"
+        raise UsageError(f"watch={settings.watch}: {what}: expected at least {least}")
 
 
 def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:
@@ -315,14 +333,16 @@ def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Se
 
     Args:
         before: as the checkpoint holds them, without `head` where it was made when every head was
-            in BF16; given: what the user asked for now.
+            in BF16, without a family where that was GPT-2; given: what the user asked for now.
     """
     asked = checked(given)
-    before = {"head": "recipe" if before.get("recipe") != "int8" else "bf16", **before}
+    head = "recipe" if before.get("recipe") != "int8" else "bf16"
+    before = {"head": head, **GPT2_SETTINGS, **before}
     for name, value in asked.items():
         if name not in CHANGEABLE and name in before and before[name] != value:
+            asked_for, begun = f"{name}={_text(value)}", f"{name}={_text(before[name])}"
             raise UsageError(
-                f"--resume {name}={value}: {run} was begun with {name}={before[name]}; "
+                f"--resume {asked_for}: {run} was begun with {begun}; "
                 f"leave it out, or begin another run with --init {run}"
             )
     return _settings({**checked(before), **asked})
