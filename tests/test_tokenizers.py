@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.data import tokenizers
+from jetfire.gpt2.data import corpora, prepare, tokenizers
 
 TEXT = "The thing, then: in an inn\n\n  on the re-re… café's 1234 \t<|endoftext|> 𝔘n\r\n "
 
@@ -195,3 +195,10 @@ def test_without_tiktoken_a_line_says_what_brings_it(gpt2_files, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UsageError, match=r"needs tiktoken, .*: pip install 'jetfire\[text\]'$"):
         tokenizers.gpt2(gpt2_files)
+
+
+def test_nothing_is_downloaded_for_a_tokenizer_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setattr(corpora, "find", lambda *given: pytest.fail("would download"))
+    with pytest.raises(UsageError, match="needs tiktoken"):
+        prepare.prepare("openwebtext", output=tmp_path / "out")

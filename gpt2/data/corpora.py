@@ -73,13 +73,11 @@ class Corpus:
 
     Attributes:
         files: (name that does not depend on where the corpus lies, path), in order of the names.
-        tokenizer: the one that it is prepared with unless another is asked for.
         tail: the split is by position, not by document: the text is one.
     """
 
     name: str
     files: tuple[tuple[str, Path], ...]
-    tokenizer: str = "gpt2"
     tail: bool = False
 
     def pieces(self) -> Iterator[Piece]:
@@ -145,7 +143,7 @@ def find(name: str, copy: Path | None, cache: Path, report: Callable[[str], None
         _download(SHAKESPEARE, path, SHAKESPEARE_SHA256, name, report)
     if not path.is_file():
         raise UsageError(f"--from {path}: expected a text file, the works that {name} is made of")
-    return Corpus(name, (("input.txt", path),), TOKENIZERS[name], tail=True)
+    return Corpus(name, (("input.txt", path),), tail=True)
 
 
 def _python() -> Corpus:
@@ -159,7 +157,7 @@ def _python() -> Corpus:
     )
     if not names:
         raise UsageError(f"python: no source in {root}: give text files instead")
-    return Corpus("python", tuple((name, root / name) for name in names), TOKENIZERS["python"])
+    return Corpus("python", tuple((name, root / name) for name in names))
 
 
 def _local(name: str, path: Path) -> Corpus:

@@ -86,12 +86,14 @@ def prepare(
     if copy is not None and len(given) > 1:
         raise UsageError(f"--from {copy}: expected with one corpus, {len(given)} are given")
     say = terminal.note if show else lambda line: None
-    found = [corpora.find(name, copy, cache(), say) for name in given]
-    chosen = tokenizer or found[0].tokenizer
+    chosen = tokenizer or corpora.TOKENIZERS.get(given[0], "gpt2")
     if vocabulary is not None and chosen != "gpt2":
         raise UsageError(
             f"--vocabulary {vocabulary}: expected with the gpt2 tokenizer, not {chosen}"
         )
+    if chosen == "gpt2":
+        tokenizers.tiktoken()  # before hours of downloads
+    found = [corpora.find(name, copy, cache(), say) for name in given]
     folder = Path(os.path.abspath(output or default_folder(given, chosen)))
     with files.writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

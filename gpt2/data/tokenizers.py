@@ -127,12 +127,10 @@ class Gpt2:
             )
         if b"" in ranks or any(bytes([value]) not in ranks for value in range(256)):
             raise ValueError("expected each of the 256 bytes to be a token, and nothing to be none")
-        tiktoken = _tiktoken()
-
         self.ranks, self.end = dict(ranks), end
         self.separator: int | None = end
         self.vocabulary = len(self.ranks) + 1
-        self._encoding = tiktoken.Encoding(
+        self._encoding = tiktoken().Encoding(
             "gpt2", pat_str=_PATTERN, mergeable_ranks=self.ranks, special_tokens={END_OF_TEXT: end}
         )
 
@@ -167,11 +165,11 @@ Tokenizer = Bytes | Characters | Gpt2
 
 def gpt2(vocabulary: Path | None = None) -> Gpt2:
     """GPT-2's tokenizer from a folder with `encoder.json` and `vocab.bpe`, else downloaded."""
-    tiktoken = _tiktoken()
+    library = tiktoken()
     if vocabulary is not None:
         return _read_gpt2(vocabulary)
     try:
-        encoding = tiktoken.get_encoding("gpt2")
+        encoding = library.get_encoding("gpt2")
     except Exception as error:  # whatever its HTTP library raises
         reason = " ".join(str(error).split())[:120]
         raise UsageError(
@@ -181,12 +179,17 @@ def gpt2(vocabulary: Path | None = None) -> Gpt2:
     return Gpt2(encoding._mergeable_ranks, encoding.eot_token)
 
 
-def _tiktoken() -> Any:
+def tiktoken() -> Any:
+    """Return the library.
+
+    Raises:
+        UsageError: it is not installed; names the extra that brings it.
+    """
     try:
-        import tiktoken
+        import tiktoken as library
     except ImportError:
         raise not_installed("tiktoken", "text") from None
-    return tiktoken
+    return library
 
 
 def _read_gpt2(folder: Path) -> Gpt2:
