@@ -16,7 +16,7 @@ from jetfire.cli import execute
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2.training import log, study, study_record
 from jetfire.gpt2.training.finished import addition
-from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.settings import EARLIER, make
 from jetfire.gpt2.training.study_record import StudyRun, difference, quantile
 from jetfire.measure.results import Results
 from jetfire.report import documents
@@ -199,14 +199,14 @@ def test_a_record_goes_on_where_its_runs_are_gone(tmp_path):
 
 
 def test_a_record_of_earlier_versions_is_gpt2_s(tmp_path):
-    """When there was one family of models, none was said."""
+    """When there was one family of models and one optimizer, none was said."""
     for part, seeds in {"whole": (0, 1), "first": (0,), "second": (1,)}.items():
         for recipe, seed in itertools.product(("bf16", "int8"), seeds):
             write(tmp_path / part, recipe, seed, 0.01 * (recipe == "int8"))
     whole, _, second = (made(tmp_path / part) for part in ("whole", "first", "second"))
     file = tmp_path / "first" / "study.json"
     kept = json.loads(file.read_text())
-    for name in ("family", "kv_heads", "hidden", "tied"):
+    for name in EARLIER:
         del kept["settings"][name]
     file.write_text(json.dumps(kept))
     assert study_record.added(second, study_record.read(file), file) == whole

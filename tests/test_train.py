@@ -24,7 +24,7 @@ from jetfire.gpt2.model.shape import LlamaShape
 from jetfire.gpt2.training import checkpoint, command, faults, graph, log, utilisation
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.settings import MOST_LOOKS, PRESETS, Settings, make, resumed
+from jetfire.gpt2.training.settings import EARLIER, MOST_LOOKS, PRESETS, Settings, make, resumed
 from jetfire.gpt2.training.state import build
 from jetfire.gpt2.training.step import Step, seed_step
 from jetfire.nn import CodesQuality, Watched, watch
@@ -130,7 +130,7 @@ def test_sizes_that_are_left_open_are_the_usual_ones():
 
 def test_settings_of_earlier_versions_are_gpt2_s():
     before = settings_of().as_dict()
-    for name in ("family", "kv_heads", "hidden", "tied"):
+    for name in EARLIER:
         del before[name]
     assert resumed(before, {}, "run") == settings_of()
     for kept in (before, settings_of().as_dict()):
@@ -700,7 +700,7 @@ def test_a_checkpoint_of_earlier_versions_is_gpt2_s(tokens, tmp_path):
     (path,) = checkpoint.listed(tmp_path)
     kept = json.loads((path / "state.json").read_text())
     del kept["shape"]["family"], kept["sums"]
-    for name in ("family", "kv_heads", "hidden", "tied"):
+    for name in EARLIER:
         del kept["settings"][name]
     (path / "state.json").write_text(json.dumps(kept))
     (path / "SHA256SUMS").unlink()

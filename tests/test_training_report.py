@@ -9,6 +9,7 @@ import pytest
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import curves, keep, log
 from jetfire.gpt2.training.finished import addition
+from jetfire.gpt2.training.settings import EARLIER
 from jetfire.measure.results import Results
 from jetfire.report import documents, watched
 from jetfire.report.curves import apart
@@ -191,7 +192,7 @@ def test_logs_of_earlier_versions_are_gpt2_s(tmp_path):
     new, old = write(tmp_path, "new"), write(tmp_path, "old", seed=1)
     head, *rest = (new / log.NAME).read_text().splitlines()
     begun = json.loads(head)
-    begun["settings"] |= {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
+    begun["settings"] |= EARLIER
     (new / log.NAME).write_text("\n".join([json.dumps(begun), *rest]) + "\n")
     (group,) = curves.grouped([new, old])
     assert len(group.runs) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import log
-from jetfire.gpt2.training.settings import GPT2_SETTINGS
+from jetfire.gpt2.training.settings import EARLIER
 from jetfire.report.curves import Curve, CurveGroup, image, page, watched_of
 
 IMAGES, PAGE = (".png", ".svg", ".pdf"), ".html"
@@ -30,7 +30,7 @@ def grouped(runs: Sequence[Path]) -> list[CurveGroup]:
     logs = [(path, log.read(path)) for path in runs]
     kinds: dict[str, list[tuple[Path, list[log.Record]]]] = {}
     for path, records in logs:
-        settings = {**GPT2_SETTINGS, **records[0]["settings"]}
+        settings = {**EARLIER, **records[0]["settings"]}
         rest = {key: value for key, value in settings.items() if key not in ("seed", "watch")}
         kinds.setdefault(repr(rest), []).append((path, records))
     groups = []

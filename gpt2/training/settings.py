@@ -63,8 +63,8 @@ PRECISION = ("recipe", "group", "block", "flow", "optimizer")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "watch")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
-# What tells GPT-2 from other families. Earlier versions, which had no other, did not say it.
-GPT2_SETTINGS = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
+# What earlier versions, which knew nothing else, did not say.
+EARLIER = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True, "optimizer": "adamw"}
 
 # Looks at layers in a run: their lines are 170 MB of the 256 that are read of a log.
 MOST_LOOKS = 500_000
@@ -337,7 +337,7 @@ def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Se
     """
     asked = checked(given)
     head = "recipe" if before.get("recipe") != "int8" else "bf16"
-    before = {"head": head, **GPT2_SETTINGS, **before}
+    before = {"head": head, **EARLIER, **before}
     for name, value in asked.items():
         if name not in CHANGEABLE and name in before and before[name] != value:
             asked_for, begun = f"{name}={_text(value)}", f"{name}={_text(before[name])}"

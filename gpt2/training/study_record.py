@@ -25,7 +25,7 @@ from jetfire.core.schema import Count, Fields, Line, Measured, Name, NotNegative
 from jetfire.gpt2.data.prepared import CorpusSource, TokenDigests
 from jetfire.gpt2.training import log
 from jetfire.gpt2.training.settings import (
-    GPT2_SETTINGS,
+    EARLIER,
     PROCESSES,
     SETTINGS,
     Settings,
@@ -526,5 +526,5 @@ def read(file: Path) -> StudyRecord:
         Unreadable: it is no study's record, or of another version.
     """
     record = schema.load(file, StudyRecord, version=SCHEMA)
-    record["settings"] = {**GPT2_SETTINGS, **record["settings"]}
+    record["settings"] = {**EARLIER, **record["settings"]}
     return record
