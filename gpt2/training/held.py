@@ -1,0 +1,174 @@
+"""What a model's layers hold of a GPU's memory, in the form that `memory` counts with.
+
+A model is a row of layers. Of each is known what forward keeps for its backward, and at which
+moments of that backward the most is held. Families share the output head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jetfire.gpt2.model.shape import Shape
+from jetfire.nn.recipes import Recipe
+from jetfire.nn.sizes import head_parts
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a layer's backward, in bytes.
+
+    Attributes:
+        freed: what the layer kept and is held no more.
+        more: what is held beside the rest until later in the backward.
+        made: the layer's gradients that are made by then.
+    """
+
+    freed: float
+    more: float
+    made: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer, in bytes.
+
+    Attributes:
+        kept: from forward for backward.
+        moments: of backward, in order; at the last, all its gradients are made.
+        forward: what is held beside that at the peak of forward.
+        loose: the largest gradient that is made beside the one that stands and then added to it,
+            where the step is not at its first micro-batch; from the moment on that it is made.
+    """
+
+    name: str
+    kept: float
+    moments: tuple[Moment, ...]
+    forward: float = 0.0
+    loose: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a model and one micro-batch hold, in bytes but for the number of parameters.
+
+    Attributes:
+        codes: the weights' codes, which stand beside them.
+        parts: in forward's order; the first reads tokens, the last gives the loss.
+        carried: as `loose`, the gradient that the last layer makes and the first one adds.
+        evaluation: the peak of a forward without gradients, whose codes stand.
+        remade: of the codes, those that the first forward after a step makes.
+    """
+
+    parameters: int
+    codes: float
+    parts: tuple[Part, ...]
+    carried: float
+    evaluation: float
+    remade: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements of a micro-batch of `batch` sequences of the context."""
+
+    shape: Shape
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.shape.context
+
+    @property
+    def x(self) -> int:
+        """Those of the stream, tokens × width."""
+        return self.tokens * self.shape.width
+
+    @property
+    def w(self) -> int:
+        """Those of a weight, width × width."""
+        return self.shape.width**2
+
+    @property
+    def logits(self) -> int:
+        """Tokens × rows of the table, padding included; `valid` are those without it."""
+        return self.tokens * self.shape.rows
+
+    @property
+    def valid(self) -> int:
+        return self.tokens * self.shape.vocabulary
+
+    @property
+    def table(self) -> int:
+        """Rows × width."""
+        return self.shape.rows * self.shape.width
+
+    @property
+    def masked(self) -> int:
+        """1 where there is dropout, else 0."""
+        return int(self.shape.dropout > 0)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(size) for size in self.shape.parameters().values())
+
+
+def code_bytes(side: int | None) -> float:
+    """Return the bytes of an INT8 code with its share of the block's FP32 scale."""
+    return 1 + 4 / side**2 if side else 0.0
+
+
+class Head(NamedTuple):
+    """The output head and its loss.
+
+    Attributes:
+        codes: bytes of its weight's codes, which stand.
+        scores: bytes that it takes in an evaluation.
+    """
+
+    part: Part
+    codes: float
+    scores: float
+
+
+def head_of(s: Sizes, recipe: Recipe, loose: float = 0.0) -> Head:
+    """Return the head of a recipe.
+
+    Args:
+        loose: as a part has it.
+    """
+    scores = 2.0 * s.logits
+    if recipe.plain:
+        return Head(_plain_head(s, loose), 0.0, scores + 8 * s.valid + 2 * s.table)
+    if recipe.head is None:
+        return Head(_head(s, 4 if recipe.block is None else 2, loose), 0.0, scores + 2 * s.table)
+    code = code_bytes(recipe.head)
+    return Head(_int8_head(s, code, loose), 2 * code * s.table, scores)
+
+
+def _plain_head(s: Sizes, loose: float) -> Part:
+    """Return torch's head and loss: log-probabilities and their gradients are in FP32."""
+    # x and its norm, the table in BF16, log-probabilities.
+    kept = (4 + 2) * s.x + 2 * s.table + 4 * s.valid
+    padded = 2 * s.logits if s.logits > s.valid else 0
+    moments = (
+        Moment(0, (4 + 4) * s.valid, 0),
+        Moment(4 * s.valid, (4 + 2) * s.valid + padded, 0),
+        Moment(4 * s.valid, 2 * s.logits + 2 * s.x + 2 * s.table, 4 * s.table),
+    )
+    return Part("head", kept, moments, loose=loose)
+
+
+def _head(s: Sizes, wide: int, loose: float) -> Part:
+    """Return `linear_cross_entropy` in BF16, whose logits become their gradient."""
+    kept = (wide + 2) * s.x + 2 * s.table + 2 * s.logits
+    return Part("head", kept, (Moment(0, 2 * s.x, 4 * s.table),), loose=loose)
+
+
+def _int8_head(s: Sizes, code: float, loose: float) -> Part:
+    """Return `linear_cross_entropy` in INT8: a part's codes, both ways, lie beside the logits."""
+    _, most = head_parts(s.tokens, s.shape.rows)
+    codes = 2 * code * min(s.tokens, most) * s.shape.rows
+    kept = (2 + code) * s.x + 2 * s.logits
+    return Part("head", kept, (Moment(0, 2 * s.x + codes, 4 * s.table),), loose=loose)

@@ -1,0 +1,116 @@
+"""What GPT-2's layers hold of a GPU's memory, in bytes."""
+
+from __future__ import annotations
+
+from jetfire.gpt2.model.shape import Shape
+from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of
+from jetfire.nn.recipes import Int4, Recipe
+from jetfire.ops.sample_rows import capacity
+
+
+class _Sizes(Sizes):
+    @property
+    def rows(self) -> int:
+        """FP32 numbers that a block keeps of its rows: two LayerNorms' statistics, attention's."""
+        return self.tokens * (4 + self.shape.heads)
+
+
+def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
+    """Return what the GPT-2 of gpt2/model/gpt2.py holds with `batch` sequences of its context."""
+    s = _Sizes(shape, batch)
+    weights = 12 * shape.layers * s.w
+    codes = remade = copies = 0.0  # of weights: what stands, and BF16 copies until backward
+    wide, alone = 4, 38  # bytes per element of the stream, and at a block's peak in evaluation
+    if recipe.block is not None:
+        wide, alone = 2, 30
+        codes = 2 * code_bytes(recipe.block) * weights
+        block = _int8_block(s, code_bytes(recipe.block), code_bytes(recipe.flow))
+    elif recipe.int4 is not None:
+        codes = remade = 2.0 * weights  # a byte each, both ways
+        block = _int4_block(s, recipe.int4)
+    else:
+        copies = 2.0 * weights
+        block = _plain_block(s)
+    head = head_of(s, recipe)
+    positions = 4.0 * shape.context * shape.width
+    # dx, and again in FP32; torch's own embedding makes a second gradient of the table.
+    of_ids = (wide + 4) * s.x + positions + 4 * s.table * recipe.plain
+    ids = Part("embedding", s.x * s.masked, (Moment(0, of_ids, positions),))
+    return Held(
+        s.parameters,
+        codes + head.codes,
+        (ids, *[block] * shape.layers, head.part),
+        4.0 * s.table,
+        max(alone * s.x, 4 * s.x + head.scores) + copies,
+        remade,
+    )
+
+
+# A block's weights are 12 w: query's, key's and value's 3, attention's output's 1, the MLP's 4 and
+# 4. Their FP32 gradients are 4 bytes each, 48 w. Beside the stream x there are q, k, v, attention's
+# output o, the MLP's f (4 x) and u (4 x), its activation; dx and so on are their gradients. Flash
+# attention's backward sums dq in FP32.
+
+
+def _plain_block(s: _Sizes) -> Part:
+    """Return torch's block under autocast: x in FP32, matrices in BF16.
+
+    A weight's copy in BF16 is kept until its layer's backward, which makes its gradient so first.
+    """
+    # x and its norm, q k v, o, x and its norm, f, u.
+    kept = (4 + 2 + 6 + 2 + 4 + 2 + 8 + 8 + 2 * s.masked) * s.x + 4 * s.rows + 24 * s.w
+    moments = (
+        Moment(0, (4 + 2 + 8) * s.x + 8 * s.w, 0),  # dx, dy, du
+        Moment(8 * s.x + 8 * s.w, (4 + 8 + 8) * s.x, 16 * s.w),  # dx, du, df
+        Moment(16 * s.x + 8 * s.w, (4 + 8 + 2) * s.x + 8 * s.w, 16 * s.w),  # dx, df, dnorm
+        Moment(18 * s.x + 16 * s.w, (4 + 2) * s.x + 8 * s.w, 32 * s.w),
+        Moment(22 * s.x + 18 * s.w, (4 + 2 + 6 + 4) * s.x, 36 * s.w),  # dx, do, dq dk dv, FP32
+        Moment(30 * s.x + 18 * s.w, (4 + 6 + 2) * s.x + 6 * s.w, 36 * s.w),  # and dnorm
+        Moment(32 * s.x + 24 * s.w, (4 + 4 + 4) * s.x, 48 * s.w),
+    )
+    return Part("block", kept, moments, (2 + 4) * s.x, 16 * s.w)  # y, the next x
+
+
+def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
+    """Return `Int8Block` (nn/flow.py): x in BF16, weights' gradients in FP32 at once.
+
+    `Step` has its products add to the gradients that stand.
+
+    Args:
+        block, flow: bytes of a code of what is multiplied, and of what flows between products.
+    """
+    # q k v, o; codes of what both norms read and of f; of three products' inputs, transposed.
+    kept = (6 + 2 + (1 + 1 + 4) * flow + 3 * block) * s.x + 4 * s.rows
+    moments = (
+        Moment(0, (2 + 4 * flow + 4 * block) * s.x, 32 * s.w),  # dx, df and its transpose
+        Moment(0, (2 + 2 + 2 + 2 * block) * s.x, 36 * s.w),  # dx twice, do, codes of dx
+        Moment((5 * flow + 2 * block) * s.x, (2 + 2 + 6 + 4) * s.x, 36 * s.w),  # …, dq dk dv, FP32
+        Moment((8 + 5 * flow + 2 * block) * s.x, (2 + 6 + 6 * block + flow) * s.x, 48 * s.w),
+    )
+    # u, y, x before and after attention, codes; and the embeddings in FP32.
+    return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4) * s.x)
+
+
+def _int4_block(s: _Sizes, how: Int4) -> Part:
+    """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
+    split = 1 if how.gradient == "nearest" else 2
+    keep = "half" if how.gradient == "sampled" else "all"
+    tokens = s.tokens
+    # Rows of a split gradient that a product has room for, per token.
+    for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
+    code, g = 0.5 + 2 / 64, split / 2  # with one row in 64 as it is, in BF16; a gradient's codes
+    # x, q k v, o, x, f; codes of four inputs, of which u's are 4 x; squares of rows.
+    kept = (4 + 6 + 2 + 4 + 8 + 7 * code + 2 * s.masked) * s.x + 4 * s.rows + 16 * tokens
+    after_mlp, after_attention = 12 + 6 * code, 20 + 6 * code
+    moments = (
+        Moment(0, (4 + 2 + g + 8 * for_x + 8) * s.x, 0),  # dx, dy and codes, du twice
+        Moment(0, (4 + 2 + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
+        Moment(0, (4 + 2 + g + 8) * s.x + 16 * s.w, 16 * s.w),
+        Moment(4 * code * s.x, (4 + 8 + 8) * s.x, 16 * s.w),  # dx, du, df
+        Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
+        Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
+        Moment(after_mlp * s.x, (4 + 2 + 6 + 4) * s.x, 36 * s.w),  # dx, do, dq dk dv, FP32
+        Moment(after_attention * s.x, (4 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
+        Moment(after_attention * s.x, (4 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
+    )
+    return Part("block", kept, moments, (8 + 4 + 2) * s.x, 16 * s.w)  # u and its codes, y
