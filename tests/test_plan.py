@@ -1,6 +1,7 @@
 """`jetfire train plan` beside what was measured, and beside what torch's operators allocate."""
 
 import gzip
+import itertools
 import json
 import math
 import subprocess
@@ -9,16 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import jetfire
 from jetfire.cli import execute
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.model.gpt2 import GPT2
+from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.training import command, memory, plan
 from jetfire.gpt2.training import step as stepping
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.settings import make
 from jetfire.gpt2.training.step import Step
+from jetfire.nn.linear import quantised_weights
+from jetfire.nn.llama import rotary_tables
 from jetfire.nn.recipes import RECIPES
 from jetfire.tests.test_memory import Held
 
@@ -69,6 +73,7 @@ def test_every_run_that_was_logged():
 
 
 TINY = {"layers": 2, "heads": 2, "width": 128, "batch": 4, "context": 256}
+LLAMA = {**TINY, "family": "llama", "hidden": 384}
 # Tokens, weights or logits decide; a second micro-batch; one block with few tokens.
 SHAPES = {
     "tokens": ({}, 64),
@@ -78,13 +83,30 @@ SHAPES = {
     "logits again": ({"accumulate": 2, "context": 128}, 2048),
     "few": ({"layers": 1, "width": 256, "heads": 4, "batch": 2, "context": 64}, 64),
 }
+# Heads that share keys and values; an MLP as narrow as the stream; a head of its own.
+LLAMAS = {
+    **{name: SHAPES[name] for name in ("tokens", "weights", "again", "few")},
+    "grouped": ({"width": 256, "kv_heads": 1, "hidden": 512}, 64),
+    "narrow": ({"hidden": 128}, 64),
+    "untied": ({"tied": "false", "context": 128}, 2048),
+    "untied again": ({"tied": "false", "accumulate": 2}, 1024),
+}
+FAMILIES = {
+    **{f"gpt2, {name}": (TINY, *shape) for name, shape in SHAPES.items()},
+    **{f"llama, {name}": (LLAMA, *shape) for name, shape in LLAMAS.items()},
+}
 
 
 def made(monkeypatch, settings, vocabulary):
-    """A model that has trained two steps on the CPU, under autocast as on a GPU."""
+    """A model that has trained two steps on the CPU, under autocast as on a GPU.
+
+    There torch's RMSNorm is one operator, which keeps its input and a number for each row; on the
+    CPU it is a row of them, which keep more. LayerNorm is one on both.
+    """
     monkeypatch.setattr(stepping, "autocast", lambda _: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(F, "rms_norm", lambda x, size, w, eps: F.layer_norm(x, size, w, None, eps))
     torch.manual_seed(0)
-    model = GPT2(settings.shape(vocabulary), settings.precision())
+    model = model_of(settings.shape(vocabulary), settings.precision())
     step = Step(model, settings, CPU)
     size = (settings.accumulate, 2, settings.batch, settings.context)
     micros = [(ids, targets) for ids, targets in torch.randint(vocabulary, size)]
@@ -94,39 +116,68 @@ def made(monkeypatch, settings, vocabulary):
     return model, step, micros
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recipe", ["bf16", "int8", "int4-hq-lss", "int4-naive"])
+def counted(settings, vocabulary):
+    """What the model and a micro-batch hold."""
+    shape = settings.shape(vocabulary)
+    return memory.FAMILIES[shape.family](shape, settings.precision(), settings.batch)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        *itertools.product(["bf16", "int8", "int4-hq-lss"], FAMILIES),
+        *(("int4-naive", f"gpt2, {name}") for name in SHAPES),
+        ("int4-naive", "llama, tokens"),
+        ("int8-block32", "llama, tokens"),
+    ],
+)
 def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     """Beside what stands already. The CPU makes the gradient of a BF16 head in BF16 first."""
-    changes, vocabulary = SHAPES[shape]
-    settings = make("tiny", {**TINY, **changes, "recipe": recipe, "graph": "false"})
+    base, changes, vocabulary = FAMILIES[shape]
+    settings = make("tiny", {**base, **changes, "recipe": recipe, "graph": "false"})
     _, step, micros = made(monkeypatch, settings, vocabulary)
     with Held() as held:
         step(micros)
-    counted = memory.gpt2(settings.shape(vocabulary), settings.precision(), settings.batch)
-    moments = memory._moments(counted, settings.accumulate > 1)
+    parts = counted(settings, vocabulary)
+    moments = memory._moments(parts, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
-    if settings.precision().int4:
-        found += counted.codes  # made anew, and not seen as they stood
+    found += parts.remade  # and not seen as they stood
     own_head = recipe != "bf16" and settings.precision().head is None and vocabulary > 64
     on_cpu = 2 * settings.shape(vocabulary).rows * settings.width if own_head else 0
     assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", ["tokens", "logits"])
+@pytest.mark.parametrize("shape", ["gpt2, tokens", "gpt2, logits", "llama, grouped"])
 @pytest.mark.parametrize("recipe", ["bf16", "int8", "int8-block32", "int4-hq-lss"])
 def test_an_evaluation_holds_what_is_counted(recipe, shape, monkeypatch):
-    changes, vocabulary = SHAPES[shape]
-    settings = make("tiny", {**TINY, **changes, "recipe": recipe})
+    base, changes, vocabulary = FAMILIES[shape]
+    settings = make("tiny", {**base, **changes, "recipe": recipe})
     model, step, micros = made(monkeypatch, settings, vocabulary)
     model.eval()
     with torch.no_grad():
         step.model(*micros[0])  # whose codes then stand
         with Held() as held, torch.autocast("cpu", torch.bfloat16):
             model(*micros[0])
-    counted = memory.gpt2(settings.shape(vocabulary), settings.precision(), settings.batch)
-    assert counted.evaluation == pytest.approx(held.peak, rel=0.1)
-    assert counted.evaluation > 0.98 * held.peak
+    evaluation = counted(settings, vocabulary).evaluation
+    assert evaluation == pytest.approx(held.peak, rel=0.1)
+    assert evaluation > 0.98 * held.peak
+
+
+def test_what_stands_of_a_llama(monkeypatch):
+    """Angles, and codes: of each INT8 layer's weight, and of those that multiply as one again."""
+    sizes = {**LLAMA, "batch": 3, "graph": "false"}
+    settings = make("tiny", {**sizes, "recipe": "int8"})
+    model, *_ = made(monkeypatch, settings, 128)
+    caches = [cache for cache, _ in quantised_weights(model).values()]
+    caches += [cache for block in model.blocks for cache, _ in block.joined_groups()]
+    codes = sum(part.nbytes for cache in caches for part in cache.latest.tensors)
+    angles = rotary_tables(settings.context, 3, 64, 10000.0, CPU)
+    held = counted(settings, 128)
+    assert (held.codes, held.tables) == (codes, sum(table.nbytes for table in angles))
+    plain = make("tiny", {**sizes, "recipe": "bf16"})
+    angles = model_of(plain.shape(128), "bf16").buffers()
+    held = counted(plain, 128)
+    assert (held.codes, held.tables) == (0, sum(table.nbytes for table in angles))
 
 
 def test_the_parts_are_what_they_are_called():

@@ -1,6 +1,7 @@
 """What a training run needs of a GPU's memory, counted from its sizes: no torch is loaded.
 
-A family of models is a function of shape, recipe and batch that gives what its layers hold, an optimizer a number of bytes per parameter (`OPTIMIZERS`). The bytes are what the
+A family of models is a function of shape, recipe and batch that gives what its layers hold
+(`FAMILIES`), an optimizer a number of bytes per parameter (`OPTIMIZERS`). The bytes are what the
 modules hold: tests compare them with what torch's operators allocate on the CPU, and GPT-2's with
 every peak in docs/results of a run that `needs` takes.
 
@@ -10,14 +11,18 @@ Not counted: the CUDA context and kernels' code, and what the allocator cannot u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jetfire.core.errors import UsageError
+from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.training.held import Held
 from jetfire.gpt2.training.held_gpt2 import gpt2
+from jetfire.gpt2.training.held_llama import llama
 from jetfire.gpt2.training.settings import Settings
+from jetfire.nn.recipes import Recipe
 
+FAMILIES: dict[str, Callable[[Shape, Recipe, int], Held]] = {"gpt2": gpt2, "llama": llama}
 # Bytes of state per parameter: two moments in FP32.
 OPTIMIZERS = {"adamw": 8.0}
 # cuBLAS's workspaces on sm_90, which torch's allocator holds: one of the thread that runs forward,
@@ -56,19 +61,16 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """Return what a run of one process on a GPU needs.
 
     Raises:
-        UsageError: torch.compile decides what is kept, processes share it, or it is no GPT-2.
+        UsageError: torch.compile decides what is kept, or processes share it.
     """
     if settings.compile:
         why = "what torch.compile keeps is known once it has compiled"
         raise UsageError(f"compile=true: {why}: expected compile=false")
-    if settings.family != "gpt2":
-        why = "what another family's blocks hold is not counted yet"
-        raise UsageError(f"family={settings.family}: {why}: expected gpt2")
     if settings.parallel != "none":
         why = "a plan is of one process"
         raise UsageError(f"parallel={settings.parallel}: {why}: expected parallel=none")
     shape, graphed = settings.shape(vocabulary), settings.graph != "false"
-    held = gpt2(shape, settings.precision(), settings.batch)
+    held = FAMILIES[shape.family](shape, settings.precision(), settings.batch)
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
         "weights": 4.0 * held.parameters,
@@ -76,6 +78,8 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
     }
+    if held.tables:
+        standing["tables of positions"] = held.tables
     # A graph's codes stand where it wrote them, so that an evaluation makes its own.
     beside = held.evaluation + held.remade if graphed else 0.0
     found = _moments(held, again=settings.accumulate > 1)
