@@ -222,6 +222,11 @@ def test_recipes_that_a_width_does_not_have_are_not_named():
     settings = make("tiny", {"width": 48, "heads": 4, "recipe": "bf16"})
     names = {fit.words.split()[1] for fit in plan.fitting(settings, 256, 2.0**40)}
     assert names == {name for name in RECIPES if name not in ("int4-hq-lss", "int4-hq")}
+    settings = make("tiny-llama", {"hidden": 96, "recipe": "bf16"})
+    names = {fit.words.split()[1] for fit in plan.fitting(settings, 256, 2.0**40)}
+    assert names == {
+        name for name in RECIPES if name not in ("int8", "int8-block64", "int8-block128")
+    }
 
 
 def test_a_step_has_no_more_micro_batches_than_settings_allow():
@@ -268,6 +273,29 @@ def test_a_config_of_transformers(tmp_path, capsys):
     assert (found["settings"]["batch"], found["settings"]["dropout"]) == (2, 0)
 
 
+def test_a_config_of_a_llama(tmp_path, capsys):
+    """TinyLlama 1.1B's sizes (arXiv 2401.02385): those of the preset, which it is counted as."""
+    config = {"model_type": "llama", "num_hidden_layers": 22, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 4, "hidden_size": 2048, "intermediate_size": 5632}
+    config |= {"max_position_embeddings": 2048, "vocab_size": 32000, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = "--set batch=4,accumulate=64 --memory 24GB"
+    code, found, _ = plan_json(capsys, f"{tmp_path}/config.json {words}")
+    preset = make("llama-1b", {})
+    assert (code, found["fits"]) == (2, False)
+    assert found["needs_gib"] == memory.needs(preset, 32000).total / GIB
+    assert found["parts_gib"]["weights"] == pytest.approx(4 * 1_100_048_384 / GIB)
+    codes = 22 * (2048 * (2 * 2048 + 2 * 256 + 3 * 5632) + 2048 * (2048 + 2 * 256 + 2 * 5632))
+    head = 32000 * 2048
+    assert found["parts_gib"]["codes"] == pytest.approx(2 * (codes + head) * (1 + 2**-12) / GIB)
+    assert found["parts_gib"]["tables of positions"] == 4 * (4 * 2048 * 64) / GIB
+    for one in found["instead"]:
+        assert one["needs_gib"] * GIB <= 24e9
+        code, other, _ = plan_json(capsys, f"llama-1b --data openwebtext {one['give']}")
+        assert code == 0
+        assert other["needs_gib"] > one["needs_gib"]  # with a larger vocabulary
+
+
 def test_it_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None\nfrom jetfire.cli import execute\n"
     code += "sys.exit(execute('train', ['plan', 'gpt2-350m', '--memory', '80GB']))"
@@ -309,6 +337,16 @@ def test_out_of_memory_says_what_is_needed_and_what_needs_less(full, capsys):
     assert err.startswith("jetfire: out of memory (CUDA out of memory. Tried to allocate 9.00 PiB)")
     assert f"by its sizes the run needs {needs.total / GIB:.1f} GiB (activations" in err
     assert "could have 1.0: expected --recipe int8 --set batch=1024,accumulate=4, which" in err
+
+
+def test_out_of_memory_of_a_llama(full, capsys):
+    sizes = {"batch": 1024, "width": 128, "context": 64, "family": "llama"}
+    words = ",".join(f"{name}={value}" for name, value in sizes.items())
+    assert execute("train", f"{full} --set {words}".split()) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    needs = memory.needs(make("tiny", sizes), 256)
+    assert f"by its sizes the run needs {needs.total / GIB:.1f} GiB (activations" in err
+    assert "could have 1.0: expected --recipe int8 --set batch=" in err
 
 
 def test_out_of_memory_where_no_plan_is_made():

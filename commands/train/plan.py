@@ -22,7 +22,8 @@ def _bytes(text: str) -> float:
 
 def run(
     preset: Annotated[
-        str, o.argument("PRESET", "As for training, or a GPT-2's config.json.", o.PRESETS)
+        str,
+        o.argument("PRESET", "As for training, or a GPT-2's or a Llama's config.json.", o.PRESETS),
     ],
     recipe: Recipe = None,
     settings: Settings = None,

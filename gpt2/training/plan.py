@@ -34,7 +34,7 @@ class PlanOptions(TrainOptions):
     """The options of `jetfire train plan`.
 
     Attributes:
-        preset: its name, or the path of a GPT-2's config.json.
+        preset: its name, or the path of a GPT-2's or a Llama's config.json.
         memory: bytes that the device has; None where it was not said.
     """
 
@@ -87,21 +87,31 @@ def fitting(settings: Settings, vocabulary: int, limit: float) -> Iterator[Fit]:
 
     A step has as many tokens as before. A recipe of which none fits is left out.
     """
-    batch, micros, width = settings.batch, settings.accumulate, settings.width
+    batch, micros = settings.batch, settings.accumulate
     parts = [n for n in range(1, batch + 1) if batch % n == 0 and n * micros <= _MICROS]
     graphs = dict.fromkeys((settings.graph, "false"))
-    for recipe in sorted(RECIPES, key=lambda name: name != settings.recipe):
-        own: dict[str, Any] = {} if recipe == settings.recipe else _OWN
-        if (int4 := RECIPES[recipe].int4) is not None and int4.why_not(width, width):
-            continue
+    for chosen in _by_recipe(settings):
         for graph, n in product(graphs, parts):
             sizes = {"batch": batch // n, "accumulate": micros * n}
-            found = needs(replace(settings, recipe=recipe, graph=graph, **sizes, **own), vocabulary)
+            found = needs(replace(chosen, graph=graph, **sizes), vocabulary)
             if found.total <= limit:
                 given = sizes if graph == settings.graph else {**sizes, "graph": graph}
                 words = ",".join(f"{name}={value}" for name, value in given.items())
-                yield Fit(f"--recipe {recipe} --set {words}", found)
+                yield Fit(f"--recipe {chosen.recipe} --set {words}", found)
                 break
+
+
+def _by_recipe(settings: Settings) -> Iterator[Settings]:
+    """Yield the settings, then those of every other recipe that takes a model of their sizes."""
+    yield settings
+    for recipe in RECIPES:
+        if recipe == settings.recipe:
+            continue
+        try:
+            chosen = replace(settings, recipe=recipe, **_OWN)
+        except UsageError:  # its blocks or groups do not divide a size
+            continue
+        yield chosen
 
 
 def advice(settings: Settings, vocabulary: int, limit: float) -> str:
