@@ -151,7 +151,8 @@ NAMED = {
     # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
     # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
-    "gpt2/training/memory.py": ["adamw", "sample_rows"],
+    "gpt2/training/memory.py": ["adamw"],
+    "gpt2/training/held.py": ["sample_rows"],
     "gpt2/model/layouts.py": ["dropout"],
     # A setting's values.
     "gpt2/training/checkpoint.py": ["adamw8"],

@@ -192,6 +192,21 @@ def test_the_parts_are_what_they_are_called():
     assert memory.needs(make("gpt2-124m", {"graph": "false"}), 50257).beside == 0
 
 
+@pytest.mark.parametrize(
+    ("preset", "recipe", "remade"),
+    [
+        ("gpt2-124m", "int8", 0),
+        ("gpt2-124m", "int4-hq-lss", 2 * 12 * 12 * 768**2),
+        ("llama-160m", "int8-block32", 2 * 12 * (3 * 768**2 + 2 * 768 * 2048) * (1 + 4 / 32**2)),
+    ],
+)
+def test_an_evaluation_beside_a_graph_makes_codes_of_its_own(preset, recipe, remade):
+    """But those that the optimizer leaves, which are where the graph has them."""
+    settings = make(preset, {"recipe": recipe})
+    evaluation = counted(settings, 50257).evaluation
+    assert memory.needs(settings, 50257).beside - evaluation == pytest.approx(remade)
+
+
 def plan_json(capsys, words):
     code = execute("train", ["plan", *words.split(), "--json"])
     out, err = capsys.readouterr()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn.recipes import Recipe
+from jetfire.nn.recipes import Int4, Recipe
 from jetfire.nn.sizes import head_parts
+from jetfire.ops.sample_rows import capacity
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,29 @@ class Sizes:
 def code_bytes(side: int | None) -> float:
     """Return the bytes of an INT8 code with its share of the block's FP32 scale."""
     return 1 + 4 / side**2 if side else 0.0
+
+
+class Int4Bytes(NamedTuple):
+    """Of `Int4Linear` (nn/int4.py).
+
+    Attributes:
+        code: bytes that backward keeps of a number of an input: packed, with one row in 64 in BF16.
+        gradient: bytes of a number of a gradient's codes.
+        for_x, for_w: rows of a gradient that a product has room for, per token.
+    """
+
+    code: float
+    gradient: float
+    for_x: float
+    for_w: float
+
+
+def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
+    """Return what layers hold of a number when they multiply so many tokens."""
+    split = 1 if how.gradient == "nearest" else 2
+    keep = "half" if how.gradient == "sampled" else "all"
+    for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
+    return Int4Bytes(0.5 + 2 / 64, split / 2, for_x, for_w)
 
 
 class Head(NamedTuple):

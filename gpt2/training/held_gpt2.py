@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from jetfire.gpt2.model.shape import Shape
-from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of
+from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of, int4_bytes
 from jetfire.nn.recipes import Int4, Recipe
-from jetfire.ops.sample_rows import capacity
 
 
 class _Sizes(Sizes):
@@ -93,14 +92,9 @@ def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:
     """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
-    split = 1 if how.gradient == "nearest" else 2
-    keep = "half" if how.gradient == "sampled" else "all"
-    tokens = s.tokens
-    # Rows of a split gradient that a product has room for, per token.
-    for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
-    code, g = 0.5 + 2 / 64, split / 2  # with one row in 64 as it is, in BF16; a gradient's codes
+    code, g, for_x, for_w = int4_bytes(s.tokens, how)
     # x, q k v, o, x, f; codes of four inputs, of which u's are 4 x; squares of rows.
-    kept = (4 + 6 + 2 + 4 + 8 + 7 * code + 2 * s.masked) * s.x + 4 * s.rows + 16 * tokens
+    kept = (4 + 6 + 2 + 4 + 8 + 7 * code + 2 * s.masked) * s.x + 4 * s.rows + 16 * s.tokens
     after_mlp, after_attention = 12 + 6 * code, 20 + 6 * code
     moments = (
         Moment(0, (4 + 2 + g + 8 * for_x + 8) * s.x, 0),  # dx, dy and codes, du twice

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jetfire.gpt2.model.shape import LlamaShape, Shape
-from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of
+from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of, int4_bytes
 from jetfire.nn.recipes import Int4, Recipe
-from jetfire.ops.sample_rows import capacity
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,14 @@ class _Sizes(Sizes):
         return 2 * self.w + 2 * self.wk + 3 * self.wh
 
     @property
-    def head(self) -> int:
-        """The size of a head of attention."""
+    def per_head(self) -> int:
+        """The width of a head of attention."""
         return self.shape.width // self.shape.heads
 
     @property
     def angles(self) -> int:
-        """Those of the cosine of each position and each number of a head."""
-        return self.shape.context * self.head
+        """Those of the cosine of each position and of each number of a head."""
+        return self.shape.context * self.per_head
 
     @property
     def rows(self) -> int:
@@ -81,7 +80,7 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
         # Beside those of each weight there are those of q k v as one, and of gate and up.
         remade = 2 * code * (weights - shape.layers * (s.w + s.wh))
         codes = 2 * code * weights + remade
-        tables = 4.0 * s.tokens * s.head  # of half a head each, for all blocks
+        tables = 4.0 * s.tokens * s.per_head  # those of half a head, of each token
     elif recipe.int4 is not None:
         block = _int4_block(s, recipe.int4)
         codes = remade = 2 * weights  # a byte each, both ways
@@ -201,11 +200,7 @@ def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:
     """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
-    split = 1 if how.gradient == "nearest" else 2
-    keep = "half" if how.gradient == "sampled" else "all"
-    # Rows of a split gradient that a product has room for, per token.
-    for_x, for_w = (capacity(s.tokens, split, to, keep) / s.tokens for to in ("dgrad", "wgrad"))
-    code, g = 0.5 + 2 / 64, split / 2  # with one row in 64 as it is, in BF16; a gradient's codes
+    code, g, for_x, for_w = int4_bytes(s.tokens, how)
     # x, q, o, x; k v; gate, silu, up; codes of seven inputs, of which one is u; squares of rows.
     kept = (4 + 2 + 2 + 4 + 6 * code + 2 * s.masked) * s.x + 4 * s.k + (6 + code) * s.h
     kept += 4 * s.angles + 4 * s.rows + 28 * s.tokens
