@@ -138,10 +138,10 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     _, step, micros = made(monkeypatch, settings, vocabulary)
     with Held() as held:
         step(micros)
-    parts = counted(settings, vocabulary)
-    moments = memory._moments(parts, settings.accumulate > 1)
+    expected = counted(settings, vocabulary)
+    moments = memory._moments(expected, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
-    found += parts.remade  # and not seen as they stood
+    found += expected.remade  # and not seen as they stood
     own_head = recipe != "bf16" and settings.precision().head is None and vocabulary > 64
     on_cpu = 2 * settings.shape(vocabulary).rows * settings.width if own_head else 0
     assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
@@ -173,11 +173,11 @@ def test_what_stands_of_a_llama(monkeypatch):
     codes = sum(part.nbytes for cache in caches for part in cache.latest.tensors)
     angles = rotary_tables(settings.context, 3, 64, 10000.0, CPU)
     held = counted(settings, 128)
-    assert (held.codes, held.tables) == (codes, sum(table.nbytes for table in angles))
+    assert (held.codes, held.rotary) == (codes, sum(table.nbytes for table in angles))
     plain = make("tiny", {**sizes, "recipe": "bf16"})
     angles = model_of(plain.shape(128), "bf16").buffers()
     held = counted(plain, 128)
-    assert (held.codes, held.tables) == (0, sum(table.nbytes for table in angles))
+    assert (held.codes, held.rotary) == (0, sum(table.nbytes for table in angles))
 
 
 def test_the_parts_are_what_they_are_called():
@@ -303,7 +303,7 @@ def test_a_config_of_a_llama(tmp_path, capsys):
     codes = 22 * (2048 * (2 * 2048 + 2 * 256 + 3 * 5632) + 2048 * (2048 + 2 * 256 + 2 * 5632))
     head = 32000 * 2048
     assert found["parts_gib"]["codes"] == pytest.approx(2 * (codes + head) * (1 + 2**-12) / GIB)
-    assert found["parts_gib"]["tables of positions"] == 4 * (4 * 2048 * 64) / GIB
+    assert found["parts_gib"]["rotary tables"] == 4 * (4 * 2048 * 64) / GIB
     for one in found["instead"]:
         assert one["needs_gib"] * GIB <= 24e9
         code, other, _ = plan_json(capsys, f"llama-1b --data openwebtext {one['give']}")

@@ -60,7 +60,7 @@ class Held:
         carried: as `loose`, the gradient that the last layer makes and the first one adds.
         evaluation: the peak of a forward without gradients, whose codes stand.
         remade: of the codes, those that the first forward after a step makes.
-        tables: what else stands, of positions.
+        rotary: cosines and sines of positions, which stand.
     """
 
     parameters: int
@@ -69,7 +69,7 @@ class Held:
     carried: float
     evaluation: float
     remade: float = 0.0
-    tables: float = 0.0
+    rotary: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,14 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
     s = _Sizes(shape, batch)
     weights = float(shape.layers * s.weights)
     codes = remade = copies = 0.0  # of weights: what stands, and BF16 copies until backward
-    tables = 8.0 * shape.layers * s.angles  # cosines and sines in FP32, of each block
+    rotary = 8.0 * shape.layers * s.angles  # cosines and sines in FP32, of each block
     if recipe.block is not None:
         code, flow = code_bytes(recipe.block), code_bytes(recipe.flow)
         block = _int8_block(s, code, flow)
         # Beside those of each weight there are those of q k v as one, and of gate and up.
         remade = 2 * code * (weights - shape.layers * (s.w + s.wh))
         codes = 2 * code * weights + remade
-        tables = 4.0 * s.tokens * s.per_head  # those of half a head, of each token
+        rotary = 4.0 * s.tokens * s.per_head  # those of half a head, of each token
     elif recipe.int4 is not None:
         block = _int4_block(s, recipe.int4)
         codes = remade = 2 * weights  # a byte each, both ways
@@ -96,7 +96,7 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
         gradient if s.shape.tied else 0.0,
         max(_evaluation(s, recipe), 4 * s.x + head.scores) + copies,
         remade,
-        tables,
+        rotary,
     )
 
 

@@ -78,8 +78,8 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
     }
-    if held.tables:
-        standing["tables of positions"] = held.tables
+    if held.rotary:
+        standing["rotary tables"] = held.rotary
     # A graph's codes stand where it wrote them, so that an evaluation makes its own.
     beside = held.evaluation + held.remade if graphed else 0.0
     found = _moments(held, again=settings.accumulate > 1)
