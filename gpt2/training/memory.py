@@ -57,11 +57,11 @@ class Needs:
         return self.peak + self.beside
 
 
-def needs(settings: Settings, vocabulary: int) -> Needs:
-    """Return what a run of one process on a GPU needs.
+def check_counted(settings: Settings) -> None:
+    """Refuse settings of which it is not known what they hold.
 
     Raises:
-        UsageError: torch.compile decides what is kept, or processes share it.
+        UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
     """
     if settings.compile:
         why = "what torch.compile keeps is known once it has compiled"
@@ -69,12 +69,27 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     if settings.parallel != "none":
         why = "a plan is of one process"
         raise UsageError(f"parallel={settings.parallel}: {why}: expected parallel=none")
+    if settings.precision().fallback is not None:
+        why = "what its layers hold is not counted yet"
+        raise UsageError(f"recipe={settings.recipe}: {why}: expected a recipe without fallback")
+    if settings.optimizer not in OPTIMIZERS:
+        why, known = "what it keeps is not counted yet", " or ".join(OPTIMIZERS)
+        raise UsageError(f"optimizer={settings.optimizer}: {why}: expected {known}")
+
+
+def needs(settings: Settings, vocabulary: int) -> Needs:
+    """Return what a run of one process on a GPU needs.
+
+    Raises:
+        UsageError: as `check_counted`.
+    """
+    check_counted(settings)
     shape, graphed = settings.shape(vocabulary), settings.graph != "false"
     held = FAMILIES[shape.family](shape, settings.precision(), settings.batch)
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
         "weights": 4.0 * held.parameters,
-        "moments": OPTIMIZERS["adamw"] * held.parameters,
+        "moments": OPTIMIZERS[settings.optimizer] * held.parameters,
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
     }

@@ -15,7 +15,7 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
 from jetfire.gpt2.model.layouts import layout_of
-from jetfire.gpt2.training.memory import Needs, needs
+from jetfire.gpt2.training.memory import Needs, check_counted, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
 from jetfire.nn.recipes import RECIPES
@@ -102,14 +102,15 @@ def fitting(settings: Settings, vocabulary: int, limit: float) -> Iterator[Fit]:
 
 
 def _by_recipe(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings, then those of every other recipe that takes a model of their sizes."""
+    """Yield the settings, then those of each other recipe that is counted and takes their sizes."""
     yield settings
     for recipe in RECIPES:
         if recipe == settings.recipe:
             continue
         try:
             chosen = replace(settings, recipe=recipe, **_OWN)
-        except UsageError:  # its blocks or groups do not divide a size
+            check_counted(chosen)
+        except UsageError:  # its blocks or groups do not divide a size, or it is not counted
             continue
         yield chosen
 
