@@ -6,28 +6,19 @@ that has one first index. So what FSDP2 shards by rows has the codes of one proc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from jetfire.core.tensors import ceil_div
 from jetfire.nn.gathered import CodedShard
 from jetfire.nn.products import is_dtensor, own_part
+from jetfire.nn.sizes import moment_scales
+from jetfire.ops.adamw8 import scales
 from jetfire.reference import adamw8
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-LEAST = 4096  # numbers, as in Dettmers et al. (arXiv 2110.02861): fewer need not be small
-
-
-def scales_of(shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return the shape of the scales of a moment of this shape; None where it stays in fp32."""
-    row = math.prod(shape[1:])
-    if len(shape) < 2 or row < adamw8.GROUP or shape[0] * row < LEAST:
-        return None
-    return shape[0], ceil_div(row, adamw8.GROUP)
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +32,7 @@ def zeros(param: torch.Tensor) -> dict[str, torch.Tensor] | None:
     if _stays(param):
         return None
     part = matrix(param)
-    groups = part.shape[0], ceil_div(part.shape[1], adamw8.GROUP)
+    groups = scales(*part.shape)
     first, second = (
         (torch.zeros_like(part, dtype=torch.int8), part.new_zeros(groups)) for _ in MOMENTS
     )
@@ -85,7 +76,7 @@ def _fit(param: torch.Tensor, state: dict[str, Any], bits: int) -> None:
 
 def _stays(param: torch.Tensor) -> bool:
     """Return whether the moments of a parameter are kept in floats whatever the bits."""
-    if param.dtype != torch.float32 or scales_of(param.shape) is None:
+    if param.dtype != torch.float32 or moment_scales(param.shape) is None:
         return True
     if is_dtensor(param):
         from torch.distributed.tensor import Replicate, Shard
@@ -99,7 +90,7 @@ def _stays(param: torch.Tensor) -> bool:
 
 def _state(param: torch.Tensor, *codes: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     """Return codes and scales of this process's part of both moments, as a state holds them."""
-    groups = scales_of(param.shape)
+    groups = moment_scales(param.shape)
     assert groups is not None
     found = {}
     for name, scale_name, (q, scale) in zip(MOMENTS, SCALES, codes, strict=True):

@@ -1,17 +1,23 @@
-"""Sizes that a block may have and that the head's backward has, said without torch."""
+"""Sizes that a block may have, and those of the head's backward and of moments, without torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import get_args
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
 from jetfire.core.tensors import ceil_div
+from jetfire.ops.adamw8 import GROUP, scales
 
 # The head's backward in INT8 takes about so many logits at once, whose codes are 0.5 GB, but no
 # fewer rows: to add to the weight's gradient, part by part, moves 8 bytes per element. For parts of
 # 4096 rows that is, by an H200's rates, up to a quarter of the product's time; for 8192 an eighth.
 LOGITS, ROWS = 2**28, 8192
+# Numbers of a moment in codes at least, as in Dettmers et al. (arXiv 2110.02861): fewer need not be
+# small.
+LEAST_MOMENT = 4096
 
 
 def head_parts(rows: int, vocabulary: int) -> tuple[int, int]:
@@ -23,6 +29,14 @@ def head_parts(rows: int, vocabulary: int) -> tuple[int, int]:
     side = max(get_args(Block))
     size = max(1, ceil_div(rows, parts * side)) * side
     return max(1, ceil_div(rows, size)), size
+
+
+def moment_scales(shape: Sequence[int]) -> tuple[int, int] | None:
+    """Return the shape of the scales of a moment of this shape in 8 bits; None if it is in fp32."""
+    row = math.prod(shape[1:])
+    if len(shape) < 2 or row < GROUP or shape[0] * row < LEAST_MOMENT:
+        return None
+    return scales(shape[0], row)
 
 
 def check_llama(

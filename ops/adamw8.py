@@ -35,11 +35,12 @@ __all__ = ["int8_adamw8"]
 Codes = Literal["none", "q", "qt", "both"]
 MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 UPDATED = ("param", *MOMENTS)
+GROUP = 128  # numbers of a row that share a scale, as in jetfire.reference.adamw8
 
 
 def scales(m: int, n: int) -> tuple[int, int]:
-    """Return the shape of the scales of an m×n moment: one for every 128 numbers of a row."""
-    return m, ceil_div(n, 128)
+    """Return the shape of the scales of an m×n moment: one for every `GROUP` numbers of a row."""
+    return m, ceil_div(n, GROUP)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ NAMED = {
     # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
     # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
-    "gpt2/training/memory.py": ["adamw"],
+    "gpt2/training/memory.py": ["adamw", "adamw8"],
     "gpt2/training/held.py": ["sample_rows"],
     "gpt2/model/layouts.py": ["dropout"],
     # A setting's values.
@@ -162,6 +162,8 @@ NAMED = {
     "nn/__init__.py": ["gelu", "layernorm"],
     "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],
     "nn/loss.py": ["cross_entropy"],
+    "nn/moments.py": ["adamw8"],
+    "nn/sizes.py": ["adamw8"],
     "nn/recipes.py": ["hadamard_quantize", "int4_gemm"],
     # A composite launches the kernels of others; its stage of a product is called gemm.
     "kernels_cuda/hadamard_gemm/staged.py": [

@@ -123,6 +123,16 @@ def counted(settings, vocabulary):
     return memory.FAMILIES[shape.family](shape, settings.precision(), settings.batch)
 
 
+@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+@pytest.mark.parametrize("shape", ["gpt2, weights", "llama, grouped"])
+def test_moments_are_what_an_optimizer_keeps(optimizer, shape, monkeypatch):
+    base, changes, vocabulary = FAMILIES[shape]
+    settings = make("tiny", {**base, **changes, "optimizer": optimizer})
+    _, step, _ = made(monkeypatch, settings, vocabulary)
+    kept = (t for state in step.optimizer.state.values() for n, t in state.items() if n != "step")
+    assert memory.needs(settings, vocabulary).parts["moments"] == sum(t.nbytes for t in kept)
+
+
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [

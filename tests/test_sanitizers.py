@@ -5,11 +5,11 @@ import json
 import pytest
 
 from jetfire.cli import execute
-from jetfire.core import registry
+from jetfire.core import loaded, registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import NoDeviceError
 from jetfire.core.machine_code import audit
-from jetfire.fuzz import draw, load, sanitize
+from jetfire.fuzz import draw, sanitize
 from jetfire.tests.mutants.build import Edit, Mutant, build
 from jetfire.tests.mutants.planted import ON_A_GPU
 
@@ -134,7 +134,7 @@ def sass(kernel):
 def test_arrivals_of_every_lane_are_compiled(edits, tmp_path, unload):
     """Each text is where it is replaced, in a file that the mutant's code is made of."""
     mutant = every_lane_arrives(*edits)
-    load(build(mutant, tmp_path))
+    loaded.add([build(mutant, tmp_path)])
     kernel = registry.get_kernel("gemm", mutant.name)
     assert sass(kernel) != sass(registry.get_kernel("gemm", "wgmma"))
 

@@ -33,6 +33,7 @@ from jetfire.gpt2.model.tensors import as_sharded, of_recipe, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import StepNumber
 from jetfire.nn import RECIPES, moments
+from jetfire.nn.sizes import moment_scales
 
 FOLDER, PREFIX = "checkpoints", "step-"
 MODEL, OPTIMIZER, STATE, SUMS = (
@@ -179,7 +180,7 @@ def _check_tensors(saved: Checkpoint, part: str) -> None:
 
 def _kept(shape: tuple[int, ...], in_codes: bool) -> dict[str, tensors.Kind]:
     """Return what AdamW keeps of a parameter: moments, in fp32 or as codes, and a count."""
-    scales = moments.scales_of(shape) if in_codes else None
+    scales = moment_scales(shape) if in_codes else None
     of_moment = tensors.Kind("F32" if scales is None else "I8", shape)
     kept = {"step": tensors.Kind("F32", ()), **dict.fromkeys(moments.MOMENTS, of_moment)}
     if scales is not None:
