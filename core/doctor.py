@@ -14,12 +14,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from jetfire.core import environment, files, profiles
 
@@ -28,6 +32,7 @@ LEAST_FREE = 2 * 2**30  # bytes for compiled kernels and profiles
 CUDA_PACKAGES = "pip install 'jetfire[cuda]'"
 PARAMETERS, STATUS = Path("/proc/driver/nvidia/params"), Path("/proc/self/status")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
+_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR (cuda.h)
 _SYS_ADMIN = 1 << 21  # CAP_SYS_ADMIN (capabilities(7))
 
 
@@ -112,10 +117,20 @@ def _driver() -> tuple[ctypes.CDLL, tuple[int, int]]:
 
 def _gpus() -> str:
     library, _ = _driver()
-    count, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    count = ctypes.c_int()
     library.cuDeviceGetCount(ctypes.byref(count))
-    library.cuDeviceGetName(name, 100, 0)
-    return f"{count.value} × {name.value.decode(errors='replace')}"
+    found = [_gpu(library, index) for index in range(count.value)]
+    if old := [name for name, major in found if major < 8]:
+        raise BrokenError(f"{', '.join(old)}: older than sm_80", "use a GPU of sm_80 or newer")
+    return ", ".join(f"{n} × {name}" for (name, _), n in Counter(found).items())
+
+
+def _gpu(library: ctypes.CDLL, index: int) -> tuple[str, int]:
+    """Return a GPU's name and the first number of its compute capability."""
+    name, major = ctypes.create_string_buffer(100), ctypes.c_int()
+    library.cuDeviceGetName(name, 100, index)
+    library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, index)
+    return name.value.decode(errors="replace"), major.value
 
 
 def _torch() -> tuple[str, str]:
@@ -139,17 +154,30 @@ def _cuda() -> str:
 
 
 def _pair() -> str:
-    """Return the versions of torch and of the Triton that it asks for, if it does."""
+    """Return the versions of torch and of Triton, which Jetfire and torch ask for."""
     version, _ = _torch()
-    remedy = "pip install --force-reinstall torch, which brings its own Triton"
-    triton = _printed("import triton; print(triton.__version__)", remedy).split()[-1]
-    asked = ""
-    with suppress(metadata.PackageNotFoundError):  # of a torch that no installer put there
-        asked = " ".join(metadata.requires("torch") or ())
-    wanted = re.search(r"\btriton\s*\(?==\s*([0-9.]+)", asked)
-    if wanted and wanted[1] != triton.partition("+")[0]:
-        raise BrokenError(f"torch {version} asks for Triton {wanted[1]}, {triton} is here", remedy)
+    again = "pip install --force-reinstall torch, which brings its own Triton"
+    triton = _printed("import triton; print(triton.__version__)", again).split()[-1]
+    upgrade = "pip install --upgrade jetfire, or torch as it asks"
+    for of, package, there, remedy in (
+        ("jetfire", "torch", version, upgrade),
+        ("torch", "triton", triton, again),
+        ("jetfire", "triton", triton, upgrade),
+    ):
+        wanted = _wanted(of, package)
+        if not wanted.contains(there, prereleases=True):
+            raise BrokenError(f"{of} asks for {package}{wanted}, {there} is here", remedy)
     return f"torch {version}, Triton {triton}"
+
+
+def _wanted(of: str, package: str) -> SpecifierSet:
+    """Return which versions of a package another asks for; any where no installer put it there."""
+    found = SpecifierSet()
+    with suppress(metadata.PackageNotFoundError):
+        for requirement in map(Requirement, metadata.requires(of) or ()):
+            if requirement.name == package:
+                found &= requirement.specifier
+    return found
 
 
 def _cupy() -> str:

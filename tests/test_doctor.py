@@ -11,6 +11,10 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core import doctor
 
+REQUIRED = {
+    "torch": ["numpy", 'triton==3.6.0; platform_system == "Linux"'],
+    "jetfire": ["torch<2.14,>=2.11", "triton>=3.6"],
+}
 FAKES = {
     "torch": "import types; __version__ = '2.11.0+cu130'\n"
     "version = types.SimpleNamespace(cuda='13.0')\n",
@@ -27,8 +31,8 @@ FAKES = {
 class Libcuda:
     """The driver of a machine with a GPU."""
 
-    def __init__(self, version=13000, error=0):
-        self.version, self.error = version, error
+    def __init__(self, version=13000, error=0, majors=(9,)):
+        self.version, self.error, self.majors = version, error, majors
 
     def cuInit(self, flags):
         return self.error
@@ -37,10 +41,14 @@ class Libcuda:
         pointer._obj.value = self.version
 
     def cuDeviceGetCount(self, pointer):
-        pointer._obj.value = 1
+        pointer._obj.value = len(self.majors)
 
     def cuDeviceGetName(self, buffer, length, index):
-        buffer.value = b"NVIDIA H200"
+        buffer.value = {7: b"Tesla V100", 8: b"NVIDIA A100"}.get(self.majors[index], b"NVIDIA H200")
+
+    def cuDeviceGetAttribute(self, pointer, attribute, index):
+        assert attribute == 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR (cuda.h)
+        pointer._obj.value = self.majors[index]
 
 
 class Machine:
@@ -61,7 +69,7 @@ class Machine:
         monkeypatch.setenv("JETFIRE_PROFILES", str(folder / "profiles"))
         for name in ("CC", "CXX"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(metadata, "requires", lambda _: ["numpy", 'triton==3.6.0; x == "y"'])
+        monkeypatch.setattr(metadata, "requires", REQUIRED.get)
         self.driver(Libcuda())
         self.counters(restricted=0, capabilities=0)
 
@@ -149,6 +157,10 @@ BROKEN = {
             "CUDA": ("no GPU", "unset CUDA_VISIBLE_DEVICES"),
         },
     ),
+    "an old GPU": (
+        lambda m: m.driver(Libcuda(majors=(9, 7))),
+        {"driver": ("Tesla V100: older than sm_80", "use a GPU of sm_80 or newer")},
+    ),
     "an old driver": (
         lambda m: m.driver(Libcuda(version=12040)),
         {"CUDA": ("torch is built with CUDA 13.0, the driver runs 12.4", "update the driver")},
@@ -168,11 +180,20 @@ BROKEN = {
         lambda m: m.package("torch", "import os; os.abort()"),
         {"CUDA": ("exit code -6", "pip install torch"), "torch and Triton": ("exit", "torch")},
     ),
+    "a torch that no test ran with": (
+        lambda m: m.package("torch", FAKES["torch"].replace("2.11", "2.14")),
+        {
+            "torch and Triton": (
+                "jetfire asks for torch<2.14,>=2.11, 2.14.0+cu130 is here",
+                "pip install --upgrade jetfire",
+            )
+        },
+    ),
     "another Triton": (
         lambda m: m.package("triton", "__version__ = '3.2.0'"),
         {
             "torch and Triton": (
-                "torch 2.11.0+cu130 asks for Triton 3.6.0, 3.2.0 is here",
+                "torch asks for triton==3.6.0, 3.2.0 is here",
                 "pip install --force-reinstall torch",
             )
         },
@@ -265,6 +286,11 @@ def test_each_part_broken(what, machine, capsys):
 
 def test_every_part_was_broken():
     assert {part for _, expected in BROKEN.values() for part in expected} == set(doctor.PARTS)
+
+
+def test_several_gpus(machine, capsys):
+    machine.driver(Libcuda(majors=(9, 8, 9)))
+    assert examined(capsys)[1]["driver"] == "ok: 2 × NVIDIA H200, 1 × NVIDIA A100"
 
 
 def test_an_import_that_never_ends(machine, capsys, monkeypatch):
