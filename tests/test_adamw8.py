@@ -81,6 +81,49 @@ def test_a_moment_is_kept_to_some_hundredths(spread):
     assert float(of_root[large].abs().mean()) < 0.03
 
 
+def linear(x, levels, least):
+    """The numbers that codes in proportion to x stand for, with a scale for each group."""
+    groups = x.unflatten(1, (-1, 128))
+    scale = groups.abs().amax(2, keepdim=True) / levels
+    codes = (groups / scale).round()
+    return (codes if least is None else codes.clamp(min=least)).mul(scale).flatten(1)
+
+
+def updates_off(first, second):
+    """How far updates are from those of fp32's moments, each step's moments through codes."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1.5 * torch.randn((64, 256), generator=generator)).exp()
+    m = kept_m = v = kept_v = torch.zeros(64, 256)
+    off = whole = 0.0
+    for step in range(1, 61):
+        g = sizes * torch.randn((64, 256), generator=generator)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        new_m, new_v = 0.9 * kept_m + 0.1 * g, 0.95 * kept_v + 0.05 * g * g
+        if step > 20:
+            right, got = m / (v.sqrt() + 1e-8), new_m / (new_v.sqrt() + 1e-8)
+            unit = (1 - 0.95**step) ** 0.5 / (1 - 0.9**step)
+            off += float(((got - right) * unit).square().sum())
+            whole += float((right * unit).square().sum())
+        kept_m, kept_v = first(new_m), second(new_v)
+    return math.sqrt(off / whole)
+
+
+def test_updates_are_nearer_than_with_codes_in_proportion():
+    """The figures in the reference's docstring."""
+    ours = updates_off(
+        lambda m: first_values(*first_codes(m)), lambda v: second_values(*second_codes(v))
+    )
+    roots, with_zeros = (
+        updates_off(
+            lambda m: linear(m, 127, None), lambda v, low=low: linear(v.sqrt(), 254, low).square()
+        )
+        for low in (1, None)
+    )
+    assert ours == pytest.approx(0.25, abs=0.01)
+    assert roots == pytest.approx(0.62, abs=0.01)
+    assert with_zeros == pytest.approx(17, abs=1)
+
+
 # The kernels
 
 
