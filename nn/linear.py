@@ -240,16 +240,16 @@ class Int8Linear(nn.Linear, Int8Weights):
             from jetfire.nn.tensor_parallel import divided_linear
 
             return divided_linear(input, self.weight, self.bias, self._multiply)
-        return self._with(input, self.weight, self.bias, self.codes())
+        return self._applied(input, self.weight, self.bias, self.codes())
 
     def _multiply(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Multiply by this process's part of the weight: the codes are of the part itself."""
         codes = self._quantised.of(own_part(self.weight), self.block)
-        return self._with(input, weight, bias, codes)
+        return self._applied(input, weight, bias, codes)
 
-    def _with(
+    def _applied(
         self,
         input: torch.Tensor,
         weight: torch.Tensor,

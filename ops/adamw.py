@@ -248,6 +248,27 @@ _adamw = Operator(
 )
 
 
+def step_scalars(
+    param: Tensor,
+    rate: Tensor,
+    step: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """Return a step's scalars by name, in the order of the operators.
+
+    Raises:
+        UsageError: one is no fp32 of one element beside param, or one of the last two is missing.
+    """
+    if (grad_scale is None) != (found_inf is None):
+        raise UsageError("grad_scale and found_inf: expected both or neither")
+    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
+    for name, scalar in scalars.items():
+        if scalar is not None:
+            expect.scalar(name, scalar, param)
+    return scalars
+
+
 @checked
 def int8_adamw(
     param: Tensor,
@@ -281,16 +302,11 @@ def int8_adamw(
         out: what to write the codes into, of just this block and layout, and return.
     """
     state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
     for name, x in {**state, "grad": grad}.items():
         expect.same_shape(name, x, param)
     for name, x in state.items():
         expect.contiguous(name, x)
-    if (grad_scale is None) != (found_inf is None):
-        raise UsageError("grad_scale and found_inf: expected both or neither")
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            expect.scalar(name, scalar, param)
+    scalars = step_scalars(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
     expect.choice("layout", layout, Layout)
     m, n = param.shape

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block
@@ -25,7 +24,7 @@ from jetfire.core.tensors import (
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.ops.adamw import OP as ADAMW
-from jetfire.ops.adamw import UPDATE, Adamw, AdamwProblem
+from jetfire.ops.adamw import UPDATE, Adamw, AdamwProblem, step_scalars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,12 +209,7 @@ def int8_adamw8(
         dtype, shape = (("int8", (m, n)), ("float32", scales(m, n)))[i % 2]
         expect.exactly(name, x, dtype, shape, param)
         expect.contiguous(name, x)
-    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
-    if (grad_scale is None) != (found_inf is None):
-        raise UsageError("grad_scale and found_inf: expected both or neither")
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            expect.scalar(name, scalar, param)
+    scalars = step_scalars(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
     expect.choice("layout", layout, Codes)
     codes = {} if layout == "none" else expect.room(out, m, n, block, layout, param)
