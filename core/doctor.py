@@ -61,7 +61,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return a finding of every part."""
-    _printed.cache_clear()
+    _ran.cache_clear()
     found = []
     for part, look in PARTS.items():
         try:
@@ -92,9 +92,20 @@ def _output(command: Sequence[str], remedy: str) -> str:
 
 
 @cache
+def _ran(code: str) -> tuple[str, str]:
+    """Return what Python code prints in a process of its own, or what is wrong."""
+    try:
+        return _output([sys.executable, "-c", code], ""), ""
+    except BrokenError as error:
+        return "", str(error)
+
+
 def _printed(code: str, remedy: str) -> str:
-    """Return what Python code prints in a process of its own."""
-    return _output([sys.executable, "-c", code], remedy)
+    """Return what Python code prints; it is run once, as an import that hangs takes minutes."""
+    text, wrong = _ran(code)
+    if wrong:
+        raise BrokenError(wrong, remedy)
+    return text
 
 
 def _driver() -> tuple[ctypes.CDLL, tuple[int, int]]:

@@ -300,6 +300,13 @@ def test_an_import_that_never_ends(machine, capsys, monkeypatch):
     assert lines["CuPy"] == "took more than 0.5 s: pip install 'jetfire[cuda]'"
 
 
+def test_a_torch_that_is_broken_is_imported_once(machine, capsys):
+    times = machine.folder / "times"
+    machine.package("torch", f"open({str(times)!r}, 'a').write('x')\n" + failing("ImportError"))
+    assert examined(capsys)[0] == 1
+    assert times.read_text() == "x"
+
+
 def test_a_torch_that_no_installer_put_there(machine, capsys, monkeypatch):
     def requires(name):
         raise metadata.PackageNotFoundError(name)
