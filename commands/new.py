@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,8 @@ def run(
     file = Path(f"{name}.py")
     if file.exists():
         raise UsageError(f"new {name}: {file} is there already: expected another name")
+    if find_spec(name) is not None:  # the file would be imported in its place, here
+        raise UsageError(f"new {name}: there is a Python module {name} already: expected another")
     example = "row_norm" if cuda else "row_logsumexp" if cpu else "row_softmax"
     text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
     write(file, renamed(text, example, name))
