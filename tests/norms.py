@@ -1,4 +1,4 @@
-"""What tests of LayerNorm's and RMSNorm's kernels share."""
+"""What tests of the residual stream's kernels share: LayerNorm's, RMSNorm's, and in part add's."""
 
 import dataclasses
 

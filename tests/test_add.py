@@ -13,6 +13,7 @@ from jetfire.reference import add as reference
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.layernorm import statistics
 from jetfire.reference.quantize import quantize
+from jetfire.tests.norms import replay
 
 OP = registry.get("add")
 KERNEL = registry.get_kernel("add", "triton")
@@ -108,28 +109,7 @@ def test_every_ragged_size(device, mode, block):
 def test_graph_replays_and_streams_agree_with_one_call(device):
     """The counters are left at zero by every launch, and no two launches in flight share any."""
     problem = OP.Problem(1000, 3000)
-    inputs = OP.inputs(problem, device)
-    config = configs(problem, device)[0]
-    expected = OP.outputs(problem, inputs)
-    launch(KERNEL, problem, config, inputs, expected)
-    outputs = [OP.poison(problem, OP.outputs(problem, inputs)) for _ in range(4)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for out in outputs[:2]:
-            launch(KERNEL, problem, config, inputs, out)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for _ in range(50):
-        with torch.cuda.stream(streams[0]):
-            graph.replay()
-        for stream, out in zip(streams[1:], outputs[2:], strict=True):
-            with torch.cuda.stream(stream):
-                launch(KERNEL, problem, config, inputs, out)
-    torch.cuda.synchronize()
-    for out in outputs:
-        for name, tensor in out.items():
-            assert torch.equal(tensor, expected[name]), name
+    replay(OP, problem, KERNEL, configs(problem, device)[0], OP.inputs(problem, device))
 
 
 @pytest.mark.gpu
