@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jetfire.core import terminal
 from jetfire.core.errors import UsageError
+from jetfire.core.files import Missing
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
 from jetfire.gpt2.model.layouts import layout_of
@@ -52,7 +53,12 @@ class PlanOptions(TrainOptions):
             check_data(settings.data, self.data or settings.data)
             return settings, _vocabulary(settings)
         file = Path(self.preset)
-        shape = layout_of(file).read(file)
+        try:
+            shape = layout_of(file).read(file)
+        except Missing as error:
+            raise UsageError(
+                f"{error}: expected a preset, or GPT-2's or Llama's config.json"
+            ) from None
         sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
         given = {name: value for name, value in self.given().items() if name != "preset"}
