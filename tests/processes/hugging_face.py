@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from jetfire.nn import convert
+from jetfire.tests.processes.leaving import leave
 
 VOCABULARY, LENGTH, WIDTH = 96, 16, 32
 STEPS, SAVED, KILLED = 200, 80, 130
@@ -214,5 +214,4 @@ if __name__ == "__main__":
         "accelerator": of_accelerators,
     }
     modes[sys.argv[1]](Path(sys.argv[2]))
-    if dist.is_initialized():  # a thread of its that is left may abort the process as it ends
-        dist.destroy_process_group()
+    leave()

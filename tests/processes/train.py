@@ -21,6 +21,7 @@ from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.gpt2.training import command, graph, parallel, state
 from jetfire.gpt2.training.loop import Training
 from jetfire.nn.products import own_part
+from jetfire.tests.processes.leaving import leave
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
 HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
@@ -134,3 +135,4 @@ with parallel.joined(DEVICE) as joined:
     parallel.joined = lambda device: contextlib.nullcontext(joined)
     all_runs()
 (OUT / f"{RANK}.json").write_text(json.dumps(OUTCOMES))
+leave()
