@@ -27,6 +27,7 @@ Kind = Literal[
     "nondeterministic",
     "unwritten",
     "guard",
+    "bounds",
     "input",
     "config",
     "kernel",

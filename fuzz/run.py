@@ -10,6 +10,7 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device
+from jetfire.core.interpreter import OutOfBoundsError, hold_to_tensors
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import launch
 from jetfire.core.op import Op
@@ -68,6 +69,8 @@ def run_case(case: Example, device: Device, mode: Mode | None = None) -> Outcome
     from jetfire.fuzz import empty
 
     mode = mode or Mode()
+    if device.interpreted:
+        hold_to_tensors()
     try:
         if case.empty and mode.host:
             return Outcome("skipped", "no kernel sees an empty tensor")
@@ -80,6 +83,8 @@ def run_case(case: Example, device: Device, mode: Mode | None = None) -> Outcome
     except Exception as error:  # Triton's own (out of resources, compilation) derive from it
         if _lacks_memory(error):
             return Outcome("skipped", f"too little memory: {error}")
+        if isinstance(error.__cause__, OutOfBoundsError):
+            return Outcome("bounds", str(error.__cause__))
         return Outcome("raised", f"{type(error).__name__}: {error}")
 
 

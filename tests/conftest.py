@@ -24,6 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import torch
 
+from jetfire.core.interpreter import hold_to_tensors
+
 # What a script runs in the background ignores Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,6 +58,7 @@ def _remember_builtins() -> None:
 
 if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
     _remember_builtins()
+    hold_to_tensors()
 
 # Modules and tests are no garbage: looking for some while they are loaded takes 5 s per process.
 gc.disable()

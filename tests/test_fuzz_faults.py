@@ -40,6 +40,10 @@ def found(name, executor, **options):
         ("raises", "raised", "RuntimeError: no such thing"),
         ("wrong", "wrong", "scale"),
         ("beyond", "guard", "1 bytes written outside"),
+        pytest.param(
+            *("reads_beyond", "bounds", "1 bytes after the nearest one (1×11)"),
+            marks=pytest.mark.skipif(not CPU.interpreted, reason="Triton is not interpreted here"),
+        ),
         ("changes_input", "input", "x was changed"),
         ("unwritten", "unwritten", "elements, first at"),
         ("random", "nondeterministic", "differ"),

@@ -5,6 +5,9 @@ import os
 import time
 from dataclasses import dataclass
 
+import triton
+import triton.language as tl
+
 from jetfire.core import registry
 from jetfire.core.kernel import Config, Kernel
 
@@ -64,6 +67,16 @@ def beyond(config, inputs, outputs, codes, scale, kept):
     codes.as_strided((1,), (1,), codes.storage_offset() + codes.numel()).fill_(1)
 
 
+@triton.jit
+def _read(x, y, at):
+    tl.store(y, tl.load(x + at))
+
+
+def reads_beyond(config, inputs, outputs, codes, scale, kept):
+    x = inputs["x"]
+    _read[(1,)](x, kept, x.stride(0) * (x.shape[0] - 1) + x.shape[1])
+
+
 def changes_input(config, inputs, outputs, codes, scale, kept):
     inputs["x"][0, 0] ^= 1
 
@@ -93,5 +106,16 @@ def by_config(config, inputs, outputs, codes, scale, kept):
         _spread(outputs, 1 + 2.0**-20)
 
 
-FAULTS = (aborts, hangs, raises, wrong, beyond, changes_input, unwritten, random, by_config)
+FAULTS = (
+    aborts,
+    hangs,
+    raises,
+    wrong,
+    beyond,
+    reads_beyond,
+    changes_input,
+    unwritten,
+    random,
+    by_config,
+)
 KERNELS = tuple(map(Faulty, FAULTS))
