@@ -108,13 +108,6 @@ def written_block(problem: Any) -> int:
     return int(getattr(problem, "out_block", problem.block))
 
 
-def unequal_blocks(problem: Any) -> str | None:
-    """Return why a kernel for one side of blocks does not take a problem of two, or None."""
-    if problem.out_block == problem.block:
-        return None
-    return f"out_block={problem.out_block} with block={problem.block}: expected equal blocks"
-
-
 def at_least_zero(problem: Problem, *fields: str) -> None:
     """Check that fields of a problem are finite numbers of at least 0.
 
