@@ -84,8 +84,11 @@ def _is_usage_error(error: BaseException) -> bool:
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
-def _fail(message: str, code: int) -> int:
-    terminal.note(message)
+def _fail(message: str, code: int, details: str = "") -> int:
+    error = {"message": terminal.line(message), "exit_code": code}
+    terminal.manner.document["error"] = error | ({"details": details} if details else {})
+    terminal.error(message)
+    terminal.details(details)
     return code
 
 
@@ -94,9 +97,7 @@ def _failed(error: Exception) -> int:
     if not isinstance(error, JetfireError):
         error = broken.explained(error) or error
     if isinstance(error, JetfireError):
-        code = _fail(str(error), error.exit_code)
-        terminal.details(error.details)
-        return code
+        return _fail(str(error), error.exit_code, error.details)
     if _is_usage_error(error):
         return _fail(_parse_error(error), 2)
     if isinstance(error, OSError) and error.strerror:  # no disk, no rights, no such program
@@ -143,24 +144,36 @@ def execute(command: str | None = None, arguments: Sequence[str] | None = None) 
     elif command is None and not words:
         words = ["--help"]
     with terminal.streams(), environment.caches():
-        try:
-            with warnings.catch_warnings():
-                _warn_in_a_line()
-                code = target.main(
-                    args=words, prog_name=name, standalone_mode=False, help_option_names=HELP
-                )
-            sys.stdout.flush()
-            if code == 130:  # some versions of Typer turn Ctrl-C into a result
-                raise KeyboardInterrupt
-            return code if isinstance(code, int) else 0
-        except KeyboardInterrupt:
+        with terminal.speaking(words) as manner:
+            code = _outcome(target, words, name)
+        if manner.json and environment.leads():
+            try:
+                terminal.print_document(manner.document)
+            except JetfireError as error:  # stdout cannot be written
+                code = _failed(error)
+        return code
+
+
+def _outcome(target: Any, words: list[str], name: str) -> int:
+    """Run a command, and return the exit code."""
+    try:
+        with warnings.catch_warnings():
+            _warn_in_a_line()
+            code = target.main(
+                args=words, prog_name=name, standalone_mode=False, help_option_names=HELP
+            )
+        sys.stdout.flush()
+        if code == 130:  # some versions of Typer turn Ctrl-C into a result
+            raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except Exception as error:
+        if type(error).__name__ == "Abort":  # Typer's name for Ctrl-C
             return _fail("interrupted", 130)
-        except Exception as error:
-            if type(error).__name__ == "Abort":  # Typer's name for Ctrl-C
-                return _fail("interrupted", 130)
-            if "--debug" in words:
-                traceback.print_exc()
-            return _failed(error)
+        if "--debug" in words:
+            traceback.print_exc()
+        return _failed(error)
 
 
 def run(command: str | None = None) -> None:

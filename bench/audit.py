@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,19 +31,12 @@ PAUSE_S = 5.0  # between two lines of progress where there is no terminal
 
 
 def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[Device]) -> None:
-    """Print a table a problem: a row for every function that a kernel's default config launches.
+    """Give a table per problem: a row for every function that a kernel's default config launches.
 
     Raises:
         UsageError: no kernel has machine code for any of it.
     """
-    tables = {
-        case: Table(
-            *(Column(name, no_wrap=True) for name in COLUMNS),
-            title=str(case),
-            title_justify="left",
-        )
-        for case in cases
-    }
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     work = [
         (case, device, kernel)
         for case in cases
@@ -56,35 +49,52 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
         for case, device, kernel in watch(
             work, lambda item: f"{item[1].name} {item[2].name}: {item[0]}", PAUSE_S
         ):
-            _add_rows(tables[case], case, kernel, device)
+            found[case] += _rows(case, kernel, device)
     finally:  # after Ctrl-C too
-        console = terminal.console(width=160)
-        for table in tables.values():
-            if table.row_count:
-                console.print(table)
-    if not any(table.row_count for table in tables.values()):
+        rows = [
+            {"op": case.op.name, "problem": case.problem.as_dict(), **row}
+            for case, part in found.items()
+            for row in part
+        ]
+        terminal.result({"audits": rows}, lambda: _print(found))
+    if not rows:
         raise UsageError("no kernel with machine code takes these problems on these architectures")
 
 
-def _add_rows(table: Table, case: Case, kernel: Kernel, device: Device) -> None:
+def _print(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> None:
+    console = terminal.console(width=160)
+    for case, rows in found.items():
+        columns = (Column(name, no_wrap=True) for name in COLUMNS)
+        table = Table(*columns, title=str(case), title_justify="left")
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        if rows:
+            console.print(table)
+
+
+def _rows(case: Case, kernel: Kernel, device: Device) -> list[dict[str, Any]]:
+    """Return what `COLUMNS` names of each function that a kernel's default config launches."""
     assert device.capability is not None
     config = kernel.default(case.problem, device)
     with broken.compiling(case.op.name, kernel.name, device.name):
         cubins = kernel.cubins(case.problem, config, device.capability) or ()
+    rows = []
     for cubin in cubins:
         found = audit(cubin)
         matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
-        table.add_row(
+        values = (
             device.name,
             kernel.name,
             found.name,
-            str(found.registers),
-            str(found.spills),
-            str(found.shared_bytes),
-            str(found.warps),
-            str(sum(found.instructions.values())),
+            found.registers,
+            found.spills,
+            found.shared_bytes,
+            found.warps,
+            sum(found.instructions.values()),
             " ".join(matrix),
         )
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    return rows
 
 
 def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:

@@ -242,17 +242,20 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
     from jetfire.measure import runner
     from jetfire.report.text import fields_text
 
-    print(f"{device.label}: {len(work)} problems")
+    lines = [f"{device.label}: {len(work)} problems"]
     for case, options in work:
         gib = runner.memory_needed(case, device) / 2**30
         sets = runner.sets_of(case, device)
-        print(f"{case}: {sets} sets of inputs, {gib:.2f} GiB, {options.rounds} samples a row")
+        needs = f"{sets} sets of inputs, {gib:.2f} GiB"
+        lines.append(f"{case}: {needs}, {options.rounds} samples a row")
         for choice in runner.choices(case, device, options):
             if choice.reason is None:
                 config = fields_text(choice.config.as_dict())
-                print(f"  {choice.label} ({choice.profile or 'given'}) {config}".rstrip())
+                text = f"  {choice.label} ({choice.profile or 'given'}) {config}".rstrip()
             else:
-                print(f"  {choice.label} left out: {choice.reason}")
+                text = f"  {choice.label} left out: {choice.reason}"
+            lines.append(text)
+    terminal.planned(lines)
 
 
 def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) -> dict[str, Any]:
@@ -356,11 +359,15 @@ class Output:
             write(self.asked.output, render(results, self.kind))
 
     def _print(self) -> None:
+        results = Results(self.record, list(self.rows))
+        terminal.result(results.as_dict(), lambda: self._show(results))
+
+    def _show(self, results: Results) -> None:
         from jetfire.report import show
 
         form = self.asked.format or "table"
         if self.kind is None and form != "table":
-            print(render(Results(self.record, list(self.rows)), form), end="")
+            print(render(results, form), end="")
             return
         console = terminal.console(width=160)
         for part in show.by_op(self.rows):
@@ -450,14 +457,13 @@ def replay(asked: BenchOptions, first: Case) -> str:
     return shlex.join(words)
 
 
-def listing() -> str:
-    """Every op with its kernels and fields, then workloads, peers and data, for `--list`."""
+def catalogue() -> dict[str, Any]:
+    """Every op with its kernels, modes and fields, then workloads, peers and data, by name."""
     from jetfire.core import workloads
     from jetfire.measure import peers
     from jetfire.measure.data import DISTRIBUTIONS
 
-    lines = ["ops"]
-    width = max(map(len, registry.names()))
+    ops = {}
     for name in registry.names():
         op, shown = registry.get(name), []
         for one in dataclasses.fields(op.Problem):
@@ -465,9 +471,12 @@ def listing() -> str:
             default = default.lower() if isinstance(one.default, bool | None) else default
             missing = one.default is dataclasses.MISSING
             shown.append(one.name if missing else f"{one.name}={default}")
-        lines.append(f"  {name:<{width}} {op.summary}")
-        lines.append(f"  {'':<{width}} kernels: {', '.join(registry.kernel_names(name)) or 'none'}")
-        lines.append(f"  {'':<{width}} modes: {', '.join(op.modes)}; fields: {' '.join(shown)}")
+        ops[name] = {
+            "summary": op.summary,
+            "kernels": list(registry.kernel_names(name)),
+            "modes": list(op.modes),
+            "fields": shown,
+        }
     models = {
         name: f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
         for name, model in workloads.MODELS.items()
@@ -480,9 +489,27 @@ def listing() -> str:
         name: f"sizes {', '.join(map(str, found))}"
         for name, found in (("square", workloads.SQUARES), ("ragged", workloads.RAGGED))
     }
+    return {
+        "ops": ops,
+        "workloads": {**models, **layers, **sizes},
+        "peers": dict(peers.NAMES),
+        "data": list(DISTRIBUTIONS),
+    }
+
+
+def listing() -> str:
+    """The catalogue as text, for `jetfire list`."""
+    found, lines = catalogue(), ["ops"]
+    width = max(map(len, found["ops"]))
+    for name, op in found["ops"].items():
+        lines.append(f"  {name:<{width}} {op['summary']}")
+        lines.append(f"  {'':<{width}} kernels: {', '.join(op['kernels']) or 'none'}")
+        lines.append(
+            f"  {'':<{width}} modes: {', '.join(op['modes'])}; fields: {' '.join(op['fields'])}"
+        )
     lines.append("workloads")
-    lines += [f"  {name:<12} {text}" for name, text in {**models, **layers, **sizes}.items()]
+    lines += [f"  {name:<12} {text}" for name, text in found["workloads"].items()]
     lines.append("peers")
-    lines += [f"  {name:<20} {what}" for name, what in peers.NAMES.items()]
-    lines.append(f"data\n  {', '.join(DISTRIBUTIONS)}")
+    lines += [f"  {name:<20} {what}" for name, what in found["peers"].items()]
+    lines.append(f"data\n  {', '.join(found['data'])}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import terminal
 from jetfire.core.errors import RegressionError, UsageError, WrongResultError
@@ -86,6 +86,20 @@ class Match:
     pairs: list[Pair]
     gone: list[Row]
     new: list[Row]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return both rows of each pair with its ratio and verdict, and the rows of one file."""
+        pairs = [
+            {
+                "verdict": pair.verdict,
+                "ratio": pair.ratio,
+                "before": pair.before.as_dict(),
+                "after": pair.after.as_dict(),
+            }
+            for pair in self.pairs
+        ]
+        gone, new = ([row.as_dict() for row in rows] for rows in (self.gone, self.new))
+        return {"pairs": pairs, "gone": gone, "new": new}
 
 
 def parse_share(text: str) -> float:
@@ -175,9 +189,21 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     found = match(before, after, config)
     if not found.pairs:
         raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
-    console = terminal.console(width=160)
     names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))
     title = f"{a} → {b} on {' → '.join(names)}; ratio above 1 is slower"
+    value = {"devices": names, **found.as_dict()}
+    terminal.result(value, lambda: _print(found, title, a, b))
+    if before.device.get("timer") != after.device.get("timer"):
+        note("the two files were timed by different versions of the timer")
+    if share is None:
+        return
+    if len(names) > 1:
+        raise UsageError(f"{a} is of {names[0]}, {b} of {names[1]}: expected one device to judge")
+    judge(found, share)
+
+
+def _print(found: Match, title: str, a: Path, b: Path) -> None:
+    console = terminal.console(width=160)
     for op in dict.fromkeys(pair.after.op for pair in found.pairs):
         part = [pair for pair in found.pairs if pair.after.op == op]
         console.print(show.heading(title, [pair.after for pair in part]), soft_wrap=True)
@@ -187,13 +213,6 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
             more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
             listed = f"{', '.join(map(name_of, rows[:NAMED]))}{more}"
             console.print(f"in {file} and not in {other}: {listed}", soft_wrap=True, markup=False)
-    if before.device.get("timer") != after.device.get("timer"):
-        note("the two files were timed by different versions of the timer")
-    if share is None:
-        return
-    if len(names) > 1:
-        raise UsageError(f"{a} is of {names[0]}, {b} of {names[1]}: expected one device to judge")
-    judge(found, share)
 
 
 def judge(found: Match, share: float) -> None:

@@ -25,8 +25,7 @@ def watch(
         last = -math.inf
         for i, item in enumerate(items, 1):
             if time.monotonic() - last >= pause_s:
-                text = terminal.line(str(label(item)))
-                print(f"[{i}/{len(items)}] {text}", file=sys.stderr, flush=True)
+                terminal.progress(f"[{i}/{len(items)}] {terminal.line(str(label(item)))}")
                 last = time.monotonic()
             yield item
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from jetfire.commands import options as o
+from jetfire.core import terminal
 
 EPILOG = "Example: jetfire bench gemm --m 4096 --block 32 -o gemm.json"
 
@@ -64,7 +65,7 @@ def run(
 
     asked = o.collect(command.BenchOptions, locals())
     if listing:
-        print(command.listing())
+        terminal.result(command.catalogue(), lambda: print(command.listing()))
     elif suite == "training":
         from jetfire.gpt2.bench import steps as training
 

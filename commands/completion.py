@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jetfire.commands import options as o
+from jetfire.core import terminal
 from jetfire.core.errors import unknown
 
 EPILOG = 'Example: eval "$(jetfire completion bash)"'
@@ -34,11 +35,14 @@ def run(
     name = Path(os.environ.get("SHELL", "")).name if shell is None else shell
     if name not in o.SHELLS:
         raise unknown(f"no completion for the shell {name!r}", name, o.SHELLS)
+    found: dict[str, str] = {}
     for program in ("jetfire", *(f"jetfire-{command}" for command in SCRIPTS)):
         variable = completion_variable(program)
         if install:
             _, file = install_script(shell=name, prog_name=program, complete_var=variable)
-            print(file)
+            found[program] = str(file)
         else:
             script = get_completion_script(prog_name=program, complete_var=variable, shell=name)
-            print(script, end="\n\n")
+            found[program] = f"{script}\n"
+    what = "files" if install else "scripts"
+    terminal.result({what: found}, lambda: print(*found.values(), sep="\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jetfire.commands import options as o
+from jetfire.core import terminal
 
 EPILOG = "Example: jetfire list | less"
 
@@ -11,4 +12,4 @@ def run(load: o.Load = None, debug: o.Debug = False) -> None:
     """List ops, kernels, workloads and peers."""
     from jetfire.bench import command
 
-    print(command.listing())
+    terminal.result(command.catalogue(), lambda: print(command.listing()))

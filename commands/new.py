@@ -10,7 +10,7 @@ from typing import Annotated
 
 import jetfire
 from jetfire.commands import options as o
-from jetfire.core import registry
+from jetfire.core import registry, terminal
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
 
@@ -42,7 +42,8 @@ def run(
     example = "row_norm" if cuda else "row_logsumexp" if cpu else "row_softmax"
     text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
     write(file, renamed(text, example, name))
-    print(f"{file}: jetfire bench {name} --load {file} --m 512")
+    use = f"jetfire bench {name} --load {file} --m 512"
+    terminal.result({"file": file, "use": use}, lambda: print(f"{file}: {use}"))
 
 
 def renamed(text: str, example: str, name: str) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from jetfire import __version__
+from jetfire.core import terminal
 from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Names = Callable[[], Iterable[str]]
 Options = TypeVar("Options")
 MOST = 2**62
+EVERY = "Options of every command"  # the help's heading
 
 
 def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Options:
@@ -272,14 +274,18 @@ def _show_version(asked: bool) -> None:
         return
     from importlib import metadata
 
-    found = []
+    found: dict[str, str | None] = {}
     for name in ("torch", "triton"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append(f"no {name}")
+            found[name] = None
     python = ".".join(map(str, sys.version_info[:3]))
-    print(f"jetfire {__version__} ({', '.join(found)}, Python {python})")
+    others = ", ".join(f"{name} {at}" if at else f"no {name}" for name, at in found.items())
+    terminal.result(
+        {"jetfire": __version__, **found, "python": python},
+        lambda: print(f"jetfire {__version__} ({others}, Python {python})"),
+    )
     raise typer.Exit
 
 
@@ -309,7 +315,10 @@ Version = Annotated[
     bool,
     typer.Option("--version", is_eager=True, callback=_show_version, help="Show the versions."),
 ]
-Debug = Annotated[bool, flag("--debug", "Show a traceback where something fails.")]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show a traceback of an error.", rich_help_panel=EVERY),
+]
 StrictProfile = Annotated[
     bool,
     flag("--strict-profile", "Fail where no profile was tuned for a problem.", callback=_be_strict),
@@ -360,3 +369,23 @@ Strategy = Annotated[
 Preset = Annotated[str, argument("PRESET", "As for training.", PRESETS)]
 Steps = Annotated[Count, integer("--steps", "Optimizer steps.", 1)]
 Run = Annotated[Path, argument("RUN", "A run's folder, or a checkpoint's.")]
+
+
+# Options of every command, none of which it is given.
+
+
+def of_every(name: str, help: str, metavar: str | None = None) -> Any:
+    """Return the declaration of an option of every command."""
+    return typer.Option(name, metavar=metavar, help=help, expose_value=False, rich_help_panel=EVERY)
+
+
+def every_command(
+    json: Annotated[bool, of_every("--json", "The result, or the error, as JSON.")] = False,
+    quiet: Annotated[bool, of_every("--quiet", "Say errors alone beside the result.")] = False,
+    verbose: Annotated[bool, of_every("--verbose", "Say what is decided, too.")] = False,
+    options: Annotated[
+        Path | None,
+        of_every("--options", "Take options from a file; those given here win.", "FILE.toml"),
+    ] = None,
+) -> None:
+    """Declare the options of every command; `terminal.speaking` and `Command` look at the words."""

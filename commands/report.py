@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jetfire.commands import options as o
+from jetfire.core import terminal
 
 EPILOG = "Example: jetfire report docs/results/h200.json --check"
 
@@ -31,7 +33,12 @@ def run(
     from jetfire.report import documents
 
     stale = documents.report(file, readme or documents.readme_of(file), check, addition)
-    for path in stale:
-        print(f"{path}: {'stale' if check else 'written'}")
+    found = dict.fromkeys(map(str, stale), "stale" if check else "written")
+    terminal.result({"files": found}, lambda: _show(found))
     if stale and check:
         raise typer.Exit(1)
+
+
+def _show(files: Mapping[str, str]) -> None:
+    for path, state in files.items():
+        print(f"{path}: {state}")

@@ -26,6 +26,11 @@ def share_cores() -> None:
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
 
 
+def leads() -> bool:
+    """Return whether this is the only process, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def caches() -> Iterator[None]:
     """Have what is compiled kept in a folder for this run alone, where its own cannot be written.

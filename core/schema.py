@@ -1,4 +1,4 @@
-"""The one way in which files become values: JSON, checked against types with bounds.
+"""The one way in which files become values: JSON or TOML, checked against types with bounds.
 
 A format is a dataclass or a TypedDict whose annotations state all the bounds of its values. The
 names below are for such annotations. Keys that a type does not name are skipped, so that a file of
@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -167,6 +168,18 @@ def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = 
             reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
             raise Unreadable(path, reason)
     return decode(content, kind, path)
+
+
+def load_toml(path: Path, kind: type[T], most: int) -> T:
+    """Return the value that a TOML file holds; arguments and errors as `load` has them."""
+    try:
+        return _adapter(kind).validate_python(tomllib.loads(files.read(path, most).decode()))
+    except ValidationError as error:
+        raise Unreadable(path, _reason(error)) from None
+    except RecursionError:
+        raise Unreadable(path, "nested too deeply") from None
+    except ValueError as error:  # tomllib's, of UTF-8, or of a number of thousands of digits
+        raise Unreadable(path, f"no TOML: {_printable(str(error))}") from None
 
 
 def decode(content: bytes, kind: type[T], path: Path) -> T:

@@ -1,4 +1,4 @@
-"""Text for people: notes, tables, and the two standard streams.
+"""Text for people: notes, tables, and the two standard streams; or a result as JSON for a program.
 
 Text from elsewhere (arguments, files, devices' names) is printed as it is: markup in it does not
 count, and its control characters are shown as escapes.
@@ -7,10 +7,14 @@ count, and its control characters are shown as escapes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jetfire.core.errors import UsageError
@@ -23,6 +27,74 @@ MOST = 2000  # characters of a note: a name of a megabyte is not repeated whole
 # C0 and C1 without tab and newline, characters that reorder text, and surrogates, which stand for
 # undecodable bytes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass
+class Manner:
+    """How a command speaks, as the options of every command say.
+
+    Attributes:
+        json: its result is one JSON document on stdout.
+        quiet: on stderr there are errors alone.
+        verbose: on stderr there is what it decides, too.
+        document: what there is of its result yet, where that is JSON.
+    """
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+manner = Manner()
+
+
+@contextlib.contextmanager
+def speaking(words: Collection[str]) -> Iterator[Manner]:
+    """Speak as a command line's words ask for; what is not its result leaves stdout to the JSON.
+
+    The words are looked at as they are, so that one that cannot be parsed is answered so, too.
+    """
+    global manner
+    before = manner
+    manner = Manner(json="--json" in words, quiet="--quiet" in words, verbose="--verbose" in words)
+    stdout = sys.stderr if manner.json else sys.stdout
+    try:
+        with contextlib.redirect_stdout(stdout):
+            yield manner
+    finally:
+        manner = before
+
+
+def result(value: Mapping[str, Any], display: Callable[[], object]) -> None:
+    """Give a result, or a part of it: to the JSON document, or to people as `display` prints it."""
+    if manner.json:
+        manner.document.update(value)
+    else:
+        display()
+
+
+def planned(lines: Sequence[str]) -> None:
+    """Give what would be done, as the lines of a dry run."""
+    result({"plan": lines}, lambda: show("\n".join(lines)))
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print what a command came to as JSON."""
+    print(json.dumps(_plain(document), indent=1, allow_nan=False, default=str), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with JSON's types: objects for dataclasses, None for NaN and infinity."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def visible(text: str) -> str:
@@ -38,8 +110,25 @@ def line(text: str) -> str:
     return f"{text[: MOST * 3 // 4]} … {text[-MOST // 4 :]}"  # messages end with what is accepted
 
 
+def progress(text: str) -> None:
+    """Print one line on stderr of how far a command is, unless it is to be quiet."""
+    if not manner.quiet:
+        print(visible(text), file=sys.stderr, flush=True)
+
+
 def note(text: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr that a user is to know, unless the command is to be quiet."""
+    progress(f"jetfire: {line(text)}")
+
+
+def decision(text: str) -> None:
+    """Print one line on stderr of what a command chose by itself, where it is to be verbose."""
+    if manner.verbose:
+        note(text)
+
+
+def error(text: str) -> None:
+    """Print one line on stderr of what a command ends with."""
     print(f"jetfire: {line(text)}", file=sys.stderr, flush=True)
 
 
@@ -64,6 +153,8 @@ def styled(text: str, style: str = "") -> Text:
 def console(width: int | None = None, stderr: bool = False) -> Console:
     """Return a Rich console that prints strings as they are, on stdout unless told otherwise.
 
+    On stderr it shows how far a command is: nothing, where that is to be quiet.
+
     Args:
         width: columns where the stream is no terminal; None is Rich's default.
     """
@@ -77,6 +168,7 @@ def console(width: int | None = None, stderr: bool = False) -> Console:
     return Plain(
         width=None if stream.isatty() else width,
         stderr=stderr,
+        quiet=stderr and manner.quiet,
         markup=False,
         emoji=False,
         highlight=False,

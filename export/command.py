@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jetfire.core import broken
+from jetfire.core import broken, terminal
 from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
 from jetfire.export.folder import default_target, export
@@ -30,8 +30,9 @@ def run(asked: ExportOptions) -> None:
     target = asked.target or default_target(plan)
     with broken.compiling(plan.op.name, plan.kernel.name, "sm_{}{}".format(*plan.capability)):
         rows = export(plan, target, asked.folder, check=asked.check)
-    for file in sorted(path for path in asked.folder.rglob("*") if path.is_file()):
-        print(file)
+    written = sorted(path for path in asked.folder.rglob("*") if path.is_file())
+    found = {"files": written, "rows": [row.as_dict() for row in rows]}
+    terminal.result(found, lambda: print(*written, sep="\n"))
     done = "written, not built"
     if asked.check:
         architecture = f"sm_{plan.capability[0]}{plan.capability[1]}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.bench import command
-from jetfire.core import registry
+from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
@@ -132,7 +132,7 @@ def suite(asked: command.BenchOptions) -> None:
     kind, existing = command.file_format(asked), command.existing_rows(asked)
     device, wanted = Device.parse(asked.device), exports()
     if asked.dry_run:
-        print("\n".join(map(str, wanted)))
+        terminal.planned([str(one) for one in wanted])
         return
     if device.capability != CAPABILITY:
         raise NoDeviceError(

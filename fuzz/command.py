@@ -255,8 +255,10 @@ def _say(report: PairReport, plan: FuzzPlan, form: str) -> None:
             words += ["--device", plan.device]
         words += ["--sanitizer", plan.sanitizer] if plan.sanitizer else []
         line = f"{case.op} {case.kernel}: {failure.kind}: {short}; {' '.join(words)}"
-        out = sys.stdout if form == "table" else sys.stderr
-        print(terminal.visible(line), flush=True, file=out)
+        if form == "table" and not terminal.manner.json:
+            print(terminal.visible(line), flush=True)
+        else:  # the summary has them
+            terminal.progress(line)
         store.save(failure, device)
 
 
@@ -309,8 +311,12 @@ def _is_unchecked(pair: dict[str, Any]) -> bool:
 
 def _show(summary: dict[str, Any], form: str) -> None:
     if form == "json":
-        print(json.dumps(summary, indent=1))
-        return
+        terminal.result(summary, lambda: print(json.dumps(summary, indent=1)))
+    else:
+        terminal.result(summary, lambda: _print_table(summary))
+
+
+def _print_table(summary: dict[str, Any]) -> None:
     from jetfire.report.table import Table
 
     against, unfinished = summary["against"], not summary["finished"]
@@ -401,7 +407,8 @@ def reproduce(
     if outcome.failed:
         raise WrongResultError(f"{saved.case.id}: {outcome.kind}{after}: {outcome.message}")
     was = (saved.message.splitlines() or [""])[0]
-    print(f"ok on {device.label}{after} (it was {saved.kind}: {was})")
+    said = f"ok on {device.label}{after} (it was {saved.kind}: {was})"
+    terminal.result({"case": saved.case.id, "found": said}, lambda: terminal.show(said))
 
 
 def _illegal(case: Example, device: Device) -> str | None:

@@ -237,6 +237,11 @@ class Results:
                 at[key] = len(self.rows)
                 self.rows.append(row)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `to_json` writes."""
+        rows = [row.as_dict() for row in self.rows]
+        return {"schema": SCHEMA, "device": _finite(self.device), "rows": rows}
+
     def to_json(self) -> str:
         """Return JSON with a line per row, so that files of two thousand can be read and compared.
 

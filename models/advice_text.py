@@ -19,14 +19,19 @@ _VERDICTS = {True: "convert", False: "keep", None: "unknown"}
 
 
 def show(advised: Advised, recipes: Sequence[str], kind: str) -> None:
-    """Print what is advised.
+    """Give what is advised.
 
     Args:
         recipes: in the order of the columns.
         kind: table, json or csv.
     """
+    found = _as_dict(advised)
+    terminal.result(found, lambda: _print(found, advised, recipes, kind))
+
+
+def _print(found: dict[str, Any], advised: Advised, recipes: Sequence[str], kind: str) -> None:
     if kind == "json":
-        print(json.dumps(_as_dict(advised), indent=1, allow_nan=False))
+        print(json.dumps(found, indent=1, allow_nan=False))
     elif kind == "csv":
         print(_as_csv(advised), end="")
     else:

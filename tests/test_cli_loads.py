@@ -202,7 +202,7 @@ FILLED = {
     "bench": ([BENCH], "listing load strict_profile version"),
     "audit": ([BENCH], "arch load"),
     "tune.run": ([BENCH, TUNE], "shipped budget trial_timeout replay load version"),
-    "tune.show": ([BENCH], "as_json load"),
+    "tune.show": ([BENCH], "load"),
     "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce load interpreter debug version"),
     "export": ([BENCH, "export.options.ExportOptions"], "arch load version"),
     "advise": (["models.options.AdviseOptions"], ""),

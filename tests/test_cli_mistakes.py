@@ -62,6 +62,14 @@ def here(tmp_path, monkeypatch, shipped):
         "notpy.py": "x = 1\n",
         "run/settings.json": "{}",
         "dir/x": "",
+        "bad.toml": "m = [",
+        "load.toml": 'load = "notpy.py"',
+        "near.toml": "bloc = 32",
+        "sizes.toml": 'm = "x"',
+        "bools.toml": "resume = 1",
+        "lists.toml": "steps = [1, 2]",
+        "pairs.toml": 'set = "batch=2"',
+        "quiet.toml": "quiet = true",
         "big.json": '{"schema": 1, "device": {"name": "x"}, "rows": [{"op": 1}]}',
     }
     for name, text in texts.items():

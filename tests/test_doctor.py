@@ -331,7 +331,10 @@ def test_the_usual_cache_that_cannot_be_written(machine, capsys, monkeypatch, tm
 def test_as_json(machine, capsys):
     machine.lacks("ncu")
     assert execute("doctor", ["--json"]) == 1
-    found = {one["part"]: one for one in json.loads(capsys.readouterr().out)}
+    document = json.loads(capsys.readouterr().out)
+    found = {one["part"]: one for one in document["parts"]}
+    said = "doctor: missing or broken: ncu"
+    assert document["error"] == {"message": said, "exit_code": 1}
     assert list(found) == list(doctor.PARTS)
     assert [part for part, one in found.items() if not one["ok"]] == ["ncu"]
     assert found["ncu"]["found"] == "no ncu on the PATH"
@@ -351,7 +354,7 @@ def test_it_loads_none_of_what_may_be_broken():
 def test_this_machine(capsys):
     """Whatever it lacks: every part has a line, and what is not ok a remedy."""
     assert execute("doctor", ["--json"]) in (0, 1)
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["parts"]
     assert [one["part"] for one in found] == list(doctor.PARTS)
     assert all(bool(one["remedy"]) != one["ok"] for one in found)
     by_part = {one["part"]: one for one in found}

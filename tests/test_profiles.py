@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from jetfire import cli
 from jetfire.commands import options
-from jetfire.core import launch, profiles, registry, schema, workloads
+from jetfire.core import launch, profiles, registry, schema, terminal, workloads
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Config, Kernel
@@ -324,8 +324,9 @@ def test_a_default_that_failed_has_no_time(toy, capsys):
     show([], None)
     assert "1.00 ms" in (text := capsys.readouterr().out)
     assert "×" not in text.replace("64×64×64", "").replace("× peer", "").replace("1.25×", "")
-    show([], None, as_json=True)
-    assert json.loads(capsys.readouterr().out)[0]["gain"] is None
+    with terminal.speaking(["--json"]) as manner:
+        show([], None)
+    assert manner.document["profiles"][0]["gain"] is None
 
 
 def test_a_folder_that_cannot_be_read_is_skipped(toy, folder):
@@ -751,8 +752,9 @@ def test_show_lists_the_users_then_those_shipped(toy, capsys):
 def test_show_as_json(toy, capsys):
     save(entry(gemm(), tile=4))
     save(entry(gemm()), device=CPU)
-    show(["gemm"], H200, as_json=True)
-    (record,) = json.loads(capsys.readouterr().out)
+    with terminal.speaking(["--json"]) as manner:
+        show(["gemm"], H200)
+    (record,) = manner.document["profiles"]
     assert (record["op"], record["state"], record["gain"]) == ("gemm", "current", 1.5)
     assert not record["shipped"]
     assert record["config"] == {"tile": 4}
@@ -792,7 +794,7 @@ def shown(capsys, *words):
     assert cli.execute("tune", ["show", "gemm", *words, "--json"]) == 0
     return [
         (record["kernel"], *(record["problem"][name] for name in ("m", "block", "out")))
-        for record in json.loads(capsys.readouterr().out)
+        for record in json.loads(capsys.readouterr().out)["profiles"]
     ]
 
 

@@ -1328,7 +1328,7 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
     profiles.forget()
     code, out, _ = tune(capsys, "show", "transpose", "--json")
     assert code == 0
-    shown = [record for record in json.loads(out) if not record["shipped"]]
+    shown = [record for record in json.loads(out)["profiles"] if not record["shipped"]]
     assert [record["config"] for record in shown] == [entry["config"]]
     assert shown[0]["state"] == "current"
     profiles.forget()

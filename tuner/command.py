@@ -108,11 +108,12 @@ def tune(asked: TuneOptions) -> None:
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
     if asked.dry_run:
-        print(f"{first.label}: {len(work)} searches")
+        lines = [f"{first.label}: {len(work)} searches"]
         for target in work:
             space = target.space
             legal = f"{len(space.pool)} legal" if space.whole else "too many to count"
-            print(f"{target}: {space.size} configs, {legal}")
+            lines.append(f"{target}: {space.size} configs, {legal}")
+        terminal.planned(lines)
         return
     with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as shown:
         session = Session(asked, objective, devices, shown)
@@ -154,7 +155,8 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
         tuning.write([Digest.of(study.optuna) for _, study in session.studies], asked.report)
     if asked.unseen:
         rows = unseen.rows(session.tuned)
-        print(unseen.conclusion(rows))
+        said = unseen.conclusion(rows)
+        terminal.result({"lookups": rows, "conclusion": said}, lambda: print(said))
         if asked.output is not None:
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:

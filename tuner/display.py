@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
 
 from rich.console import RenderableType
 from rich.live import Live
@@ -157,7 +157,28 @@ COLUMNS = (
 
 
 def show(tuned: Sequence[FinishedSearch], device: Device) -> None:
-    """Print what searches came to on stdout, with the gains' mean where a default could run."""
+    """Give what searches came to, with the gains' mean where a default could run."""
+    searches = [_record(one) for one in tuned]
+    terminal.result({"device": device.label, "searches": searches}, lambda: _print(tuned, device))
+
+
+def _record(tuned: FinishedSearch) -> dict[str, Any]:
+    target, final = tuned.target, tuned.final
+    return {
+        "op": target.kernel.op,
+        "kernel": target.kernel.name,
+        "problem": target.case.problem.as_dict(),
+        "config": final.config.as_dict(),
+        "ms": final.timing.ms,
+        "default_ms": None if final.default is None else final.default.ms,
+        "gain": final.gain,
+        "vs_peer": final.vs_peer,
+        "trials": len(tuned.trials),
+        "saved": tuned.saved,
+    }
+
+
+def _print(tuned: Sequence[FinishedSearch], device: Device) -> None:
     table = Table(COLUMNS, [_row(one) for one in tuned], left=(0, 1, 2, 6, 9))
     terminal.console(width=240).print(table.rich(folded=range(len(COLUMNS))))
     gains = [one.final.gain for one in tuned if one.final.gain is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,19 +99,24 @@ def found(names: Sequence[str], device: Device | None, wanted: Wanted) -> Iterat
             yield Profile(file, source, gpu, file.stem, entries)
 
 
-def show(
-    names: Sequence[str], device: Device | None, as_json: bool = False, wanted: Wanted | None = None
-) -> None:
+def show(names: Sequence[str], device: Device | None, wanted: Wanted | None = None) -> None:
     """Print the profiles of some ops (of all where none is named), the user's first.
 
     Raises:
         UsageError: there is no such op.
     """
     shown = list(found(names, device, wanted or Wanted()))
-    if as_json:
-        records = [_record(profile, entry) for profile in shown for entry in profile.entries]
-        print(json.dumps(records, indent=1, ensure_ascii=False))
-        return
+    records = [_record(profile, entry) for profile in shown for entry in profile.entries]
+    terminal.result({"profiles": records}, lambda: _print(shown))
+    if not shown:
+        folders = f"{profiles.user_folder()} or {profiles.SHIPPED}"
+        of = f" of {', '.join(names)}" if names else ""
+        on = f" on {device.label}" if device else ""
+        left = " that the options leave" if wanted not in (None, Wanted()) else ""
+        note(f"no profile{of}{on}{left} in {folders}: jetfire-tune OP makes one")
+
+
+def _print(shown: Sequence[Profile]) -> None:
     console = terminal.console(width=240)
     for profile in shown:
         shared = _shared([entry.problem for entry in profile.entries])
@@ -121,12 +125,6 @@ def show(
         console.print(terminal.styled(profile.op, "bold"), text, soft_wrap=True, sep="")
         rows = [_row(profile.op, entry, shared) for entry in profile.entries]
         console.print(Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(2,)))
-    if not shown:
-        folders = f"{profiles.user_folder()} or {profiles.SHIPPED}"
-        of = f" of {', '.join(names)}" if names else ""
-        on = f" on {device.label}" if device else ""
-        left = " that the options leave" if wanted not in (None, Wanted()) else ""
-        note(f"no profile{of}{on}{left} in {folders}: jetfire-tune OP makes one")
 
 
 def _record(profile: Profile, entry: Entry) -> dict[str, Any]:

@@ -32,7 +32,6 @@ def run(
         float | None,
         o.option("--memory", "SIZE", "What the GPU has: 141GiB, 80GB.", parser=_bytes),
     ] = None,
-    as_json: Annotated[bool, o.flag("--json", "As JSON.")] = False,
     debug: o.Debug = False,
 ) -> None:
     """Say what a run needs of a GPU's memory, by part, and which settings would make it fit."""

@@ -116,7 +116,8 @@ def run(
             raise UsageError(f"--replay {replay}: it says itself of which op it is: leave out OP")
         from jetfire.tuner import command
 
-        print(command.replay(replay, strategy, trials, seed))
+        found = command.replay(replay, strategy, trials, seed)
+        terminal.result({"replay": found}, lambda: print(found))
         return
     if shipped or unseen:
         other = shipped or block or kernels or missing or shard or space

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from jetfire.commands import options as o
 
 EPILOG = "Example: jetfire tune show gemm --m 8192 --block 32"
@@ -19,7 +17,6 @@ def run(
     settings: o.Setting = None,
     kernels: o.Kernels = None,
     device: o.Device = "auto",
-    as_json: Annotated[bool, o.flag("--json", "As JSON.")] = False,
     load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
@@ -32,4 +29,4 @@ def run(
     request = o.request(locals(), ops=ops or ["all"])
     where = None if device == "auto" else devices.Device.parse(device)
     wanted = profiles.Wanted.of(request, kernels or [])
-    profiles.show(plan.parse_list(ops or []), where, as_json, wanted)
+    profiles.show(plan.parse_list(ops or []), where, wanted)

@@ -398,7 +398,7 @@ def run(
     kind, existing = command.file_format(asked), command.existing_rows(asked)
     device = Device.parse(asked.device)
     if asked.dry_run:
-        print("\n".join(f"{case}: {', '.join(case.recipes)}" for case in cases))
+        terminal.planned([f"{case}: {', '.join(case.recipes)}" for case in cases])
         return
     for case in cases if device.kind == "cpu" else ():
         if case.flops > CPU_FLOPS:

@@ -56,7 +56,7 @@ def run(
         f"({meta['tokenizer']['name']}, vocabulary {meta['vocabulary']}) of "
         f"{meta['documents']} documents"
     )
-    print(folder)
+    terminal.result({"folder": folder}, lambda: print(folder))
 
 
 def prepare(

@@ -222,7 +222,7 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
             }
         )
     if group.leads:
-        print(outcome.summary(run))
+        terminal.result(outcome.as_dict(run), lambda: print(outcome.summary(run)))
 
 
 def _begin(
@@ -253,6 +253,11 @@ class RunSummary:
         self.records[record["kind"]] = record
         for read in self.readers:
             read(record)
+
+    def as_dict(self, run: Run) -> dict[str, Any]:
+        """Return the run's folder and settings, and the last record of each kind but `watch`."""
+        last = {kind: record for kind, record in self.records.items() if kind != "watch"}
+        return {"run": run.folder, "settings": run.settings.as_dict(), "last": last}
 
     def summary(self, run: Run) -> str:
         one, end = run.settings, self.records["end"]
@@ -296,7 +301,7 @@ def sample(
     load_model(model, saved.model(), saved.path)
     with autocast(where.torch_device):
         text = sampling.text(model, tokenizer, prompt, count, **how)
-    terminal.show(text)
+    terminal.result({"text": text}, lambda: terminal.show(text))
 
 
 def export(path: Path, output: Path) -> None:
@@ -306,4 +311,5 @@ def export(path: Path, output: Path) -> None:
         UsageError: there is no checkpoint, or the folder cannot be written.
     """
     saved = _trained(path)
-    print(weights.save_transformers(output, saved.shape, saved.model()))
+    folder = weights.save_transformers(output, saved.shape, saved.model())
+    terminal.result({"folder": folder}, lambda: print(folder))

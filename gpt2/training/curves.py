@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from jetfire.core import terminal
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import log
 from jetfire.gpt2.training.settings import EARLIER
@@ -67,3 +68,4 @@ def plot(runs: Sequence[Path], output: Path) -> None:
             image(groups, output, "; ".join(group.mean.label for group in groups), maps=maps)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    terminal.result({"file": output}, lambda: terminal.decision(f"{output}: written"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -80,4 +79,4 @@ class TrainingDisplay(ExitStack):
         if self._progress is not None:
             self._progress.console.print(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            terminal.progress(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -40,7 +39,6 @@ class PlanOptions(TrainOptions):
     """
 
     memory: float | None = None
-    as_json: bool = False
 
     def planned(self) -> tuple[Settings, int]:
         """Return the settings, and the number of tokens in the vocabulary.
@@ -150,21 +148,18 @@ def plan(asked: PlanOptions) -> None:
     settings, vocabulary = asked.planned()
     own, limit = needs(settings, vocabulary), asked.memory or float("inf")
     others = [] if own.total <= limit else list(fitting(settings, vocabulary, limit))
-    if asked.as_json:
-        record: dict[str, Any] = {
-            "settings": settings.as_dict(),
-            "vocabulary": vocabulary,
-            "parts_gib": {name: size / GIB for name, size in own.parts.items()},
-            "peak": own.when,
-            "peak_gib": own.peak / GIB,
-            "evaluation_gib": own.beside / GIB,
-            "needs_gib": own.total / GIB,
-            "fits": None if asked.memory is None else own.total <= limit,
-            "instead": [{"give": x.words, "needs_gib": x.needs.total / GIB} for x in others],
-        }
-        print(json.dumps(record, indent=1))
-    else:
-        _show(settings, vocabulary, own, others)
+    record: dict[str, Any] = {
+        "settings": settings.as_dict(),
+        "vocabulary": vocabulary,
+        "parts_gib": {name: size / GIB for name, size in own.parts.items()},
+        "peak": own.when,
+        "peak_gib": own.peak / GIB,
+        "evaluation_gib": own.beside / GIB,
+        "needs_gib": own.total / GIB,
+        "fits": None if asked.memory is None else own.total <= limit,
+        "instead": [{"give": x.words, "needs_gib": x.needs.total / GIB} for x in others],
+    }
+    terminal.result(record, lambda: _show(settings, vocabulary, own, others))
     if own.total > limit:
         what = f"{asked.preset} needs {own.total / GIB:.2f} GiB of {limit / GIB:.2f}"
         wanted = "one of these" if others else "a smaller model or context"

@@ -227,7 +227,11 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
 
 
 def show(record: StudyRecord) -> None:
-    """Print a record as a table on stdout."""
+    """Give a record, to people as a table."""
+    terminal.result(record, lambda: _print(record))
+
+
+def _print(record: StudyRecord) -> None:
     terminal.console(width=160).print(report.table(record).rich())
     print(report.explained(record))
 
