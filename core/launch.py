@@ -6,7 +6,7 @@ import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core import loaded, profiles, registry
+from jetfire.core import loaded, profiles, registry, terminal
 from jetfire.core.device import SHARED_KIB, Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
@@ -40,6 +40,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
             reason = kernel.legal(problem, found.config, device)
         if reason is None:
             kernel, found = _fastest(op, problem, device, kernel, found)
+            terminal.decision(f"{op.name} {problem}: {kernel.name}, {found.source} {found.config}")
             report(op, kernel, problem, device, found)
             return kernel, found.config
         reasons.append(f"{kernel.name}: {reason}")

@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 from platformdirs import user_cache_path
 
+from jetfire.core import terminal
 from jetfire.core.errors import JetfireError, UsageError
 
 ROOT = Path(__file__).parent
@@ -148,14 +150,18 @@ def compile_cubin(source: Path | CudaText, config: str, architecture: str) -> by
         texts += [name, text]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     file = cache_folder() / f"{source.stem}-{key[:32]}.cubin"
+    what = f"{source.name} for {architecture}"
     try:
         if (cubin := _cached(file)) is not None:
+            terminal.decision(f"{what}: compiled before, {file}")
             return cubin
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             if (cubin := _cached(file)) is not None:
                 return cubin
+            begin = time.perf_counter()
             cubin = _compile(source, config, architecture)
+            terminal.decision(f"{what}: compiled in {time.perf_counter() - begin:.1f} s")
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
                 part.write(cubin)
             os.replace(part.name, file)

@@ -19,7 +19,7 @@ from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case, Note
-from jetfire.measure.results import Row
+from jetfire.measure.results import Row, problem_text
 from jetfire.measure.timer import Timing
 
 LONG_FLOPS = 1e11
@@ -254,6 +254,8 @@ class Runner:
         for choice in choices(case, self.device, self.options):
             if choice.reason is None:
                 legal.append(choice)
+                config, source = problem_text(choice.config.as_dict()), choice.profile or "given"
+                terminal.decision(f"{case}: {choice.label}: {source} config {config}".rstrip())
             else:
                 self._note_once(f"{case.op.name}: {choice.label} left out: {choice.reason}")
         if not legal:
