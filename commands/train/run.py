@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from jetfire.commands import options as o
+from jetfire.commands.base import OwnCommand
+from jetfire.core import environment
 from jetfire.core.errors import UsageError
 
 EPILOG = (
@@ -37,6 +39,20 @@ Data = Annotated[
         o.CORPORA,
     ),
 ]
+
+
+class RunCommand(OwnCommand):
+    """`jetfire train`, which takes another run's settings.json for a file of options, too."""
+
+    def table(self, file: Path) -> dict[str, Any]:
+        if file.suffix != ".json":
+            return super().table(file)
+        from jetfire.gpt2.training import options
+
+        return options.of_run(file)
+
+
+COMMAND = RunCommand
 
 
 def run(
@@ -89,7 +105,7 @@ def run(
     try:
         options.check(asked)
     except UsageError as error:
-        if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first one says it
+        if not environment.leads():  # of torchrun's processes the first one says it
             raise typer.Exit(error.exit_code) from None
         raise
     from jetfire.gpt2.training import command

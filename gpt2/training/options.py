@@ -11,7 +11,7 @@ from typing import Any
 from jetfire.core import device as devices
 from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2.data import corpora
-from jetfire.gpt2.training.settings import PRESETS, Settings, checked, make, split
+from jetfire.gpt2.training.settings import PRESETS, Settings, checked, load, make, split
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,25 @@ class TrainOptions:
         return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
 
 
+def of_run(file: Path) -> dict[str, Any]:
+    """Return the options that begin a run as the one whose `settings.json` it is, by long name.
+
+    A step has as many micro-batches in all, whatever the number of processes.
+
+    Raises:
+        UsageError: the file holds no settings, or their micro-batches cannot be shared out.
+    """
+    settings, processes = load(file)
+    found = settings.as_dict()
+    micros, world = found["accumulate"] * processes, _world()
+    if micros % world:
+        raise UsageError(
+            f"{file}: accumulate={micros} in all: expected processes that divide them, not {world}"
+        )
+    found["accumulate"] = micros // world
+    return {"preset": found.pop("preset"), "data": found.pop("data"), "set": found}
+
+
 def check(asked: TrainOptions) -> None:
     """Refuse what can be refused without a look into a run's folder."""
     devices.check_name(asked.device)
@@ -67,7 +86,7 @@ def check(asked: TrainOptions) -> None:
         asked.resumed()
     else:
         begun = asked.begun()
-        check_processes(begun, int(os.environ["WORLD_SIZE"]) if torchrun() else 1, torchrun())
+        check_processes(begun, _world(), torchrun())
         values = begun.as_dict()
     if asked.output is not None and asked.output.exists() and not asked.output.is_dir():
         raise UsageError(f"-o {asked.output}: expected a folder")
@@ -95,6 +114,10 @@ def torchrun() -> bool:
     """Return whether torchrun started this process, which it tells by the environment."""
     told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in told)
+
+
+def _world() -> int:
+    return int(os.environ["WORLD_SIZE"]) if torchrun() else 1
 
 
 def check_processes(settings: Settings, world: int, told: bool) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetfire.core import files, schema
+from jetfire.core import files
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable
-from jetfire.core.schema import Fields
 from jetfire.core.terminal import note
 from jetfire.gpt2.data import tokenizers
 from jetfire.gpt2.data import tokens as data
@@ -31,6 +30,7 @@ from jetfire.gpt2.training.settings import (
     SETTINGS,
     Settings,
     checked,
+    load,
     resumed,
 )
 
@@ -141,19 +141,14 @@ def _begun(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / SETTINGS
     try:
-        found = schema.load(file, Fields)
-        processes = found.pop(PROCESSES, 1)
-        if type(processes) is not int or not 1 <= processes <= 1 << 16:
-            given = repr(str(processes)[:50])
-            raise UsageError(f"{PROCESSES}={given}: expected 1 to {1 << 16}")
-        return _of_all(resumed(found, {}, str(folder)).as_dict(), processes)
+        settings, processes = load(file)
+        return _of_all(settings.as_dict(), processes)
     except Missing:
         return None
     except UsageError as error:
-        text = str(error) if isinstance(error, Unreadable) else f"{file}: {error}"
         if not checkpoint.listed(folder):
-            raise UsageError(text) from None
-        warnings.warn(f"{text}; taking a checkpoint's", JetfireWarning, stacklevel=2)
+            raise
+        warnings.warn(f"{error}; taking a checkpoint's", JetfireWarning, stacklevel=2)
         return None
 
 

@@ -328,6 +328,24 @@ def _check_looks(settings: Settings) -> None:
         raise UsageError(f"watch={settings.watch}: {what}: expected at least {least}")
 
 
+def load(file: Path) -> tuple[Settings, int]:
+    """Return the settings that a run's file holds, and the processes that it had.
+
+    Raises:
+        Missing: there is no such file.
+        UsageError: it holds anything else.
+    """
+    found = schema.load(file, schema.Fields)
+    try:
+        processes = found.pop(PROCESSES, 1)
+        if type(processes) is not int or not 1 <= processes <= 1 << 16:
+            given = repr(str(processes)[:50])
+            raise UsageError(f"{PROCESSES}={given}: expected 1 to {1 << 16}")
+        return resumed(found, {}, str(file.parent)), processes
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
 def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:
     """The settings of a run that goes on, with those changed that may be.
 
