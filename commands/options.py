@@ -126,6 +126,7 @@ ADVISED = _of("models.options", "RECIPES")
 RECIPES = _of("nn.recipes", "RECIPES")
 MEASURED = _of("gpt2.bench.cases", "MEASURED")
 STEP_PEERS = _of("gpt2.bench.cases", "PEERS", "reduce_overhead")
+LOGGERS = _of("gpt2.training.options", "LOGGERS")
 CORPORA = _of("gpt2.data.corpora", "NAMED")
 TOKENIZERS = _of("gpt2.data.tokenizers", "NAMES")
 # Copies, as the modules of these names load torch; a test compares them.

@@ -91,6 +91,12 @@ def run(
             "--watch", "Log what INT8 does to each layer, every so many steps (0: never).", 0
         ),
     ] = None,
+    loggers: Annotated[
+        o.Texts,
+        o.listed(
+            "--logger", "NAME", "Log to tensorboard or wandb (Weights & Biases), too.", o.LOGGERS
+        ),
+    ] = None,
     sample: Annotated[int, o.integer("--sample", "Tokens to write at the end.", 0)] = 0,
     strict_profile: o.StrictProfile = False,
     device: o.Device = "auto",

@@ -33,6 +33,7 @@ from jetfire.gpt2.training import checkpoint, graph, log, parallel, plan
 from jetfire.gpt2.training.checkpoint import MODEL, Checkpoint
 from jetfire.gpt2.training.display import TrainingDisplay
 from jetfire.gpt2.training.header import header
+from jetfire.gpt2.training.loggers import Logger
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.options import TrainOptions, no_run
 from jetfire.gpt2.training.parallel import Group
@@ -209,7 +210,7 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
             return training
 
         training = group.each(made)
-        group.once(lambda: _begin(training, run, device, outcome, stack))
+        group.once(lambda: _begin(asked, training, run, device, outcome, stack))
         stop = Stop(silent=not group.leads)
         with stop.listening(), group.alike():
             training.run(stop)
@@ -226,17 +227,23 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
 
 
 def _begin(
-    training: Training, run: Run, device: Device, outcome: RunSummary, stack: ExitStack
+    asked: TrainOptions,
+    training: Training,
+    run: Run,
+    device: Device,
+    outcome: RunSummary,
+    stack: ExitStack,
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
+    loggers = [stack.enter_context(Logger(name, run)) for name in asked.loggers]
     run.begin(training.tokens, training.group.world)
     _announce(training, run, device)
     journal = stack.enter_context(closing(log.Log(run.folder)))
     head = header("run" if journal.empty else "resume", training, device)
     journal.write({**head, "cut": True} if journal.cut else head)
     display = stack.enter_context(TrainingDisplay(done, run.settings.steps))
-    outcome.readers += [journal.write, display.show]
+    outcome.readers += [journal.write, display.show, *loggers]
 
 
 class RunSummary:

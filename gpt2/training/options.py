@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.core import device as devices
-from jetfire.core.errors import UsageError, unknown
+from jetfire.core.errors import UsageError, not_installed, unknown
 from jetfire.gpt2.data import corpora
 from jetfire.gpt2.training.settings import PRESETS, Settings, checked, load, make, split
+
+LOGGERS = ("tensorboard", "wandb")  # each the name of its library, and of our extra
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class TrainOptions:
     seed: int | None = None
     watch: int | None = None
     sample: int = 0
+    loggers: Sequence[str] = ()
 
     def given(self) -> dict[str, Any]:
         """The settings that were asked for, an option's before `--set`'s."""
@@ -81,6 +85,8 @@ def of_run(file: Path) -> dict[str, Any]:
 def check(asked: TrainOptions) -> None:
     """Refuse what can be refused without a look into a run's folder."""
     devices.check_name(asked.device)
+    for name in asked.loggers:
+        check_logger(name)
     if asked.resume:
         values = checked(asked.given())
         asked.resumed()
@@ -97,6 +103,15 @@ def check(asked: TrainOptions) -> None:
         )
     if (data := values.get("data")) is not None:
         check_data(data, asked.data or dict(split(asked.settings)).get("data", data))
+
+
+def check_logger(name: str) -> None:
+    """Refuse a logger that there is not, or whose library is not installed."""
+    if name not in LOGGERS:
+        raise unknown(f"--logger {name}", name, LOGGERS)
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # W&B leaves folders called wandb behind
+        raise UsageError(f"--logger {name}: {not_installed(name, name)}")
 
 
 def check_data(data: str, given: str) -> None:
