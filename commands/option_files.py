@@ -61,7 +61,7 @@ def words(
         if key == "load":
             raise UsageError(f"{file}: load: code is loaded by name alone: expected --load FILE.py")
         if key not in params:
-            raise unknown(f"{file}: no option {key!r}", key, params)
+            raise unknown(f"{file}: no option {key!r}", key, params or ["an empty file"])
         found[key] = _words(f"{file}: {key}={value!r}", key, value, params[key], given)
     return found
 

@@ -10,6 +10,7 @@ import pytest
 
 from jetfire import cli
 from jetfire.cli import execute
+from jetfire.commands import option_files
 from jetfire.core import doctor, terminal
 from jetfire.fuzz import InProcess, jobs
 from jetfire.kernels_cuda import compile
@@ -61,6 +62,14 @@ COMMANDS = dict(commands(cli._commands()))
 
 def test_every_verb_is_tried_here():
     assert set(VERBS) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_can_say_all_of_it_but_how_it_speaks(verb):
+    params = COMMANDS[verb].params
+    said = {name[2:] for param in params for name in param.opts} & set(option_files.ELSEWHERE)
+    assert {"json", "quiet", "verbose", "options", "debug"} <= said
+    assert len(option_files.keys(params)) == len(params) - len(said)  # no two have one key
 
 
 @pytest.fixture(scope="module")
