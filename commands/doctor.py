@@ -9,11 +9,10 @@ from jetfire.commands import options as o
 from jetfire.core import terminal
 from jetfire.core.errors import JetfireError
 
-EPILOG = "Example: jetfire doctor --json"
-
-
 if TYPE_CHECKING:
     from jetfire.core.doctor import Finding
+
+EPILOG = "Example: jetfire doctor --json"
 
 
 def run(debug: o.Debug = False) -> None:

@@ -16,6 +16,9 @@ MOST_KEYS, MOST_BYTES = 100, 1 << 16
 # How a command speaks is said where it is called.
 ELSEWHERE = ("json", "quiet", "verbose", "options", "debug", "version", "load")
 
+_CODE = "no file says what code is run"
+_FUNCTION = re.compile(r"(?!hf:)[^/]*:[^/]*")  # MODULE:FUNCTION, which is imported and called
+
 
 def read(file: Path) -> dict[str, Any]:
     """Return a file's values by key: text, numbers, booleans, lists and tables of these.
@@ -59,7 +62,7 @@ def words(
     found = {}
     for key, value in table.items():
         if key == "load":
-            raise UsageError(f"{file}: load: code is loaded by name alone: expected --load FILE.py")
+            raise UsageError(f"{file}: load: {_CODE}: expected --load FILE.py")
         if key not in params:
             raise unknown(f"{file}: no option {key!r}", key, params or ["an empty file"])
         found[key] = _words(f"{file}: {key}={value!r}", key, value, params[key], given)
@@ -87,7 +90,10 @@ def _words(where: str, key: str, value: Any, param: Any, given: Mapping[str, Any
     several = param.multiple if option else param.nargs == -1
     if isinstance(value, list) and not several:
         raise UsageError(f"{where}: expected one value")
-    words = [f"--{key}={text}" if option else text for text in _texts(where, value)]
+    texts = _texts(where, value)
+    if not option and any(map(_FUNCTION.fullmatch, texts)):
+        raise UsageError(f"{where}: {_CODE}: expected it on the command line")
+    words = [f"--{key}={text}" for text in texts] if option else texts
     return [] if is_given else words
 
 

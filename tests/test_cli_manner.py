@@ -121,6 +121,13 @@ def test_a_result_is_one_document(verb, here, capsys):
     assert all(document[key] is not None for key in keys.split())
 
 
+def test_rows_are_what_compare_reads(here, capsys):
+    _, document, _ = spoken(capsys, "bench", *SMALL.split())
+    (here / "new.json").write_text(json.dumps(document))
+    code, document, _ = spoken(capsys, "compare", "new.json", "new.json")
+    assert (code, [pair["verdict"] for pair in document["pairs"]]) == (0, ["noise"])
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_error_is_one_document(verb, here, capsys, monkeypatch):
     words = [*verb.split(), *VERBS[verb][0].split()]

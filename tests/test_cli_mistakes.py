@@ -64,6 +64,7 @@ def here(tmp_path, monkeypatch, shipped):
         "dir/x": "",
         "bad.toml": "m = [",
         "load.toml": 'load = "notpy.py"',
+        "code.toml": 'model = "os:getcwd"',
         "near.toml": "bloc = 32",
         "sizes.toml": 'm = "x"',
         "bools.toml": "resume = 1",

@@ -59,6 +59,20 @@ def test_what_is_given_on_the_command_line_wins(planned):
     assert "bias=False" in case
 
 
+def test_a_file_names_no_function_that_would_be_called(tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text("raise SystemExit('was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command, key in (("advise", "model"), ("train bench", "case"), ("train tune", "case")):
+        for name in ("mine:make", ":x", "a.b:c"):
+            (tmp_path / "run.toml").write_text(f'{key} = "{name}"')
+            assert execute(None, [*command.split(), "--options", "run.toml"]) == 2
+            assert "no file says what code is run" in capsys.readouterr().err
+    (tmp_path / "run.toml").write_text('case = "hf:gpt2-350m"\ndevice = "tpu"')
+    assert execute("train", ["bench", "--options", "run.toml"]) == 2
+    assert "device 'tpu'" in capsys.readouterr().err
+
+
 def test_a_flag_with_two_names_is_said_by_the_first(tmp_path, capsys):
     (tmp_path / "no.toml").write_text('check = false\ntarget = "toch"\n')
     words = ["gemm", "-o", str(tmp_path / "out"), "--options", str(tmp_path / "no.toml")]
@@ -82,7 +96,7 @@ def test_a_flag_with_two_names_is_said_by_the_first(tmp_path, capsys):
         ('data = ""', "--data '': expected a value"),
         ("json = true", "no option 'json'"),
         ('options = "run.toml"', "no option 'options'"),
-        ('load = ["mine.py"]', "load: code is loaded by name alone: expected --load FILE.py"),
+        ('load = ["mine.py"]', "load: no file says what code is run: expected --load FILE.py"),
         ("m = " + "[" * 9000, "run.toml: "),
         ("m = " + "9" * 9000, "no TOML: Exceeds the limit"),
         ("\n".join(f"a{i} = 1" for i in range(200)), "at most 100 entries"),

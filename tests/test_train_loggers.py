@@ -201,6 +201,10 @@ def test_a_name_from_elsewhere_is_refused(wandb, tmp_path, capsys):
     assert wandb.runs == []
 
 
+def test_each_logger_is_refused_without_loading_torch():
+    assert set(options.LOGGERS) == set(loggers.LIBRARIES)
+
+
 @pytest.mark.parametrize("name", options.LOGGERS)
 def test_a_library_that_is_not_there_is_one_line(name, monkeypatch, capsys):
     monkeypatch.undo()
