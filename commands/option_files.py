@@ -84,9 +84,9 @@ def _words(where: str, key: str, value: Any, param: Any, given: Mapping[str, Any
     if "=V" in str(param.metavar):  # of FIELD=VALUE the command line may say some
         if not isinstance(value, dict):
             raise UsageError(f"{where}: expected a table of names and values")
-        texts = {name: ",".join(_texts(where, entry)) for name, entry in value.items()}
+        fields = {name: ",".join(_texts(where, entry)) for name, entry in value.items()}
         said = re.findall("(?:^|,)([^,=]+)=", ",".join(given.get(param.name, ())))
-        return [f"--{key}={name}={text}" for name, text in texts.items() if name not in said]
+        return [f"--{key}={name}={text}" for name, text in fields.items() if name not in said]
     several = param.multiple if option else param.nargs == -1
     if isinstance(value, list) and not several:
         raise UsageError(f"{where}: expected one value")
