@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases as loggers of a run.
 
 The libraries are stood in for. SummaryWriter(log_dir, purge_step=), add_scalar(tag, value, step)
-and close() are torch's (2.11); init(project=, id=, resume=, name=, dir=, config=, settings=),
+and close() are torch's (2.13); init(project=, id=, resume=, name=, dir=, config=, settings=),
 define_metric(name, step_metric=), log(data) and finish(exit_code=) are W&B's (0.31).
 """
 
@@ -155,16 +155,12 @@ def test_what_is_watched_has_a_figure_for_each_layer():
     assert loggers.figures({"kind": "checkpoint", "step": 5}) == {}
 
 
-def test_a_logger_that_fails_is_left_out_and_said_once(wandb, capsys, tmp_path):
+def test_a_logger_that_fails_is_left_out_and_said_once(wandb, capsys, tmp_path, monkeypatch):
     def failing(self, data):
         raise ConnectionError("no route to host")
 
-    wandb.runs.append(None)
-    FakeRun.log, kept = failing, FakeRun.log
-    try:
-        assert train("--logger", "wandb") == 0
-    finally:
-        FakeRun.log = kept
+    monkeypatch.setattr(FakeRun, "log", failing)
+    assert train("--logger", "wandb") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "--logger" in line]
     assert said == [
         "jetfire: --logger wandb: the run goes on without it: ConnectionError: no route to host"
