@@ -24,11 +24,18 @@ class OutOfBoundsError(Exception):
     """An interpreted kernel touched memory of none of its tensors; the message has the line."""
 
 
+def found_in(error: BaseException | None) -> OutOfBoundsError | None:
+    """Return what an error comes from: Triton wraps it once for each function of its language."""
+    while error is not None and not isinstance(error, OutOfBoundsError):
+        error = error.__cause__
+    return error
+
+
 def hold_to_tensors() -> None:
     """Have an interpreted kernel fail where it touches memory of none of its tensors.
 
-    The error is Triton's own, caused by `OutOfBoundsError`. A tensor is all from its first element
-    to its last: what lies between its rows counts too.
+    The error is Triton's own, in which `found_in` finds `OutOfBoundsError`. A tensor is all from
+    its first element to its last: what lies between its rows counts too.
     """
     global _held
     if _held:

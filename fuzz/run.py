@@ -10,7 +10,7 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device
-from jetfire.core.interpreter import OutOfBoundsError, hold_to_tensors
+from jetfire.core.interpreter import found_in, hold_to_tensors
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import launch
 from jetfire.core.op import Op
@@ -83,8 +83,8 @@ def run_case(case: Example, device: Device, mode: Mode | None = None) -> Outcome
     except Exception as error:  # Triton's own (out of resources, compilation) derive from it
         if _lacks_memory(error):
             return Outcome("skipped", f"too little memory: {error}")
-        if isinstance(error.__cause__, OutOfBoundsError):
-            return Outcome("bounds", str(error.__cause__))
+        if beyond := found_in(error):
+            return Outcome("bounds", str(beyond))
         return Outcome("raised", f"{type(error).__name__}: {error}")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jetfire.core.device import Device
-from jetfire.core.interpreter import OutOfBoundsError, hold_to_tensors
+from jetfire.core.interpreter import found_in, hold_to_tensors
 
 tl = pytest.importorskip("triton.language")
 triton = pytest.importorskip("triton")
@@ -39,6 +39,16 @@ def _swap(x, at):
 
 
 @triton.jit
+def _taken(x, at):
+    return tl.load(x + at)
+
+
+@triton.jit
+def _nested(x, y, at):
+    tl.store(y, _taken(x, at))
+
+
+@triton.jit
 def _tile(x, y, m, n):
     of = tl.make_tensor_descriptor(x, [m, n], [n, 1], [16, 16])
     to = tl.make_tensor_descriptor(y, [m, n], [n, 1], [16, 16])
@@ -48,8 +58,9 @@ def _tile(x, y, m, n):
 def found(launch):
     with pytest.raises(triton.runtime.errors.InterpreterError) as raised:
         launch()
-    assert isinstance(raised.value.__cause__, OutOfBoundsError)
-    return str(raised.value.__cause__)
+    error = found_in(raised.value)
+    assert error is not None
+    return str(error)
 
 
 def test_what_lies_within_is_let_be():
@@ -85,6 +96,11 @@ def test_a_write_after_the_end():
     x, y = torch.randn(128).bfloat16(), torch.zeros(100).bfloat16()
     said = found(lambda: _copy[(2,)](x, y, 128, 0, 64, True))
     assert "writes 28 elements of 2 bytes" in said
+
+
+def test_in_a_function_that_a_kernel_calls():
+    said = found(lambda: _nested[(1,)](torch.randn(4), torch.zeros(4), 4))
+    assert "reads 1 elements of 4 bytes" in said
 
 
 @pytest.mark.parametrize("kernel", [_add, _swap])

@@ -6,8 +6,9 @@ from jetfire.tests.mutants.build import WRONG, Mutant
 
 TRITON, CPU, CUDA = "kernels_triton", "kernels_cpu", "kernels_cuda"
 
-# What is written beside its place may lie outside the output, or be written over by who owns it.
-STRAY = WRONG | {"guard", "nondeterministic"}
+# What is written beside its place may lie outside the output, which the interpreter sees at once,
+# or be written over by who owns it.
+STRAY = WRONG | {"guard", "bounds", "nondeterministic"}
 MISSING = WRONG | {"unwritten"}
 RACY = WRONG | {"nondeterministic"}
 # What the device refuses: an address that is not aligned.
@@ -35,6 +36,7 @@ ANYWHERE = (
         "return tl.load(ptr + offsets, mask=(rows < M)[:, None]",
         "return tl.load(ptr + offsets, mask=(rows <= M)[:, None]",
         {"m": 1, "n": 1},
+        WRONG | {"bounds"},
     ),
     Mutant(
         "padding-in-the-sum",
